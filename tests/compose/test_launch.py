@@ -15,18 +15,19 @@ from verl.compose.schema import conf_dir
 
 ROOT = conf_dir().parent
 HELP = """
-import runpy, sys
+import sys
+from main_ppo import main
 sys.argv = ["main_ppo.py", "--help"]
 try:
-    runpy.run_path({script!r}, run_name="__main__")
+    main()
 except SystemExit:
     pass
-heavy = {{"torch", "transformers", "numpy", "pyarrow", "wandb", "peft", "matplotlib"}} & set(sys.modules)
+heavy = {"torch", "transformers", "numpy", "pyarrow", "wandb", "peft", "matplotlib"} & set(sys.modules)
 print("HEAVY AFTER HELP", sorted(heavy))
 from verl.compose.validate import validate
 from verl.compose.compose import compose_root
 validate(compose_root("ppo"))
-heavy = {{"transformers", "pyarrow", "wandb", "peft", "matplotlib"}} & set(sys.modules)
+heavy = {"transformers", "pyarrow", "wandb", "peft", "matplotlib"} & set(sys.modules)
 print("HEAVY AFTER CHECK", sorted(heavy))
 """
 
@@ -48,7 +49,7 @@ def run_script(fork_server: ForkServer, tmp_path: Path) -> Callable[..., subproc
 
 
 def test_help_lists_the_groups_and_neither_help_nor_check_imports_anything_heavy(tmp_path):
-    done = run(tmp_path, "-c", HELP.format(script=str(ROOT / "main_ppo.py")))
+    done = run(tmp_path, "-c", HELP)
     assert "actor: llama1b, llama8b" in done.stdout, done.stderr
     assert "examples" in done.stdout
     assert "HEAVY AFTER HELP []" in done.stdout
@@ -158,7 +159,9 @@ def test_a_failed_run_says_the_sentence_that_matters_and_then_one_traceback_at_m
     assert log.read_text().count("The run has ended.") == 1
 
 
-@pytest.mark.parametrize("argument", ["trainer.experiment_name=${nowhere}", "trainer.seed=[", "hydra.foo=1"])
+@pytest.mark.parametrize(
+    "argument", ["trainer.experiment_name=${nowhere}", "trainer.project_name=../x", "trainer.seed=[", "hydra.foo=1"]
+)
 def test_what_cannot_be_composed_is_told_in_words_too(argument, tmp_path, run_script):
     done = run_script(str(ROOT / "main_sft.py"), argument)
     assert done.returncode == 2

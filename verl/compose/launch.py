@@ -236,6 +236,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
                     raise
                 finally:
                     _remove_if_empty(run_dir)
+                    _remove_if_empty(Path(running.run.dir).parts[0])  # `outputs`, of `outputs/../x`
         except SystemExit as end:
             statuses.append(int(end.code or 0))
             if running.mode != RunMode.MULTIRUN or statuses[-1] in (INTERRUPTED, TERMINATED):
@@ -400,9 +401,9 @@ def _tell(text: str) -> None:
     sys.stderr.write(redact(text).rstrip() + "\n")
 
 
-def _remove_if_empty(run_dir: Path) -> None:
+def _remove_if_empty(run_dir: Path | str) -> None:
     """Hydra makes the run's directory first; a run that was refused leaves none behind, nor empty parents."""
-    directory, here = run_dir.resolve(), Path.cwd()
+    directory, here = Path(run_dir).resolve(), Path.cwd()
     while here in directory.parents and not (directory.is_dir() and any(directory.iterdir())):
         if directory.is_dir():
             directory.rmdir()

@@ -257,6 +257,9 @@ def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_pl
         layers = None if role.model is None else role.model.layer_count()
         if layers is not None and (fault := role.sharding.layers_fault(layers, role.count)) is not None:
             heads.setdefault(role.path, f"{role.path}.{fault} (layers of {role.model_path})")
+        kind = None if role.model is None else role.model.experts()
+        if kind is not None and (fault := role.sharding.experts_fault(*kind, role.count)) is not None:
+            heads.setdefault(role.path, f"{role.path}.{fault} (experts of {role.model_path})")
     return list(heads.values())
 
 

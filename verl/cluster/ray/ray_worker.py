@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from verl.cluster.rpc import versions
 from verl.cluster.serialization import Serialized, deserialize, serialize
+from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.progress import Progress, report, report_to
 
 
@@ -76,8 +77,9 @@ class RoleWorker:
             os.environ.update(env)
             sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
             torch.set_num_threads(num_threads)
-            host, context = pickle.loads(payload)
-            self._host = host.build(context)
+            with rare_garbage_collection():
+                host, context = pickle.loads(payload)
+                self._host = host.build(context)
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             return RayReply(None, traceback.format_exc())
         return RayReply(serialize(None))
