@@ -52,8 +52,6 @@ LONG = [  # model, GPUs, what the table calls it, micro-batch tokens of a proces
     ("8B", 8, "fsdp", ROW, ["sharding=fsdp", *EIGHT]),
     ("8B", 8, "dp_shard=4 cp=2", ROW // 2, ["sharding=parallel", "sharding.cp=2", *EIGHT]),
     ("8B", 8, "dp_shard=1 cp=8", ROW // 8, ["sharding=parallel", "sharding.cp=8", *EIGHT]),
-    ("8B", 8, "pp=2 dp_shard=4", ROW, ["sharding=parallel", "sharding.pp=2", "rollout=hf", *EIGHT]),
-    ("8B", 8, "pp=2 cp=4", ROW // 4, ["sharding=parallel", "sharding.pp=2", "sharding.cp=4", "rollout=hf", *EIGHT]),
 ]
 LONG_HEAD = (
     "| model | GPUs | layout | tokens of a micro-batch | update, GiB | of it activations | seconds | most memory in |\n"
