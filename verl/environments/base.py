@@ -188,6 +188,17 @@ class EnvironmentDescription(Description):
         """JSON schemas of its tools, which the chat template writes into the prompt."""
         return ()
 
+    def engine(
+        self, engine: Any, rollout: Any, tokenizer: Any, stop_ids: tuple[int, ...], context: BuildContext
+    ) -> Any:
+        """The rollout engine whose responses are episodes, in place of `EpisodeEngine`; None for that.
+
+        Args:
+            engine, rollout: a `RolloutEngine` that draws turns, and its description.
+            stop_ids: tokens that end a turn.
+        """
+        return None
+
     def factory(self, context: BuildContext) -> EnvironmentFactory:
         """What makes its environments in this process."""
         raise NotImplementedError

@@ -225,12 +225,14 @@ class RolloutEngine:
     Attributes:
         has_redrawn: what `finish` gave last was not drawn by the weights of its `begin`, which were lost, but by those
             that were there by then.
+        row_tokens: of the longest row that the engine holds; None where the model's own limit is all there is.
         compute_type: what it computes in, as `verl.models.parallel_info.compute_type` names it; None: as the trainer
             does.
     """
 
     has_redrawn: bool = False
     compute_type: str | None = None
+    row_tokens: int | None = None
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""
