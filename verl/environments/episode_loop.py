@@ -1,10 +1,10 @@
-"""The loop of episodes: turns drawn by the rollout engine, environments beside it, one row of training per episode.
+"""The episode loop: the rollout engine generates turns, environments answer, each episode becomes one training row.
 
     reset ──> turn ──> step ──> observation ──> turn ──> ... ──> end          of each episode
        calls run in the thread of `CallRunner`      turns run in this one, all that are ready side by side
 
-An episode that waits for its environment holds up no other. Its tokens depend on (seed, stream, step, prompt, sample,
-turn, position) and on what its environment answers, never on what runs beside it.
+An episode that waits for its environment does not block others. Its tokens depend on (seed, stream, step, prompt,
+sample, turn, position) and on its environment's answers, not on other episodes.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ IDLE_WAIT_S = 0.5  # between looks at the deadline, while nothing can be drawn
 
 @dataclass
 class Turn:
-    """One turn of the model and what came of it.
+    """One turn of the model and its result.
 
     Attributes:
-        text: as it was parsed, without the token that ended it.
-        start: place of its first token among the tokens after the prompt.
-        before: everything that the model read, where each turn is a sample of its own.
+        text: the text that was parsed, without the stop token.
+        start: index of its first token among the tokens after the prompt.
+        before: everything that the model read, if each turn is a sample of its own.
         observation: what the environment answered; None after the last turn.
         observed: number of tokens of the observation.
     """
@@ -77,22 +77,22 @@ class Turn:
 
 @dataclass
 class Episode:
-    """One episode under way.
+    """State of one episode.
 
     Attributes:
-        number: in this call of the engine.
-        sample_key: what stands for the sample in the noise; another one after a refill.
-        context: token ids that the next turn follows on, the prompt among them; they only grow, unless the template
-            renders them anew before each turn.
-        end: how it ended; empty while it goes on.
-        answers: what was written and answered so far, where the template renders it anew.
-        infra: failures that were not the model's, retried ones included.
-        key: in the journal, of the call under way.
-        known: what the journal has for that call, where it was made again all the same.
+        number: its number in this call of the engine.
+        sample_key: sample index for the sampling noise; changes after a refill.
+        context: token ids before the next turn, including the prompt; they are only appended to, unless the template
+            renders them again before each turn.
+        end: how it ended; empty while it runs.
+        answers: messages written and answered so far, if the template renders them again.
+        infra: failures that the model did not cause, including retried ones.
+        key: journal key of the current call.
+        known: the journal's entry for the current call, if the call is repeated for comparison.
         reads_journal: whether answers are taken from the journal.
-        is_behind: the environment has not seen the actions that the journal answered in its place.
-        reused, replayed: calls that the journal answered; calls that were made again and compared.
-        restarted: the journal had a part of the episode, which started anew.
+        is_behind: the environment has not received the actions that were answered from the journal.
+        reused, replayed: calls answered from the journal; calls repeated and compared.
+        restarted: the journal had a part of the episode, which was restarted.
     """
 
     number: int
@@ -139,18 +139,18 @@ class Episode:
         return sum(turn.reward for turn in self.turns)
 
     def begin(self, environment: Any) -> None:
-        """Start from nothing in a fresh environment."""
+        """Start from the prompt in a new environment."""
         self.environment, self.context, self.turns, self.opening = environment, list(self.prompt), [], 0
         self.calls, self.answers, self.begun_s, self.is_behind = [], [], time.monotonic(), False
         self.attempt += 1
 
 
 class EpisodeEngine(RolloutEngine):
-    """A rollout engine whose responses are episodes; it draws with the engine below it.
+    """A rollout engine whose responses are episodes; another engine generates the turns.
 
     Args:
-        engine: draws the turns.
-        rollout: its description.
+        engine: generates the turns.
+        rollout: the description of that engine.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class EpisodeEngine(RolloutEngine):
 
     @property
     def calls(self) -> CallRunner:
-        """The environments of this process, started with the first episode."""
+        """The call runner of this process, started at the first episode."""
         if self._calls is None:
             self._calls = CallRunner(self.options.factory(self._context), self.options)
         return self._calls
@@ -241,7 +241,7 @@ class EpisodeEngine(RolloutEngine):
 
 
 class _Play:
-    """The episodes of one call, from their first reset to their last turn."""
+    """The episodes of one call of the engine, from the first reset to the last turn."""
 
     def __init__(self, engine: EpisodeEngine, turns: TurnEngine, request: GenerationRequest, episodes: list[Episode]):
         self.engine, self.turns, self.request, self.episodes = engine, turns, request, episodes
@@ -385,7 +385,7 @@ class _Play:
         self.calls.step(episode.number, episode.attempt, call_id, episode.environment, action)
 
     def _failed(self, episode: Episode, why: str) -> None:
-        """A failure that is not the model's: never a reward."""
+        """Handle a failure that the model did not cause; it never becomes a reward."""
         options = self.options
         episode.infra.append(why)
         self.turns.forget(episode.number)
@@ -460,8 +460,8 @@ class _Play:
             )
 
     def _is_known(self, episode: Episode, what: str) -> bool:
-        """Whether the journal answers the next call of an episode. Where it has an answer and the call must be made all
-        the same, that is kept for the comparison."""
+        """Answer the next call of an episode from the journal, if possible. If the call must be repeated, the journal's
+        answer is kept for the comparison."""
         episode.known, journal = None, self.journal
         if journal is None:
             return False
@@ -492,13 +492,14 @@ class _Play:
         return True
 
     def _had_ended(self, episode: Episode) -> bool:
-        """Whether the journal has all episodes of a group to their ends."""
+        """Whether the journal has all episodes of a group completely."""
         assert self.journal is not None
         group = [other for other in self.episodes if other.group == episode.group]
         return all(self.journal.has_ended(self._end_key(other)) for other in group)
 
     def _begin_again(self, episode: Episode) -> None:
-        """The environment has not seen what the journal answered in its place, and now it is asked."""
+        """Restart an episode whose environment must answer now but missed the actions that were answered from the
+        journal."""
         self.turns.forget(episode.number)
         self.calls.end(episode.environment)
         episode.restarted, episode.reads_journal = True, False
@@ -508,7 +509,7 @@ class _Play:
         self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
 
     def _write_answer(self, result: CallResult) -> None:
-        """Write down what an environment answered, and compare it with what it answered before."""
+        """Record an environment's answer, and compare it with the recorded one of an earlier run."""
         episode = self.episodes[result.episode]
         if self.journal is None or result.attempt != episode.attempt or episode.end:
             return
@@ -531,7 +532,7 @@ class _Play:
 
 
 def environment_faults(run: Any) -> Iterator[str]:
-    """What does not go with an environment, or was not tried with one."""
+    """Faults: options that do not work with an environment, or were not tested with one."""
     environment = run.environment
     if environment is None:
         if getattr(run.reward, "needs_environment", False):

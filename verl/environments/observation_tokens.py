@@ -1,8 +1,8 @@
-"""Tokens of observations: the model's own tokens are never touched, what comes back is tokenised once and appended.
+"""Tokenization of observations: the model's tokens are never changed; an observation is encoded once and appended.
 
-In a chat, the text between two turns of the model is the difference of two renderings of fixed stand-in messages, cut
-where the contents stand. The template's parts are encoded with its special tokens, the contents without any: what a
-tool answers is text, whatever it looks like.
+In a chat, the text between two turns of the model is computed from two renderings of placeholder messages, split at the
+placeholders. The template's parts are encoded with special tokens, the contents without: a tool result is text, even if
+it contains the text of a special token.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PlainTextEncoder:
 
 
 def _without_added_tokens(tokenizer: Any) -> Any:
-    """The same fast tokenizer, which knows no added token; None where there is no fast one."""
+    """A copy of the fast tokenizer without added tokens; None if there is no fast tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -65,15 +65,15 @@ def _without_added_tokens(tokenizer: Any) -> Any:
 
 
 class ObservationEncoder:
-    """Makes the tokens between two turns of the model.
+    """Encodes the tokens between two turns of the model.
 
     Args:
         tokenizer: of the actor.
-        chat: the template that the prompts were rendered with.
+        chat: the template of the prompts.
         stop_ids: tokens that end a turn.
-        max_tokens: of one message's content.
+        max_tokens: limit for the content of one message.
     Attributes:
-        num_cut: contents that were too long, since the last `take`.
+        num_cut: number of contents that were too long, since the last `take`.
     """
 
     def __init__(self, tokenizer: Any, chat: ChatTemplate, stop_ids: Sequence[int], max_tokens: int):
@@ -85,12 +85,12 @@ class ObservationEncoder:
         self._told = False
 
     def encode(self, observation: Observation, *, is_chat: bool, last: int | None) -> list[int]:
-        """Token ids that follow a turn, up to where the model writes again.
+        """Token ids from the end of a turn to the start of the next one.
 
         Args:
-            is_chat: the prompt is a chat, so that the template's words go around the contents.
-            last: the last token that the model wrote; None before its first turn: then, in a chat, the observation
-                follows a turn of the model without words.
+            is_chat: the prompt is a chat, so the contents are wrapped by the chat template.
+            last: the last token of the model; None before its first turn, where, in a chat, the observation follows an
+                empty turn of the model.
         """
         messages = as_messages(observation)
         if not is_chat:
@@ -118,7 +118,7 @@ class ObservationEncoder:
         return ids[:head] + note + (ids[-(room - head) :] if room > head else [])
 
     def _between(self, roles: tuple[str, ...]) -> list[list[int]]:
-        """Tokens of the template: before the first content, between contents, and after the last."""
+        """Tokens of the template before the first content, between contents, and after the last one."""
         if roles not in self._pieces:
             said = STAND_IN.format("said")
             begin = [{"role": "user", "content": STAND_IN.format("asked")}, {"role": "assistant", "content": said}]
@@ -148,7 +148,7 @@ class ObservationEncoder:
     def tell_difference(
         self, prompt: Sequence[Mapping[str, Any]], turns: Sequence[tuple[str, Any]], ids: list[int]
     ) -> None:
-        """Say once where the tokens of an episode differ from what the template makes of the whole conversation."""
+        """Log once if the tokens of an episode differ from the rendering of the whole conversation."""
         if self._told:
             return
         messages = [*prompt]
@@ -176,7 +176,7 @@ class ObservationEncoder:
 
 
 def as_messages(observation: Observation) -> list[Mapping[str, Any]]:
-    """An observation as chat messages; a text is the user's."""
+    """An observation as chat messages; a text becomes a user message."""
     if observation is None:
         return []
     if isinstance(observation, str):

@@ -1,4 +1,5 @@
-"""Episodes as rows of training: the model's tokens on the mask, observations beside them, and a record of each turn.
+"""Episodes as training rows: the mask is True on the model's tokens and False on observations; with a record of each
+turn.
 
 prompt | turn 0 | observation 0 | turn 1 | observation 1 | ... | turn n
 mask         1          0            1          0                  1
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 def rows_of_episodes(
     prompts: DataProto, request: GenerationRequest, episodes: Sequence[Episode], pad_id: int, dtype: torch.dtype
 ) -> DataProto:
-    """Rows as `rollout.base.assemble` gives them, with `turn_ids`, `turn_rewards` [B T], `episode_ids` [B], and in
-    `non_tensor_batch` the record of each episode as `episode`. An episode that was left out has an empty mask."""
+    """Rows in the form of `rollout.base.assemble`, with `turn_ids`, `turn_rewards` [B T], `episode_ids` [B], and the
+    record of each episode as `episode` in `non_tensor_batch`. A dropped episode has an empty mask."""
     width = max((len(episode.response) for episode in episodes if episode.end != "dropped"), default=0)
     width = max(width, 1)
     shape = (len(episodes), width)
@@ -172,7 +173,7 @@ def rows_of_samples(
 
 
 def episode_record(episode: Episode) -> dict[str, Any]:
-    """What is kept of an episode, in plain values: turn by turn, for metrics, tables and pages."""
+    """The record of an episode in plain values, turn by turn, for metrics and sample tables."""
     return {
         "end": episode.end,
         "reward": episode.reward,
@@ -200,7 +201,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
 
 
 def response_texts(rows: DataProto, tokenizer: Any) -> list[str]:
-    """The text of each response, for rewards and tables: of an episode, what the model wrote in its last turn."""
+    """The text of each response, for rewards and sample tables; for an episode the text of the model's last turn."""
     episodes = rows.non_tensor_batch.get("episode")
     if episodes is not None:
         return [record["turns"][-1]["text"] if record["turns"] else "" for record in episodes]
@@ -209,7 +210,7 @@ def response_texts(rows: DataProto, tokenizer: Any) -> list[str]:
 
 
 def kept_rows(rows: DataProto) -> DataProto:
-    """The rows without the episodes that were left out."""
+    """The rows without dropped episodes."""
     if "episode" not in rows.non_tensor_batch:
         return rows
     is_part = rows.batch[PART] >= 0 if PART in rows.batch else torch.ones(len(rows), dtype=torch.bool)

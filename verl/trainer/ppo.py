@@ -41,6 +41,7 @@ PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
 EPISODE_FIELDS = ["turn_ids", "turn_rewards", "episode_ids"]
 DRIVER_FIELDS = [*PROMPT_FIELDS, *EPISODE_FIELDS, "is_replayed", "is_on_policy"]  # that no role reads in an update
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+ROUTED_FIELDS = ["routed_experts", "rollout_log_probs"]  # that the actor reads before an update, under router replay
 
 
 class PPOTrainer(PPOLifecycle):
@@ -108,7 +109,8 @@ class PPOTrainer(PPOLifecycle):
         found = []
         if self.algorithm.needs_old_log_probs:
             with self.stages.stage("old") as note:
-                drawn = rollout.select([*SEQUENCE_FIELDS, "policy_version"], non_tensor_batch_keys=[])
+                routed = ROUTED_FIELDS if "routed_experts" in rollout else []
+                drawn = rollout.select([*SEQUENCE_FIELDS, "policy_version", *routed], non_tensor_batch_keys=[])
                 found.append(self.actor.compute_log_probs(drawn).result())
                 note.say("log-probs of the responses under the present policy")
         if self.reference is not None:
@@ -147,10 +149,12 @@ class PPOTrainer(PPOLifecycle):
         """Ascend the clipped objective on shuffled mini-batches: the critic, then the actor."""
         metrics: dict[str, float] = {}
         self.saving.wait_copied()
-        rows = experience.select([name for name in experience.batch if name not in DRIVER_FIELDS], [])
+        read = experience.select([name for name in experience.batch if name not in DRIVER_FIELDS], [])
         for name, role in (("critic", self.critic), ("actor", self.actor)):
             if role is None:
                 continue
+            unread = () if name == "actor" else ("routed_experts",)  # of the actor's routers
+            rows = read.select([field for field in read.batch if field not in unread], [])
             with self.stages.stage(f"update_{name}") as note:
                 updates = []
                 for part in self._mini_batches(experience, step):

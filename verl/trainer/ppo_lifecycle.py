@@ -81,6 +81,7 @@ class PPOLifecycle:
                 context,
                 chat_template=getattr(run.data, "chat_template", None),
                 tools=() if run.environment is None else run.environment.tool_schemas(),
+                prompts=None if run.environment is None else run.environment.prompts,
             )
             self.date = run_date(context, context.chat_template)
             self._load_data(run, context)

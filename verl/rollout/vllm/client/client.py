@@ -75,13 +75,13 @@ CHUNKS = 8  # at least, of any but the smallest models: an engine begins when it
 
 @dataclass(frozen=True)
 class _Connection:
-    """What stays from sync to sync as long as an engine lives.
+    """State that is kept between syncs during the lifetime of an engine.
 
     Attributes:
-        key: of what it was made for.
+        key: identifies the engine and tensors that it was made for.
         chunks: where each tensor lies in the stream.
         feeds: what each worker of the engine reads.
-        num_bytes: of all tensors.
+        num_bytes: total size of all tensors.
     """
 
     key: tuple[Any, ...]
@@ -94,11 +94,11 @@ class _Connection:
 class VLLMClient(RolloutEngine):
     """The running engine of `VLLMRollout`.
 
-    A sync is `connect`, which fixes what lies where in the stream and is made anew only after a restart, `push`, and
-    `verify`.
+    A sync consists of `connect`, which fixes the layout of the stream and is repeated only after a restart, `push`
+    and `verify`.
 
     Args:
-        gpus: names of those that the engine spans, where processes share it; None for this process's own.
+        gpus: names of the GPUs that the engine uses, if several processes share it; None: this process's GPU.
     Raises:
         ConfigError: vLLM cannot run this model, or not with these options.
     """
@@ -149,7 +149,7 @@ class VLLMClient(RolloutEngine):
 
     @property
     def process_id(self) -> int | None:
-        """Of the child."""
+        """Process id of the vLLM process."""
         return self._process.process_id
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
@@ -174,7 +174,8 @@ class VLLMClient(RolloutEngine):
         return VLLMTurns(self, request)
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to draw; until `finish` the engine keeps its weights, and both use fewer threads if need be."""
+        """Start generating. The engine's weights must not change until `finish`; both sides use fewer threads if
+        necessary."""
         assert self._begun is None
         asked = self._question(prompts, request)
         if asked:
@@ -183,7 +184,7 @@ class VLLMClient(RolloutEngine):
         self._begun = prompts, request, asked
 
     def finish(self) -> DataProto:
-        """What was begun. If the engine died of it, it is drawn again, from the weights that are there by now."""
+        """Wait for the responses. If the engine died, they are generated again with the current weights."""
         assert self._begun is not None
         (prompts, request, asked), self._begun = self._begun, None
         self._while_drawing.close()
@@ -198,7 +199,7 @@ class VLLMClient(RolloutEngine):
         return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
 
     def _question(self, prompts: DataProto, request: GenerationRequest) -> tuple[Any, ...]:
-        """What the child is asked for; empty where there is nothing to draw."""
+        """Arguments of the call; empty if there is nothing to generate."""
         tokens = [row[mask].tolist() for row, mask in zip(*map(prompts.batch.get, ("prompts", "prompt_mask")))]
         self._refuse_too_long(max(map(len, tokens), default=0))
         drawing = TokenSampler.of(self.options, request, self.seed, self.stop_ids)

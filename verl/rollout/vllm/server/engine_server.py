@@ -1,4 +1,4 @@
-"""The engine as the vLLM process holds it: each public method is a call that the trainer can make."""
+"""The engine inside the vLLM process: the trainer can call each of its public methods."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from verl.weight_verification.vllm_probe import answer_request
 
 
 def inspect_here(directory: str) -> None:
-    """Have vLLM look at the model's class in this process: by itself it starts another Python for that, for seconds."""
+    """Make vLLM inspect the model's class in this process; by default it starts another Python process, which takes
+    seconds."""
     (name,) = json.loads((Path(directory) / "config.json").read_text())["architectures"]
     found = ModelRegistry.models.get(name)
     if hasattr(found, "load_model_cls"):
@@ -46,7 +47,7 @@ def inspect_here(directory: str) -> None:
 
 
 def name_file_store(name: str) -> None:
-    """Name the file by which vLLM's workers find each other; memory that they share on a CPU is named after it."""
+    """Set the name of the rendezvous file of vLLM's workers; their shared memory on a CPU is named after it."""
     path = f"file://{tempfile.gettempdir()}/{name}_store"
     for module in (uniproc_executor, multiproc_executor):
         if hasattr(module, "get_file_store_init_method"):
@@ -55,7 +56,7 @@ def name_file_store(name: str) -> None:
 
 @dataclass
 class Purpose:
-    """What the engine makes steps for, as messages say it."""
+    """The current activity of the engine, for progress messages."""
 
     text: str = "generating"
 
@@ -93,11 +94,11 @@ class EngineServer:
             self.llm.collective_rpc("verl_report_layers")
 
     def describe(self) -> EngineInfo:
-        """What the trainer has to know."""
+        """Properties of the engine that the trainer needs."""
         return EngineInfo(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers)
 
     def lost_worker(self) -> str | None:
-        """Which of vLLM's worker processes ended by itself, and how; None while all are there."""
+        """Which of vLLM's worker processes ended unexpectedly, and how; None while all are running."""
         workers = getattr(self.llm.llm_engine.model_executor, "workers", None) or ()
         codes = {worker.proc.pid: worker.proc.exitcode for worker in workers}
         ended = {pid: code for pid, code in codes.items() if code}
@@ -107,25 +108,25 @@ class EngineServer:
         return None
 
     def wants(self, shapes: dict[str, tuple[int, ...]]) -> list[WantedSlices] | None:
-        """The slices of tensors of these shapes that each worker takes; None where one takes them in vLLM's own way."""
+        """The slices of these tensors that each worker needs; None if a worker loads weights by vLLM's own loader."""
         found = self.llm.collective_rpc("verl_wants", args=(shapes,))
         return None if None in found else found
 
     def connect(self, feeds: list[FeedPlan], dtype: torch.dtype) -> None:
-        """From now on weights come through these streams, one for each worker; or through one, for all of them."""
+        """Use these streams for weights: one per worker, or one for all workers."""
         self.llm.collective_rpc("verl_connect", args=(feeds, dtype))
 
     def load(self, loading: LoadRequest) -> tuple[float, str | None]:
-        """Take the weights that come through the streams.
+        """Load the weights from the streams.
 
-        Returns seconds, waiting left out, and why vLLM loaded its model anew, where it did.
+        Returns the seconds spent without waiting, and why vLLM reloaded its whole model, if it did.
         """
         found = self.llm.collective_rpc("verl_load", args=(loading,))
         self._cache_check.forget()
         return max(loaded.seconds for loaded in found), next((loaded.anew for loaded in found if loaded.anew), None)
 
     def adopt(self, directory: str, number: int) -> float:
-        """Take a new adapter in place of the former one. Returns seconds."""
+        """Load a new adapter and drop the previous one. Returns seconds."""
         start = time.perf_counter()
         engine, former = self.llm.llm_engine, self._lora_request
         if former is not None:
@@ -137,7 +138,7 @@ class EngineServer:
         return time.perf_counter() - start
 
     def prove(self, question: VerifyRequest) -> Any:
-        """What the trainer compares with its own weights; see `verl.weight_verification.verifier`."""
+        """Fingerprints of the engine's weights; see `verl.weight_verification.verifier`."""
         self._purpose.text = "proving the weights"
         self._cache_check.assert_forgotten(self._lora_request)
         return answer_request(self.llm, question, self._lora_request, rpc="prove_on_rank")
@@ -150,10 +151,10 @@ class EngineServer:
         prompt_ids: list[int],
         num_threads: int | None = None,
     ) -> SampleOutput:
-        """Draw `num_samples` responses to each prompt, side by side, each of so many tokens at most.
+        """Generate `num_samples` responses for each prompt, in adjacent rows, with a token limit for each.
 
         Args:
-            num_threads: of each worker meanwhile, on a CPU where the trainer works too; None: all.
+            num_threads: threads of each worker, on a CPU that the trainer uses at the same time; None: all.
         """
         self._purpose.text = "generating"
         n = drawing.request.num_samples
@@ -197,15 +198,16 @@ class EngineServer:
             self.llm.collective_rpc("verl_log_probs")
 
     def sleep(self) -> None:
-        """Give the GPU's memory back; weights and the cache of keys and values are gone with it."""
+        """Free GPU memory, which discards the weights and the key-value cache."""
         self.llm.sleep(level=2)
 
     def wake(self, what: str) -> None:
-        """Take memory again, for `weights` or the `kv_cache`."""
+        """Allocate memory again, for `weights` or the `kv_cache`."""
         self.llm.wake_up(tags=[what])
 
     def _report_steps(self, engine: Any) -> None:
-        """Report each step of a `vllm.LLMEngine` and each request that it takes, and how much is left."""
+        """Report progress at each step of a `vllm.LLMEngine` and at each added request, with the number of remaining
+        sequences."""
         # No circle: an engine ends with its object.
         kind, of, purpose = type(engine), weakref.ref(engine), self._purpose
 

@@ -1,8 +1,8 @@
-"""Counter-based sampling noise inside vLLM: a logits processor that leaves one token to choose, and keeps its log-prob.
+"""Counter-based sampling noise inside vLLM: a logits processor that masks all tokens but one and keeps its log-prob.
 
-vLLM is asked for greedy decoding; what it finds is -inf everywhere but at the token that `TokenSampler` has drawn.
-Which noise that takes depends on the request and on how long its response is, so vLLM may batch, chunk, order and
-repeat requests as it likes. Log-probs are kept here, row by row, where vLLM would make an object of each.
+vLLM decodes greedily; all logits are -inf except that of the token that `TokenSampler` sampled. The noise depends only
+on the request and the length of its response, so the result does not depend on how vLLM batches, chunks, orders or
+repeats requests. Log-probs are stored here, row by row, because vLLM would create a Python object for each.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NO_TURN = -1  # of a response that is no turn of an episode
 
 @dataclass
 class ActiveRequests:
-    """The responses that are being drawn.
+    """The responses that are being generated.
 
     Attributes:
-        log_probs: [B T], filled as tokens are drawn.
+        log_probs: [B T], filled as tokens are sampled.
     """
 
     drawing: TokenSampler
@@ -44,7 +44,7 @@ class CounterNoiseProcessor(LogitsProcessor):
     """See the module.
 
     Attributes:
-        under_way: set before requests come; rows without `WHOSE` (warming up) are left as they are.
+        under_way: set before requests are added; rows without `WHOSE` (warm-up) are not modified.
     """
 
     under_way: ActiveRequests | None = None  # of this process, which draws for one engine
@@ -60,7 +60,7 @@ class CounterNoiseProcessor(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
-        """Nothing can be wrong with what we send ourselves."""
+        """No validation: all requests come from verl."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -86,7 +86,7 @@ class CounterNoiseProcessor(LogitsProcessor):
                 self._whose[:, source] = whose
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Leave the drawn token of each row alone above -inf."""
+        """Set all logits to -inf except that of each row's sampled token."""
         rows = logits.shape[0]
         drawn = self._drawn[:rows]
         if self.under_way is None or None in drawn:
@@ -98,7 +98,8 @@ class CounterNoiseProcessor(LogitsProcessor):
         return logits.fill_(float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
     def _to_device(self, drawing: TokenSampler, drawn: Sequence[list[int] | None]) -> Tensor:
-        """[3 b]: number of each row, position, and the bits of its float64 noise, in one copy without a wait."""
+        """[3 b]: row index, position and float64 noise (as bits), copied to the device in one asynchronous
+        transfer."""
         rows = len(drawn)
         positions = np.array([len(tokens) for tokens in drawn if tokens is not None], dtype=np.int64)
         noise = np.zeros(rows) if drawing.request.greedy else self._noise_at(drawing, positions)
@@ -106,7 +107,7 @@ class CounterNoiseProcessor(LogitsProcessor):
         return told.pin_memory().to(self.device, non_blocking=True) if self._pins else told.to(self.device)
 
     def _noise_at(self, drawing: TokenSampler, positions: np.ndarray) -> np.ndarray:
-        """[b], made for some positions at a time: those of the mixer are many small operations."""
+        """[b], computed for several positions at a time, because the hash consists of many small operations."""
         rows = len(positions)
         wanted = np.concatenate([self._whose[:, :rows], positions[None] // NOISE_TOKENS])
         if self._noise_for is not drawing:
