@@ -236,12 +236,14 @@ class RolloutEngine:
     Attributes:
         has_redrawn: the last `finish` returned responses that were generated again with newer weights, because the
             engine died after `begin`.
+        row_tokens: length limit of a row in the engine; None: that of the model alone.
         compute_type: data type of its computation, as named by `verl.models.parallel_info.compute_type`; None: that
             of the trainer.
     """
 
     has_redrawn: bool = False
     compute_type: str | None = None
+    row_tokens: int | None = None
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""

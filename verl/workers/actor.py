@@ -69,7 +69,8 @@ class Actor(TrainedRole):
         sampler = rollout.attach(model, context.tokenizer, context.seed, self.autocast, context)
         if environment is not None:
             stops = tuple(stop_tokens(model, context.tokenizer, rollout.stop_token_ids).tolist())
-            sampler = EpisodeEngine(environment, sampler, rollout, context.tokenizer, stops, context)
+            own = environment.engine(sampler, rollout, context.tokenizer, stops, context)
+            sampler = own or EpisodeEngine(environment, sampler, rollout, context.tokenizer, stops, context)
         return ActorWorker(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
 
 
