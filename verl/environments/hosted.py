@@ -1,8 +1,8 @@
 """Environments in processes of their own: a class or functions of the user, gymnasium, textarena, reasoning_gym,
 verifiers.
 
-A process that dies, or whose replies cannot be read, is ended with all of its environments; their episodes begin anew
-in another one. One whose calls hang takes no new environment, and ends with its last.
+A process that dies, or sends invalid replies, is killed with all of its environments, and their episodes are restarted
+in another process. A process with a hanging call gets no new environments and is killed after its last one.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Host:
     """One process that runs environments.
 
     Attributes:
-        hung: calls that were given up, whose threads may still run.
-        late: replies to calls that nobody waits for.
-        environments: that live in it.
+        hung: number of calls past their deadline, whose threads may still run.
+        late: number of replies to such calls.
+        environments: number of environments in it.
     """
 
     def __init__(self, options: Mapping[str, Any], python: str):
@@ -62,10 +62,10 @@ class Host:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Any:
-        """Start it; returns what it tells of itself.
+        """Start the process; returns its first message.
 
         Raises:
-            InfraError: it could not be started, or not load what it is to run.
+            InfraError: it could not be started, or could not load the environment.
         """
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
@@ -83,7 +83,7 @@ class Host:
         return await future
 
     async def request(self, op: str, **fields: Any) -> Any:
-        """One request, and its reply.
+        """Send a request and return the reply.
 
         Raises:
             InfraError: the process failed.
@@ -104,7 +104,7 @@ class Host:
         return bool(self._waiting)
 
     def end(self, why: str) -> None:
-        """Kill it; whoever waits is told why."""
+        """Kill the process; pending requests fail with this reason."""
         self.is_over = True
         for future in self._waiting.values():
             if not future.done():
@@ -188,7 +188,7 @@ class HostPool(EnvironmentFactory):
         self._hosts[0] = host
 
     async def host(self) -> Host:
-        """One that takes new environments, each in turn."""
+        """The next host that accepts new environments (round robin)."""
         async with self._starting:
             place = self._next % len(self._hosts)
             self._next += 1
@@ -206,12 +206,12 @@ class HostPool(EnvironmentFactory):
         self.end_if_idle(host)
 
     def released(self, host: Host) -> None:
-        """An environment of it has ended."""
+        """Called when an environment of a host has ended."""
         host.environments -= 1
         self.end_if_idle(host)
 
     def end_if_idle(self, host: Host) -> None:
-        """Kill one whose calls hang, once nobody needs it."""
+        """Kill a host with hanging calls once it has no environments left."""
         if host in self._old and host.environments <= 0 and not host.is_waited_for:
             self._old.remove(host)
             host.end("its calls hang")
@@ -284,8 +284,8 @@ class HostedDescription(EnvironmentDescription):
 
     Args:
         processes: beside each process of the actor.
-        python: the interpreter that runs them, with packages of its own; None: this one.
-        recovery: what the environments say of themselves, see `verl.environments.base.Environment`.
+        python: the interpreter that runs them, with its own packages; None: this one.
+        recovery: of the environments, see `verl.environments.base.Environment`.
     """
 
     has_rewards: ClassVar[bool] = True
@@ -529,11 +529,12 @@ class _ToolPool(HostPool):
 class PythonTools(HostedDescription):
     """Public functions of a user's file as tools: name, arguments by their annotations, docstring.
 
-    What a function raises is the model's fault and shown to it, but for ConnectionError, TimeoutError and MemoryError.
+    Exceptions of a function are shown to the model, except ConnectionError, TimeoutError and MemoryError, which count
+    as failures of the infrastructure.
 
     Args:
         path: `file.py` or `module`.
-        suffix: what follows an answer of a tool where the prompt is no chat.
+        suffix: appended to a tool result if the prompt is not a chat.
     """
 
     has_rewards: ClassVar[bool] = False

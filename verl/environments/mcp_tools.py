@@ -87,7 +87,7 @@ class _Connection:
 
 
 class _Server(EnvironmentFactory):
-    """Calls over one session at a time; where it is lost, the next call opens another one."""
+    """Calls over one session at a time; if it is lost, the next call opens another one."""
 
     def __init__(self, options: MCPTools):
         self.options = options
@@ -196,7 +196,7 @@ class MCPTools(EnvironmentDescription):
         url: of a server over streamable HTTP; one of the two.
         headers_from_env: headers of requests to `url`, each with the name of the environment variable that holds it.
         recovery: what its tools are, see `verl.environments.base.Environment`.
-        suffix: what follows an answer of a tool where the prompt is no chat.
+        suffix: appended to a tool result if the prompt is not a chat.
     """
 
     command: tuple[str, ...] | None = None

@@ -1,4 +1,4 @@
-"""A pool of jails that stand ready: a program is handed to one, which ends with it; a thread makes the next one.
+"""A pool of started jails: each runs one program and ends with it; a thread starts the next one.
 
 run ── take ──> warm jail ── program ──> its first process ── fork ──> the program
  │                │ stdout, stderr, memory and time are watched from here
@@ -48,8 +48,8 @@ class _JailProcess:
 
     Attributes:
         process: bubblewrap outside of the jail, which ends with it.
-        control: to the first process of the jail.
-        first: process id of that one, as seen from here.
+        control: connection to the first process of the jail.
+        first: process id of the jail's first process, as seen from outside.
         group: its cgroup, made by `groups`; None without.
     """
 
@@ -63,7 +63,7 @@ class _JailProcess:
         return self.group is not None and self.group.ran_out_of_memory()
 
     def kill(self) -> None:
-        """End all of it, and wait."""
+        """Kill the whole jail and wait for its end."""
         self.control.close()
         for pid in (self.first, self.process.pid):  # the second where the first one's end does not end it
             if self.process.poll() is None:
@@ -81,11 +81,11 @@ class _JailProcess:
 
 
 class JailFailed(Exception):
-    """A jail could not be made, or ended without a report of its program."""
+    """A jail could not be started, or ended without reporting its program's status."""
 
 
 class JailPool(CodeRunner):
-    """The running form of `Jail`."""
+    """A running `Jail`."""
 
     described: Jail
 
@@ -190,7 +190,7 @@ class JailPool(CodeRunner):
         return len(self._warm) + self._being_made < self.described.pool_size
 
     def _made(self) -> _JailProcess:
-        """A jail whose first process waits for a program."""
+        """Start a jail whose first process waits for a program."""
         ours, theirs = socket.socketpair()
         seen, told = os.pipe()
         filter_fd = os.memfd_create("verl-seccomp")
@@ -264,7 +264,7 @@ def group_bytes(described: Jail, memory_mib: int) -> int:
 
 
 class _Execution:
-    """One program in one jail, from its hand-over to its outcome."""
+    """The execution of one program in one jail."""
 
     def __init__(self, pool: JailPool, jail: _JailProcess, program: Program):
         self._described, self._jail, self._program = pool.described, jail, program
@@ -313,7 +313,7 @@ class _Execution:
         }
 
     def _watch(self, deadline: float) -> None:
-        """Until the jail has ended, or is to be ended: move its input and output, and look at its memory."""
+        """Transfer input and output and check memory until the jail ends or must be killed."""
         process, poll = self._jail.process, select.poll()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -362,7 +362,7 @@ class _Execution:
         self._wait(deadline)
 
     def _wait(self, deadline: float) -> None:
-        """For a program that closed its output and goes on."""
+        """Wait for a program that closed its output and still runs."""
         while self._cut is None and not select.select([self._jail.control], [], [], LOOK_EVERY_S)[0]:
             if time.monotonic() >= deadline:
                 self._cut = "timeout"
@@ -380,7 +380,7 @@ class _Execution:
         return len(text) >= most and len(piece) > 0
 
     def _report(self) -> tuple[int, float] | None:
-        """Wait status and CPU seconds of the program, as the first process says; None where it did not."""
+        """Wait status and CPU seconds of the program, reported by the first process; None without a report."""
         if self._cut is not None:
             return None
         self._jail.control.settimeout(END_TIMEOUT_S)
@@ -403,7 +403,7 @@ class _Execution:
 
 
 def memory_mib(first: int) -> float:
-    """Of a process and all that descend from it: each page once, where the kernel says so."""
+    """Memory of a process and its descendants; shared pages are counted once if the kernel reports them."""
     resident, pids = 0, _descendants(first)
     for pid in pids:
         with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/statm", "rb") as file:
