@@ -241,6 +241,26 @@ def trl_second_turn_tokens_per_s(directory: str) -> float:
     return ROWS * TURN_TOKENS / play()
 
 
+def table_rows(found: dict[str, Any]) -> list[list[str]]:
+    """Lines of the table of results, of what has been measured."""
+    work_done = f"{found['episodes']} episodes of {found['turns']} turns with a tool of {found['tool_s']:g} s"
+    rows = []
+    if "ours_s" in found:
+        ratio = f"{found['ours_s']:.2f} s, {found['ours_to_bound']:.2f}x"
+        bound = f"max(drawing {found['decode_s']:.2f} s, calls of an episode {found['chain_s']:g} s); target 1.3x"
+        rows.append([work_done, ratio, bound])
+        rows.append(
+            [work_done, f"{found['batches_to_ours']:.1f}x as fast", "batches turn by turn, calculated; target 3x"]
+        )
+    if "trl_s" in found:
+        rows.append([work_done, f"{found['trl_to_ours']:.1f}x as fast", f"TRL's loop of tools, {found['trl_s']:.1f} s"])
+    if "second_turn_to_trl" in found:
+        speed = f"{found['second_turn_tokens_per_s']:.0f} tokens/s, {found['second_turn_to_trl']:.2f}x"
+        theirs = f"TRL, {found['trl_second_turn_tokens_per_s']:.0f} tokens/s; target 2x"
+        rows.append([f"second turn of {ROWS} episodes after {HISTORY} tokens", speed, theirs])
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=64)
@@ -253,7 +273,7 @@ def main() -> None:
 
     def tell(**facts: Any) -> None:
         found.update({name: round(x, 3) if isinstance(x, float) else x for name, x in facts.items()})
-        print(json.dumps(found | {"load": round(os.getloadavg()[0], 1)}), flush=True)
+        print(json.dumps(found | {"load": round(os.getloadavg()[0], 1), "rows": table_rows(found)}), flush=True)
 
     with tempfile.TemporaryDirectory() as directory:
         found["parameters"] = work.write_model(Path(directory), 128, 2, CONTEXT)
