@@ -45,6 +45,7 @@ class Rollout(Description):
         generates_here: on the machines of the trainer, rather than on a server's.
         may_change: the engine reads `options` with every call, so that others may be put in their place.
         takes_stages: the engine takes weights from an actor whose layers are pipeline stages.
+        takes_experts: likewise from one whose experts are divided by `sharding.ep`.
         call_timeout_s: how long an engine in another process is waited for without progress; 0 where there is none.
         draws_turns: its engine draws single turns of episodes, as `environment` needs; see `RolloutEngine.turns`.
         tells_experts: its engine can tell which experts were chosen, as `router_replay` needs.
@@ -55,6 +56,7 @@ class Rollout(Description):
     generates_here: ClassVar[bool] = True
     may_change: ClassVar[bool] = False
     takes_stages: ClassVar[bool] = False
+    takes_experts: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 0.0
     draws_turns: ClassVar[bool] = False
     tells_experts: ClassVar[bool] = False
