@@ -43,7 +43,9 @@ STAGES: Chain = [
     (Parallel(pp=2), 2, False),
     (Parallel(pp=2, tp=2), 4, False),
     (Parallel(pp=2, dp_replicate=2), 4, False),
+    (Parallel(pp=2, dp_shard=2), 4, False),
     (FSDP(), 2, False),
+    (Parallel(pp=2, cp=2), 4, False),
     (Parallel(pp=2, pp_schedule="gpipe"), 2, False),
     (NoSharding(), 1, False),
 ]

@@ -257,7 +257,8 @@ class TrainingEngine:
         """Tokens of a micro-batch: so few that a pipeline has micro-batches enough to fill it."""
         if self.parallel.least_micro_batches == 1:
             return self.micro_batch_tokens
-        tokens = int(batch.batch["attention_mask"].sum())
+        shared = 1 if self.parallel.context is None else self.parallel.context.size
+        tokens = -(-int(batch.batch["attention_mask"].sum()) // shared)  # of each process
         return max(1, min(self.micro_batch_tokens, -(-tokens // self.parallel.least_micro_batches)))
 
     def paths(self, batch: DataProto) -> ModelPaths:
@@ -327,6 +328,6 @@ class TrainingEngine:
         self._limit = scoring
 
     def _totals(self, batch: DataProto) -> LossTotals:
-        own = LossTotals.of(batch.batch["response_mask"])
+        own = LossTotals.of(batch.batch["response_mask"], batch.batch.get("episode_tokens"))
         summed = self.parallel.sums({"tokens": own.tokens, "sequences": own.sequences})
         return LossTotals(tokens=summed["tokens"], sequences=summed["sequences"])

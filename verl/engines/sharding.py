@@ -337,7 +337,7 @@ class TPFSDP(FSDP):
         return ParallelDegrees(dp_shard=world_size // self.tensor_parallel, tp=self.tensor_parallel)
 
 
-STAGES_ARE_WHOLE = "this version does not divide the weights of a pipeline stage by FSDP."
+NOT_BY_BOTH = "this version does not divide the weights of a pipeline stage over dp_shard or cp and over tp as well."
 Size = Annotated[int, Field(ge=1)]
 
 
@@ -351,7 +351,7 @@ class Parallel(FSDP):
     Args:
         tp: processes that share each layer; it must divide the key-value heads. See `TP`.
         cp: processes that share the tokens of the same rows; everything but attention needs its own tokens alone.
-        pp: stages of layers.
+        pp: stages of layers; with it weights are divided over dp_shard x cp or over tp, not both.
         dp_replicate: copies that are sharded each by itself; see `HSDP`.
         dp_shard: parts of FSDP, each with rows of its own; -1 takes what the other sizes leave.
         ep: processes that share the experts of each layer, each with some of them whole; tokens travel to the experts
@@ -377,14 +377,15 @@ class Parallel(FSDP):
     def faults(self) -> Iterator[str]:
         if self.dp_shard < 1 and self.dp_shard != -1:
             yield f"dp_shard is {self.dp_shard}: must be at least 1, or -1 for what the other sizes leave."
-        for name in ("cp", "ep"):
-            if self.pp > 1 and getattr(self, name) > 1:
-                size = getattr(self, name)
-                yield f"{name} is {size}: not together with pipeline stages (pp is {self.pp}). Set {name}=1 or pp=1."
-        if self.pp > 1 and self.dp_shard > 1:
-            yield f"dp_shard is {self.dp_shard}: {STAGES_ARE_WHOLE} Set dp_shard=1 and dp_replicate={self.dp_shard}."
+        if self.pp > 1 and self.ep > 1:
+            yield f"ep is {self.ep}: not together with pipeline stages (pp is {self.pp}). Set ep=1 or pp=1."
+        if self.pp > 1 and self.tp > 1:
+            if self.cp > 1:
+                yield f"cp is {self.cp}: {NOT_BY_BOTH} Set cp=1, tp=1 or pp=1."
+            if self.dp_shard > 1:
+                yield f"dp_shard is {self.dp_shard}: {NOT_BY_BOTH} Set dp_shard=1 and dp_replicate={self.dp_shard}."
         if self.pp > 1 and self.cpu_offload:
-            yield f"cpu_offload is true: {STAGES_ARE_WHOLE} Set cpu_offload=false."
+            yield f"cpu_offload is true: not together with pipeline stages (pp is {self.pp}). Set cpu_offload=false."
         if self.ep > 1 and self.tp > 1:
             yield f"ep is {self.ep}: not together with tensor parallelism (tp is {self.tp}). Set ep=1 or tp=1."
         if self.ep > 1 and self.cpu_offload:
@@ -394,9 +395,9 @@ class Parallel(FSDP):
         wanted, others = self._wanted(), self._product()
         if self.dp_shard == -1 and world_size % others == 0:
             degrees = self.degrees(world_size)
-            if self.pp > 1 and degrees.dp_shard > 1:
+            if self.pp > 1 and self.tp > 1 and degrees.dp_shard > 1:
                 return (
-                    f"pp is {self.pp}: dp_shard would be {degrees.dp_shard}, and {STAGES_ARE_WHOLE} "
+                    f"pp is {self.pp}: dp_shard would be {degrees.dp_shard}, and {NOT_BY_BOTH} "
                     f"Set dp_replicate={self.dp_replicate * degrees.dp_shard}."
                 )
             return self._ep_fault(degrees)
@@ -471,11 +472,34 @@ class Parallel(FSDP):
         trains: bool = True,
     ) -> ShardingCost:
         cost = super().cost(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
+        if self.pp > 1 and self.degrees(world_size).shards > 1:
+            cost = self._cost_of_sharded_stage(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
         compute = compute_bytes or weight_bytes
         sent = self.context_elements(sizes, tokens, trains) * compute
         if self.ep > 1 and sizes.expert_elements:
             return self._with_experts_apart(cost, world_size, sizes, tokens, weight_bytes, compute, trains, int(sent))
         return replace(cost, per_micro_batch=cost.per_micro_batch + int(sent))
+
+    def _cost_of_sharded_stage(
+        self,
+        world_size: int,
+        sizes: ModelStats,
+        tokens: int,
+        weight_bytes: int,
+        compute_bytes: int | None,
+        trains: bool,
+    ) -> ShardingCost:
+        """Weights of a stage are gathered once for all micro-batches, and gradients sent once; see `stage_shards`."""
+        cost = Sharding.cost(self, world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
+        shards, held = self.degrees(world_size).shards, _held(sizes, 1, self.pp)
+        cast = 0 if compute_bytes in (None, weight_bytes) else held * (compute_bytes or 0)
+        trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
+        return replace(
+            cost,
+            weights=held * weight_bytes // shards,
+            gathered=(held + trained) * weight_bytes + cast,
+            per_update=cost.per_update + int(_part(shards) * (held + trained) * weight_bytes),
+        )
 
     def _with_experts_apart(
         self,
@@ -533,6 +557,7 @@ class Parallel(FSDP):
                 degrees,
                 schedule=self.pp_schedule,
                 least_micro_batches=self.least_micro_batches,
+                cp_style=self.cp_style,
             )
         return ShardedParallelism(
             context,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,8 @@ class Decoder:
         shares: compute each prompt once for all of its samples, where that can be.
         drops: let finished rows leave the batch, where that can be.
         routing: whose choices are recorded.
+        key_multiple: of which the lengths of keys are that a new token attends to, where the cache and attention are
+            ours; more than 1 where `padded_keys_distance` has shown it to be right.
     """
 
     model: Any
@@ -76,6 +78,7 @@ class Decoder:
     shares: bool = True
     drops: bool = True
     routing: ExpertRouting | None = None
+    key_multiple: int = 1
 
     def batches(self, lengths: Tensor, most_prompts: int) -> list[Tensor]:
         """Cut prompts of these lengths [b] into batches that may be decoded together, longest first."""
@@ -129,6 +132,56 @@ class Decoder:
         return Decoded(responses, made, log_probs, routed)
 
 
+KEY_MULTIPLE = 64  # on a GPU: its kernels prepare themselves for each length of keys
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # nats between two ways of decoding; 0.3 in narrower types
+
+
+def key_multiple(device: torch.device) -> int:
+    """Of which lengths of keys are to be while decoding on a device; a CPU takes them as they come."""
+    return 1 if device.type == "cpu" else KEY_MULTIPLE
+
+
+def allowed(model: Any, autocast: str | None) -> float:
+    """Nats that two right ways of decoding may differ by, for the type that a model computes in."""
+    return 0.3 if autocast is not None else TOLERANCE.get(model.dtype, 0.3)
+
+
+# Tokens of a prompt, new ones behind it, samples, padding on the left: past a length of keys, and of a shared prompt
+TRIALS = ((60, 6, 1, 0), (70, 3, 2, 20))
+
+
+@torch.no_grad()
+def padded_keys_distance(decoder: Decoder, device: torch.device, longest: int) -> float:
+    """Largest difference, in nats, that `decoder.key_multiple` makes to the log-probs of given tokens.
+
+    Args:
+        longest: tokens of a row of this run; no row of the trial is longer.
+    """
+    if decoder.paths.cache != "in_place" or not packed_attention.is_enabled(decoder.model):
+        return 0.0  # lengths of keys are those of the model's own cache
+    size, worst = decoder.model.config.get_text_config().vocab_size, 0.0
+    for prompt, new, n, padding in TRIALS:
+        new = max(1, min(new, longest - 1))
+        prompt = max(1, min(prompt, longest - new))
+        tokens = torch.stack([torch.arange(prompt) * step + 5 for step in (7, 3)]).remainder(size).to(device)
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        if decoder.paths.pads_prompts:
+            mask[1, : min(padding, prompt - 1)] = False
+        given = (torch.arange(new) * 11 + 2).remainder(size).tolist()
+
+        def choose(logits: Tensor, rows: Tensor, t: int, given: list[int] = given) -> Tensor:
+            return rows * 0 + given[t]
+
+        own, plain = (
+            replace(decoder, key_multiple=multiple, max_new_tokens=new, stop_ids=decoder.stop_ids[:0], routing=None)
+            .decode(tokens, mask, n, choose)
+            .log_probs
+            for multiple in (decoder.key_multiple, 1)
+        )
+        worst = max(worst, float((own - plain).abs().max()))
+    return worst
+
+
 class _Prompts:
     """Rows that are being decoded: their attention mask and positions, and the cache behind them.
 
@@ -154,7 +207,9 @@ class _Prompts:
         if paths.cache == "in_place":
             from verl.model_paths.kv_cache import preallocated_cache  # brings transformers
 
-            self.cache = preallocated_cache(decoder.model.config, self.tokens.shape[1] + decoder.max_new_tokens)
+            multiple = decoder.key_multiple if packed_attention.is_enabled(decoder.model) else 1
+            longest = self.tokens.shape[1] + decoder.max_new_tokens
+            self.cache = preallocated_cache(decoder.model.config, longest, multiple)
         self._read(self.tokens, self._positions())
         if repeats and n > 1:
             if not self._share(n):

@@ -253,6 +253,15 @@ _add("returns", "BT", "float", "reward", "what the value of token t should have 
 _add("advantages", "BT", "float", "reward", "how much better token t was than expected", "advantage estimator")
 _add("turn_ids", "BT", "int64", "", "turn of an episode that a token belongs to; -1 on padding", "environment", -1)
 _add("episode_ids", "B", "int64", "", "which rows are parts of one episode", "environment")
+_add(
+    "episode_tokens",
+    "B",
+    "int64",
+    "tokens",
+    "on the masks of all rows of the episode, where it may have several; -1 for no part of any",
+    "environment",
+    -1,
+)
 _add("turn_rewards", "BT", "float", "reward", "of the environment, on the last token of each turn", "environment")
 _add("labels", "BS", "int64", "token id", "the token to learn at each place; -100 is ignored", "SFT data", -100)
 _add("loss_mask", "BS", "bool", "", "places that count in the SFT loss", "SFT data", False)

@@ -25,6 +25,7 @@ from verl.tracking.base import Trackers
 from verl.trainer.config import PPOSettings
 from verl.trainer.one_step_off import ahead_faults
 from verl.trainer.setup import RoleSharding, resume_faults, saving_faults, sharding_faults
+from verl.utils import torchrun
 from verl.workers.actor import Actor
 from verl.workers.base import TrainedRole
 from verl.workers.colocated import reference_sharding
@@ -165,6 +166,11 @@ def _placement_faults(run: Any) -> Iterator[str]:
     if placement is None:
         return
     size = settings.n_gpus_per_node * settings.nnodes
+    if torchrun.joined_hosts() is not None:
+        yield (
+            f"trainer.placement is a {type(placement).__name__}: torchrun has started a worker of all roles for each "
+            "of its processes on several hosts. Set trainer=local, or start the run by itself."
+        )
     for fault in placement.faults_with(run.shardings(), size):
         yield f"trainer.placement.{fault}"
     if settings.profile is not None:

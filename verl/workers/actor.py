@@ -249,7 +249,8 @@ class ActorWorker(TrainedWorker):
         if has_entropy_bonus:
             per_token = per_token - algorithm.entropy_coef * scores.entropies
             stats["entropy"] = scores.entropies
-        loss = aggregate(per_token, mask, algorithm.aggregation, totals, algorithm.norm_length)
+        of_episodes = x.get("episode_tokens")
+        loss = aggregate(per_token, mask, algorithm.aggregation, totals, algorithm.norm_length, of_episodes)
         return loss, {name: aggregate(stat, mask, "token-mean", totals) for name, stat in stats.items()}
 
     @property
