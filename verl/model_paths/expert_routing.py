@@ -146,7 +146,8 @@ class ExpertRouting:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Within, `last_chosen` tells what was chosen in the last forward pass."""
-        self._records = [None] * self.layers
+        records: list[Tensor | None] = [None] * self.layers
+        self._records = records
         try:
             yield
         finally:
