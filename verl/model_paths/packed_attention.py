@@ -190,7 +190,7 @@ def attend(
     shared = None if prefix_of is None else _prefix(prefix_of, module)
     if shared is not None:
         refuse_unknown({**others, "sliding_window": None})
-        return _attend_shared(query, *shared, key, value, attention_mask, scaling), None
+        return attend_shared(query, *shared, key, value, attention_mask, scaling), None
     is_per_head = attention_mask is not None and attention_mask.shape[1] != 1
     if query.shape[2] == 1 and not unknown_keywords(others) and not is_per_head:
         return _attend_one(query, key, value, attention_mask, scaling), None
@@ -279,7 +279,7 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     return heads.flatten(1, 2).unsqueeze(1)
 
 
-def _attend_shared(
+def attend_shared(
     query: Tensor,
     prefix_key: Tensor,
     prefix_value: Tensor,

@@ -343,7 +343,7 @@ class _Execution:
 
 def memory_mib(first: int) -> float:
     """Of a process and all that descend from it: each page once, where the kernel says so."""
-    resident, pids = 0, _descendants(first)
+    resident, pids = 0, descendants_of(first)
     for pid in pids:
         with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/statm", "rb") as file:
             resident += int(file.read().split()[1]) * PAGE
@@ -364,7 +364,7 @@ def memory_mib(first: int) -> float:
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def _descendants(first: int) -> list[int]:
+def descendants_of(first: int) -> list[int]:
     found, ahead = [], [first]
     while ahead:
         pid = ahead.pop()
