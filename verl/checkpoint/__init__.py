@@ -1,4 +1,4 @@
-"""Checkpoints: saved asynchronously, committed by one rename, verified by hash, found by what they record.
+"""Checkpoints: saved asynchronously, committed by one rename, verified by hash, and found by their recorded metadata.
 
 commit/       The commit protocol: who may write, what is staged, and how a checkpoint becomes visible
 config        The group `checkpoint`: when checkpoints are saved, where, how, and which of them are kept

@@ -21,50 +21,50 @@ from verl.storage.config import storage_from
 class Checkpointing(Description):
     """Settings of `checkpoint=async`, `checkpoint=sync` and `checkpoint=incremental`.
 
-    A checkpoint is also saved after the last step, at SIGTERM and Ctrl-C once the step under way is done, and before
+    A checkpoint is also saved after the last step, after the current step at SIGTERM and Ctrl-C, and before
     `time_limit_s`.
 
     Args:
-        save_dir: null is `checkpoints/<project>/<experiment>`, the same for every start of a training, so that
-            `resume=latest` finds what an earlier one left; where another training saves there, a directory beside it.
-            One that is named is never replaced: if it holds another training's checkpoints, the run is refused.
+        save_dir: null: `checkpoints/<project>/<experiment>`, the same for every start of a training, so that
+            `resume=latest` finds earlier checkpoints; if another training saves there, a numbered sibling directory. A
+            directory that is set explicitly is never replaced: if it holds another training's checkpoints, the run is
+            refused.
         save_interval: steps between saves; null for none by steps.
         save_interval_s: seconds between saves, at the next step boundary; null for none by time.
         save_best: a metric of evaluations; each new best is saved. See `best_mode`.
         keep_last_n: newest checkpoints to keep; null keeps all.
         keep_best: a metric; the checkpoint where it was best is kept too.
         best_mode: whether more or less is better.
-        keep_every: checkpoints of steps that this number divides are kept too.
-        save_async: write in a process of its own while training goes on; false stops training while it writes.
-        when_busy: with two saves under way, wait for one of them, or skip the new one and say so.
+        keep_every: checkpoints whose step is a multiple of this are kept too.
+        save_async: write in a separate process while training continues; false: training waits for each save.
+        when_busy: if two saves are in progress, wait for one of them, or skip the new one with a log message.
         use_safetensors: false writes the weights as `pytorch_model.bin` for tools that need it.
         max_shard_gib: size of a file of weights.
         time_limit_s: seconds that the job may run, such as a queue's limit; the run saves and ends before. null: none.
-        time_margin_s: kept free before the limit, beside the time of a step.
+        time_margin_s: safety margin before the limit, in addition to the time of a step.
         save_frozen: keep the weights of reference and reward model in the checkpoints too: copied once, then hard
             links. Otherwise only their names and digests are kept.
         verify: hash what is read when a run is resumed.
-        strict: a damaged checkpoint stops `resume=latest`, instead of being passed over with a loud line.
-        incremental_save: store what changed alone: a file that is as it was is a hard link, and one whose difference
-            from an earlier one is small is that difference. See docs/checkpoints.md.
-        incremental_base: the checkpoint that differences are taken from, on the same file system; null is, for each
-            file, the last that was saved whole.
-        incremental_saves_per_base: without `incremental_base`, a file is saved whole again after so many saves.
-        incremental_pays_below: size of a difference relative to its file, above which the file is saved whole.
+        strict: `resume=latest` fails on a damaged checkpoint, instead of skipping it with a warning.
+        incremental_save: store only changes: an unchanged file becomes a hard link, a slightly changed file a delta
+            against an earlier one. See docs/checkpoints.md.
+        incremental_base: the checkpoint that deltas are computed against, on the same file system; null: for each file
+            the last checkpoint that stored it whole.
+        incremental_saves_per_base: without `incremental_base`, a file is stored whole again after this many saves.
+        incremental_pays_below: size of a delta relative to its file above which the file is stored whole.
         cold_storage: object storage that checkpoints are uploaded to in the background, such as
             `{type: s3, bucket: models, prefix: runs}`: keys of the group `storage`, `upload_interval` in seconds
             (`upload_interval_s` here) and `upload_every` (`upload_interval` here). null is what `storage=` names, if
             anything.
-        upload_interval: every n-th checkpoint goes there, and each that has a tag, and the last one of the run; null:
-            none.
-        upload_interval_s: of those, at most one in so many seconds, the newest; each that has a tag, and the last one
-            of the run, go there all the same. null: all of them.
-        keep_waiting: most checkpoints that are kept on the local disk, beyond those that retention keeps, only because
-            the store has not confirmed them.
+        upload_interval: upload every n-th checkpoint, each with a tag, and the last one of the run; null: none.
+        upload_interval_s: of those, at most one per this many seconds (the newest); checkpoints with a tag and the last
+            one of the run are always uploaded. null: all of them.
+        keep_waiting: maximum number of checkpoints kept on the local disk, beyond the retention rules, only because
+            they are not yet uploaded.
         upload_wait_s: at the end of the run, wait at most this long for uploads.
-        writer_timeout_s: without progress of the process that writes, after which it is ended and made anew, and writes
-            the same save again; a save that makes progress may take as long as it needs.
-        upload_timeout_s: the same of the process that uploads.
+        writer_timeout_s: largest time without progress of the writer process, after which it is killed and restarted
+            and writes the save again; the total time of a save has no limit.
+        upload_timeout_s: the same for the upload process.
     """
 
     save_dir: str | None = None
@@ -133,17 +133,17 @@ class Checkpointing(Description):
             yield from (f"cold_storage.{fault}" for fault in error.faults)
 
     def directory(self, project: str, experiment: str, job: str = "") -> Path:
-        """Where this run saves, unless that is taken; see `verl.trainer.state.save_directory`.
+        """The default directory of this run, if it is free; see `verl.trainer.state.save_directory`.
 
         Args:
-            job: of a sweep, so that its jobs do not share a directory.
+            job: name of a sweep's job, so that jobs do not share a directory.
         """
         stable = Path(self.save_dir) if self.save_dir is not None else Path("checkpoints") / project / experiment
         return (stable / job if job else stable).absolute()
 
     @property
     def increment(self) -> IncrementalSettings | None:
-        """How increments are made; None where every checkpoint is whole."""
+        """Settings of incremental saves; None if every checkpoint is stored whole."""
         if not self.incremental_save:
             return None
         base = None if self.incremental_base is None else Path(self.incremental_base).absolute()
@@ -153,7 +153,7 @@ class Checkpointing(Description):
 
     @property
     def retention(self) -> Retention:
-        """Which checkpoints outlive a save."""
+        """The retention rules."""
         best = self.keep_best or self.save_best
         return Retention(
             keep_last_n=self.keep_last_n, keep_best=best, best_mode=self.best_mode, keep_every=self.keep_every

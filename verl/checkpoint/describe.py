@@ -1,4 +1,4 @@
-"""Descriptions of checkpoints for the command line, as plain values: is each complete, what it holds, what it costs."""
+"""Descriptions of checkpoints for the command line, as plain values: completeness, content and size of each."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class CheckpointSummary:
     """One checkpoint, whole or not.
 
     Args:
-        published: None where not even its manifest can be believed.
-        state: `trainer_state.json`, empty where it cannot be read.
-        added_bytes: of files that no checkpoint published before it shares.
-        pinned: the reason given, or None.
-        is_newest: a run would go on from this one.
+        published: the checkpoint; None if its manifest is invalid.
+        state: `trainer_state.json`; empty if it cannot be read.
+        added_bytes: size of the files that it shares with no earlier checkpoint.
+        pinned: reason of its pin, or None.
+        is_newest: a run would resume from this one.
     """
 
     directory: Path
@@ -64,7 +64,8 @@ class CheckpointSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentSummary:
-    """A part of a checkpoint, such as `actor`; files beside all parts have the name of the file."""
+    """A component of a checkpoint, such as `actor`; files outside of components count as components with their own
+    name."""
 
     name: str
     num_files: int
@@ -100,7 +101,7 @@ def summaries(store: CheckpointStore, name: str | None = None, level: Level = "q
 
 
 def summary_of(disk: FileSystem, directory: Path, level: Level = "quick") -> CheckpointSummary:
-    """One checkpoint alone. What can still be told of a bad one is told."""
+    """Summary of one checkpoint; for a damaged one as far as it can be read."""
     try:
         return _told(disk, open_verified(disk, directory, level))
     except BadCheckpoint as error:
@@ -113,7 +114,7 @@ def summary_of(disk: FileSystem, directory: Path, level: Level = "quick") -> Che
 
 
 def _told(disk: FileSystem, published: Checkpoint) -> CheckpointSummary:
-    """Of one that can be opened; its state is read, and may be what is bad about it."""
+    """Summary of a checkpoint that can be opened; its state may be damaged."""
     try:
         state = read_state(disk, published)
     except BadCheckpoint as error:
@@ -124,7 +125,7 @@ def _told(disk: FileSystem, published: Checkpoint) -> CheckpointSummary:
 
 
 def components(published: Checkpoint) -> list[ComponentSummary]:
-    """The parts of a checkpoint, the largest first."""
+    """The components of a checkpoint, the largest first."""
     files: dict[str, list[int]] = {}
     for entry in published.manifest.contents.values():
         files.setdefault(entry.path.split("/")[0], []).append(entry.size)
@@ -146,10 +147,10 @@ def components(published: Checkpoint) -> list[ComponentSummary]:
 
 
 def age_s(published: Checkpoint, now: float | None = None) -> float:
-    """Seconds since it was saved; 0 where its clock was ahead of this one.
+    """Seconds since it was saved; 0 if its clock was ahead of this machine's.
 
     Raises:
-        CheckpointCorrupt: the time it records is none.
+        CheckpointCorrupt: the recorded time is invalid.
     """
     text = published.manifest.saved_at
     try:
@@ -161,14 +162,14 @@ def age_s(published: Checkpoint, now: float | None = None) -> float:
 
 
 def status_of(error: BadCheckpoint) -> Status:
-    """What a bad checkpoint is called."""
+    """Status text of a damaged checkpoint."""
     if isinstance(error, CheckpointTooNew):
         return "too new"
     return "incomplete" if isinstance(error, CheckpointIncomplete) else "corrupt"
 
 
 def _added_bytes(disk: FileSystem, published: Checkpoint, seen: set[tuple[int, int]]) -> int:
-    """Bytes of files that are not among `seen`, to which they are added."""
+    """Bytes of files that are not in `seen`; adds them to it."""
     added = 0
     for entry in published.manifest.files:
         try:

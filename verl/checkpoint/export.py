@@ -1,7 +1,7 @@
-"""Export of a checkpoint: a component as a Hugging Face directory, or all of it with every file whole, without deltas.
+"""Export of a checkpoint: a component as a Hugging Face directory, or the whole checkpoint without deltas.
 
-Exports appear whole or not at all, and are hashed on their way out. `plain_directory` writes a component once for all
-processes of a machine, below the temporary directory, and removes it when nobody uses it any more.
+An export is atomic and its bytes are hashed. `plain_directory` writes a component once for all processes of a machine,
+below the temporary directory, and removes it when no process uses it any more.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 
 def require_unused(disk: FileSystem, out: Path) -> Path:
-    """Where to write, as an absolute path.
+    """Check an output directory and return its absolute path.
 
     Raises:
-        ConfigError: something is there already, or it lies in a checkpoint.
+        ConfigError: it exists and is not empty, or is inside a checkpoint.
     """
     out = Path(os.path.abspath(out))
     refuse_inside(out, "OUT")
@@ -59,11 +59,11 @@ def require_unused(disk: FileSystem, out: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_directory(disk: FileSystem, out: Path, doing: str) -> Iterator[Path]:
-    """A directory to be filled, which becomes `out` by one rename once it is durable; an error leaves nothing behind.
+    """Context with a directory to fill, which is synced and renamed to `out` at the end; after an error it is removed.
 
     Args:
         out: see `require_unused`.
-        doing: for the error if the file system refuses.
+        doing: description of the operation, for errors of the file system.
     Raises:
         CheckpointWriteFailed: the file system refused.
     """
@@ -90,7 +90,7 @@ _roots: set[Path] = set()  # that this process leaves tidy
 
 
 def plain_directory(published: Checkpoint, component: str, disk: FileSystem | None = None) -> Path:
-    """Where a component lies with every file whole: in the checkpoint itself, or else a copy, hashed on its way.
+    """A directory of a component without deltas: the checkpoint's own, or else a verified copy.
 
     The copy takes the size of the component in the directory of temporary files (`TMPDIR`), in a directory of this user
     alone. One that another process has made is hashed before it is used.
@@ -128,10 +128,10 @@ def plain_directory(published: Checkpoint, component: str, disk: FileSystem | No
 
 
 def _locked(disk: FileSystem, root: Path) -> FileHandle:
-    """The lock on the directory of all copies, which is made where it is not there.
+    """Take the lock on the directory of all copies, which is created if missing.
 
     Raises:
-        OSError: who has it has written nothing for too long.
+        OSError: its holder has made no progress for too long.
     """
     idle_s, written, looked_at = 0.0, 0, time.monotonic()
     while True:
@@ -157,7 +157,7 @@ def _locked(disk: FileSystem, root: Path) -> FileHandle:
 
 
 def _is_there(handle: FileHandle) -> bool:
-    """Whether the file that was locked still has its name."""
+    """Whether the locked file still exists under its name."""
     try:
         return os.path.samestat(os.fstat(handle.fd), os.stat(handle.path))
     except FileNotFoundError:
@@ -165,7 +165,7 @@ def _is_there(handle: FileHandle) -> bool:
 
 
 def _is_as_saved(published: Checkpoint, component: str, copy: Path, disk: FileSystem) -> bool:
-    """Whether a copy holds the files of the component and no others, byte by byte."""
+    """Whether a copy has exactly the files of the component, with equal bytes."""
     if not is_own_directory(copy):
         return False
     sizes, _ = files_below(disk, copy)
@@ -184,7 +184,7 @@ def _is_as_saved(published: Checkpoint, component: str, copy: Path, disk: FileSy
 
 
 def _remove_altered(disk: FileSystem, copy: Path) -> None:
-    """Remove a copy that is not what was saved, unless somebody uses it."""
+    """Remove a copy that differs from the checkpoint, unless a process uses it."""
     if is_own_directory(copy):
         lock = disk.lock(copy)
         if lock is None:
@@ -210,14 +210,14 @@ def _write_component(published: Checkpoint, component: str, copy: Path, disk: Fi
 
 
 def _let_go(disk: FileSystem, root: Path) -> None:
-    """At the end of this process; what others use stays, and who comes next looks again."""
+    """Exit hook: release this process's copies, and remove those that no other process uses."""
     while held_directories:
         disk.close(held_directories.popitem()[1])
     remove_unused(root)
 
 
 def _remove_unused(disk: FileSystem, root: Path) -> None:
-    """What processes left that have ended."""
+    """Remove copies of processes that have ended."""
     for name in disk.names(root):
         if name == LOCK:
             continue
@@ -229,7 +229,7 @@ def _remove_unused(disk: FileSystem, root: Path) -> None:
 
 
 def materialize(reader: CheckpointReader, out: Path, disk: FileSystem | None = None) -> Checkpoint:
-    """Write a checkpoint out. It appears whole or not at all, and its `manifest_checksum` is that of the original.
+    """Write a checkpoint without deltas, atomically. Its `manifest_checksum` is that of the original.
 
     >>> materialize(CheckpointManager("checkpoints/latest").reader(), Path("whole"))  # doctest: +SKIP
 
@@ -268,7 +268,7 @@ MODEL, ADAPTER = "config.json", "adapter_config.json"
 
 
 def export(manager: CheckpointManager, out: Path, component: str = "actor", pytorch_bin: bool = False) -> list[str]:
-    """Write a component so that transformers, or peft for an adapter, opens it. It appears whole or not at all.
+    """Write a component as a directory for transformers, or for peft if it is an adapter. The operation is atomic.
 
     >>> export(CheckpointManager("checkpoints"), Path("model"))  # doctest: +SKIP
     ['config.json', 'model.safetensors', 'tokenizer.json']
@@ -280,7 +280,7 @@ def export(manager: CheckpointManager, out: Path, component: str = "actor", pyto
     Returns:
         The names of the files.
     Raises:
-        ConfigError: the component is no model, or `out` is in use.
+        ConfigError: the component is not a model, or `out` is in use.
         CheckpointCorrupt: bytes are not those that were written; nothing is left at `out`.
         CheckpointWriteFailed: the file system refused.
     """
@@ -357,7 +357,7 @@ def _write_exported(disk: FileSystem, target: Path, content: list[Any] | Mapping
 
 
 class _Sink:
-    """An open file as torch.save wants it: the state is never in memory twice."""
+    """A file object for torch.save, so that the state is not held in memory twice."""
 
     def __init__(self, disk: FileSystem, handle: FileHandle):
         self._disk, self._handle = disk, handle
@@ -370,4 +370,4 @@ class _Sink:
         return len(view)
 
     def flush(self) -> None:
-        """What is written is with the system already."""
+        """No effect: writes are not buffered."""

@@ -27,12 +27,12 @@ REPLAY_BUFFER = "replay_buffer"
 
 
 class CheckpointManager:
-    """What a checkpoint is and holds.
+    """Access to the metadata, files and tensors of a checkpoint.
 
-    It may lie in object storage, `s3://bucket/prefix`: then only the bytes that are asked for are fetched, by ranges.
+    It may be in object storage, `s3://bucket/prefix`: then only the requested bytes are fetched, by range requests.
 
     The path may be one checkpoint, `latest`, a directory of checkpoints or a run directory that has `checkpoints/`; of
-    several, the newest complete one is meant. It is chosen at the first question and stays the same from then on.
+    several, the newest complete one is used. It is chosen at the first access and does not change afterwards.
 
     >>> manager = CheckpointManager("checkpoints")  # doctest: +SKIP
     >>> manager.is_valid(), manager.step, manager.get_loss()  # doctest: +SKIP
@@ -40,8 +40,8 @@ class CheckpointManager:
     >>> weight = manager.load("actor")["lm_head.weight"]  # doctest: +SKIP
 
     Raises:
-        CheckpointNotFound: from every question but `is_valid` and `list`, where there is no complete checkpoint.
-        BadCheckpoint: from the same, where the path names one that does not verify.
+        CheckpointNotFound: by every method except `is_valid` and `list`, if there is no complete checkpoint.
+        BadCheckpoint: by the same methods, if the path names a checkpoint that does not verify.
     """
 
     def __init__(self, path: str | Path, disk: FileSystem | None = None):
@@ -54,7 +54,7 @@ class CheckpointManager:
 
     @cached_property
     def _tier(self) -> tuple[RemoteStore, LogRecord | None]:
-        """In object storage: where, and the checkpoint that the address names, if it names one."""
+        """The tier in object storage, and the checkpoint's name if the address has one."""
         from verl.checkpoint.remote.resolve import find_at
 
         assert self.address is not None
@@ -62,7 +62,7 @@ class CheckpointManager:
 
     @cached_property
     def published(self) -> Checkpoint:
-        """The checkpoint that is asked: its directory and its manifest."""
+        """The opened checkpoint: its directory and its manifest."""
         if self.address is not None:
             tier, record = self._tier
             return tier.newest() if record is None else tier.verified(record)
@@ -79,10 +79,10 @@ class CheckpointManager:
     # -- what it is ---------------------------------------------------------------------------------------------------
 
     def is_valid(self, level: Level = "quick") -> bool:
-        """Whether there is a checkpoint here, and it is what was written.
+        """Whether the checkpoint exists and passes verification.
 
         Args:
-            level: `quick` looks at sizes and headers, `full` hashes every byte.
+            level: `quick` checks sizes and headers, `full` hashes every byte.
         """
         if self.address is not None:
             try:
@@ -116,7 +116,7 @@ class CheckpointManager:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch in which it was saved; None where the trainer recorded none."""
+        """The epoch in which it was saved; None if not recorded."""
         return self.state.get("epoch")
 
     @property
@@ -130,19 +130,19 @@ class CheckpointManager:
         return [{"step": step, "loss": loss} for step, loss in loss_points(self.state)]
 
     def get_loss(self) -> float | None:
-        """The last recorded loss; None where there is none."""
+        """The last recorded loss; None if there is none."""
         history = self.loss_history
         return history[-1]["loss"] if history else None
 
     def buffer_size(self) -> int:
-        """Rows in the replay buffer; 0 where the checkpoint holds none."""
+        """Rows in the replay buffer; 0 if the checkpoint has none."""
         shards = [entry.path for entry in self.files(REPLAY_BUFFER) if entry.path.endswith(".arrow")]
         return sum(_arrow_rows(self.reader(verify=False).read(path)) for path in shards)
 
     # -- others beside it ---------------------------------------------------------------------------------------------
 
     def list(self) -> Sequence[CheckpointManager]:
-        """Every complete checkpoint that the path leads to, the newest last; empty where there is none yet."""
+        """All complete checkpoints at the path, the newest last; may be empty."""
         if self.address is not None:
             tier, record = self._tier
             if record is not None:
@@ -157,7 +157,7 @@ class CheckpointManager:
         return [self._of(where, found.name) for found in CheckpointDirectory(where.directory, self._disk).complete()]
 
     def latest(self) -> CheckpointManager:
-        """The newest complete checkpoint, looked for anew; of one checkpoint, itself."""
+        """The newest complete checkpoint, by a new search; for the path of one checkpoint, that one."""
         if self.address is not None:
             tier, record = self._tier
             return self if record is not None else CheckpointManager(f"{tier.store.address}/{tier.newest().name}")
@@ -183,7 +183,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFound: it has no such file.
-            CheckpointCorrupt: its bytes are not those that were written.
+            CheckpointCorrupt: its bytes differ from what was written.
         """
         return bytes(self.reader(verify).read(path))
 
@@ -195,18 +195,17 @@ class CheckpointManager:
         strict: bool = True,
         verify: bool = True,
     ) -> Mapping[str, torch.Tensor]:
-        """The tensors of a component by name, whatever number of writers saved them.
+        """The tensors of a component by name, independent of the number of writers.
 
         Args:
-            mmap: each tensor is read when it is asked for, as a view of its file; else all are read now, into memory of
-                their own.
-            device_map: one device for all, or a table from prefixes of names to devices.
-            strict: a component that the checkpoint does not have is an error; else it has no tensors.
+            mmap: read each tensor when it is accessed, as a view of its file; False: read all tensors now.
+            device_map: one device for all, or a mapping from prefixes of names to devices.
+            strict: raise if the checkpoint does not have the component; False: return no tensors.
             verify: hash what is read.
         Raises:
             CheckpointNotFound: there is no such component.
-            CheckpointCorrupt: bytes are not those that were written; with `mmap`, when the tensor is asked for.
-            ConfigError: `device_map` has no place for a tensor.
+            CheckpointCorrupt: bytes differ from what was written; with `mmap`, when the tensor is accessed.
+            ConfigError: `device_map` does not cover a tensor.
         """
         from verl.checkpoint.read.lazy_tensors import MappedTensors
 
@@ -231,7 +230,7 @@ class CheckpointManager:
         return {name: self.load(name, mmap, device_map, strict, verify) for name in components}
 
     def reader(self, verify: bool = True) -> CheckpointReader:
-        """For what is not asked here: bytes of files and tensors, without torch."""
+        """A low-level reader of bytes of files and tensors, which does not need torch."""
         return self._reader(verify, writable=False)
 
     def _reader(self, verify: bool, writable: bool) -> CheckpointReader:
@@ -245,7 +244,7 @@ class CheckpointManager:
 
 
 def _arrow_rows(file: memoryview) -> int:
-    """Rows of an Arrow file, from the heads of its batches: the columns stay untouched."""
+    """Number of rows of an Arrow file, from its record batch headers, without reading columns."""
     import pyarrow
 
     with pyarrow.ipc.open_file(pyarrow.py_buffer(file)) as opened:

@@ -1,4 +1,4 @@
-"""What an environment is: the interface that a user's class has, and the settings that all environments share."""
+"""Base classes of environments: the interface of a user's class, and the settings that all environments share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from verl.environments.tool_calls import ParseFault, ToolCall, ToolFormat
 Outcome = Literal["ok", "tool_error", "timeout", "infra"]
 Observation = str | Sequence[Mapping[str, Any]] | None
 Recovery = Literal["stateless", "deterministic", "restart"]
+History = Literal["append", "rerender"]
 OnInfra = Literal["refill", "drop_member", "drop_group", "stop"]
 
 
 class InfraError(Exception):
-    """Raised by an environment or a tool for what is no fault of the model: a service that is down, a lost machine."""
+    """Raised by an environment or a tool for failures that the model did not cause, such as a service that is down."""
 
 
 class ToolError(Exception):
-    """Raised by a tool for what is the model's fault; its text is shown to the model."""
+    """Raised by a tool for an error that the model caused; the message is shown to the model."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Action:
     """One turn of the model.
 
     Attributes:
-        text: what it wrote, without the token that ended it.
-        calls: the tool calls in it, in order; faults of those that cannot be read stand among them.
-        call_id: unique in the training, and the same where a resumed run takes the same turn again: a service that gets
-            it can tell a repetition from a second wish.
+        text: its text, without the stop token.
+        calls: its tool calls in order, including those that could not be parsed (`ParseFault`).
+        call_id: unique in the training run, and the same if a resumed run repeats the turn, so that a service can use
+            it as an idempotency key.
     """
 
     text: str
@@ -43,12 +44,12 @@ class Action:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One call of an environment or a tool, and what became of it.
+    """One call of an environment or a tool, and its outcome.
 
     Attributes:
         call_id: unique in the run: step, prompt, sample, turn and place in the turn.
         name: `reset`, `step`, or the tool's.
-        error: in one line, empty where there is none.
+        error: in one line; empty if there was none.
     """
 
     call_id: str
@@ -60,14 +61,14 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an environment makes of an action.
+    """Result of one step of an environment.
 
     Attributes:
-        observation: what the model reads next, a text or chat messages; None where nothing follows.
-        reward: of the turn; it lands on the turn's last token.
-        terminated: the episode has come to its end.
-        truncated: the environment has cut it off.
-        info: anything, for the record of the episode; under `calls` the records of tool calls.
+        observation: shown to the model next, a text or chat messages; None if nothing follows.
+        reward: of the turn; assigned to the turn's last token.
+        terminated: the episode reached its end.
+        truncated: the environment ended the episode early.
+        info: any values, for the record of the episode; `calls` holds the records of tool calls.
     """
 
     observation: Observation = None
@@ -78,15 +79,16 @@ class StepResult:
 
 
 class Environment:
-    """One episode's world; a new one is made for each episode. A user's class inherits this or has the same methods.
+    """The environment of one episode; a new object is created for each. A user's class inherits this or has the same
+    methods.
 
-    Both methods may be coroutines or plain functions. `step` may give a `StepResult`, or a tuple (observation, reward,
-    terminated, truncated, info) as gymnasium does.
+    Both methods may be coroutines or plain functions. `step` returns a `StepResult`, or a tuple (observation, reward,
+    terminated, truncated, info) as in gymnasium.
 
     Attributes:
-        recovery: how a run that was killed inside an episode gets its state back, see `verl.environments.journal`:
-            `stateless` where an answer depends on the action alone, `deterministic` where the same seed and actions
-            give the same answers, else `restart`.
+        recovery: how its state is restored after a run was killed during an episode, see `verl.environments.journal`:
+            `stateless` if results depend on the action alone, `deterministic` if the same seed and actions give the
+            same results, otherwise `restart`.
     """
 
     recovery: Recovery = "restart"
@@ -98,7 +100,7 @@ class Environment:
             row: the columns of the data, `prompt_text` among them.
             seed: equal for all episodes of one prompt in one step.
         Returns:
-            What the model reads after the prompt; None for nothing.
+            An observation that follows the prompt, or None.
         """
         return None
 
@@ -107,58 +109,62 @@ class Environment:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """The episode has ended."""
+        """Called when the episode has ended."""
 
 
 class EnvironmentFactory:
-    """Makes the environments of one process, and holds what they share.
+    """Creates the environments of one process and owns their shared resources.
 
     Attributes:
-        tool_names: of the tools that a turn may call, each with the names of its parameters.
+        tool_names: names of the tools that a turn may call, each with the names of its parameters.
     """
 
     tool_names: Mapping[str, Sequence[str]] = {}
 
     async def start(self) -> None:
-        """Open what the environments share; in the event loop that will run them."""
+        """Open shared resources, in the event loop that runs the environments."""
 
     def make(self) -> Any:
         """A fresh environment."""
         raise NotImplementedError
 
     async def abandon(self, environment: Any) -> None:
-        """A call of this environment has not come back in time: leave nothing of it running, if that can be."""
+        """Called when a call of this environment exceeded its deadline: stop its work if possible."""
 
     async def stop(self) -> None:
-        """End what `start` opened. May be called again."""
+        """Close what `start` opened. Idempotent."""
 
 
 @component
 class EnvironmentDescription(Description):
-    """How episodes are played, in any environment.
+    """Settings of episodes that all environments share.
 
-    A turn has at most `rollout.max_new_tokens` tokens. A turn that was cut by a limit executes nothing and is the last.
+    A turn has at most `rollout.max_new_tokens` tokens. A turn that reaches a limit ends the episode; its tool calls are
+    not executed.
 
     Args:
         max_turns: of the model in an episode.
         max_tokens: of an episode beside its prompt, observations included.
-        max_observation_tokens: a longer observation loses its middle, and says so.
+        max_observation_tokens: the middle of a longer observation is replaced by a note.
         step_timeout_s: for one call of the environment, and of each tool.
         reset_timeout_s: for `reset`.
-        max_concurrent: calls under way at a time, in each process.
-        retries: times that an episode is begun anew, in a fresh environment, after a failure that is not the model's.
-        on_infra: what becomes of an episode after that. It never gets a reward: `refill` plays another episode of the
-            same prompt, with other noise, and drops the member if that fails too; `drop_member` leaves the episode out
-            (of a group of which fewer than two are left, all); `drop_group` leaves out all episodes of the prompt;
-            `stop` ends the run. Dropping favours episodes that make few calls.
-        tool_format: how calls are written: `hermes` (Qwen), `llama`, `plain` for `name(arguments)`; `auto` reads it
-            from the chat template, and takes `plain` without one.
-        journal: whether episodes are written down as they are played, beside the checkpoints, so that a run that is
-            killed inside an episode goes on from there.
-        kv_cache_gib: for keys and values of episodes under way, under rollout=hf; those of episodes that wait for
-            their environment are let go first, and computed again.
+        max_concurrent: concurrent calls in each process.
+        retries: how often an episode is restarted in a new environment after a failure that the model did not cause.
+        on_infra: what happens to an episode after that. It never gets a reward: `refill` plays another episode of the
+            same prompt, with other noise, and drops the episode if that fails too; `drop_member` drops the episode (and
+            its whole group if fewer than two are left); `drop_group` drops all episodes of the prompt; `stop` ends the
+            run. Dropping favours episodes that make few calls.
+        history: what the model reads before a turn. `append`: the previous token ids and new ones after them, so that
+            an episode is one sample. `rerender`: the conversation as the chat template renders it each time, so that
+            each turn is a sample of its own; for templates that rewrite earlier turns (Qwen3 removes their thinking).
+        tool_format: format of tool calls: `hermes` (Qwen), `llama`, `plain` for `name(arguments)`; `auto` derives it
+            from the chat template, and is `plain` without one.
+        journal: record episodes on disk while they are played, beside the checkpoints, so that a run that is killed
+            during an episode can continue it.
+        kv_cache_gib: size of the key-value cache of unfinished episodes, under rollout=hf. Episodes that wait for their
+            environment are evicted first and computed again later.
     Attributes:
-        has_rewards: its steps give rewards, which reward=environment reads.
+        has_rewards: its steps return rewards, which reward=environment uses.
     """
 
     has_rewards: ClassVar[bool] = False
@@ -171,18 +177,23 @@ class EnvironmentDescription(Description):
     max_concurrent: PositiveInt = 64
     retries: NonNegativeInt = 2
     on_infra: OnInfra = "drop_member"
+    history: History = "append"
     tool_format: ToolFormat = "auto"
     kv_cache_gib: NonNegativeFloat = 2.0
     journal: bool = True
 
     def columns_read(self) -> tuple[str, ...]:
-        """Columns of the data that it cannot do without."""
+        """Columns of the data that it requires."""
         return ()
 
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
         """JSON schemas of its tools, which the chat template writes into the prompt."""
         return ()
 
+    def prompts(self, count: int) -> Sequence[Sequence[Mapping[str, Any]]]:
+        """Chat messages with which its first tasks begin, at most so many; empty where it has no prompts of its own."""
+        return ()
+
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        """What makes its environments in this process."""
+        """The factory of its environments in this process."""
         raise NotImplementedError

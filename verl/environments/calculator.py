@@ -23,7 +23,7 @@ def calculate(expression: str, max_digits: int = 12) -> str:
     '84'
 
     Raises:
-        ToolError: it is none of these, or too long.
+        ToolError: the expression is invalid or too long.
     """
     if len(expression) > 8 * max_digits:
         raise ToolError(f"the expression has {len(expression)} characters")
@@ -70,8 +70,8 @@ class Calculator(EnvironmentDescription):
     """The tool `calc(expression)`; a turn without a call is the answer. Rewards come from `reward`.
 
     Args:
-        max_digits: of any number.
-        suffix: what follows an answer of the tool where the prompt is no chat.
+        max_digits: maximum number of digits of any number.
+        suffix: appended to a tool result if the prompt is not a chat.
     """
 
     max_digits: PositiveInt = 12

@@ -1,7 +1,7 @@
-"""Calls of environments: each with an id, a deadline and a typed outcome, in a thread of their own.
+"""Calls of environments, run in a separate thread: each has an id, a deadline and a typed outcome.
 
-The loop of episodes draws tokens in its thread; calls run in an event loop beside it, and their results come through
-a queue. A call that comes back after its deadline is dropped: its future was given up, and no other has its id.
+The episode loop generates tokens in its own thread; calls run in an event loop in another thread, and results arrive
+through a queue. The result of a call that returns after its deadline is dropped.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ STUCK_S = 30.0  # that code of an environment may hold the event loop beyond the
 
 @dataclass(frozen=True)
 class CallResult:
-    """What became of a call of an environment.
+    """Outcome of a call of an environment.
 
     Attributes:
-        episode: number in this call of the engine.
-        attempt: of the episode; what an earlier attempt asked for is dropped.
-        value: an observation of `reset`, a `StepResult` of `step`; None where the outcome is not ok.
+        episode: its number in this call of the engine.
+        attempt: attempt of the episode; results of earlier attempts are dropped.
+        value: an observation (`reset`) or a `StepResult` (`step`); None if the outcome is not ok.
     """
 
     episode: int
@@ -42,16 +42,16 @@ class CallResult:
 
 
 async def called(method: Callable[..., Any], *args: Any) -> Any:
-    """What a method gives, be it a coroutine function or not."""
+    """Call a function or coroutine function and return its result."""
     found = method(*args)
     return await found if inspect.isawaitable(found) else found
 
 
 def as_step_result(found: Any) -> StepResult:
-    """What `step` gave as a `StepResult`.
+    """The return value of `step` as a `StepResult`.
 
     Raises:
-        InfraError: it is none.
+        InfraError: it has another form.
     """
     if isinstance(found, StepResult):
         made = found
@@ -72,7 +72,7 @@ def as_step_result(found: Any) -> StepResult:
 
 
 def observation_fault(observation: Any) -> str | None:
-    """What is wrong with an observation."""
+    """Why an observation is invalid; None if it is valid."""
     if observation is None or isinstance(observation, str):
         return None
     if isinstance(observation, (list, tuple)) and all(
@@ -97,7 +97,7 @@ class CallRunner:
 
     @property
     def num_pending(self) -> int:
-        """Calls whose result was not taken yet."""
+        """Number of calls whose results were not taken yet."""
         return self._pending
 
     async def _start(self) -> None:
@@ -128,7 +128,7 @@ class CallRunner:
         return self.options.step_timeout_s * (1.0 if not getattr(environment, "times_calls", False) else 1.5) + 0.05
 
     def end(self, environment: Any) -> None:
-        """Close an environment; nobody waits for it."""
+        """Close an environment without waiting for it."""
 
         async def run() -> None:
             with contextlib.suppress(Exception):
@@ -138,10 +138,10 @@ class CallRunner:
         self._loop.begin(run())
 
     def take(self, timeout_s: float) -> list[CallResult]:
-        """Results that are there; waits for the first of them, if that is asked for.
+        """The available results; optionally waits for the first.
 
         Raises:
-            RolloutError: code of an environment holds the thread, so that no deadline can be kept.
+            RolloutError: an environment blocks the event loop, so deadlines cannot be enforced.
         """
         found = []
         with contextlib.suppress(queue.Empty):
@@ -189,7 +189,7 @@ class CallRunner:
         self._loop.close()
 
     def stuck_error(self) -> RolloutError:
-        """What to say when results stay away beyond every deadline."""
+        """The error for results that are still missing after every deadline."""
         return RolloutError(
             f"environment: {self._pending} calls have not come back within their deadlines "
             f"(environment.step_timeout_s {self.options.step_timeout_s:g}): code of the environment does not give the "

@@ -1,10 +1,10 @@
-"""The loop of episodes: turns drawn by the rollout engine, environments beside it, one row of training per episode.
+"""The episode loop: the rollout engine generates turns, environments answer, each episode becomes one training row.
 
     reset ──> turn ──> step ──> observation ──> turn ──> ... ──> end          of each episode
        calls run in the thread of `CallRunner`      turns run in this one, all that are ready side by side
 
-An episode that waits for its environment holds up no other. Its tokens depend on (seed, stream, step, prompt, sample,
-turn, position) and on what its environment answers, never on what runs beside it.
+An episode that waits for its environment does not block others. Its tokens depend on (seed, stream, step, prompt,
+sample, turn, position) and on its environment's answers, not on other episodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from verl.environments.base import Action, CallRecord, EnvironmentDescription, O
 from verl.environments.calls import CallResult, CallRunner
 from verl.environments.journal import EpisodeJournal, JournalEntry, refuse_other_answer
 from verl.environments.observation_tokens import ObservationEncoder
-from verl.environments.rows import rows_of_episodes
+from verl.environments.rendered_history import ConversationRenderer
+from verl.environments.rows import rows_of_episodes, rows_of_turns
 from verl.environments.tool_calls import format_of, parse_calls
 from verl.errors import RolloutError
 from verl.ops.counter_rng import EVALUATION
@@ -51,11 +52,12 @@ IDLE_WAIT_S = 0.5  # between looks at the deadline, while nothing can be drawn
 
 @dataclass
 class Turn:
-    """One turn of the model and what came of it.
+    """One turn of the model and its result.
 
     Attributes:
-        text: as it was parsed, without the token that ended it.
-        start: place of its first token among the tokens after the prompt.
+        text: the text that was parsed, without the stop token.
+        start: index of its first token among the tokens after the prompt.
+        before: everything that the model read, if each turn is a sample of its own.
         observation: what the environment answered; None after the last turn.
         observed: number of tokens of the observation.
     """
@@ -63,6 +65,7 @@ class Turn:
     start: int
     tokens: list[int]
     log_probs: list[float]
+    before: list[int] = field(default_factory=list)
     text: str = ""
     is_complete: bool = True
     reward: float = 0.0
@@ -74,20 +77,22 @@ class Turn:
 
 @dataclass
 class Episode:
-    """One episode under way.
+    """State of one episode.
 
     Attributes:
-        number: in this call of the engine.
-        sample_key: what stands for the sample in the noise; another one after a refill.
-        response: token ids after the prompt, in the order in which they came.
-        end: how it ended; empty while it goes on.
-        infra: failures that were not the model's, retried ones included.
-        key: in the journal, of the call under way.
-        known: what the journal has for that call, where it was made again all the same.
+        number: its number in this call of the engine.
+        sample_key: sample index for the sampling noise; changes after a refill.
+        context: token ids before the next turn, including the prompt; they are only appended to, unless the template
+            renders them again before each turn.
+        end: how it ended; empty while it runs.
+        answers: messages written and answered so far, if the template renders them again.
+        infra: failures that the model did not cause, including retried ones.
+        key: journal key of the current call.
+        known: the journal's entry for the current call, if the call is repeated for comparison.
         reads_journal: whether answers are taken from the journal.
-        is_behind: the environment has not seen the actions that the journal answered in its place.
-        reused, replayed: calls that the journal answered; calls that were made again and compared.
-        restarted: the journal had a part of the episode, which started anew.
+        is_behind: the environment has not received the actions that were answered from the journal.
+        reused, replayed: calls answered from the journal; calls repeated and compared.
+        restarted: the journal had a part of the episode, which was restarted.
     """
 
     number: int
@@ -102,12 +107,13 @@ class Episode:
     tries: int = 0
     refills: int = 0
     environment: Any = None
-    response: list[int] = field(default_factory=list)
+    context: list[int] = field(default_factory=list)
     opening: int = 0
     turns: list[Turn] = field(default_factory=list)
     end: End = ""
     infra: list[str] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
+    answers: list[tuple[str | None, Observation]] = field(default_factory=list)
     key: str = ""
     known: JournalEntry | None = None
     reads_journal: bool = True
@@ -119,22 +125,32 @@ class Episode:
     seconds: float = 0.0
 
     @property
+    def response(self) -> list[int]:
+        """Token ids after the prompt, in the order in which they came, where they only grow."""
+        return self.context[len(self.prompt) :]
+
+    @property
+    def length(self) -> int:
+        """Tokens beside those of the prompt."""
+        return len(self.context) - len(self.prompt)
+
+    @property
     def reward(self) -> float:
         return sum(turn.reward for turn in self.turns)
 
     def begin(self, environment: Any) -> None:
-        """Start from nothing in a fresh environment."""
-        self.environment, self.response, self.turns, self.opening = environment, [], [], 0
-        self.calls, self.begun_s, self.is_behind = [], time.monotonic(), False
+        """Start from the prompt in a new environment."""
+        self.environment, self.context, self.turns, self.opening = environment, list(self.prompt), [], 0
+        self.calls, self.answers, self.begun_s, self.is_behind = [], [], time.monotonic(), False
         self.attempt += 1
 
 
 class EpisodeEngine(RolloutEngine):
-    """A rollout engine whose responses are episodes; it draws with the engine below it.
+    """A rollout engine whose responses are episodes; another engine generates the turns.
 
     Args:
-        engine: draws the turns.
-        rollout: its description.
+        engine: generates the turns.
+        rollout: the description of that engine.
     """
 
     def __init__(
@@ -153,6 +169,9 @@ class EpisodeEngine(RolloutEngine):
         self.chat = ChatTemplate(tokenizer, template)
         self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, options.max_observation_tokens)
         self.style = format_of(self.chat.source, options.tool_format)
+        self.renderer: ConversationRenderer | None = None
+        if options.history == "rerender":
+            self.renderer = ConversationRenderer(self.chat, self.encoder, context.tools)
         self._context = context
         self._calls: CallRunner | None = None
         self.journal: EpisodeJournal | None = None
@@ -165,7 +184,7 @@ class EpisodeEngine(RolloutEngine):
 
     @property
     def calls(self) -> CallRunner:
-        """The environments of this process, started with the first episode."""
+        """The call runner of this process, started at the first episode."""
         if self._calls is None:
             self._calls = CallRunner(self.options.factory(self._context), self.options)
         return self._calls
@@ -187,7 +206,8 @@ class EpisodeEngine(RolloutEngine):
                 raise
             finally:
                 turns.close()
-        return rows_of_episodes(prompts, request, episodes, self.tokenizer.pad_token_id, dtype)
+        make_rows = rows_of_episodes if self.renderer is None else rows_of_turns
+        return make_rows(prompts, request, episodes, self.tokenizer.pad_token_id, dtype)
 
     def sync(self) -> SyncResult:
         return self.engine.sync()
@@ -211,6 +231,8 @@ class EpisodeEngine(RolloutEngine):
             tokens = prompts["prompts"][place][mask].tolist()
             prompt_id = int(prompts["prompt_ids"][place])
             row = {name: values[place] for name, values in columns.items()} | {"prompt_id": prompt_id}
+            if self.renderer is not None:
+                self.renderer.refuse_other_prompt(row)
             seed = derive_seed(self.seed, "environment", request.stream, request.step, prompt_id)
             for sample in range(request.num_samples):
                 number = len(episodes)
@@ -219,7 +241,7 @@ class EpisodeEngine(RolloutEngine):
 
 
 class _Play:
-    """The episodes of one call, from their first reset to their last turn."""
+    """The episodes of one call of the engine, from the first reset to the last turn."""
 
     def __init__(self, engine: EpisodeEngine, turns: TurnEngine, request: GenerationRequest, episodes: list[Episode]):
         self.engine, self.turns, self.request, self.episodes = engine, turns, request, episodes
@@ -280,9 +302,10 @@ class _Play:
         elif is_timeout:  # the model's own action takes too long: that is scored
             self._finish(episode, "timeout")
         elif record.name == "reset":
-            ids = self._encoded(episode, result.value) if result.value else []
-            episode.opening = len(ids)
-            episode.response += ids
+            if result.value:
+                before = episode.length
+                episode.context = self._continued(episode, result.value)
+                episode.opening = episode.length - before
             self._next_turn(episode)
         else:
             self._stepped(episode, result.value)
@@ -300,14 +323,24 @@ class _Play:
         elif len(episode.turns) >= self.options.max_turns:
             self._finish(episode, "turns")
         else:
-            ids = self._encoded(episode, step.observation)
             turn.observation = step.observation
-            if len(episode.response) + len(ids) >= self.options.max_tokens:
+            context = self._continued(episode, step.observation)
+            if len(context) - len(episode.prompt) >= self.options.max_tokens:
                 self._finish(episode, "tokens")
                 return
-            turn.observed = len(ids)
-            episode.response += ids
+            turn.observed = max(0, len(context) - len(episode.context))
+            episode.context = context
             self._next_turn(episode)
+
+    def _continued(self, episode: Episode, observation: Observation) -> list[int]:
+        """What the next turn follows on, after an observation."""
+        if self.engine.renderer is None:
+            return episode.context + self._encoded(episode, observation)
+        written = None
+        if episode.turns:
+            written = self.engine.renderer.text_of(episode.turns[-1].tokens)
+        episode.answers.append((written, observation))
+        return self.engine.renderer.tokens(episode.row, episode.answers)
 
     def _encoded(self, episode: Episode, observation: Observation) -> list[int]:
         is_chat = episode.row.get("prompt_messages") is not None
@@ -315,14 +348,14 @@ class _Play:
         return self.engine.encoder.encode(observation, is_chat=is_chat, last=last)
 
     def _next_turn(self, episode: Episode) -> None:
-        room = self.options.max_tokens - len(episode.response)
+        room = self.options.max_tokens - episode.length
         if room < 1:
             self._finish(episode, "tokens")
             return
         self.turns.add(
             TurnRequest(
                 episode.number,
-                episode.prompt + episode.response,
+                list(episode.context),
                 episode.prompt_id,
                 episode.sample_key,
                 len(episode.turns),
@@ -334,12 +367,13 @@ class _Play:
         tokens = drawn.tokens
         said = tokens[:-1] if drawn.is_complete else tokens
         text = self.engine.tokenizer.decode(said, skip_special_tokens=False)
-        turn = Turn(len(episode.response), tokens, drawn.log_probs, text, drawn.is_complete)
+        before = [] if self.engine.renderer is None else episode.context
+        turn = Turn(episode.length, tokens, drawn.log_probs, before, text, drawn.is_complete)
         self._write_turn(episode, tokens)
         episode.turns.append(turn)
-        episode.response += tokens
+        episode.context = episode.context + tokens
         if not drawn.is_complete:  # it may parse all the same: what was cut is never carried out
-            is_full = len(episode.response) >= self.options.max_tokens
+            is_full = episode.length >= self.options.max_tokens
             self._finish(episode, "tokens" if is_full else "turn_tokens")
             return
         calls = tuple(parse_calls(text, self.engine.style, self.tools))
@@ -351,7 +385,7 @@ class _Play:
         self.calls.step(episode.number, episode.attempt, call_id, episode.environment, action)
 
     def _failed(self, episode: Episode, why: str) -> None:
-        """A failure that is not the model's: never a reward."""
+        """Handle a failure that the model did not cause; it never becomes a reward."""
         options = self.options
         episode.infra.append(why)
         self.turns.forget(episode.number)
@@ -407,7 +441,7 @@ class _Play:
         assert self.journal is not None
         request = self.request
         place = (request.stream, request.step, episode.prompt_id, episode.sample_key, attempt, len(episode.turns), what)
-        return self.journal.key(*place, tokens=[*episode.prompt, *episode.response])
+        return self.journal.key(*place, tokens=episode.context)
 
     def _end_key(self, episode: Episode) -> str:
         assert self.journal is not None
@@ -426,8 +460,8 @@ class _Play:
             )
 
     def _is_known(self, episode: Episode, what: str) -> bool:
-        """Whether the journal answers the next call of an episode. Where it has an answer and the call must be made all
-        the same, that is kept for the comparison."""
+        """Answer the next call of an episode from the journal, if possible. If the call must be repeated, the journal's
+        answer is kept for the comparison."""
         episode.known, journal = None, self.journal
         if journal is None:
             return False
@@ -458,13 +492,14 @@ class _Play:
         return True
 
     def _had_ended(self, episode: Episode) -> bool:
-        """Whether the journal has all episodes of a group to their ends."""
+        """Whether the journal has all episodes of a group completely."""
         assert self.journal is not None
         group = [other for other in self.episodes if other.group == episode.group]
         return all(self.journal.has_ended(self._end_key(other)) for other in group)
 
     def _begin_again(self, episode: Episode) -> None:
-        """The environment has not seen what the journal answered in its place, and now it is asked."""
+        """Restart an episode whose environment must answer now but missed the actions that were answered from the
+        journal."""
         self.turns.forget(episode.number)
         self.calls.end(episode.environment)
         episode.restarted, episode.reads_journal = True, False
@@ -474,7 +509,7 @@ class _Play:
         self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
 
     def _write_answer(self, result: CallResult) -> None:
-        """Write down what an environment answered, and compare it with what it answered before."""
+        """Record an environment's answer, and compare it with the recorded one of an earlier run."""
         episode = self.episodes[result.episode]
         if self.journal is None or result.attempt != episode.attempt or episode.end:
             return
@@ -490,14 +525,14 @@ class _Play:
 
     def _tell_difference(self, episode: Episode) -> None:
         messages = episode.row.get("prompt_messages")
-        if messages is None or len(episode.turns) < 2:
+        if messages is None or len(episode.turns) < 2 or self.engine.renderer is not None:
             return
         turns = [(turn.text, turn.observation if turn.observed else None) for turn in episode.turns]
-        self.engine.encoder.tell_difference(messages, turns, episode.prompt + episode.response)
+        self.engine.encoder.tell_difference(messages, turns, episode.context)
 
 
 def environment_faults(run: Any) -> Iterator[str]:
-    """What does not go with an environment, or was not tried with one."""
+    """Faults: options that do not work with an environment, or were not tested with one."""
     environment = run.environment
     if environment is None:
         if getattr(run.reward, "needs_environment", False):
@@ -525,6 +560,11 @@ def environment_faults(run: Any) -> Iterator[str]:
         yield f"{said}: rollout.max_new_tokens exceeds environment.max_tokens. Lower it."
     if run.rollout.min_new_tokens:
         yield f"{said}: rollout.min_new_tokens is {run.rollout.min_new_tokens}: a turn ends when it ends. Set it to 0."
+    if environment.history == "rerender" and type(run.algorithm.policy_loss).__name__ == "GSPO":
+        yield (
+            f"{said} with history=rerender: the ratio of algorithm=gspo is of a row, and an episode has several. Set "
+            "environment.history=append, or another algorithm."
+        )
     for role, sharding in run.shardings().items():
         if role == "actor" and type(sharding).__name__ not in ("NoSharding", "DDP"):
             name = type(sharding).__name__

@@ -1,4 +1,4 @@
-"""`environment=guess_number`: a game of several turns, guess a number and hear whether it is higher or lower."""
+"""`environment=guess_number`: a game of several turns: guess a number, with the hints higher and lower."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GuessNumber(EnvironmentDescription):
     """Reward 1 for the guess that is the column `secret`; anything else is answered by `higher`, `lower` or `?`.
 
     Args:
-        max_guesses: after so many the game is over.
+        max_guesses: number of guesses after which the game ends.
     """
 
     has_rewards: ClassVar[bool] = True

@@ -1,7 +1,8 @@
-"""Environments in processes of their own: a class or functions of the user, gymnasium, textarena, reasoning_gym.
+"""Environments in processes of their own: a class or functions of the user, gymnasium, textarena, reasoning_gym,
+verifiers.
 
-A process that dies, or whose replies cannot be read, is ended with all of its environments; their episodes begin anew
-in another one. One whose calls hang takes no new environment, and ends with its last.
+A process that dies, or sends invalid replies, is killed with all of its environments, and their episodes are restarted
+in another process. A process with a hanging call gets no new environments and is killed after its last one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,9 +46,9 @@ class Host:
     """One process that runs environments.
 
     Attributes:
-        hung: calls that were given up, whose threads may still run.
-        late: replies to calls that nobody waits for.
-        environments: that live in it.
+        hung: number of calls past their deadline, whose threads may still run.
+        late: number of replies to such calls.
+        environments: number of environments in it.
     """
 
     def __init__(self, options: Mapping[str, Any], python: str):
@@ -61,10 +62,10 @@ class Host:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Any:
-        """Start it; returns what it tells of itself.
+        """Start the process; returns its first message.
 
         Raises:
-            InfraError: it could not be started, or not load what it is to run.
+            InfraError: it could not be started, or could not load the environment.
         """
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
@@ -76,7 +77,7 @@ class Host:
         return await future
 
     async def request(self, op: str, **fields: Any) -> Any:
-        """One request, and its reply.
+        """Send a request and return the reply.
 
         Raises:
             InfraError: the process failed.
@@ -97,7 +98,7 @@ class Host:
         return bool(self._waiting)
 
     def end(self, why: str) -> None:
-        """Kill it; whoever waits is told why."""
+        """Kill the process; pending requests fail with this reason."""
         self.is_over = True
         for future in self._waiting.values():
             if not future.done():
@@ -181,7 +182,7 @@ class HostPool(EnvironmentFactory):
         self._hosts[0] = host
 
     async def host(self) -> Host:
-        """One that takes new environments, each in turn."""
+        """The next host that accepts new environments (round robin)."""
         async with self._starting:
             place = self._next % len(self._hosts)
             self._next += 1
@@ -199,12 +200,12 @@ class HostPool(EnvironmentFactory):
         self.end_if_idle(host)
 
     def released(self, host: Host) -> None:
-        """An environment of it has ended."""
+        """Called when an environment of a host has ended."""
         host.environments -= 1
         self.end_if_idle(host)
 
     def end_if_idle(self, host: Host) -> None:
-        """Kill one whose calls hang, once nobody needs it."""
+        """Kill a host with hanging calls once it has no environments left."""
         if host in self._old and host.environments <= 0 and not host.is_waited_for:
             self._old.remove(host)
             host.end("its calls hang")
@@ -277,8 +278,8 @@ class HostedDescription(EnvironmentDescription):
 
     Args:
         processes: beside each process of the actor.
-        python: the interpreter that runs them, with packages of its own; None: this one.
-        recovery: what the environments say of themselves, see `verl.environments.base.Environment`.
+        python: the interpreter that runs them, with its own packages; None: this one.
+        recovery: of the environments, see `verl.environments.base.Environment`.
     """
 
     has_rewards: ClassVar[bool] = True
@@ -297,6 +298,37 @@ class HostedDescription(EnvironmentDescription):
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
         return HostPool(self)
+
+    def ask(self, what: str, **options: Any) -> Any:
+        """What a process tells of itself when it starts, so that code of the user or a package is not run in this one.
+
+        Args:
+            what: the setting that is to blame where it cannot start.
+        Raises:
+            ConfigError: it does not start.
+        """
+
+        async def started() -> Any:
+            host = Host(self.host_options() | options, self.python or sys.executable)
+            try:
+                return await asyncio.wait_for(host.start(), self.reset_timeout_s)
+            finally:
+                await host.close()
+
+        from verl.http_client.client import EventLoopThread
+
+        thread = EventLoopThread("an environment's description")
+        try:
+            return thread.wait(thread.begin(started()), self.reset_timeout_s + 10)
+        except TimeoutError as error:
+            raise ConfigError(
+                f"environment.{what}: its process did not start within environment.reset_timeout_s "
+                f"{self.reset_timeout_s:g}. Raise that."
+            ) from error
+        except InfraError as error:
+            raise ConfigError(f"environment.{what}: {error}") from error
+        finally:
+            thread.close()
 
 
 @component
@@ -397,6 +429,65 @@ class ReasoningGymEnvironment(_PackageEnvironment):
         return self._options("Task", task=self.task)
 
 
+class _VerifiersPool(HostPool):
+    async def start(self) -> None:
+        await super().start()
+        self.tool_names = {
+            tool["name"]: list((tool.get("parameters") or {}).get("properties") or {})
+            for tool in self.described["tools"]
+        }
+
+
+@component
+class VerifiersEnvironment(_PackageEnvironment):
+    """Tasks of the package verifiers (0.4), each an environment of one agent, with the tools and rewards that it has.
+
+    Args:
+        taskset: the id of verifiers' taskset, which is the name of an installed module.
+        paths: directories that are searched for that module too.
+        arguments: further configuration of verifiers' environment, such as {agent: {harness: {id: null}}}. Without it,
+            the harness is a chat in the environment's process, and the runtime a directory of this machine.
+    """
+
+    package: ClassVar[str] = "verifiers"
+    FIRST: ClassVar[int] = 1024  # prompts that are asked for with the tools
+
+    taskset: str
+    paths: tuple[str, ...] = ()
+
+    def host_options(self) -> dict[str, Any]:
+        agent = {"max_turns": self.max_turns, **self.arguments.get("agent", {})}
+        taskset = {"id": self.taskset, **self.arguments.get("taskset", {})}
+        config = {**self.arguments, "taskset": taskset, "agent": agent}
+        paths = [str(Path(path).resolve()) for path in self.paths]
+        path = f"{ADAPTERS / self.package}_adapter.py:Task"
+        return {"kind": "class", "path": path, "arguments": {"config": config, "paths": paths}}
+
+    def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
+        return tuple({"type": "function", "function": tool} for tool in self._described(0)["tools"])
+
+    def prompts(self, count: int) -> Sequence[Sequence[Mapping[str, Any]]]:
+        return self._described(count)["prompts"][:count]
+
+    def _described(self, count: int) -> Any:
+        count = max(count, self.FIRST)
+        return _ask_verifiers(json.dumps(self.host_options(), sort_keys=True), self, count)
+
+    def factory(self, context: BuildContext) -> EnvironmentFactory:
+        return _VerifiersPool(self)
+
+
+_described: dict[tuple[str, str | None, int], Any] = {}
+
+
+def _ask_verifiers(options: str, described: VerifiersEnvironment, count: int) -> Any:
+    """Asked once: a process takes seconds to import the package."""
+    key = options, described.python, count
+    if key not in _described:
+        _described[key] = described.ask(f"taskset is {described.taskset!r}", describe=count)
+    return _described[key]
+
+
 class _ToolPool(HostPool):
     def __init__(self, options: PythonTools):
         super().__init__(options)
@@ -432,11 +523,12 @@ class _ToolPool(HostPool):
 class PythonTools(HostedDescription):
     """Public functions of a user's file as tools: name, arguments by their annotations, docstring.
 
-    What a function raises is the model's fault and shown to it, but for ConnectionError, TimeoutError and MemoryError.
+    Exceptions of a function are shown to the model, except ConnectionError, TimeoutError and MemoryError, which count
+    as failures of the infrastructure.
 
     Args:
         path: `file.py` or `module`.
-        suffix: what follows an answer of a tool where the prompt is no chat.
+        suffix: appended to a tool result if the prompt is not a chat.
     """
 
     has_rewards: ClassVar[bool] = False
@@ -450,24 +542,7 @@ class PythonTools(HostedDescription):
             yield f"path is {self.path!r}: there is no such file."
 
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """Asked of a process of their own, so that the user's file is not run in this one."""
-
-        async def ask() -> Any:
-            host = Host(self.host_options(), self.python or sys.executable)
-            try:
-                return await asyncio.wait_for(host.start(), self.reset_timeout_s)
-            finally:
-                await host.close()
-
-        from verl.http_client.client import EventLoopThread
-
-        thread = EventLoopThread("tool schemas")
-        try:
-            found = thread.wait(thread.begin(ask()), self.reset_timeout_s + 10)
-        except (InfraError, TimeoutError) as error:
-            raise ConfigError(f"environment.path is {self.path!r}: {error}") from error
-        finally:
-            thread.close()
+        found = self.ask(f"path is {self.path!r}")
         return tuple({"type": "function", "function": schema} for schema in found)
 
     def host_options(self) -> dict[str, Any]:

@@ -1,15 +1,15 @@
-"""The journal of episodes: what the model drew and what environments answered, on disk as it arrives.
+"""The episode journal: turns of the model and answers of environments, written to disk as they arrive.
 
     step 12 of a run:   turn drawn ──> journal    environment answers ──> journal    episode ends ──> journal
     killed, resumed:    step 12 is drawn again, turn by turn, from the weights of the checkpoint before it; a call that
                         the journal knows is not made again, or made and compared, as the environment allows
 
-An answer is kept under a hash of what led to it: environment, stream, step, prompt, sample, tokens of the episode.
-Other weights draw other tokens, under which nothing is found. A line holds a record and its checksum; one that a kill
-cut short is left out. Records are in the operating system's hands when the loop goes on: the process may be killed, and
-the machine may not lose power.
+The key of an answer is a hash of everything that led to it: environment, stream, step, prompt, sample, tokens of the
+episode. With other weights the tokens differ, so nothing is found. A line holds a record and its checksum; an
+incomplete last line is ignored. Records are written but not synced before the loop continues, so they survive the
+death of the process, but not a loss of power.
 
-What an environment says of itself as `recovery`:
+The values of an environment's `recovery`:
 
     stateless      its answers depend on the action alone: those in the journal are reused
     deterministic  the actions are carried out again, and every answer must be the one in the journal
@@ -43,10 +43,10 @@ SHOWN = 300  # characters of an answer in a message
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """An answer of an environment, as it was.
+    """A recorded answer of an environment.
 
     Attributes:
-        value: an observation of `reset`, a `StepResult` of `step`; None where the outcome is not ok.
+        value: an observation (`reset`) or a `StepResult` (`step`); None if the outcome is not ok.
     """
 
     record: CallRecord
@@ -54,17 +54,17 @@ class JournalEntry:
 
     @property
     def is_failure(self) -> bool:
-        """Whether it failed for no fault of the model, or a tool in it did."""
+        """Whether the call, or a tool in it, failed for a reason that the model did not cause."""
         calls = self.value.info.get("calls", ()) if isinstance(self.value, StepResult) else ()
         return any(record.outcome == "infra" for record in (self.record, *calls))
 
 
 class EpisodeJournal:
-    """The journal of one process, of the step that it is at.
+    """The journal of one process for the current step.
 
     Args:
-        directory: beside the checkpoints; all processes of a run, and all runs that resume it, share it.
-        identity: of the environment's settings; answers of others are not found.
+        directory: beside the checkpoints; shared by all processes of a run and all runs that resume it.
+        identity: digest of the environment's settings; answers under other settings are not found.
     """
 
     def __init__(self, directory: Path, identity: str, rank: int):
@@ -76,7 +76,7 @@ class EpisodeJournal:
         self._ends: set[str] = set()
 
     def open(self, step: int) -> None:
-        """Be at a step: what earlier processes wrote of it is known from here on."""
+        """Start a step and read the records that earlier processes wrote for it."""
         if step == self._step:
             return
         self.close()
@@ -93,7 +93,7 @@ class EpisodeJournal:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether earlier processes wrote answers of this step."""
+        """Whether earlier processes recorded answers of this step."""
         return bool(self._answers)
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class EpisodeJournal:
         self._step = None
 
     def key(self, *parts: Any, tokens: Sequence[int] = ()) -> str:
-        """What stands for a place in an episode.
+        """The journal key of a position in an episode.
 
         Args:
             tokens: of the episode so far, its prompt included.
@@ -120,7 +120,7 @@ class EpisodeJournal:
         return key in self._ends
 
     def write_turn(self, key: str, tokens: Sequence[int]) -> bool:
-        """Write a turn of the model; returns whether the journal has other tokens for it already."""
+        """Record a turn of the model; returns whether the journal already has other tokens for it."""
         known = self._turns.get(key)
         if known is None:
             self._write({"turn": key, "tokens": list(tokens)})
@@ -139,7 +139,8 @@ class EpisodeJournal:
         self._write({"end": key})
 
     def forget_failures(self) -> None:
-        """The run ends because of failures that were not the model's: whoever resumes it tries again."""
+        """Drop recorded failures that the model did not cause, because they end the run; a resumed run retries the
+        calls."""
         if self._file is not None:
             self._write({"forget": "infra"})
             self._forget_failures()
@@ -170,7 +171,7 @@ class EpisodeJournal:
                     yield int(found[1]), int(found[2]), path
 
     def _prune(self, step: int) -> None:
-        """Remove what no resume can need: steps before the newest checkpoint."""
+        """Remove the steps before the newest checkpoint, which no resume can need."""
         if self._rank:
             return
         saved = [int(found[1]) for path in self.directory.parent.glob("*") if (found := _CHECKPOINT.match(path.name))]
@@ -216,7 +217,7 @@ def _shown(value: Any) -> str:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, up to the first line that is not whole."""
+    """The records of a file, up to the first incomplete line."""
     with open(path, "rb") as file:
         for line in file:
             checksum, _, text = line.rstrip(b"\n").partition(b" ")

@@ -1,8 +1,8 @@
-"""Tokens of observations: the model's own tokens are never touched, what comes back is tokenised once and appended.
+"""Tokenization of observations: the model's tokens are never changed; an observation is encoded once and appended.
 
-In a chat, the text between two turns of the model is the difference of two renderings of fixed stand-in messages, cut
-where the contents stand. The template's parts are encoded with its special tokens, the contents without any: what a
-tool answers is text, whatever it looks like.
+In a chat, the text between two turns of the model is computed from two renderings of placeholder messages, split at the
+placeholders. The template's parts are encoded with special tokens, the contents without: a tool result is text, even if
+it contains the text of a special token.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PlainTextEncoder:
 
 
 def _without_added_tokens(tokenizer: Any) -> Any:
-    """The same fast tokenizer, which knows no added token; None where there is no fast one."""
+    """A copy of the fast tokenizer without added tokens; None if there is no fast tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -65,15 +65,15 @@ def _without_added_tokens(tokenizer: Any) -> Any:
 
 
 class ObservationEncoder:
-    """Makes the tokens between two turns of the model.
+    """Encodes the tokens between two turns of the model.
 
     Args:
         tokenizer: of the actor.
-        chat: the template that the prompts were rendered with.
+        chat: the template of the prompts.
         stop_ids: tokens that end a turn.
-        max_tokens: of one message's content.
+        max_tokens: limit for the content of one message.
     Attributes:
-        num_cut: contents that were too long, since the last `take`.
+        num_cut: number of contents that were too long, since the last `take`.
     """
 
     def __init__(self, tokenizer: Any, chat: ChatTemplate, stop_ids: Sequence[int], max_tokens: int):
@@ -85,16 +85,16 @@ class ObservationEncoder:
         self._told = False
 
     def encode(self, observation: Observation, *, is_chat: bool, last: int | None) -> list[int]:
-        """Token ids that follow a turn, up to where the model writes again.
+        """Token ids from the end of a turn to the start of the next one.
 
         Args:
-            is_chat: the prompt is a chat, so that the template's words go around the contents.
-            last: the last token that the model wrote; None before its first turn: then, in a chat, the observation
-                follows a turn of the model without words.
+            is_chat: the prompt is a chat, so the contents are wrapped by the chat template.
+            last: the last token of the model; None before its first turn, where, in a chat, the observation follows an
+                empty turn of the model.
         """
         messages = as_messages(observation)
         if not is_chat:
-            return [i for message in messages for i in self._content(message["content"])]
+            return [i for message in messages for i in self.content(message["content"])]
         if not messages:
             messages = [{"role": "user", "content": ""}]
         between = self._between(tuple(message["role"] for message in messages))
@@ -102,11 +102,12 @@ class ObservationEncoder:
         if last is not None and last in ids[: len(self._end) or 1] and last in self.stop_ids:
             ids = ids[ids.index(last) + 1 :]
         for message, piece in zip(messages, between[1:], strict=True):
-            ids += self._content(message["content"])
+            ids += self.content(message["content"])
             ids += piece
         return ids
 
-    def _content(self, text: str) -> list[int]:
+    def content(self, text: str) -> list[int]:
+        """Of the content of one message, without special tokens, and without its middle if it is too long."""
         ids = self.plain(text)
         if len(ids) <= self.max_tokens:
             return ids
@@ -117,7 +118,7 @@ class ObservationEncoder:
         return ids[:head] + note + (ids[-(room - head) :] if room > head else [])
 
     def _between(self, roles: tuple[str, ...]) -> list[list[int]]:
-        """Tokens of the template: before the first content, between contents, and after the last."""
+        """Tokens of the template before the first content, between contents, and after the last one."""
         if roles not in self._pieces:
             said = STAND_IN.format("said")
             begin = [{"role": "user", "content": STAND_IN.format("asked")}, {"role": "assistant", "content": said}]
@@ -136,17 +137,18 @@ class ObservationEncoder:
                 before, _, rest = rest.partition(content)
                 pieces.append(before)
             pieces.append(rest)
-            self._end = self._encoded(short[short.find(said) + len(said) :]) if said in short else []
-            self._pieces[roles] = [self._encoded(piece) for piece in pieces]
+            self._end = self.encoded(short[short.find(said) + len(said) :]) if said in short else []
+            self._pieces[roles] = [self.encoded(piece) for piece in pieces]
         return self._pieces[roles]
 
-    def _encoded(self, text: str) -> list[int]:
+    def encoded(self, text: str) -> list[int]:
+        """Of words of the template, special tokens included."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids) if text else []
 
     def tell_difference(
         self, prompt: Sequence[Mapping[str, Any]], turns: Sequence[tuple[str, Any]], ids: list[int]
     ) -> None:
-        """Say once where the tokens of an episode differ from what the template makes of the whole conversation."""
+        """Log once if the tokens of an episode differ from the rendering of the whole conversation."""
         if self._told:
             return
         messages = [*prompt]
@@ -154,7 +156,7 @@ class ObservationEncoder:
             messages.append({"role": "assistant", "content": text})
             messages += as_messages(observation)
         try:
-            rendered = self._encoded(self.chat.render(messages, "an episode", reply_follows=False))
+            rendered = self.encoded(self.chat.render(messages, "an episode", reply_follows=False))
         except ConfigError as error:
             log.info("The chat template cannot render a whole episode: %s", error)
             self._told = True
@@ -174,7 +176,7 @@ class ObservationEncoder:
 
 
 def as_messages(observation: Observation) -> list[Mapping[str, Any]]:
-    """An observation as chat messages; a text is the user's."""
+    """An observation as chat messages; a text becomes a user message."""
     if observation is None:
         return []
     if isinstance(observation, str):

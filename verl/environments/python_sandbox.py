@@ -56,7 +56,7 @@ class _PythonSandboxFactory(EnvironmentFactory):
 
 
 def answer_of(result: ExecutionResult) -> str:
-    """What the model reads: what the program wrote, and how it ended where that was not well."""
+    """The tool result: the program's output, and how it ended if it failed."""
     text = result.stdout + result.stderr
     said = {
         "error": f"exit status {result.exit_status}",
@@ -73,7 +73,7 @@ class PythonSandbox(EnvironmentDescription):
 
     Args:
         sandbox: where programs run.
-        suffix: what follows an answer of the tool where the prompt is no chat.
+        suffix: appended to a tool result if the prompt is not a chat.
     """
 
     sandbox: Sandbox | None

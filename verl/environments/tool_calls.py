@@ -1,4 +1,4 @@
-"""Tool calls in a turn: the formats of model families, and what is no call that can be read.
+"""Parser of tool calls in a turn, for the formats of several model families.
 
 hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>      Qwen 2.5, Qwen 3, Hermes
 llama    {"name": "add", "parameters": {"a": 1}}                           Llama 3, after <|python_tag|> or alone
@@ -19,10 +19,10 @@ ToolFormat = Literal["auto", "hermes", "llama", "plain"]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that could be read.
+    """A parsed call.
 
     Attributes:
-        arguments: by name; of the format `plain` as the tool's parameters are named, in order.
+        arguments: by name; positional arguments of the format `plain` get the names of the tool's parameters.
     """
 
     name: str
@@ -31,11 +31,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ParseFault:
-    """What was meant as a call and cannot be read.
+    """A call that could not be parsed.
 
     Attributes:
-        text: as it stands in the turn.
-        reason: for the model.
+        text: of the call.
+        reason: shown to the model.
     """
 
     text: str
@@ -43,7 +43,7 @@ class ParseFault:
 
 
 def format_of(template: str | None, chosen: ToolFormat = "auto") -> ToolFormat:
-    """The format that a chat template asks for."""
+    """The format that a chat template uses."""
     if chosen != "auto":
         return chosen
     if template is None:
@@ -56,7 +56,7 @@ def format_of(template: str | None, chosen: ToolFormat = "auto") -> ToolFormat:
 
 
 def parse_calls(text: str, style: ToolFormat, tools: Mapping[str, Sequence[str]]) -> list[ToolCall | ParseFault]:
-    """The calls in a turn, in order; none where it is an answer.
+    """The calls in a turn, in order; empty if the turn is an answer.
 
     Args:
         text: of a turn that ended by itself.
@@ -96,7 +96,7 @@ def _llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[ToolCall | Par
 
 
 def _is_several(body: str) -> bool:
-    """Several calls, separated by semicolons that stand in no text."""
+    """Whether the text is several calls, separated by semicolons outside of string literals."""
     try:
         json.loads(body)
     except ValueError:
@@ -140,7 +140,7 @@ def _plain(text: str, tools: Mapping[str, Sequence[str]]) -> list[ToolCall | Par
 
 
 def _positional(name: str, inside: str, line: str, parameters: Sequence[str]) -> ToolCall | ParseFault:
-    """Python literals by place or name; of a tool with one parameter, anything else as a text."""
+    """Python literals, positional or by keyword; for a tool with one parameter anything else is a string."""
     try:
         tree = ast.parse(f"f({inside})", mode="eval").body
         assert isinstance(tree, ast.Call)

@@ -1,4 +1,4 @@
-"""Environments of tools: a turn with calls is answered by their results, a turn without is the answer."""
+"""Environments with tools: a turn with tool calls is followed by their results, a turn without calls is the answer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from verl.environments.tool_calls import ParseFault, ToolCall
 
 @dataclass(frozen=True)
 class Tool:
-    """Something that the model may call.
+    """A function that the model may call.
 
     Attributes:
         parameters: the JSON schema of its arguments.
-        function: called with the arguments by name, a coroutine function or not; raises `ToolError` for what is the
-            model's fault.
+        function: a function or coroutine function, called with keyword arguments; raises `ToolError` for errors that
+            the model caused.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The tool's schema in the form that chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -41,12 +41,12 @@ class Tool:
 
 
 class ToolEnvironment(Environment):
-    """One episode with tools. The calls of a turn run side by side and are answered in the order of the calls.
+    """One episode with tools. The calls of a turn run concurrently; results are returned in the order of the calls.
 
     Args:
         tools: by name.
         timeout_s: of each call.
-        suffix: what follows each answer where the prompt is no chat.
+        suffix: appended to each result if the prompt is not a chat.
     """
 
     times_calls = True
@@ -110,7 +110,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def argument_fault(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
-    """What is wrong with the arguments of a call, for the model."""
+    """Why the arguments of a call are invalid, as a message for the model; None if they are valid."""
     properties: Mapping[str, Any] = tool.parameters.get("properties", {})
     unknown = [name for name in arguments if name not in properties]
     if unknown and not tool.parameters.get("additionalProperties"):
@@ -127,7 +127,7 @@ def argument_fault(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
 
 
 def as_text(value: Any) -> str:
-    """What a tool gave, as the model reads it."""
+    """A tool's return value as text."""
     if isinstance(value, str):
         return value
     try:

@@ -27,8 +27,8 @@ COMMON = ("temperature", "top_k", "top_p", "max_new_tokens", "min_new_tokens", "
 class AutoRollout(Rollout):
     """Generate by `rollout=hf` or `rollout=vllm`, whichever is faster for the size of the model on this device.
 
-    Both draw the same tokens but for rounding. The choice and its reason are logged. An engine's own settings are at
-    their defaults; to set them, choose the engine by name.
+    Both sample the same tokens up to rounding. The choice and its reason are logged. Engine-specific settings have
+    their defaults; to change them, choose the engine by name.
 
     Args:
         max_model_len: as of `VLLMRollout`; `hf` needs no limit.
@@ -37,11 +37,12 @@ class AutoRollout(Rollout):
     takes_stages: ClassVar[bool] = True
 
     can_rest: ClassVar[bool] = True
+    draws_turns: ClassVar[bool] = True
 
     max_model_len: int | None = None
 
-    def with_room_for(self, prompt: int) -> AutoRollout:
-        asked = prompt + self.max_new_tokens
+    def with_room_for(self, prompt: int, response: int | None = None) -> AutoRollout:
+        asked = prompt + (self.max_new_tokens if response is None else response)
         return self if self.max_model_len is not None else replace(self, max_model_len=asked)
 
     def attach(
@@ -52,11 +53,11 @@ class AutoRollout(Rollout):
         return self._as(kind).attach(model, tokenizer, seed, autocast, context)
 
     def chosen_for(self, model: Any, autocast: Autocast = None) -> Rollout:
-        """The description of the engine that `attach` takes."""
+        """The rollout description that `attach` uses."""
         return self._as(self.choice(model, autocast)[0])
 
     def choice(self, model: Any, autocast: Autocast = None) -> tuple[type[Rollout], str]:
-        """The engine's description, and why it is this one."""
+        """The chosen rollout description and the reason for the choice."""
         divided = getattr(model, "divided", None)
         if divided is not None and divided.stage_group is not None:
             return HFRollout, "the model is divided into pipeline stages"

@@ -25,26 +25,30 @@ PLACEHOLDER = -9000.0  # nats: at and below it stands what engines write for min
 
 @component
 class Rollout(Description):
-    """How responses are drawn, by any engine.
+    """Sampling options that every rollout engine has.
 
     Recorded log-probabilities are log_softmax(logits / temperature) over the whole vocabulary, whatever is cut off
     by `top_k`, `top_p` or `min_new_tokens` when drawing.
 
     Args:
-        temperature: divides the logits; above 0. Greedy responses are asked for per request, not by 0 here.
+        temperature: divides the logits; above 0. Greedy decoding is chosen per request, not by a temperature of 0.
         top_k: draw among the k likeliest tokens; 0 for all.
         top_p: draw among the likeliest tokens that hold this share of the probability.
         max_new_tokens: a response is cut after so many tokens.
         min_new_tokens: no stop token is drawn before so many tokens.
-        stop_token_ids: end a response beside the model's own end-of-text tokens; they belong to the response.
+        stop_token_ids: end a response, in addition to the model's own end-of-text tokens; kept in the response.
+        router_replay: the experts that routers chose for sampled tokens are recorded (`routed_experts`), and used
+            again where the actor scores and learns from these tokens.
     Attributes:
-        runs_ahead: the engine holds weights of its own, so that it can draw while the trainer changes its.
+        runs_ahead: the engine has its own copy of the weights, so it can generate while the trainer updates them.
         can_rest: the engine can give back GPU memory between the last response of a step and the next sync.
         generates_here: on the machines of the trainer, rather than on a server's.
-        may_change: the engine reads `options` with every call, so that others may be put in their place.
+        may_change: the engine reads `options` at every call, so they may be replaced between calls.
         takes_stages: the engine takes weights from an actor whose layers are pipeline stages.
-        call_timeout_s: how long an engine in another process is waited for without progress; 0 where there is none.
-        draws_turns: its engine draws single turns of episodes, as `environment` needs; see `RolloutEngine.turns`.
+        call_timeout_s: how long an engine in another process may make no progress; 0 for an engine in this process.
+        draws_turns: the engine can generate single turns of an episode, as `environment` needs; see
+            `RolloutEngine.turns`.
+        tells_experts: the engine can record which experts were chosen, as `router_replay` needs.
     """
 
     runs_ahead: ClassVar[bool] = False
@@ -54,6 +58,7 @@ class Rollout(Description):
     takes_stages: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 0.0
     draws_turns: ClassVar[bool] = False
+    tells_experts: ClassVar[bool] = False
 
     temperature: PositiveFloat = 1.0
     top_k: NonNegativeInt = 0
@@ -61,29 +66,39 @@ class Rollout(Description):
     max_new_tokens: PositiveInt = 128
     min_new_tokens: NonNegativeInt = 0
     stop_token_ids: tuple[int, ...] = ()
+    router_replay: bool = False
 
     def faults(self) -> Iterator[str]:
+        if self.router_replay and not self.tells_experts:
+            yield (
+                f"router_replay is true: {type(self).__name__} does not tell which experts were chosen. Set it to "
+                "false, or rollout=hf."
+            )
         if self.min_new_tokens > self.max_new_tokens:
             limit = self.max_new_tokens
             yield f"min_new_tokens is {self.min_new_tokens}: must lie between 0 and max_new_tokens {limit}."
 
     def chosen_for(self, model: Any, autocast: Autocast = None) -> Rollout:
-        """What the engine of this model runs by: another description only where that chooses between engines."""
+        """The description used for this model; another one than `self` only if this one chooses between engines."""
         return self
 
     def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
-        """What is wrong with it beside an actor with an adapter of so high a rank, whose weights are divided or not."""
+        """Faults in combination with the actor: the rank of its adapter, and whether its weights are sharded."""
         return iter(())
 
     def check_here(self, device: str) -> None:
-        """Look for what the engine needs, before weights are loaded.
+        """Check that the engine's requirements are installed, before weights are loaded.
 
         Raises:
             ConfigError: it is not installed on this machine.
         """
 
-    def with_room_for(self, prompt: int) -> Rollout:
-        """The same, where no prompt has more than so many tokens: for engines that set memory aside by length."""
+    def with_room_for(self, prompt: int, response: int | None = None) -> Rollout:
+        """A copy for prompts of at most this many tokens, for engines that allocate memory by sequence length.
+
+        Args:
+            response: tokens after the prompt, those of a whole episode; None for `max_new_tokens`.
+        """
         return self
 
     def attach(
@@ -118,12 +133,12 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class SyncResult:
-    """What became of the trainer's weights on their way to the engine.
+    """Outcome of one weight sync.
 
     Attributes:
-        note: for the line of the stage.
+        note: shown in the log line of the sync stage.
         metrics: `sync/...`, of this step.
-        is_current: the engine draws with the trainer's present weights from here on; False where it keeps others.
+        is_current: the engine now generates with the trainer's current weights; False if it keeps older ones.
     """
 
     note: str
@@ -136,12 +151,12 @@ SAME_TENSORS = SyncResult("one set of weights: nothing to move")
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """One turn of an episode to draw.
+    """Request for one turn of an episode.
 
     Attributes:
         episode: number of the episode in this call.
         tokens: everything before the turn: prompt, earlier turns and observations.
-        prompt_id, sample_id, turn: what keys its noise.
+        prompt_id, sample_id, turn: key of the sampling noise.
         max_new_tokens: the turn is cut after so many tokens.
     """
 
@@ -155,7 +170,7 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class DrawnTurn:
-    """One turn as it was drawn.
+    """One generated turn.
 
     Attributes:
         tokens: at least one; the stop token included, if it ended by itself.
@@ -171,11 +186,11 @@ class DrawnTurn:
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """What an engine of turns may use.
+    """Memory limits of a turn engine.
 
     Attributes:
-        row_tokens: of the longest episode, its prompt included.
-        kv_cache_gib: for the keys and values of episodes under way, where the engine keeps them in this process.
+        row_tokens: length of the longest episode, prompt included.
+        kv_cache_gib: size of the key-value cache for unfinished episodes, if the engine keeps it in this process.
     """
 
     row_tokens: int
@@ -183,9 +198,9 @@ class TurnLimits:
 
 
 class TurnEngine:
-    """Draws turns of episodes side by side; turns may be added at any time, and leave as they end.
+    """Generates turns of many episodes as one batch; turns can be added at any time and are returned as they finish.
 
-    Weights stay as they are while it lives: keys and values that it keeps belong to them.
+    The weights must not change during its lifetime, because its key-value cache was computed with them.
 
     Attributes:
         dtype: of the log-probs.
@@ -195,34 +210,34 @@ class TurnEngine:
 
     @property
     def num_pending(self) -> int:
-        """Turns that were added and have not ended."""
+        """Number of turns that were added and are not finished."""
         raise NotImplementedError
 
     def add(self, turn: TurnRequest) -> None:
-        """Have a turn drawn."""
+        """Queue a turn."""
         raise NotImplementedError
 
     def advance(self) -> list[DrawnTurn]:
-        """Go on drawing for a while; returns the turns that have ended."""
+        """Generate some tokens; returns the turns that finished."""
         raise NotImplementedError
 
     def forget(self, episode: int) -> None:
-        """The episode has ended: what is kept of it may go."""
+        """Free the cache of an episode that has ended."""
 
     def close(self) -> None:
-        """Let go of everything. May be called again."""
+        """Free all memory. Idempotent."""
 
 
 class RolloutEngine:
-    """An engine needs to generate; one that samples from the very tensors that train needs nothing else.
+    """A running rollout engine. Only `generate` is required if the engine samples from the training tensors.
 
-    One that `runs_ahead` can draw in two parts, `begin` and `finish`, and lets this process work between them.
+    An engine that `runs_ahead` also has `begin` and `finish`, so that this process can work during generation.
 
     Attributes:
-        has_redrawn: what `finish` gave last was not drawn by the weights of its `begin`, which were lost, but by those
-            that were there by then.
-        compute_type: what it computes in, as `verl.models.parallel_info.compute_type` names it; None: as the trainer
-            does.
+        has_redrawn: the last `finish` returned responses that were generated again with newer weights, because the
+            engine died after `begin`.
+        compute_type: data type of its computation, as named by `verl.models.parallel_info.compute_type`; None: that
+            of the trainer.
     """
 
     has_redrawn: bool = False
@@ -233,33 +248,33 @@ class RolloutEngine:
         raise NotImplementedError
 
     def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
-        """What draws single turns of episodes with the present weights, until they change."""
+        """An engine for single turns of episodes, valid until the weights change."""
         raise NotImplementedError
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to draw what `finish` will give; returns at once."""
+        """Start generating; returns immediately. `finish` returns the responses."""
         raise NotImplementedError
 
     def finish(self) -> DataProto:
-        """What was begun, as `generate` gives it; sets `has_redrawn`."""
+        """Wait for the responses of `begin`, in the form of `generate`; sets `has_redrawn`."""
         raise NotImplementedError
 
     def sync(self) -> SyncResult:
-        """Take over the trainer's weights, and prove it."""
+        """Load the trainer's weights and verify them."""
         return SAME_TENSORS
 
     def rest(self) -> None:
-        """Leave memory to training until the next `generate` or `sync`, where that can be done."""
+        """Free memory for training until the next `generate` or `sync`, if the engine supports it."""
 
     def close(self) -> None:
-        """End what the engine has started. May be called again."""
+        """Stop all processes and connections of the engine. Idempotent."""
 
 
 def stop_tokens(model: Any, tokenizer: Any, extra: tuple[int, ...]) -> Tensor:
-    """The ids that end a response: the model's, the tokenizer's and the run's own, sorted.
+    """Sorted ids of the tokens that end a response: those of the model, the tokenizer and the run's options.
 
     Raises:
-        ConfigError: the run names one that the model cannot draw.
+        ConfigError: an option names an id outside the model's vocabulary.
     """
     size = model.config.get_text_config().vocab_size
     if wrong := [i for i in extra if not 0 <= i < size]:
@@ -278,6 +293,8 @@ def assemble(
     log_probs: Tensor,
     pad_id: int,
     attended: Tensor | None = None,
+    routed: Tensor | None = None,
+    sample_ids: Tensor | None = None,
 ) -> DataProto:
     """Join prompts and their responses into the rows that training reads.
 
@@ -285,13 +302,15 @@ def assemble(
         prompts: `prompts`, `prompt_mask` [b P], `prompt_ids`, `group_ids` [b].
         responses, mask, log_probs: [b * num_samples, T], a prompt's samples side by side.
         pad_id: fills the places without a token.
-        attended: [b * num_samples, T], True on tokens of the response, those included that the policy did not choose;
-            None where it chose all of them.
+        attended: [b * num_samples, T], True on all tokens of the response, including those that the policy did not
+            sample; None if it sampled all of them.
+        routed: [b * num_samples, T layers k], experts of each token, -1 off the mask; None if not recorded.
+        sample_ids: [b * num_samples]; None to count them.
     Returns:
         B = b * num_samples rows with the fields of prompts, and `sample_ids`, `input_ids`, `attention_mask`,
         `position_ids`, `responses`, `response_mask`, `rollout_log_probs`; T is the longest response.
     Raises:
-        RolloutError: a log-prob is none, or a token id is negative; names prompt, sample and token.
+        RolloutError: a log-prob is invalid or a token id is negative; names prompt, sample and token.
     """
     attended = mask if attended is None else attended
     width = int(attended.sum(dim=1).max()) if attended.numel() else 0
@@ -301,7 +320,7 @@ def assemble(
     attention = torch.cat([rows.batch["prompt_mask"], attended], dim=1).long()
     made = DataProto.from_dict(
         {
-            "sample_ids": torch.arange(num_samples).repeat(len(prompts)),
+            "sample_ids": torch.arange(num_samples).repeat(len(prompts)) if sample_ids is None else sample_ids,
             "input_ids": torch.cat([rows.batch["prompts"], responses], dim=1),
             "attention_mask": attention,
             "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),
@@ -310,17 +329,19 @@ def assemble(
             "rollout_log_probs": log_probs[:, :width].masked_fill(~mask, 0.0),
         }
     )
+    if routed is not None:
+        made = made.union(DataProto.from_dict({"routed_experts": routed[:, :width].clone()}))
     made = rows.union(made)
     refuse_wrong_responses(made)
     return made
 
 
 def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> None:
-    """Check what an engine drew, whatever engine it is.
+    """Check the responses of any engine.
 
     Args:
         rows: as of `assemble`.
-        num_tokens: that the model knows; ids are below it. None where the model is not at hand.
+        num_tokens: size of the model's vocabulary; None if the model is not known here.
     Raises:
         RolloutError: see `assemble`.
     """
@@ -350,7 +371,7 @@ def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> No
 
 
 def log_prob_fault(log_prob: float) -> str | None:
-    """The number, and why it is not the log-prob of a token that was drawn; None where it may be."""
+    """Why a number cannot be the log-prob of a sampled token, with the number; None if it can."""
     if PLACEHOLDER < log_prob <= LARGEST_LOG_PROB:
         return None
     if LARGEST_LOG_PROB < log_prob < math.inf:

@@ -4,9 +4,9 @@
                         ^                                                                              |
                         └── slots of episodes that wait for their environment, oldest first ───────────┘
 
-A slot holds a row of its own length, so turns start and end at any time. Where there are more episodes than slots, an
-episode that waits gives up its slot, and is computed again when it goes on. A model for which slots were not shown to
-be right is decoded turn by turn, from whole rows.
+Rows in different slots may have different lengths, so turns start and end at any time. If there are more episodes than
+slots, an episode that waits for its environment loses its slot and is computed again when it continues. Models for
+which the slot check fails are decoded turn by turn from whole rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from verl.errors import ConfigError
-from verl.model_paths.decode import Decoder
+from verl.model_paths.decode import Decoder, allowed, key_multiple
 from verl.models.call import call_model
-from verl.models.parallel_info import Autocast, computing_in
+from verl.models.parallel_info import Autocast, compute_device, computing_in
 from verl.ops.logprobs import log_probs_of
 from verl.rollout.base import DrawnTurn, TurnEngine, TurnLimits, TurnRequest
 from verl.rollout.token_sampler import TokenSampler
@@ -36,15 +36,14 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 PREFILL_TOKENS = 8192  # of one forward pass, padding included
 FIRST_LENGTH = 64  # tokens of a slot; it grows by half
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # nats between slots and a plain forward pass; others 0.3
 
 
 class SlotLayer(DynamicLayer):
     """Keys and values of one layer, a row of its own length per slot: [slots + 1, H, L, D]; the last slot is scratch.
 
     Attributes:
-        slots, positions: [b q] where the tokens of the present call go, and [b] the rows that attend.
-        width: keys that are looked at.
+        slots, positions: [b q] where the tokens of the current call are written, and [b] the rows that attend.
+        width: number of keys that attention reads.
     """
 
     def __init__(self, num_slots: int):
@@ -69,7 +68,7 @@ class SlotLayer(DynamicLayer):
         return self.keys[self.rows, :, : self.width], self.values[self.rows, :, : self.width]
 
     def copy(self, source: int, targets: Tensor, length: int) -> None:
-        """Give other slots the first tokens of one."""
+        """Copy the first tokens of one slot to other slots."""
         for states in (self.keys, self.values):
             assert states is not None
             states[targets, :, :length] = states[source, :, :length].clone()  # of the same memory
@@ -90,7 +89,7 @@ class SlotCache(DynamicCache):
         self.num_slots = num_slots
 
     def place(self, rows: Tensor, slots: Tensor, positions: Tensor, width: int) -> None:
-        """Where the tokens of the next call go."""
+        """Set where the tokens of the next call are written."""
         for layer in self.layers:
             layer.rows, layer.slots, layer.positions, layer.width = rows, slots, positions, width  # type: ignore
 
@@ -107,7 +106,7 @@ class SlotModel:
 
     def __init__(self, model: Any, autocast: Autocast, num_slots: int):
         self.model, self.autocast = model, autocast
-        self.device = model.device
+        self.device = compute_device(model)
         self.cache = SlotCache(model.config, num_slots)
 
     def read(self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -116,7 +115,7 @@ class SlotModel:
         Args:
             slots: of each row.
             starts: tokens that the slot holds already.
-            tokens: further ones, at least one.
+            tokens: new tokens, at least one per row.
         """
         lengths = [len(line) for line in tokens]
         longest = max(lengths)
@@ -131,6 +130,8 @@ class SlotModel:
         targets = rows[:, None].expand_as(ids).masked_fill(is_pad, self.cache.num_slots)
         width = max(start + length for start, length in zip(starts, lengths, strict=True))
         width = max(FIRST_LENGTH, width) if self.cache.layers[0].keys is None else width
+        multiple = key_multiple(self.device)
+        width = -(-width // multiple) * multiple
         rows, targets, positions, ids = (x.to(self.device) for x in (rows, targets, positions, ids))
         self.cache.place(rows, targets, positions, width)
         mask = (torch.arange(width, device=self.device) <= positions[:, :, None])[:, None]
@@ -164,6 +165,7 @@ def slots_distance(model: Any, autocast: Autocast) -> float:
     size = model.config.get_text_config().vocab_size
     rows = [[(7 * i + 3 * row) % size for i in range(length)] for row, length in enumerate((11, 5))]
     slots = SlotModel(model, autocast, 3)
+    device = compute_device(model)
     found = [
         slots.read([2, 0], [0, 0], [rows[0][:6], rows[1][:2]]),
         slots.read([0, 2], [2, 6], [rows[1][2:], rows[0][6:]]),
@@ -172,7 +174,7 @@ def slots_distance(model: Any, autocast: Autocast) -> float:
     worst = 0.0
     for step, cuts in enumerate(((6, 2), (11, 5))):
         for row, cut in enumerate(cuts):
-            ids = torch.tensor([rows[row][:cut]], device=model.device)
+            ids = torch.tensor([rows[row][:cut]], device=device)
             with computing_in(autocast, model):
                 plain = call_model(model, input_ids=ids, use_cache=False).logits[0, -1]
             gap = plain.float().log_softmax(-1) - found[step][row].float().log_softmax(-1)
@@ -181,7 +183,7 @@ def slots_distance(model: Any, autocast: Autocast) -> float:
 
 
 def slot_bytes(model: Any, tokens: int) -> int:
-    """Of the keys and values of one episode of so many tokens."""
+    """Bytes of the keys and values of one episode with this many tokens."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -189,10 +191,10 @@ def slot_bytes(model: Any, tokens: int) -> int:
 
 
 def num_slots(model: Any, limits: TurnLimits, max_rows: int) -> int:
-    """Episodes whose keys and values fit.
+    """Number of episodes whose keys and values fit.
 
     Raises:
-        ConfigError: not one.
+        ConfigError: not even one fits.
     """
     each = slot_bytes(model, limits.row_tokens)
     fitting = int(limits.kv_cache_gib * GIB // each)
@@ -206,7 +208,7 @@ def num_slots(model: Any, limits: TurnLimits, max_rows: int) -> int:
 
 @dataclass
 class _LiveTurn:
-    """A turn that is being drawn."""
+    """A turn that is being generated."""
 
     request: TurnRequest
     slot: int
@@ -215,7 +217,7 @@ class _LiveTurn:
 
 
 class _Drawing:
-    """What both ways of drawing turns share: the sampling rule."""
+    """Base of both turn engines: the sampling rule."""
 
     def __init__(self, sampler: TokenSampler, stop_ids: Tensor, device: Any):
         self.sampler, self.device = sampler, device
@@ -299,7 +301,7 @@ class SlotTurns(TurnEngine):
         self._live, self._held = [], {}
 
     def _slot_for(self, turn: TurnRequest) -> tuple[int, int] | None:
-        """A slot, and how many tokens of the episode it holds; None where all are in use."""
+        """A slot and the number of the episode's tokens in it; None if all slots are in use."""
         if turn.episode in self._held:
             slot, tokens = self._held.pop(turn.episode)
             if turn.tokens[: len(tokens)] == tokens:
@@ -314,7 +316,7 @@ class SlotTurns(TurnEngine):
         return None
 
     def _admit(self) -> None:
-        """Read what is new of the turns that get a slot; a prompt that several episodes begin with is read once."""
+        """Prefill the new tokens of turns that get a slot; a prompt shared by several episodes is computed once."""
         fresh: list[tuple[_LiveTurn, int]] = []
         while self._queue and (found := self._slot_for(self._queue[0])) is not None:
             fresh.append((_LiveTurn(self._queue.popleft(), found[0]), found[1]))
@@ -361,7 +363,7 @@ class SlotTurns(TurnEngine):
 
 
 class RowTurns(TurnEngine):
-    """Turns from whole rows, for models whose keys and values are not kept: all that wait are drawn together."""
+    """Turns computed from whole rows, for models without kept keys and values: all waiting turns are one batch."""
 
     def __init__(self, drawing: _Drawing, decoder: Decoder, autocast: Autocast):
         self.drawing, self.decoder, self.autocast = drawing, decoder, autocast
@@ -421,7 +423,7 @@ def turn_engine(
     slots: int,
     is_proven: bool,
 ) -> TurnEngine:
-    """Turns over slots where that was shown to be right for this model, else from whole rows."""
+    """`SlotTurns` if the check passed for this model, else `RowTurns`."""
     drawing = _Drawing(sampler, stop_ids, stop_ids.device)
     made: TurnEngine = RowTurns(drawing, decoder, autocast)
     if is_proven:
@@ -431,7 +433,7 @@ def turn_engine(
 
 
 def prove_slots(model: Any, autocast: Autocast, decoder: Decoder) -> bool:
-    """Whether keys and values may be kept in slots; says once why not."""
+    """Check whether keys and values may be kept in slots; logs the reason once if not."""
     fault = slots_fault(model, decoder)
     if fault is None:
         try:
@@ -439,9 +441,7 @@ def prove_slots(model: Any, autocast: Autocast, decoder: Decoder) -> bool:
         except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
             fault = f"{type(error).__name__}: {error}"
         else:
-            narrow = autocast is not None
-            allowed = 0.3 if narrow else TOLERANCE.get(model.dtype, 0.3)
-            fault = None if distance <= allowed else f"log-probs differ by {distance:.3g} nats"
+            fault = None if distance <= allowed(model, autocast) else f"log-probs differ by {distance:.3g} nats"
     if fault is not None:
         log.warning("Each turn of an episode is computed from its whole row: %s.", fault)
     return fault is None

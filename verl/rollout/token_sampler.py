@@ -17,7 +17,7 @@ from verl.rollout.base import GenerationRequest, Rollout
 
 @dataclass(frozen=True)
 class TokenSampler:
-    """How the tokens of one request are drawn; travels to the process that draws them.
+    """Sampling rule of one request; picklable, because it is sent to the process that samples.
 
     Attributes:
         seed: of the run.
@@ -34,7 +34,7 @@ class TokenSampler:
 
     @classmethod
     def of(cls, options: Rollout, request: GenerationRequest, seed: int, stop_ids: Sequence[int]) -> TokenSampler:
-        """The drawing that the options of an engine ask for."""
+        """A sampler with the options of an engine."""
         names = ("temperature", "top_k", "top_p", "min_new_tokens")
         return cls(request, seed, tuple(stop_ids), **{name: getattr(options, name) for name in names})
 
@@ -49,20 +49,20 @@ class TokenSampler:
         """The next token of each row, [b].
 
         Args:
-            logits: [b V], float32 at least; they stay as they are.
-            prompt_ids, sample_ids: [b], whose noise it is.
-            positions: [b], how many tokens the response, or the turn, has so far.
-            turns: [b], index of the turn within its episode; None where a response is all there is.
+            logits: [b V], float32 or wider; not modified.
+            prompt_ids, sample_ids: [b], key of the noise of each row.
+            positions: [b], number of tokens in the response (or turn) so far.
+            turns: [b], index of the turn within its episode; None outside of episodes.
         """
         return self.pick(logits, self.noise(prompt_ids, sample_ids, positions, turns), positions)
 
     def noise(self, prompt_ids: Tensor, sample_ids: Tensor, positions: Tensor, turns: Tensor | None = None) -> Tensor:
-        """One number in [0, 1) for each of them; see `uniform`."""
+        """One uniform number in [0, 1) per row; see `uniform`."""
         step, stream = self.request.step, self.request.stream
         return uniform(self.seed, step, prompt_ids, sample_ids, positions, stream=stream, turns=turns)
 
     def pick(self, logits: Tensor, noise: Tensor, positions: Tensor | int) -> Tensor:
-        """The next token of each row, [b], by its number [b] of `noise`; see `choose`."""
+        """The next token of each row, [b], for given `noise` [b]; see `choose`."""
         logits = self._without_early_stops(logits, positions)
         if self.request.greedy:
             return logits.argmax(dim=-1)
@@ -84,7 +84,7 @@ class TokenSampler:
 
 @functools.lru_cache(maxsize=4)
 def _stop_mask(stop_ids: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """[V], made once for a device: making it copies from main memory."""
+    """Mask [V] of stop tokens, created once per device because it is copied from main memory."""
     stops = torch.zeros(size, dtype=torch.bool)
     stops[list(stop_ids)] = True
     return stops.to(device)

@@ -1,10 +1,10 @@
-"""Sandboxes: code that a model wrote runs apart from this process, within limits of time, memory and output.
+"""Sandboxes: run code that a model wrote outside of this process, with limits on time, memory and output.
 
-base         What a sandbox is: one call that runs a Python program, and what became of it
-jail         Jails on this machine, made by bubblewrap: what one consists of, and whether this machine can make one
+base         Interface of sandboxes: run a Python program and return its outcome
+jail         Jails on this machine, made by bubblewrap: their contents, and whether this machine supports them
 jail_init    The first process of a jail
-jail_pool    A pool of jails that stand ready
-remote       A sandbox server over HTTP, as E2B has it
-seccomp      The system calls that a jail does without
+jail_pool    A pool of jails that are started in advance
+remote       A sandbox server over HTTP with E2B's protocol
+seccomp      The seccomp filter: system calls that a jail refuses
 unprotected  No sandbox: a process of this user with limits of time and memory
 """

@@ -1,4 +1,4 @@
-"""What a sandbox is: one call that runs a Python program apart from this process, and what became of it."""
+"""Interface of sandboxes: run a Python program outside of this process and return its outcome."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Outcome = Literal["ok", "error", "timeout", "memory", "output", "infra"]
 
 @dataclass(frozen=True)
 class Program:
-    """A Python program and what it is given.
+    """A Python program and its input.
 
     Attributes:
-        code: run as `__main__`, in a directory of its own.
-        files: by a relative name, which lie in that directory.
-        stdin: what it reads from standard input.
-        timeout_s, memory_mib: its own limits; None for those of the sandbox, which no program may exceed.
+        code: run as `__main__` in an empty directory.
+        files: created in that directory, by relative name.
+        stdin: content of its standard input.
+        timeout_s, memory_mib: its own limits; None: those of the sandbox, which are also upper bounds.
     """
 
     code: str
@@ -52,13 +52,13 @@ class Program:
 
 @dataclass(frozen=True)
 class ExecutionResult:
-    """What became of a program.
+    """Outcome of a program.
 
     Attributes:
-        stdout, stderr: what it wrote, as UTF-8; bytes that are none are replaced.
-        exit_status: as a shell has it, 128 + N after signal N; None where it was ended or is not known.
-        detail: of an outcome `infra`, what failed.
-        seconds: from when the program was handed over.
+        stdout, stderr: its output, decoded as UTF-8; invalid bytes are replaced.
+        exit_status: as in a shell, 128 + N after signal N; None if the program was killed or its status is unknown.
+        detail: for the outcome `infra`, what failed.
+        seconds: run time, from when the program was passed to the sandbox.
     """
 
     outcome: Outcome
@@ -71,7 +71,7 @@ class ExecutionResult:
 
 @component
 class Sandbox(Description):
-    """Base of what `sandbox` may be.
+    """Base class of the options of `sandbox`.
 
     Args:
         timeout_s: for one program, at most.
@@ -79,7 +79,7 @@ class Sandbox(Description):
         max_output_kib: of its standard output, and as much of its standard error.
         max_concurrency: programs at a time.
     Attributes:
-        protects: whether a program is kept from this machine.
+        protects: whether programs are isolated from this machine.
     """
 
     timeout_s: Annotated[float, Field(gt=0, lt=1e6)] = 10.0
@@ -93,7 +93,7 @@ class Sandbox(Description):
 
 
 class CodeRunner:
-    """The running form of a `Sandbox`. `close` it; it may be closed again."""
+    """A running `Sandbox`. Call `close` when done; `close` is idempotent."""
 
     def __init__(self, described: Sandbox):
         self.described = described
@@ -109,13 +109,13 @@ class CodeRunner:
         """Run a program and wait for its end. May be called from several threads.
 
         Raises:
-            ValueError: a name in `files` leads out of the program's directory, or a limit is no positive number.
+            ValueError: a name in `files` leads out of the program's directory, or a limit is not positive.
             SandboxError: the sandbox was closed.
         """
         return self.execute(Program(code, files or {}, stdin, timeout_s, memory_mib))
 
     def run_all(self, programs: Sequence[Program]) -> list[ExecutionResult]:
-        """Run programs side by side, `max_concurrency` at a time; results in their order."""
+        """Run programs concurrently, `max_concurrency` at a time; returns the results in order."""
         if len(programs) < 2:
             return [self.execute(program) for program in programs]
         threads = min(len(programs), self.described.max_concurrency)
@@ -127,10 +127,10 @@ class CodeRunner:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what is running, and refuse further programs."""
+        """Kill running programs and reject further ones."""
 
     def limits(self, program: Program) -> tuple[float, int]:
-        """Seconds and MiB that a program has: its own limits, within those of the sandbox."""
+        """Time and memory limits of a program: its own, at most those of the sandbox."""
         described = self.described
         return (
             min(program.timeout_s or described.timeout_s, described.timeout_s),
@@ -142,7 +142,7 @@ _OUT_OF_MEMORY = re.compile(r"(?:[\w.]*\.)?_?\w*MemoryError\b")
 
 
 def outcome_of(exit_status: int, stderr: str) -> Outcome:
-    """Of a program that ended by itself; its own traceback says whether it lacked memory."""
+    """Outcome of a program that ended by itself; its traceback shows whether it ran out of memory."""
     if exit_status == 0:
         return "ok"
     return "memory" if _OUT_OF_MEMORY.match(stderr.rstrip().rpartition("\n")[2]) else "error"

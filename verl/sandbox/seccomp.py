@@ -1,8 +1,8 @@
-"""The system calls that a jail does without, as a seccomp filter in classic BPF. Linux on x86-64.
+"""The seccomp filter of a jail, in classic BPF, for Linux on x86-64: system calls that are refused.
 
-What is not named here is allowed: a program may open, map, fork, and talk through pipes and sockets of its own network
-namespace. What is named gives access to other processes, mounts, namespaces, kernel interfaces that ordinary programs
-do without, or memory that no resource limit counts.
+All other system calls are allowed: a program may open and map files, fork, and use pipes and sockets of its own network
+namespace. The refused calls give access to other processes, mounts, namespaces, kernel interfaces that ordinary
+programs do not need, or memory that no resource limit counts.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Unprotected(Sandbox):
 
 
 class UnprotectedRunner(CodeRunner):
-    """The running form of `Unprotected`."""
+    """A running `Unprotected`."""
 
     def __init__(self, described: Unprotected):
         super().__init__(described)

@@ -1,6 +1,6 @@
-"""The policy behind an OpenAI-compatible endpoint that is exact in tokens, for agent programs that are not verl's.
+"""Serves the policy by an OpenAI-compatible endpoint with exact token ids, for external agent programs.
 
 conversations  Which tokens a request continues, and which requests make one row
-endpoint       Draws the turns of all requests side by side, in a thread of its own, and records them
-http_api       Chat completions over HTTP: what a request may say, and what is answered
+endpoint Generates the turns of all requests as one batch, in a separate thread, and records them
+http_api Chat completions over HTTP: supported request fields and the form of replies
 """

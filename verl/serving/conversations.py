@@ -1,7 +1,8 @@
 """Which tokens a request continues, and which requests make one row of training.
 
-A conversation that comes back with the messages that it was answered with goes on from the very tokens that were drawn:
-nothing is decoded and encoded again. Any other list of messages is rendered anew and is a conversation of its own.
+A request whose messages start with those of an earlier request and its answer continues from the sampled
+tokens: nothing is decoded and encoded again. Any other list of messages is rendered by the chat template as a new
+conversation.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RecordedTurn:
-    """One request as it was answered.
+    """A request and its answer.
 
     Attributes:
-        prompt_ids: everything before the turn.
-        token_ids, log_probs: of the turn, the token that ended it included.
-        is_complete: it ended by itself; False where a limit cut it.
+        prompt_ids: all tokens before the turn.
+        token_ids, log_probs: of the turn, including its stop token.
+        is_complete: it ended with a stop token; False if it reached a limit.
     """
 
     request_id: str
@@ -38,12 +39,12 @@ class RecordedTurn:
 
 @dataclass(frozen=True)
 class MergedRow:
-    """Requests that are one sequence.
+    """Several requests merged into one sequence.
 
     Attributes:
-        ids: of the first request's prompt and all that followed.
-        mask: which of them the policy wrote.
-        log_probs: of those; 0 elsewhere.
+        ids: token ids of the first request's prompt and everything after it.
+        mask: True on tokens that the policy sampled.
+        log_probs: of those tokens; 0 elsewhere.
     """
 
     request_ids: tuple[str, ...]
@@ -53,7 +54,8 @@ class MergedRow:
 
 
 def merge_turns(turns: Sequence[RecordedTurn]) -> list[MergedRow]:
-    """Requests as rows, each joined to the longest earlier one whose tokens, prompt and turn, its prompt begins with.
+    """Merge requests into rows: each is joined to the longest earlier one whose prompt and turn are a prefix of its
+    prompt.
 
     Where two requests continue the same one, the first becomes part of its row, the other a row of its own that begins
     with the same tokens: those are on the mask of the first alone, so that no turn is trained twice.
@@ -87,12 +89,12 @@ def _joined(row: MergedRow | None, turn: RecordedTurn) -> MergedRow:
 
 @dataclass(frozen=True)
 class KnownConversation:
-    """What a conversation came to with one turn.
+    """State of a conversation after a turn.
 
     Attributes:
-        number: of the conversation; turns of one share its keys and values.
-        ids: all tokens, the last turn's included.
-        num_turns: of the policy.
+        number: of the conversation; turns of one conversation share keys and values.
+        ids: all tokens, including those of the last turn.
+        num_turns: number of turns of the policy.
     """
 
     number: int
@@ -103,14 +105,14 @@ class KnownConversation:
 
 
 class KnownConversations:
-    """Conversations by their messages, the last used ones."""
+    """The most recently used conversations, by their messages."""
 
     def __init__(self, limit: int = 4096):
         self._limit = limit
         self._known: OrderedDict[str, KnownConversation] = OrderedDict()
 
     def find(self, messages: Sequence[Message], tools: Any) -> tuple[KnownConversation, list[Message]] | None:
-        """The conversation that a request goes on with, and the messages that are new in it."""
+        """The conversation that a request continues, and its new messages."""
         for end in range(len(messages) - 1, 0, -1):
             if messages[end - 1].get("role") != "assistant":
                 continue
@@ -128,7 +130,7 @@ class KnownConversations:
 
 
 def key_of(messages: Sequence[Message], tools: Any) -> str:
-    """What two lists of messages have in common that mean the same: fields that say nothing are left out."""
+    """A key that is equal for equivalent lists of messages: empty fields are ignored."""
     return json.dumps([[_canonical(message) for message in messages], tools or None], sort_keys=True)
 
 
@@ -144,7 +146,7 @@ def text_of(message: Message) -> str:
     """The text of a message, whose content may be a list of texts.
 
     Raises:
-        ValueError: it holds something else, such as an image.
+        ValueError: it contains something else, such as an image.
     """
     content = message.get("content")
     if content is None:

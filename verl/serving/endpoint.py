@@ -1,4 +1,4 @@
-"""Draws the turns of all requests side by side, in a thread of its own, and records each with its tokens.
+"""Generates the turns of all requests as one batch, in a separate thread, and records each with its tokens.
 
 request ── messages ──> tokens ──> queue ──> the engine's turns, side by side ──> answer
               ^                                                 |
@@ -40,8 +40,8 @@ class Completion:
     """The answer to a request.
 
     Attributes:
-        message: of the assistant, as chat completions have it.
-        continues: whether the tokens before the turn are those of an earlier request, as they were drawn.
+        message: of the assistant, in the format of chat completions.
+        continues: whether the turn continues the sampled tokens of an earlier request.
     """
 
     turn: RecordedTurn
@@ -57,16 +57,16 @@ class _Pending:
 
 
 class PolicyEndpoint:
-    """Answers chats with the policy. Thread-safe; `close` it.
+    """Answers chat requests with the policy. Thread-safe. Call `close` when done.
 
     Args:
-        turns: makes the engine of turns; called in the endpoint's thread, which alone uses it.
+        turns: creates the turn engine; called in the endpoint's thread, which is its only user.
         stop_ids: tokens that end a turn.
-        max_new_tokens: of a turn, at most.
-        row_tokens: of a conversation, at most.
-        record: a file to which each request is written as a line of JSON; None for none.
+        max_new_tokens: maximum length of a turn.
+        row_tokens: maximum length of a conversation.
+        record: file to which each request is appended as a line of JSON; None: no file.
     Attributes:
-        recorded: every request that was answered, in the order of the answers.
+        recorded: all answered requests, in the order of the answers.
     """
 
     def __init__(
@@ -102,13 +102,14 @@ class PolicyEndpoint:
         sample: int | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
-        """Draw the next turn of a chat.
+        """Generate the next turn of a chat.
 
         Args:
-            sample: keys the noise of a new conversation; None numbers those that begin with the same tokens.
+            sample: key of the noise of a new conversation; None: the number of earlier conversations with the same
+            first tokens.
         Raises:
-            ConfigError: the chat template does not take the messages, or they are too long.
-            RolloutError: the engine failed, or gave no turn within `timeout_s`.
+            ConfigError: the chat template rejects the messages, or they are too long.
+            RolloutError: the engine failed, or did not finish the turn within `timeout_s`.
         """
         with self._lock:
             before, continues = self._place_of(messages, tools, sample)
@@ -133,7 +134,7 @@ class PolicyEndpoint:
         return Completion(turn, message, finish_reason, continues)
 
     def close(self) -> None:
-        """End the thread; requests under way fail. May be called again."""
+        """Stop the thread; pending requests fail. Idempotent."""
         self._is_closed = True
         self._waiting.put(None)
         self._thread.join(END_TIMEOUT_S)
@@ -141,7 +142,7 @@ class PolicyEndpoint:
             self._record.close()
 
     def _place_of(self, messages: Sequence[Message], tools: Any, sample: int | None) -> tuple[KnownConversation, bool]:
-        """The tokens before the turn, and whether they go on from those of an earlier one."""
+        """The tokens before the turn, and whether they continue an earlier one."""
         if (found := self._known.find(messages, tools)) is not None:
             known, new = found
             texts = [{"role": message["role"], "content": text_of(message)} for message in new]
@@ -210,7 +211,7 @@ class PolicyEndpoint:
             future.set_exception(reason)
 
     def _take(self, engine: TurnEngine, pending: dict[int, Future[DrawnTurn]]) -> None:
-        """Requests that have come; waits for one where nothing is drawn."""
+        """The requests that have arrived; waits for one if no turn is being generated."""
         is_idle = not engine.num_pending
         while True:
             try:
@@ -230,7 +231,7 @@ def _parameters(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, list[str
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """A message as chat templates take it: texts, and arguments of calls as mappings."""
+    """A message in the form that chat templates take: text contents, and call arguments as mappings."""
     made: dict[str, Any] = {"role": message["role"], "content": text_of(message)}
     made |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
     calls = []

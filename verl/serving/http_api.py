@@ -1,9 +1,9 @@
-"""Chat completions over HTTP, as OpenAI's clients speak them: what a request may say, and what is answered.
+"""Chat completions over HTTP for OpenAI's clients: supported request fields and the form of replies.
 
     POST /v1/chat/completions     messages, tools, max_tokens, logprobs, seed     GET /v1/models     GET /health
 
-What would change the distribution that turns are drawn from, and what is not understood, is refused by name: the
-log-probs that are recorded must be those of the policy as it is trained.
+Fields that would change the sampling distribution, and unknown fields, are refused by name: recorded log-probs must be
+those of the policy in training.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # values under which a field changes
 
 
 class BadRequest(Exception):
-    """A request that is refused; says why."""
+    """A refused request, with the reason."""
 
 
 class PolicyServer(ThreadingHTTPServer):
     """Serves an endpoint.
 
     Args:
-        sampling: temperature and top_p of the rollout; a request that names others is refused.
-        ignores_sampling: draw with the rollout's own all the same.
-        timeout_s: of a turn.
+        sampling: temperature and top_p of the rollout; a request with other values is refused.
+        ignores_sampling: accept such requests and use the rollout's values.
+        timeout_s: for a turn.
     """
 
     daemon_threads = True
@@ -62,15 +62,15 @@ class PolicyServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """What OpenAI's clients take as `base_url`."""
+        """The `base_url` for OpenAI's clients."""
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}/v1"
 
     def complete(self, body: Any) -> dict[str, Any]:
-        """The answer to the body of a request.
+        """The reply to the body of a request.
 
         Raises:
-            BadRequest: it says what is not understood.
+            BadRequest: the request is not supported; says why.
         """
         messages, tools = self._checked(body)
         limit = body.get("max_completion_tokens") or body.get("max_tokens")

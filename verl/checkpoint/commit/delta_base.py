@@ -23,13 +23,13 @@ from verl.checkpoint.read.reader import CheckpointReader
 
 @dataclass(frozen=True)
 class DeltaBase:
-    """A file that lies whole in a checkpoint.
+    """A file that a checkpoint stores as a whole.
 
     Attributes:
-        published: a checkpoint that has it, by whatever name.
-        entry: the file there.
-        checkpoint: the one that wrote it.
-        number: of the saves that it will have served with this one.
+        published: a checkpoint that contains it, under any name.
+        entry: the file's entry there.
+        checkpoint: the checkpoint that wrote it.
+        number: number of saves that used it as their base, including this one.
     """
 
     published: Checkpoint
@@ -39,10 +39,10 @@ class DeltaBase:
 
 
 class DeltaCandidate:
-    """A file of a save beside its base.
+    """A file of a save and its base.
 
     Attributes:
-        ratio: of the size of its delta to its own, by a sample.
+        ratio: estimated size of its delta relative to the file.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class DeltaCandidate:
 
     @cached_property
     def _spans(self) -> list[CodedSpan]:
-        """The header, then each tensor beside the one of its name in the base, if that is as long."""
+        """The header, then each tensor paired with the base's tensor of the same name and size."""
         there = self._places_in_base()
         spans, begin = [], 0
         for size in self._image.sizes:

@@ -3,8 +3,8 @@
 `owner.json` names the newest claim. A trainer checks, under a lock and immediately before it commits, that the claim is
 still its own.
 
-`run.lock` says whether a run that saves here is alive, before anybody claims: it is locked as long as the run's process
-lives, and tells who that is.
+`run.lock` shows whether the run that saves here is alive: it is locked during the lifetime of the run's process, and
+identifies the run.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class WriterLease:
     """A trainer's claim on a directory of checkpoints.
 
     Args:
-        root: the directory; its `format.json`, which is never replaced, is what processes lock.
+        root: the directory; processes lock its `format.json`, which is never replaced.
         run_id: of the run, for messages.
-        claim: one that another process of the same run took and shares with this one; None to take one with `take`.
+        claim: a claim taken by another process of the same run; None to take one with `take`.
     """
 
     def __init__(self, disk: FileSystem, root: Path, run_id: str, claim: str | None = None):
@@ -48,7 +48,7 @@ class WriterLease:
         self._disk, self._root, self._run_id = disk, root, run_id
 
     def take(self) -> str:
-        """Claim the directory for this trainer. Call it with the lock held."""
+        """Claim the directory for this trainer. The lock must be held."""
         epoch = self._recorded().get("epoch")
         claim = f"{(epoch if isinstance(epoch, int) else 0) + 1}-{secrets.token_hex(8)}"
         self._record(claim)
@@ -56,14 +56,14 @@ class WriterLease:
         return claim
 
     def borrow(self) -> None:
-        """Act under the claim of whoever owns the directory now, if anybody does: for upkeep beside a living trainer,
-        which must not be fenced out by it."""
+        """Use the claim of the directory's current owner, if any: for maintenance that must not fence out a running
+        trainer."""
         claim = self._recorded().get("claim")
         if isinstance(claim, str):
             self.claim = claim
 
     def check(self) -> None:
-        """Call it with the lock held.
+        """Check that the claim is still valid. The lock must be held.
 
         Raises:
             CheckpointFenced: another trainer has claimed the directory since.
@@ -135,10 +135,10 @@ class WriterLease:
 
 @dataclass(frozen=True, kw_only=True)
 class LockHolder:
-    """The run that saves in a directory, as it tells of itself; what it did not tell is empty.
+    """The run that saves in a directory, from its lock file; missing fields are empty.
 
     Args:
-        started: of its process, in clock ticks after the machine's start.
+        started: start time of its process, in clock ticks since boot.
         identity: of its training.
     """
 
@@ -154,14 +154,14 @@ class LockHolder:
 
 
 class RunLock:
-    """Held by the run that saves in a directory, from before it loads weights to its end, however that comes.
+    """Lock of the run that saves in a directory, held from before it loads weights until its process ends.
 
-    A process that is killed holds nothing any more. In one process a later run takes the lock over from an earlier one,
+    The lock of a killed process is released. Within one process a later run takes over the lock of an earlier one,
     which is fenced out at its next commit.
 
     Args:
-        directory: of checkpoints; made where it is not there.
-        identity: of the training, for others to compare with theirs.
+        directory: of checkpoints; created if missing.
+        identity: of the training, which other runs compare with theirs.
     """
 
     _of_this_process: ClassVar[dict[str, RunLock]] = {}
@@ -179,14 +179,14 @@ class RunLock:
 
     @property
     def holder(self) -> LockHolder:
-        """This run, as it tells of itself."""
+        """This run, as written to the lock file."""
         return self._own
 
     def acquire(self) -> LockHolder | None:
-        """Take the lock. Gives who holds it where that is another process, and None once it is this run's.
+        """Take the lock. Returns the holder if that is another process, and None on success.
 
         Raises:
-            CheckpointWriteFailed: the directory cannot be made or written.
+            CheckpointWriteFailed: the directory cannot be created or written.
         """
         refuse_inside(self._path.parent, "checkpoint.save_dir")
         with write_errors(f"claiming {self._path.parent}"):
@@ -211,10 +211,10 @@ class RunLock:
         return None
 
     def renew(self) -> bool:
-        """Take the lock again if somebody has removed its file; whether that was so.
+        """Take the lock again if its file was removed; returns whether it was.
 
         Raises:
-            CheckpointWriteFailed: as in `acquire`; it is tried again the next time.
+            CheckpointWriteFailed: as in `acquire`; the next call tries again.
         """
         if not self._is_held or (self._fd is not None and self._is_current(self._fd)):
             return False
@@ -226,7 +226,7 @@ class RunLock:
         return True
 
     def release(self) -> None:
-        """Let others have the directory; may be called again. One that was made for this and is empty goes, too."""
+        """Release the lock, and remove the directory if it was created for the lock and is empty. Idempotent."""
         self._is_held = False
         if self._fd is None:
             return
@@ -241,7 +241,7 @@ class RunLock:
 
     @classmethod
     def look(cls, directory: Path) -> LockHolder | None:
-        """The other process that holds a directory, if one does; takes nothing."""
+        """The other process that holds the lock, if any; does not take the lock."""
         path = directory / RUN_LOCK
         if os.path.realpath(path) in cls._of_this_process:
             return None
@@ -292,7 +292,7 @@ class RunLock:
 
     @staticmethod
     def _told(fd: int) -> LockHolder:
-        """What the holder wrote; it does so right after it has locked."""
+        """The holder's record, which it writes right after locking."""
         for _ in range(10):
             time.sleep(LOCK_POLL_S)
             try:
@@ -303,7 +303,7 @@ class RunLock:
 
 
 def _process_start(pid: int) -> str:
-    """When a process of this machine started, in clock ticks; empty where that cannot be told."""
+    """Start time of a process of this machine, in clock ticks; empty if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -311,7 +311,7 @@ def _process_start(pid: int) -> str:
 
 
 def is_alive(holder: LockHolder) -> bool:
-    """Whether it is another living process of this machine."""
+    """Whether the holder is another running process of this machine."""
     if not holder.pid or holder.host != socket.gethostname() or holder.pid == os.getpid():
         return False
     try:

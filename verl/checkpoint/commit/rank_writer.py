@@ -1,8 +1,7 @@
 """RankWriter: one writer of a save (a thread, this process or another rank), and deduplication of unchanged files.
 
-`DedupIndex` finds files again by their digest and shares them by hard links. It is an index, not a store: every object
-is a second name of a file that some checkpoint holds. It may be deleted at any time, and then costs one more copy of
-each file.
+`DedupIndex` finds files by their digest and shares them by hard links. It is an index, not a store: every object is a
+hard link to a file of some checkpoint. It may be deleted at any time, at the cost of one more copy of each file.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class DedupIndex:
         self._disk, self._root, self._directory = disk, root, root / "objects"
 
     def fetch(self, entry: FileEntry, target: Path) -> bool:
-        """Make `target` share the bytes of the object that `entry` describes. False where there is none.
+        """Make `target` share the bytes of the object that `entry` describes; returns False if there is none.
 
-        A small object is read and hashed first, so that damage does not spread to the checkpoints to come.
+        A small object is read and hashed first, so that damage does not spread to later checkpoints.
         """
         source = self._path(entry)
         try:
@@ -73,7 +72,7 @@ class DedupIndex:
             return False
 
     def add(self, path: Path, entry: FileEntry) -> None:
-        """Index a published file. Where the file system has no links there is nothing to gain, and nothing happens."""
+        """Add a published file to the index; no effect if the file system has no hard links."""
         make_directories(self._disk, self._directory, self._root)
         try:
             self._disk.link(path, self._path(entry))
@@ -82,7 +81,7 @@ class DedupIndex:
                 raise
 
     def sweep(self) -> int:
-        """Forget what no checkpoint holds any more. Returns the bytes freed."""
+        """Remove objects that no checkpoint uses. Returns the bytes freed."""
         freed = 0
         with contextlib.suppress(FileNotFoundError):
             for name in self._disk.names(self._directory):
@@ -113,11 +112,11 @@ GATHERED_BYTES = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class RankTensor:
-    """What one writer holds of a logical tensor.
+    """One writer's part of a logical tensor.
 
     Args:
         shape: of the whole tensor.
-        start, extent: where the part lies in it; left out, the part is the whole tensor.
+        start, extent: position of the part; if omitted, the part is the whole tensor.
         data: its bytes, row-major.
     """
 
@@ -132,7 +131,7 @@ class RankTensor:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a participant wrote; plain values, so that it can be sent to the process that commits."""
+    """What a writer wrote, as plain values that can be sent to the committing process."""
 
     name: str
     files: tuple[FileEntry, ...]
@@ -169,7 +168,7 @@ class RankWriter:
         Args:
             path: within the checkpoint; a file is written once.
             buffers: its content in order, such as `[b"..."]` or arrays; they must not change during the call.
-            deduplicate: it is likely the same as in an earlier save: share that one's bytes if so.
+            deduplicate: the file is likely unchanged since an earlier save; share that one's bytes if it is.
         """
         with self._writing(path) as target:
             if deduplicate:
@@ -181,10 +180,10 @@ class RankWriter:
             return self._keep(FileEntry.of(path, write_file(self._disk, target, buffers)))
 
     def write_image(self, image: FileImage, source: ImageSource, leaves: Callable[[], tuple[Leaf, ...]]) -> FileEntry:
-        """Write a file that lies in memory as a whole, past the page cache where the file system can.
+        """Write a file from a contiguous buffer, by direct I/O if the file system supports it.
 
         Args:
-            leaves: gives the leaves of its digest, which another thread may find while this one writes.
+            leaves: returns the leaves of its digest, which another thread may compute while this one writes.
         """
         with self._writing(image.path) as target:
             if not write_direct(self._disk, target, image, source):
@@ -195,10 +194,10 @@ class RankWriter:
         """Store a file as its difference from another one, which is linked.
 
         Args:
-            file: what comes out when it is read.
+            file: entry of the decoded file.
             buffers: the delta, in pieces.
         Returns:
-            None where the file system cannot share a file; nothing is left of it then, and `file` is to be written.
+            None if the file system cannot share files; nothing is written then, and the caller must write `file`.
         """
         path = file.path + BASE_SUFFIX
         entry = base.entry.at(path, linked_from=base.checkpoint)
@@ -241,12 +240,12 @@ class RankWriter:
         return entries
 
     def link(self, path: str, published: Checkpoint, source: str | None = None) -> FileEntry:
-        """Take a file over from an earlier checkpoint, unread, with its recorded digest, sharing its bytes.
+        """Share a file of an earlier checkpoint, with its recorded digest and without reading it.
 
-        Tensors that lie in it are taken over with it.
+        Its tensors are recorded as well.
 
         Args:
-            source: its path there; left out, the same path.
+            source: its path there; default: the same path.
         """
         entry = self.share(path, published, source)
         for tensor, part in published.slices_by_file.get(source or path, ()):
@@ -254,7 +253,7 @@ class RankWriter:
         return entry
 
     def share(self, path: str, published: Checkpoint, source: str | None = None) -> FileEntry:
-        """The same, where the tensors in it are recorded already."""
+        """Like `link`, for a file whose tensors are already recorded."""
         recorded = published.manifest.file(source or path)
         if recorded is None:
             raise ValueError(f"{published.directory} has no file {source or path}")
@@ -270,13 +269,13 @@ class RankWriter:
         return new.file
 
     def copy(self, path: str, source: Path, expected: FileEntry | None = None) -> FileEntry:
-        """Take in a file from outside: shared with an earlier save by digest, else cloned or copied.
+        """Add a file from outside: shared with an earlier save by digest, otherwise cloned or copied.
 
-        Never a hard link to the file itself: whoever owns it may write into it.
+        The file itself is never hard-linked, because its owner may modify it.
 
         Args:
-            expected: what it must be, where that is known from an earlier save (`FileEntry` of any path); it is then
-                not read at all if an earlier save still has it.
+            expected: its expected entry, if known from an earlier save (`FileEntry` with any path); the file is then
+                not read if an earlier save still has it.
         """
         self._shared.append(path)
         with self._writing(path) as target:
@@ -287,10 +286,10 @@ class RankWriter:
             return self._keep(self._copy(source, target, path, expected))
 
     def adopt(self, entry: FileEntry, source: Path) -> FileEntry:
-        """Take in a file from outside that nobody changes any more, unread, sharing its bytes.
+        """Hard-link an immutable file from outside, without reading it.
 
         Args:
-            entry: what it is, from when it was written.
+            entry: its entry, recorded when it was written.
         """
         with self._writing(entry.path) as target:
             if not duplicate(self._disk, source, target):
@@ -298,14 +297,14 @@ class RankWriter:
             return self._keep(entry)
 
     def record(self, *tensors: LogicalTensor) -> None:
-        """Say which logical tensors, or slices of them, lie in files written here."""
+        """Record which logical tensors, or slices of them, are in the files of this writer."""
         self._tensors.extend(tensors)
 
     def report(self) -> RankReport:
-        """What was written, for `SaveTransaction.commit`.
+        """Report of all written files, for `SaveTransaction.commit`.
 
         Raises:
-            CheckpointWriteFailed: a write of this participant failed, even if nobody looked.
+            CheckpointWriteFailed: any write of this writer failed.
         """
         if self._failed:
             raise CheckpointWriteFailed(f"{self.name} could not write {', '.join(self._failed)}; see the error above")

@@ -1,4 +1,4 @@
-"""CheckpointStore: where a save begins and is committed, and where what it leaves behind is cleaned."""
+"""CheckpointStore: begins and commits saves in one directory, and removes leftovers of interrupted saves."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ OWN_FILES, OWN_BYTES = 16, 2**20  # of the store itself: manifest, commit, state
 class CheckpointStore(CheckpointDirectory):
     """Checkpoints of one directory.
 
-    Reading (`complete`, `newest`, `open`) changes nothing and needs no permission to write; the first `begin` claims
-    the directory, which fences out whoever claimed it before.
+    Reading (`complete`, `newest`, `open`) changes nothing and needs no write permission. The first `begin` claims the
+    directory and fences out the previous owner.
 
     >>> store = CheckpointStore("checkpoints", run_id="x7f3")  # doctest: +SKIP
     >>> with store.begin(step=100, needed_bytes=10**9) as staging:  # doctest: +SKIP
@@ -60,9 +60,9 @@ class CheckpointStore(CheckpointDirectory):
     100
 
     Args:
-        directory: made when the first save begins.
+        directory: created when the first save begins.
         run_id: recorded in every checkpoint.
-        claim: of another process of this run, from its `claim_directory`, to save side by side with it.
+        claim: result of `claim_directory` in another process of this run, to save concurrently with it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CheckpointStore(CheckpointDirectory):
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def claim_directory(self) -> str:
-        """Become the trainer that saves here; whoever was it before is fenced out. Begins by itself at the first save.
+        """Become the owner of the directory and fence out the previous one. Called automatically at the first save.
 
         Returns:
             The claim, for other processes of the same run.
@@ -101,10 +101,10 @@ class CheckpointStore(CheckpointDirectory):
         Args:
             step: training steps done.
             tag: name of the directory, instead of `global_step_N`.
-            needed_bytes, needed_files: that will be written, without what is linked; more than is free is refused now.
-            participants: names of all writers besides `main`; the commit waits for none and refuses if one is missing.
+            needed_bytes, needed_files: size of the save without linked files; refused if more than is free.
+            participants: names of all writers besides `main`; the commit is refused if a report is missing.
         Raises:
-            ConfigError: the tag is no name for a directory.
+            ConfigError: the tag is not a valid directory name.
             NoSpaceForCheckpoint: too little is free.
             CheckpointFenced: another trainer has taken over.
             CheckpointWriteFailed: the directory cannot be written.
@@ -141,7 +141,7 @@ class CheckpointStore(CheckpointDirectory):
     # -- for SaveTransaction and retention, with the lock held ------------------------------------------------------
 
     def rename_into_place(self, staged: Path, name: str) -> Path:
-        """Publish: the one operation after which the checkpoint is there. A name in use gets a suffix."""
+        """Publish the checkpoint by one rename. A name in use gets a suffix."""
         checked_name(name, RESERVED)
         number = 1
         while True:
@@ -158,7 +158,7 @@ class CheckpointStore(CheckpointDirectory):
             return target
 
     def point_latest(self, name: str) -> None:
-        """Let `latest` show people the newest checkpoint; nothing depends on it."""
+        """Update the symbolic link `latest`, which is informative only."""
         temporary = self.directory / STAGING / f"latest-{secrets.token_hex(6)}"
         try:
             self.disk.symlink(name, temporary)
@@ -167,7 +167,7 @@ class CheckpointStore(CheckpointDirectory):
             log.warning("%s does not point to %s: %s", self.directory / LATEST, name, error)
 
     def remove_leftovers(self) -> int:
-        """Remove from `staging/` and `trash/` what no living process writes. Returns the bytes freed.
+        """Remove everything in `staging/` and `trash/` that no running process writes. Returns the bytes freed.
 
         Raises:
             CheckpointFenced: another trainer has taken over.
@@ -198,7 +198,7 @@ class CheckpointStore(CheckpointDirectory):
         self.disk.sync_directory(self.directory)
 
     def _place_once(self, temporary: Path, target: Path) -> None:
-        """Give a finished file its name unless another process was first: the file is locked by its inode."""
+        """Rename a finished file unless another process created it first; processes lock the file's inode."""
         try:
             self.disk.link(temporary, target)
         except OSError as error:
@@ -224,7 +224,7 @@ class CheckpointStore(CheckpointDirectory):
             )
 
     def _lease(self, directory: Path) -> FileHandle | None:
-        """A lock on a staging directory, which ends with the process: so others know whether it is abandoned."""
+        """A lock on a staging directory, released when the process ends, so that others can detect abandoned saves."""
         with contextlib.suppress(OSError):
             return self.disk.lock(directory)
         return None

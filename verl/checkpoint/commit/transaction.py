@@ -92,15 +92,15 @@ class SaveTransaction:
     ) -> Checkpoint:
         """Check everything and publish it. When this returns, the checkpoint survives a power cut.
 
-        Where the newest checkpoint is of the same step and tag and holds the same bytes, that one is returned instead.
+        If the newest checkpoint has the same step, tag and content, it is returned instead.
 
         Args:
             reports: of all participants but `main`.
-            state: goes into `trainer_state.json`, beside what the store itself knows.
+            state: written to `trainer_state.json`, with the store's own fields.
             metrics: at this step, for `keep_best`.
         Raises:
             CheckpointIncomplete: a participant is missing, or slices do not tile a tensor.
-            CheckpointCorrupt: what was recorded of tensors is not what lies in the files.
+            CheckpointCorrupt: the recorded tensors do not match the files.
             CheckpointFenced: another trainer has taken over.
             CheckpointWriteFailed: the file system refused.
         """
@@ -116,12 +116,12 @@ class SaveTransaction:
         return published
 
     def finish_commit(self) -> Checkpoint | None:
-        """Publish what an earlier process was publishing when it was killed; None if it had not come so far.
+        """Finish the commit of a process that was killed during it; returns None if there is no such commit.
 
-        `COMMIT` is written once everything is complete; what is left then is the rename.
+        If `COMMIT` exists, everything is complete and only the rename is missing.
 
         Raises:
-            CheckpointIncomplete: the directory is gone, and what lay in it was not published.
+            CheckpointIncomplete: the directory is gone and its content was not published.
             CheckpointFenced, CheckpointWriteFailed: as in `commit`.
         """
         assert self._is_open, "a save is committed once"
@@ -141,7 +141,7 @@ class SaveTransaction:
             return self._rename(open_checkpoint(self._disk, self.directory).manifest)
 
     def abort(self) -> None:
-        """Remove what was written. Called again, or after a commit, it does nothing."""
+        """Remove everything that was written. No effect after a commit or a second call."""
         if not self._is_open:
             return
         self._is_open = False
@@ -160,7 +160,8 @@ class SaveTransaction:
         self.abort()
 
     def _joined(self, reports: list[RankReport], metrics: dict[str, float]) -> tuple[Manifest, list[str]]:
-        """The manifest of what was reported, once it agrees with what is there; sequence and time come later."""
+        """The manifest from all reports, after checking them against the files; sequence number and time are set
+        later."""
         entries = {entry.path: entry for report in reports for entry in report.files}
         with write_errors("looking at what was written"):
             found, _ = files_below(self._disk, self.directory)
@@ -198,7 +199,7 @@ class SaveTransaction:
         return self._rename(manifest)
 
     def _rename(self, manifest: Manifest) -> Checkpoint:
-        """Make visible what is complete, `COMMIT` included."""
+        """Rename a complete staging directory, with `COMMIT`, to its final name."""
         remove_tree(self._disk, self.directory / REPORTS)  # not before: whoever goes on after a kill needs them
         open_verified(self._disk, self.directory)  # nothing is published that discovery would refuse
         for directory in files_below(self._disk, self.directory)[1]:

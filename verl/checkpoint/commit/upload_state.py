@@ -1,4 +1,4 @@
-"""Upload state of a checkpoint directory: where its object storage is, and which checkpoints that has confirmed.
+"""Upload state of a checkpoint directory: the address of its object storage, and which checkpoints that has confirmed.
 
     cold.json             where the store is, which checkpoints it is to get, and from which number publications go on
     uploaded/NAME         one file for each checkpoint that the store has confirmed, with the digest of its manifest and
@@ -33,9 +33,9 @@ class UploadTarget:
 
     Args:
         address: of the tier, such as `s3://models/verl/ppo`.
-        upload_interval: every n-th publication goes there, and each with a tag.
-        upload_interval_s: of those, at most one in so many seconds, the newest, beside those with a tag; 0 takes all.
-        keep_waiting: most checkpoints that are kept on the local disk only because the store has not confirmed them.
+        upload_interval: upload every n-th checkpoint, and each with a tag.
+        upload_interval_s: of those, at most one per this many seconds (the newest), and each with a tag; 0: all.
+        keep_waiting: maximum number of checkpoints kept on the local disk only because they are not yet uploaded.
         sequence_floor: the highest number of a publication in the store when the run began.
     """
 
@@ -46,16 +46,16 @@ class UploadTarget:
     sequence_floor: int = 0
 
     def wants(self, published: Checkpoint) -> bool:
-        """Whether the store is to get this checkpoint, whatever comes after it."""
+        """Whether this checkpoint is to be uploaded, regardless of later ones."""
         return published.manifest.tag is not None or (not self.upload_interval_s and self.counts(published))
 
     def counts(self, published: Checkpoint) -> bool:
-        """Whether it is one of those that `upload_interval` takes."""
+        """Whether `upload_interval` selects this checkpoint."""
         return published.sequence % self.upload_interval == 0
 
 
 def write_upload_target(disk: FileSystem, directory: Path, cold: UploadTarget | None) -> None:
-    """Record the store behind a directory that exists; None: there is none any more."""
+    """Record the object storage of an existing directory; None removes the record."""
     with write_errors(f"recording the store behind {directory}"):
         if cold is not None:
             write_by_rename(disk, directory / COLD, json.dumps(asdict(cold), indent=2).encode() + b"\n")
@@ -66,7 +66,7 @@ def write_upload_target(disk: FileSystem, directory: Path, cold: UploadTarget | 
 
 
 def read_upload_target(disk: FileSystem, directory: Path) -> UploadTarget | None:
-    """The store behind a directory; None where there is none."""
+    """The object storage of a directory; None if there is none."""
     try:
         target = parse_as(UploadTarget, disk.read(directory / COLD, LIMIT_BYTES))
         if target.upload_interval < 1 or min(target.keep_waiting, target.sequence_floor) < 0:
@@ -80,12 +80,13 @@ def read_upload_target(disk: FileSystem, directory: Path) -> UploadTarget | None
 
 
 def manifest_digest(disk: FileSystem, published: Checkpoint) -> str:
-    """The digest of a checkpoint's manifest: its identity, wherever it lies."""
+    """The digest of a checkpoint's manifest, which identifies it in every location."""
     return disk.read(published.directory / COMMIT, COMMIT_LIMIT_BYTES).split()[0].decode("ascii", "replace")
 
 
 def confirm_upload(disk: FileSystem, published: Checkpoint, digest: str, address: str) -> None:
-    """Record that the store at an address has a checkpoint, durably: from now on retention may drop it."""
+    """Record durably that the store at an address has a checkpoint; after this, retention may remove the local
+    copy."""
     directory = published.directory.parent / UPLOADED
     with write_errors(f"recording the upload of {published.name}"):
         make_directories(disk, directory, published.directory.parent)
@@ -94,7 +95,7 @@ def confirm_upload(disk: FileSystem, published: Checkpoint, digest: str, address
 
 
 def is_upload_confirmed(disk: FileSystem, published: Checkpoint, address: str) -> bool:
-    """Whether the store at this address has said that it has this very checkpoint."""
+    """Whether the store at this address has confirmed this checkpoint."""
     try:
         recorded = disk.read(published.directory.parent / UPLOADED / published.name, LIMIT_BYTES)
         return recorded.decode(errors="replace").rstrip("\n") == f"{manifest_digest(disk, published)} {address}"
@@ -111,7 +112,7 @@ def last_upload(disk: FileSystem, directory: Path) -> float | None:
 
 
 def withdraw_confirmation(disk: FileSystem, published: Checkpoint) -> None:
-    """Forget that a store had a checkpoint."""
+    """Remove the confirmation of a checkpoint."""
     with (
         write_errors(f"recording that {published.name} is to be uploaded again"),
         contextlib.suppress(FileNotFoundError),
@@ -131,10 +132,10 @@ def forget_removed_uploads(directory: CheckpointDirectory) -> None:
 def waiting_for_upload(
     directory: CheckpointDirectory, complete: list[Checkpoint], kept: Collection[str]
 ) -> dict[str, str]:
-    """Names, beyond those that retention keeps, that stay until the store has confirmed them, with the reason.
+    """Checkpoints that are kept, beyond the retention rules, until they are uploaded, with the reason.
 
-    That ends somewhere: beyond `keep_waiting` of them the oldest are given up, and said to be, and all of them where
-    the disk has no room for another checkpoint as large as the newest.
+    At most `keep_waiting` are kept; older ones are dropped with a log message, and all of them if the disk has no room
+    for another checkpoint as large as the newest.
     """
     cold = read_upload_target(directory.disk, directory.directory)
     if cold is None:

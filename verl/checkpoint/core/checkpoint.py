@@ -33,7 +33,7 @@ from verl.utils.saved_targets import current_targets
 class Checkpoint:
     """A checkpoint whose COMMIT matches its manifest.
 
-    >>> published = open_published(Disk(), Path("checkpoints/global_step_100"))  # doctest: +SKIP
+    >>> published = open_checkpoint(FileSystem(), Path("checkpoints/global_step_100")) # doctest: +SKIP
     >>> published.step, published.sequence  # doctest: +SKIP
     (100, 3)
     """
@@ -58,12 +58,12 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files as they are read, whether shared with other checkpoints, or stored as differences, or not."""
+        """Total size of all decoded files, including files shared with other checkpoints."""
         return sum(entry.size for entry in self.manifest.contents.values())
 
     @cached_property
     def slices_by_file(self) -> dict[str, list[tuple[LogicalTensor, SavedSlice]]]:
-        """What lies in each file."""
+        """The slices in each file."""
         found: dict[str, list[tuple[LogicalTensor, SavedSlice]]] = {}
         for tensor in self.manifest.tensors:
             for part in tensor.slices:
@@ -71,13 +71,13 @@ class Checkpoint:
         return found
 
     def tensors_in(self, file: str, begin: int = 0, end: float = math.inf) -> tuple[str, ...]:
-        """Full names of the tensors that have bytes in a range of a file."""
+        """Full names of the tensors with bytes in a range of a file."""
         parts = self.slices_by_file.get(file, ())
         overlapping = [t for t, part in parts if part.offset < end and begin < part.offset + t.slice_bytes(part)]
         return tuple(tensor.full_name for tensor in overlapping)
 
     def path(self, file: str) -> Path:
-        """Where a file of it lies."""
+        """Absolute path of one of its files."""
         return self.directory / file
 
 
@@ -85,8 +85,8 @@ def open_checkpoint(disk: FileSystem, directory: Path) -> Checkpoint:
     """Open a checkpoint: read COMMIT and the manifest, and nothing else.
 
     Raises:
-        CheckpointIncomplete: COMMIT or the manifest is not there.
-        CheckpointCorrupt: they cannot be read, or do not belong together.
+        CheckpointIncomplete: COMMIT or the manifest is missing.
+        CheckpointCorrupt: they cannot be read, or do not match.
         CheckpointTooNew: a later version wrote it.
     """
     commit = _read_own(disk, directory, COMMIT, COMMIT_LIMIT_BYTES)
@@ -106,7 +106,7 @@ def read_state(disk: FileSystem, published: Checkpoint) -> dict[str, Any]:
     """`trainer_state.json`, checked against the manifest.
 
     Raises:
-        CheckpointCorrupt: it is not what was written.
+        CheckpointCorrupt: its bytes differ from what was written.
     """
     entry = published.manifest.file(STATE)
     if entry is None:
@@ -119,7 +119,7 @@ def read_state(disk: FileSystem, published: Checkpoint) -> dict[str, Any]:
 
 @dataclass
 class SavedProgress:
-    """The types of what is read of `progress` in a `trainer_state.json`."""
+    """Types of the fields that are read from `progress` in a `trainer_state.json`."""
 
     samples: int = 0
     train_s: float = 0.0
@@ -128,7 +128,7 @@ class SavedProgress:
 
 @dataclass
 class SavedState:
-    """The types of what is read of a `trainer_state.json`; the rest of it may be anything."""
+    """Types of the fields that are read from a `trainer_state.json`; other fields are not checked."""
 
     step: int = 0
     epoch: float | None = None
@@ -150,7 +150,7 @@ def parse_state(directory: Path, data: bytes | memoryview) -> dict[str, Any]:
     Args:
         directory: of the checkpoint, for messages.
     Raises:
-        CheckpointCorrupt: it is none.
+        CheckpointCorrupt: the content is invalid.
     """
     try:
         state = parse_mapping(data)
@@ -167,8 +167,9 @@ def parse_state(directory: Path, data: bytes | memoryview) -> dict[str, Any]:
 def loss_points(state: Mapping[str, Any]) -> list[tuple[int, float]]:
     """The loss curve of `trainer_state.json`: (step, loss), each loss a number.
 
-    Of every version of the file: an entry is `[step, loss]` or `{"step": ..., "loss": ...}`, and a loss that was not
-    finite may stand there as the text "nan", "inf" or "-inf". An entry that is neither is left out.
+    Supports every version of the file: an entry is `[step, loss]` or `{"step": ..., "loss": ...}`, and a non-finite
+        loss
+    may be the text "nan", "inf" or "-inf". Invalid entries are skipped.
     """
     points = []
     for entry in state.get("loss_history") or ():

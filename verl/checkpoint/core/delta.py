@@ -1,7 +1,7 @@
 """Delta coding of a file against a base: tensors as differences in byte planes, compressed; and reading such files.
 
-A delta is one hop: the base is a file that is stored whole. Each segment is coded by itself, so that one tensor is read
-without the rest, and in memory for one segment:
+There are no chains of deltas: the base is a file that is stored whole. Each segment is coded independently, so that one
+tensor can be read without the rest, with memory for one segment:
 
     segment   at most 4 MiB of one tensor        same        its bytes are the base's
                                                  difference  element less the base's, as integers; byte planes; zstd
@@ -47,17 +47,17 @@ KINDS: tuple[Kind, ...] = ("same", "difference", "zstd", "raw")
 
 
 class DeltaError(ValueError):
-    """A delta cannot be understood, or does not fit its base."""
+    """A delta is invalid, or does not match its base."""
 
 
 @dataclass(frozen=True)
 class CodedSpan:
-    """A stretch of the file to be coded: its header, or one tensor.
+    """A range of the file to be coded: its header, or one tensor.
 
     Args:
         begin, size: in the file, in bytes.
         item: bytes of an element.
-        base: where its counterpart begins in the base; None where there is none.
+        base: offset of its counterpart in the base; None if there is none.
     """
 
     begin: int
@@ -67,7 +67,7 @@ class CodedSpan:
 
 
 class DeltaSegment(NamedTuple):
-    """A piece of the file as it is stored.
+    """One stored segment of the file.
 
     Args:
         kind: see the top of this file.
@@ -85,7 +85,7 @@ class DeltaSegment(NamedTuple):
 
 
 class DeltaIndex:
-    """Where every segment lies.
+    """The positions of all segments.
 
     Attributes:
         size: of the file, decoded.
@@ -104,12 +104,11 @@ class DeltaIndex:
 
     @property
     def base_bytes(self) -> int:
-        """How long the base must be at least."""
+        """Minimum size of the base."""
         return max((s.base + s.size for s in self.segments if s.kind in ("same", "difference")), default=0)
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int, DeltaSegment]]:
-        """The segments that have bytes between two places of the file: each with where it begins there and in the
-        delta."""
+        """The segments with bytes in a range of the file: each with its offset in the file and in the delta."""
         for number in range(bisect_right(self._ends, begin), len(self.segments)):
             segment = self.segments[number]
             start = self._ends[number] - segment.size
@@ -118,7 +117,7 @@ class DeltaIndex:
             yield start, self._stored_ends[number] - segment.stored, segment
 
     def to_bytes(self) -> bytes:
-        """The end of a delta, from its last segment on."""
+        """The trailer of a delta, which follows its last segment."""
         rows = [[KINDS.index(s.kind), s.size, s.stored, s.base, s.item] for s in self.segments]
         text = zstandard.ZstdCompressor(level=LEVEL).compress(json.dumps(rows, separators=(",", ":")).encode())
         return text + TAIL.pack(len(text), MAGIC)
@@ -128,10 +127,10 @@ class DeltaIndex:
         """The index of a delta.
 
         Args:
-            read: gives bytes of the delta, from an offset on, so many of them.
+            read: returns bytes of the delta, for an offset and a size.
             stored_bytes: size of the delta.
         Raises:
-            DeltaError: it is none, or not all of it.
+            DeltaError: it is invalid or truncated.
         """
         try:
             if stored_bytes < TAIL.size:
@@ -176,7 +175,7 @@ def encode(file: memoryview, spans: Iterable[CodedSpan], base: memoryview) -> It
 
 
 def estimate(file: memoryview, spans: Iterable[CodedSpan], base: memoryview) -> float:
-    """The size of the delta relative to the file, from a sample of it."""
+    """Estimated size of the delta relative to the file, from a sample."""
     pieces = [
         CodedSpan(
             span.begin + at, min(PROBE_BYTES, span.size - at), span.item, None if span.base is None else span.base + at
@@ -194,7 +193,7 @@ def decode(segment: DeltaSegment, stored: memoryview, base: Callable[[int, int],
 
     Args:
         stored: its bytes in the delta.
-        base: gives bytes of the base between two places.
+        base: returns bytes of the base, for two offsets.
     Raises:
         DeltaError: they cannot be decoded.
     """
@@ -227,7 +226,7 @@ def _coded(file: memoryview, piece: CodedSpan, base: memoryview) -> tuple[DeltaS
 
 
 def _subtracted(data: memoryview, base: memoryview, item: int) -> memoryview | None:
-    """The differences as byte planes, the sign in the lowest bit; None where there are none."""
+    """The differences as byte planes, the sign in the lowest bit; None if all are zero."""
     import numpy as np  # not needed by those who only look at checkpoints
 
     distance = np.frombuffer(data, f"<i{item}") - np.frombuffer(base, f"<i{item}")
@@ -269,10 +268,10 @@ Read = Callable[[str, int, int], memoryview]
 
 
 class DeltaFile:
-    """Decodes what is asked for, segment by segment; nothing is kept.
+    """Decodes ranges of a file, segment by segment, without caching.
 
     Args:
-        read: gives the bytes of a stored file, by path, between two places.
+        read: returns bytes of a stored file, for its path and two offsets.
     """
 
     def __init__(self, published: Checkpoint, entry: DeltaEntry, read: Read):
@@ -282,7 +281,7 @@ class DeltaFile:
 
     @cached_property
     def index(self) -> DeltaIndex:
-        """Where the segments lie, checked against the sizes of all three files.
+        """The index of segments, checked against the sizes of all three files.
 
         Raises:
             CheckpointCorrupt: it cannot be read, or does not fit.
@@ -301,7 +300,7 @@ class DeltaFile:
         return index
 
     def decoded(self, begin: int, end: int) -> memoryview:
-        """Bytes of the file, writable, in memory of their own.
+        """Bytes of the file, in new writable memory.
 
         Raises:
             CheckpointCorrupt: they cannot be decoded.
@@ -318,14 +317,14 @@ class DeltaFile:
         return result
 
     def blamed(self, low: int, high: int) -> CheckpointCorrupt:
-        """Which of the stored files is why bytes of this one are not what was written."""
+        """Which of the stored files causes wrong bytes in this file."""
         faults = [*self._faults_of(self._base), *self._faults_of(self._stored)]
         problem = f"bytes {low} to {high}, decoded, are not those that were written"
         own = FileFault(self.entry.path, problem, self._published.tensors_in(self.entry.path, low, high))
         return CheckpointCorrupt(self._published.directory, faults or [own])
 
     def tensors_made_of(self, stored: str, begin: int, end: int) -> tuple[str, ...]:
-        """Full names of the tensors that bytes of the delta, or of the base, take part in."""
+        """Full names of the tensors that depend on a range of the delta or of the base."""
         try:
             touched = list(_touched(self.index, stored == self.entry.base, begin, end))
         except CheckpointCorrupt:
@@ -351,7 +350,7 @@ class DeltaFile:
 
 
 def _touched(index: DeltaIndex, is_base: bool, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Places of the file that are made of a stretch of the delta, or of the base."""
+    """Ranges of the file that are decoded from a range of the delta or of the base."""
     for start, at, segment in index.within(0, index.size):
         low, size = _used(segment, at, is_base)
         if size and low < end and begin < low + size:

@@ -1,8 +1,8 @@
 """Direct I/O: files whose content lies in page-aligned memory, written past the page cache.
 
-A file written so is not copied by the kernel and takes no memory of the page cache: for 1.2 GB on the machine where it
-was measured 0.5 s and 0.03 s of processor time, where write and fsync take 0.8 to 4 s and up to 3 s. Where the file
-system cannot (`NO_DIRECT`), and for small files, `files.write_file` writes.
+Such a file is not copied by the kernel and takes no memory of the page cache. Measured for 1.2 GB: 0.5 s and 0.03 s of
+processor time, compared with 0.8 to 4 s and up to 3 s for write and fsync. Small files, and file systems without direct
+I/O (`NO_DIRECT`), use `filesystem.write_file`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FEWEST_DIRECT_BYTES = 2**20  # below it a sync costs more than the copy
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Memory in which images lie, and which may still be being filled, from its beginning on.
+    """Memory that holds images and may still be filled by another thread or process, from its beginning.
 
     Args:
-        wait: returns once all is there that lies before an offset.
+        wait: returns once the memory before an offset is filled.
     """
 
     memory: memoryview
@@ -34,13 +34,13 @@ class ImageSource:
 
 @dataclass(frozen=True, kw_only=True)
 class FileImage:
-    """A file as it lies in memory.
+    """The content of a file in memory.
 
     Args:
         path: within the checkpoint.
         begin: of its first byte in the memory, a multiple of PAGE_BYTES.
         sizes: of its buffers one after another; a leaf of its digest ends where a buffer ends.
-        is_constant: it is likely the same as in an earlier save, and then shares that one's bytes.
+        is_constant: likely unchanged since an earlier save; then it shares that one's bytes.
     """
 
     path: str
@@ -54,7 +54,7 @@ class FileImage:
         return sum(self.sizes)
 
     def buffers(self, source: ImageSource) -> Iterator[memoryview]:
-        """Its buffers in order, each once it is there."""
+        """Its buffers in order, each yielded once it is filled."""
         begin = self.begin
         for size in self.sizes:
             source.wait(begin + size)
@@ -63,17 +63,17 @@ class FileImage:
 
 
 def page_aligned(size: int) -> int:
-    """The next boundary of pages."""
+    """Round up to a page boundary."""
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
 def write_direct(disk: FileSystem, path: Path, image: FileImage, source: ImageSource) -> bool:
-    """Write an image as a new file past the page cache and make its content durable.
+    """Write an image as a new file by direct I/O and make its content durable.
 
     Returns:
-        False where the file system cannot; nothing is left at `path` then.
+        False if the file system does not support it; no file is left at `path` then.
     Raises:
-        OSError: the file is to be abandoned.
+        OSError: the caller must abandon the file.
     """
     try:
         handle = disk.create_direct(path)
@@ -94,7 +94,7 @@ def write_direct(disk: FileSystem, path: Path, image: FileImage, source: ImageSo
 
 
 def _cannot(disk: FileSystem, path: Path, error: OSError) -> bool:
-    """False for an error which says that the file system cannot write past the cache; any other is raised."""
+    """Return False for an error that means direct I/O is not supported; re-raise any other."""
     if error.errno not in NO_DIRECT:
         raise error
     with contextlib.suppress(FileNotFoundError):
@@ -103,7 +103,7 @@ def _cannot(disk: FileSystem, path: Path, error: OSError) -> bool:
 
 
 def _write_pages(disk: FileSystem, handle: FileHandle, image: FileImage, source: ImageSource) -> None:
-    """Whole pages, of which the last may reach over the end of the file."""
+    """Write whole pages; the last one may extend beyond the end of the file."""
     offset, end = 0, page_aligned(image.num_bytes)
     while offset < end:
         stop = min(offset + CHUNK_BYTES, end)

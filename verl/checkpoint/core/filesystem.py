@@ -1,7 +1,7 @@
 """File-system access of the checkpoint store: every system call behind one interface, and operations on whole files.
 
-Tests replace `FileSystem` by one with another `perform`: it records the operations, lets one of them fail, or ends the
-process before or after it, and everything else stays the real thing.
+Tests replace `FileSystem` by a subclass with another `perform`, which records the operations, makes one of them fail,
+or ends the process before or after it. Everything else is real.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class FileHandle:
 
 @dataclass(frozen=True)
 class FreeSpace:
-    """What is free on a file system; `inodes` is None where their number has no limit."""
+    """Free space of a file system; `inodes` is None if their number is not limited."""
 
     bytes: int
     inodes: int | None
 
 
 class FileSystem:
-    """The file system. Each method is one operation and raises OSError as the system gives it."""
+    """The file system. Each method is one operation and raises the system's OSError."""
 
     def perform(self, operation: str, call: Callable[..., T], *args: Any) -> T:
-        """Run one operation, which is a piece of work; the seam for tests. Nothing below reaches the file system in
-        another way."""
+        """Run one operation, a callable. Tests override this method; all methods below access the file system only
+        through it."""
         result = call(*args)
         report()
         return result
@@ -62,19 +62,19 @@ class FileSystem:
         return self.perform("create", _create, path)
 
     def create_direct(self, path: Path) -> FileHandle:
-        """Open a file that must not exist yet, to be written past the page cache with `write_at`.
+        """Create a file for direct I/O with `write_at`; it must not exist yet.
 
         Raises:
-            OSError: one of NO_DIRECT where the file system cannot; an empty file may have been made.
+            OSError: one of NO_DIRECT if the file system has no direct I/O; an empty file may have been created.
         """
         return self.perform("create_direct", _create_direct, path)
 
     def write(self, handle: FileHandle, data: memoryview) -> int:
-        """Write once; the number of bytes written may be less than those given."""
+        """One write call; may write fewer bytes than given."""
         return self.perform("write", _write, handle, data)
 
     def write_at(self, handle: FileHandle, data: memoryview, offset: int) -> int:
-        """Write once at a place of the file; the number of bytes written may be less than those given."""
+        """One write call at an offset of the file; may write fewer bytes than given."""
         return self.perform("write_at", _write_at, handle, data, offset)
 
     def truncate(self, handle: FileHandle, size: int) -> None:
@@ -91,7 +91,7 @@ class FileSystem:
         self.perform("sync", _sync, handle)
 
     def close(self, handle: FileHandle) -> None:
-        """Close a file or give up a lock."""
+        """Close a file or release a lock."""
         self.perform("close", _close, handle)
 
     def sync_directory(self, path: Path) -> None:
@@ -126,51 +126,52 @@ class FileSystem:
         """A whole file of at most `limit` bytes.
 
         Raises:
-            OSError: EFBIG where it is larger.
+            OSError: EFBIG if it is larger.
         """
         return self.perform("read", _read, path, limit)
 
     def read_range(self, path: Path, begin: int, size: int) -> bytes:
-        """A part of a file; less than `size` bytes where the file ends."""
+        """A range of a file; fewer than `size` bytes at the end of the file."""
         return self.perform("read_range", _read_range, path, begin, size)
 
     def map(self, path: Path) -> memoryview:
-        """A whole file, read-only, brought into memory as it is touched."""
+        """Map a whole file read-only."""
         return self.perform("map", _map, path)
 
     def map_private(self, path: Path) -> memoryview:
-        """The same, but it may be written to: what is written stays in this process and never reaches the file."""
+        """Map a whole file copy-on-write: changes stay in this process and are not written to the file."""
         return self.perform("map_private", _map_private, path)
 
     def names(self, path: Path) -> list[str]:
-        """What lies in a directory, sorted."""
+        """Sorted names in a directory."""
         return self.perform("names", _names, path)
 
     def status(self, path: Path) -> os.stat_result:
-        """Size, kind and number of links of the file itself, not of what a symbolic link points to."""
+        """Size, kind and number of links of a file; symbolic links are not followed."""
         return self.perform("status", os.lstat, path)
 
     def pointed_to(self, path: Path) -> str:
-        """What a symbolic link says."""
+        """The target of a symbolic link."""
         return self.perform("pointed_to", _pointed_to, path)
 
     def space(self, path: Path) -> FreeSpace:
-        """What is free for this user on the file system that holds `path`."""
+        """Free space for this user on the file system of `path`."""
         return self.perform("space", _space, path)
 
     def lock(self, path: Path) -> FileHandle | None:
-        """Lock a file or directory against others until it is closed or the process ends; None where another holds it.
+        """Lock a file or directory exclusively until it is closed or the process ends; None if another process holds
+        it.
 
         Raises:
-            OSError: one of NO_LOCK where the file system has no locks.
+            OSError: one of NO_LOCK if the file system has no locks.
         """
         return self.perform("lock", _lock, path)
 
     def lock_waiting(self, path: Path, shared: bool = False) -> FileHandle:
-        """The same, once whoever holds it lets go.
+        """Like `lock`, but wait until the current holder releases it.
 
         Args:
-            shared: with others that share it, against those that do not.
+            shared: take a shared lock instead of an exclusive one.
         """
         return self.perform("lock_waiting", _lock_waiting, path, shared)
 
@@ -321,7 +322,8 @@ TEMPORARY_SUFFIX = ".tmp"  # of a file that gets its name once it is whole
 
 
 def write_by_rename(disk: FileSystem, path: Path, data: bytes) -> None:
-    """Write a small file so that its name, once there, always leads to all of it. Syncs the file, not the directory."""
+    """Write a small file under a temporary name and rename it, so that it is never partial. Syncs the file, not the
+    directory."""
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         write_file(disk, temporary, [data])
@@ -335,7 +337,7 @@ def duplicate(disk: FileSystem, source: Path, target: Path) -> bool:
     """Make `target` a hard link to `source`, or a clone where the file system cannot link.
 
     Returns:
-        False where it can do neither; nothing is left at `target` then, and the bytes are to be copied.
+        False if it supports neither; nothing is left at `target` then, and the caller must copy the bytes.
     """
     try:
         disk.link(source, target)
@@ -347,7 +349,7 @@ def duplicate(disk: FileSystem, source: Path, target: Path) -> bool:
 
 
 def clone(disk: FileSystem, source: Path, target: Path) -> bool:
-    """Let `target` share the blocks of `source` until either changes. False where the file system cannot."""
+    """Make `target` a copy-on-write clone of `source`. Returns False if the file system does not support it."""
     try:
         _create_filled(disk, target, lambda handle: disk.clone(handle, source))
     except OSError as error:
@@ -360,7 +362,8 @@ def clone(disk: FileSystem, source: Path, target: Path) -> bool:
 
 
 def readable_size(num_bytes: int) -> str:
-    """Bytes for people, with three digits or more, so that two sizes that differ by some per cent look different.
+    """A size in bytes for humans, with at least three digits, so that sizes that differ by a few per cent look
+    different.
 
     >>> readable_size(1_234_567), readable_size(2**40)
     ('1.18 MiB', '1024.00 GiB')
@@ -373,10 +376,10 @@ def readable_size(num_bytes: int) -> str:
 
 @contextlib.contextmanager
 def write_errors(doing: str, beside: str = "Earlier checkpoints are untouched") -> Iterator[None]:
-    """What the file system refuses inside is raised as an error of the checkpoint, with what was being done.
+    """Context that converts OSError to a checkpoint error with a description of the operation.
 
     Args:
-        beside: what became of everything else.
+        beside: state of everything else, for the message.
     Raises:
         NoSpaceForCheckpoint: the disk or the quota is full.
         CheckpointWriteFailed: anything else.
@@ -393,7 +396,7 @@ def write_errors(doing: str, beside: str = "Earlier checkpoints are untouched") 
 
 @contextlib.contextmanager
 def read_errors(doing: str) -> Iterator[None]:
-    """The same where something is only looked at.
+    """Like `write_errors`, for read operations.
 
     Raises:
         CheckpointReadFailed: the file system refused.
@@ -408,7 +411,7 @@ def read_errors(doing: str) -> Iterator[None]:
 
 
 def make_directories(disk: FileSystem, path: Path, below: Path) -> None:
-    """Make `path` and what lacks between it and `below`, which exists. Others may be making the same."""
+    """Create `path` and missing parents up to `below`, which exists. Safe with concurrent creation."""
     missing = [path, *path.parents]
     for directory in reversed(missing[: missing.index(below)]):
         with contextlib.suppress(FileExistsError):
@@ -416,7 +419,7 @@ def make_directories(disk: FileSystem, path: Path, below: Path) -> None:
 
 
 def is_directory(disk: FileSystem, path: Path) -> bool:
-    """Whether this is a directory itself, not a symbolic link to one."""
+    """Whether this is a directory and not a symbolic link to one."""
     try:
         return stat.S_ISDIR(disk.status(path).st_mode)
     except FileNotFoundError:
@@ -444,7 +447,7 @@ def files_below(disk: FileSystem, root: Path) -> tuple[dict[str, int], list[Path
 
 
 def remove_tree(disk: FileSystem, root: Path) -> int:
-    """Remove a directory with all below it, or a file; what is gone already does not matter. Returns bytes freed."""
+    """Remove a file or a directory tree; missing entries are ignored. Returns the bytes freed."""
     if not is_directory(disk, root):
         return _remove_file(disk, root)
     freed = remove_content(disk, root)
@@ -454,7 +457,8 @@ def remove_tree(disk: FileSystem, root: Path) -> int:
 
 
 def remove_content(disk: FileSystem, directory: Path) -> int:
-    """Remove what lies in a directory, which may be missing. Others may be doing the same. Returns bytes freed."""
+    """Remove the content of a directory, which may be missing. Safe with concurrent removal. Returns the bytes
+    freed."""
     try:
         names = disk.names(directory)
     except FileNotFoundError:

@@ -17,7 +17,7 @@ from verl.utils.external_input import parse_mapping
 
 
 class FormatOf(NamedTuple):
-    """From this version of verl on: the format written, and the oldest one that is still read."""
+    """The format written by verl from this version on, and the oldest format that it reads."""
 
     verl: str
     writes: str
@@ -33,12 +33,12 @@ FORMATS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FormatFinding:
-    """What becomes of one checkpoint.
+    """Compatibility of one checkpoint.
 
     Args:
-        format_version, verl_version: as recorded; None where the manifest cannot be read.
-        breaks: why the version moved to cannot use it; None where it can.
-        note: what else is to be known.
+        format_version, verl_version: as recorded; None if the manifest cannot be read.
+        breaks: why the target version cannot read it; None if it can.
+        note: further information.
     """
 
     name: str
@@ -52,7 +52,7 @@ def parse_version(text: str, where: str) -> Version:
     """`0.3.5` or `v0.3.5`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a version.
     """
     try:
         return Version(text)
@@ -61,23 +61,23 @@ def parse_version(text: str, where: str) -> Version:
 
 
 def format_of(version: Version) -> FormatOf | None:
-    """What a version of verl writes and reads; None where it has no checkpoints of this kind.
+    """The formats that a version of verl writes and reads; None if it has no such checkpoints.
 
-    A version later than this one is taken to be like this one: it promises to read what this one reads.
+    A version later than this one is treated like this one, because it must read everything that this one reads.
     """
     known = [row for row in FORMATS if Version(row.verl) <= version]
     return known[-1] if known else None
 
 
 def is_ahead(version: Version) -> bool:
-    """Whether this verl cannot know what that version writes."""
+    """Whether that version is newer, so that its format is not known here."""
     return version > Version(verl.__version__)
 
 
 def findings(
     directories: list[Path], moving_from: Version, moving_to: Version, disk: FileSystem | None = None
 ) -> list[FormatFinding]:
-    """What becomes of each checkpoint when a run moves from one version of verl to another."""
+    """Compatibility of each checkpoint when a run moves from one version of verl to another."""
     return [_finding(disk or FileSystem(), directory, moving_from, moving_to) for directory in directories]
 
 
@@ -96,7 +96,7 @@ def _finding(disk: FileSystem, directory: Path, moving_from: Version, moving_to:
 
 
 def _recorded(disk: FileSystem, directory: Path) -> tuple[str, str]:
-    """Format and version of verl; of a format that this version does not know, too."""
+    """Recorded format and version of verl, also for unknown formats."""
     raw = parse_mapping(disk.read(directory / MANIFEST, MANIFEST_LIMIT_BYTES))
     form = raw.get("format")
     if not isinstance(form, dict) or form.get("name") != FORMAT_NAME:

@@ -42,7 +42,7 @@ class LeafHasher:
         self._open, self._size = blake3(), 0
 
     def update(self, block: memoryview) -> None:
-        """Take the next bytes; a block must not reach over the end of a leaf (see `blocks`)."""
+        """Add bytes; a block must not extend beyond the end of a leaf (see `blocks`)."""
         self._open.update(block)
         self._size += len(block)
         assert self._size <= LEAF_BYTES
@@ -50,7 +50,7 @@ class LeafHasher:
             self.cut()
 
     def cut(self) -> None:
-        """End the leaf here."""
+        """End the current leaf."""
         if self._size:
             self.leaves.append(Leaf(self._size, self._open.hexdigest()))
             self._open, self._size = blake3(), 0
@@ -87,7 +87,7 @@ def flat_view(buffer: Any) -> memoryview:
 
 
 def blocks(view: memoryview) -> Iterator[memoryview]:
-    """Cut into blocks, none of which reaches over the end of a leaf."""
+    """Split into blocks, none of which extends beyond the end of a leaf."""
     assert LEAF_BYTES % BLOCK_BYTES == 0
     for start in range(0, len(view), BLOCK_BYTES):
         yield view[start : start + BLOCK_BYTES]

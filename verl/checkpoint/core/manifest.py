@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: every file with its digest, every logical tensor with its slices.
 
-The slices of a tensor must tile it: cover each element exactly once. Nothing here knows how many writers there were,
-so a checkpoint written by eight ranks can be read by three.
+The slices of a tensor must tile it: cover each element exactly once. A manifest does not depend on the number of
+writers, so a checkpoint written by eight ranks can be read by three.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ MOST_CELLS = 100_000  # looked at to name a hole; beyond it the count of missing
 
 
 class ManifestError(ValueError):
-    """A manifest cannot be understood."""
+    """A manifest is invalid."""
 
 
 class ManifestTooNew(ManifestError):
-    """A manifest of a format that this version does not know."""
+    """A manifest of an unknown, later format."""
 
 
 def checked_path(path: str) -> str:
-    """A path within a checkpoint, as it was given.
+    """Check a path within a checkpoint and return it.
 
     Raises:
-        ManifestError: it leads out of the checkpoint, or to one of the store's own files.
+        ManifestError: it leads out of the checkpoint, or to a file that the store itself writes.
     """
     try:
         checked = external_input.checked_path(path)
@@ -58,11 +58,11 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 @dataclass(frozen=True, kw_only=True)
 class SavedSlice:
-    """A rectangular part of a tensor, row-major and without gaps in a file.
+    """A rectangular part of a tensor, stored row-major and contiguously in a file.
 
     Args:
         file: path within the checkpoint.
-        key: the name in that file's safetensors header, or None where the file is something else.
+        key: the name in that file's safetensors header, or None for other kinds of files.
         offset: of the first byte, from the beginning of the file.
         start, extent: the first index and the length in every dimension of the tensor.
     """
@@ -75,7 +75,7 @@ class SavedSlice:
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The first index in every dimension that is no longer in the slice."""
+        """The end index (exclusive) in every dimension."""
         return tuple(start + extent for start, extent in zip(self.start, self.extent))
 
     @property
@@ -86,16 +86,16 @@ class SavedSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalTensor:
-    """A whole tensor and where its slices lie.
+    """A whole tensor and its slices.
 
-    >>> halves = [Slice(file="a", offset=0, start=(i,), extent=(2,)) for i in (0, 2)]
+    >>> halves = [SavedSlice(file="a", offset=0, start=(i,), extent=(2,)) for i in (0, 2)]
     >>> LogicalTensor(component="actor", name="bias", dtype="F32", shape=(4,), slices=tuple(halves)).faults()
     []
 
     Args:
         component: such as `actor` or `optimizer`.
-        name: within the component, the same whatever the number of writers.
-        dtype: as safetensors calls it, `F32` or `BF16`.
+        name: within the component, independent of the number of writers.
+        dtype: in safetensors' notation, such as `F32` or `BF16`.
         shape: of the whole tensor.
     """
 
@@ -107,7 +107,7 @@ class LogicalTensor:
 
     @property
     def full_name(self) -> str:
-        """Component and name, as messages show it."""
+        """Component and name, for messages."""
         return f"{self.component}/{self.name}"
 
     @property
@@ -116,11 +116,11 @@ class LogicalTensor:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def slice_bytes(self, part: SavedSlice) -> int:
-        """How long a slice is in its file."""
+        """Size of a slice in its file."""
         return part.num_elements * ITEM_BYTES[self.dtype]
 
     def faults(self) -> list[str]:
-        """Why the slices do not cover the tensor exactly once; empty where they do."""
+        """Why the slices do not cover the tensor exactly once; empty if they do."""
         if self.dtype not in ITEM_BYTES:
             return [f"dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}"]
         if outside := [part for part in self.slices if not self._holds(part)]:
@@ -138,7 +138,7 @@ class LogicalTensor:
 
 
 def join_tensors(parts: Iterable[LogicalTensor]) -> tuple[list[LogicalTensor], list[str]]:
-    """Join what several writers say of the same tensors.
+    """Merge the reports of several writers about the same tensors.
 
     Returns:
         The tensors in order of component and name, and the contradictions between writers.
@@ -161,7 +161,8 @@ def join_tensors(parts: Iterable[LogicalTensor]) -> tuple[list[LogicalTensor], l
 
 
 def _overlapping(slices: Sequence[SavedSlice]) -> list[tuple[SavedSlice, SavedSlice]]:
-    """Pairs that share an element. Sorted along the first dimension, a slice meets only its near neighbours."""
+    """Pairs of overlapping slices. They are sorted along the first dimension, so each is compared with few
+    neighbours."""
     ordered = sorted((part for part in slices if part.num_elements), key=lambda part: part.start)
     pairs = []
     for number, first in enumerate(ordered):
@@ -174,7 +175,7 @@ def _overlapping(slices: Sequence[SavedSlice]) -> list[tuple[SavedSlice, SavedSl
 
 
 def _hole(shape: tuple[int, ...], slices: Sequence[SavedSlice]) -> str:
-    """The first box that no slice covers, among the boxes that the edges of all slices cut the tensor into."""
+    """The first uncovered box of the grid that is formed by the edges of all slices."""
     edges = [
         sorted({0, size} | {edge for part in slices for edge in (part.start[dim], part.end[dim])})
         for dim, size in enumerate(shape)
@@ -207,8 +208,8 @@ class FileEntry:
     Args:
         path: within the checkpoint, with forward slashes.
         blake3: digest of the file (`hashing.file_digest`).
-        leaves: pieces that are checked alone.
-        linked_from: the checkpoint whose bytes it shares, for people.
+        leaves: pieces that can be verified separately.
+        linked_from: the checkpoint with which it shares bytes, for information.
     """
 
     path: RelativePath
@@ -231,16 +232,16 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaEntry:
-    """A file that is stored as its difference from another one; both lie in this checkpoint, as files of their own.
+    """A file that is stored as a delta against a base; delta and base are separate files of this checkpoint.
 
     Args:
-        file: what it is when it is read: its path, and size, digest and leaves of the bytes that come out.
-        encoding: how it is stored, see `delta.py`.
-        delta: path of the differences.
-        base: path of what they are taken from, a hard link to a file that an earlier checkpoint holds whole.
-        base_checkpoint: that checkpoint, for people; it may be gone.
+        file: the decoded file: its path, size, digest and leaves.
+        encoding: format of the delta, see `delta.py`.
+        delta: path of the delta.
+        base: path of the base, a hard link to a file that an earlier checkpoint stores whole.
+        base_checkpoint: that checkpoint, for information; it may have been removed.
         base_blake3: digest of the base.
-        number: of the saves that this base has served, this one included.
+        number: number of saves that used this base, including this one.
     """
 
     file: FileEntry
@@ -253,7 +254,7 @@ class DeltaEntry:
 
     @property
     def path(self) -> str:
-        """Of the file, by which the tensors in it know it."""
+        """Path of the decoded file, to which slices refer."""
         return self.file.path
 
     def at(self, path: str, linked_from: str | None) -> DeltaEntry:
@@ -264,16 +265,16 @@ class DeltaEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Args:
         sequence: number of its publication in this directory; the highest is the newest, whatever the step.
         saved_at: UTC, ISO 8601.
         verl_version: of the code that wrote it.
         metrics: at that step, for `keep_best`.
-        files: as they lie there, in order of path; all but the manifest itself and COMMIT.
-        tensors: in order of component and name; their slices name files as they are read.
-        deltas: files that are stored as differences, in order of path.
+        files: stored files, in order of path, without the manifest itself and COMMIT.
+        tensors: in order of component and name; their slices refer to decoded files.
+        deltas: files that are stored as deltas, in order of path.
     """
 
     sequence: ByteCount
@@ -290,21 +291,21 @@ class Manifest:
 
     @cached_property
     def contents(self) -> dict[str, FileEntry]:
-        """What a reader finds, by path and in its order: files that are stored as differences are there themselves."""
+        """The decoded files by path, in order: a delta and its base are replaced by the file that they encode."""
         stored = {path for entry in self.deltas for path in (entry.delta, entry.base)}
         entries = [*(entry for entry in self.files if entry.path not in stored), *(d.file for d in self.deltas)]
         return {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)}
 
     def file(self, path: str) -> FileEntry | None:
-        """The entry of a path as a reader finds it, or None."""
+        """The entry of a decoded file, or None."""
         return self.contents.get(path)
 
     def stored(self, path: str) -> FileEntry | None:
-        """The entry of a file as it lies there, or None."""
+        """The entry of a stored file, or None."""
         return next((entry for entry in self.files if entry.path == path), None)
 
     def delta(self, path: str) -> DeltaEntry | None:
-        """How a file is stored as a difference; None where it is not."""
+        """The delta entry of a file; None if it is stored whole."""
         return next((entry for entry in self.deltas if entry.path == path), None)
 
     def to_bytes(self) -> bytes:
@@ -319,11 +320,11 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Read a manifest; keys that this version does not know are passed over.
+        """Parse a manifest; unknown keys are ignored.
 
         Raises:
             ManifestTooNew: it is of a later format.
-            ManifestError: it is no manifest.
+            ManifestError: it is not a manifest.
         """
         try:
             version = _supported(parse_as(_Stamped, data).format)
@@ -337,7 +338,7 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class _SavedManifest(Manifest):
-    """What a manifest must say of itself."""
+    """Types of a manifest's own fields."""
 
     metrics: dict[str, int | float] = field()
     files: tuple[FileEntry, ...] = field()
@@ -359,9 +360,9 @@ _PLAIN_FIELDS = ("sequence", "step", "tag", "run_id", "saved_at", "verl_version"
 
 
 def content_digest(manifest: Manifest) -> str:
-    """Digest of all that a checkpoint holds except `trainer_state.json`, in which this digest stands.
+    """Digest of a checkpoint's content except `trainer_state.json`, which contains this digest.
 
-    It is the same whether files are stored whole or as differences.
+    It is the same for files stored whole and as deltas.
     """
     entries = manifest.contents.values()
     listed = [{**_file_json(entry), "linked_from": None} for entry in entries if entry.path != STATE]

@@ -1,8 +1,8 @@
 """Writing and reading the safetensors format: a header in JSON, then the tensors one after another.
 
-Rendered here, as buffers, instead of by the library, so that every byte passes through `filesystem.py`, is hashed on
-its way,
-and is never copied: a 10 GB file is a header and views of memory that exists already. The library opens the result.
+Files are rendered here as buffers, not by the library, so that all bytes pass through `filesystem.py`, are hashed while
+they are written, and are not copied: a 10 GB file is a header and views of existing memory. The library can read the
+result.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class TensorBytes:
 
     @property
     def num_bytes(self) -> int:
-        """As shape and dtype say."""
+        """Size according to shape and dtype."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies in a file; `begin` counts from the beginning of the file."""
+    """Position of a tensor in a file; `begin` is relative to the beginning of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class RenderedFile:
-    """A file to be written: its buffers in order, and where each tensor will lie."""
+    """A file to be written: its buffers in order, and the position of each tensor."""
 
     buffers: tuple[Any, ...]
     places: dict[str, TensorPlace]
@@ -69,7 +69,7 @@ def render(tensors: Sequence[TensorBytes], metadata: dict[str, str] | None = Non
     8
 
     Raises:
-        ValueError: a name appears twice, a type is unknown, or a buffer is not as long as shape and dtype say.
+        ValueError: a name appears twice, a type is unknown, or the size of a buffer does not match shape and dtype.
     """
     header, places = lay_out(tensors, metadata)
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -84,7 +84,7 @@ def render(tensors: Sequence[TensorBytes], metadata: dict[str, str] | None = Non
 def lay_out(
     tensors: Sequence[TensorBytes], metadata: dict[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorPlace]]:
-    """The header of a file of these tensors, whose bytes need not be there yet, and their places in order.
+    """The header of a file with these tensors, whose data is not needed, and their positions in order.
 
     Raises:
         ValueError: a name appears twice.
@@ -113,10 +113,10 @@ def lay_out(
 def render_shards(
     tensors: Sequence[TensorBytes], max_shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> tuple[dict[str, RenderedFile], bytes | None]:
-    """A model as Hugging Face lays it out: `model.safetensors`, or numbered shards and an index.
+    """A model in the layout of Hugging Face: `model.safetensors`, or numbered shards and an index.
 
     Returns:
-        Files by name, and the content of `model.safetensors.index.json` where there is more than one.
+        Files by name, and the content of `model.safetensors.index.json` if there is more than one.
     """
     shards, index = split_into_files(tensors, max_shard_bytes)
     return {name: render(shard, MODEL_METADATA) for name, shard in shards.items()}, index
@@ -125,7 +125,7 @@ def render_shards(
 def split_into_files(
     tensors: Sequence[TensorBytes], max_shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> tuple[dict[str, list[TensorBytes]], bytes | None]:
-    """The tensors of each file of a model, in their order, and the index where there is more than one file."""
+    """The tensors of each file of a model, in order, and the index if there is more than one file."""
     shards: list[list[TensorBytes]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -144,10 +144,10 @@ def split_into_files(
 
 
 def header_bytes(first_bytes: bytes | memoryview) -> int:
-    """How many bytes at the beginning of a file hold its header, from the first eight.
+    """Size of a file's header, from the first eight bytes of the file.
 
     Raises:
-        ValueError: this is no safetensors file.
+        ValueError: it is not a safetensors file.
     """
     length = 8 + int.from_bytes(first_bytes[:8], "little")
     if len(first_bytes) < 8 or length > HEADER_LIMIT_BYTES:
@@ -156,13 +156,13 @@ def header_bytes(first_bytes: bytes | memoryview) -> int:
 
 
 def read_header(head: bytes | memoryview, file_bytes: int) -> dict[str, TensorPlace]:
-    """Where every tensor of a file lies.
+    """Positions of all tensors of a file.
 
     Args:
         head: at least the header; see `header_bytes`.
         file_bytes: size of the whole file.
     Raises:
-        ValueError: it is no safetensors file, or the tensors do not fill it exactly.
+        ValueError: it is not a safetensors file, or the tensors do not fill it exactly.
     """
     base = header_bytes(head)
     if base > len(head):

@@ -26,14 +26,14 @@ PASSED_OVER = ("saved_at", "sequence", "manifest_checksum", "loss_history", "wal
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDifference:
-    """One thing that is not the same.
+    """One difference between two checkpoints.
 
     Args:
         kind: `tensor`, `file`, or `key` of a JSON file.
-        component: such as `actor`; for a key, the file it stands in.
+        component: such as `actor`; for a key, the file that contains it.
         name: of the tensor, file or key.
-        first, second: what each checkpoint has, in words.
-        max_abs: the largest difference of two elements; None where it was not asked for or shapes differ.
+        first, second: description of each checkpoint's value.
+        max_abs: the largest absolute difference of elements; None if not requested or shapes differ.
     """
 
     kind: str
@@ -47,13 +47,13 @@ class CheckpointDifference:
 def compare(
     first: Checkpoint, second: Checkpoint, disk: FileSystem | None = None, numbers: bool = False
 ) -> list[CheckpointDifference]:
-    """Everything in which two checkpoints differ.
+    """All differences between two checkpoints.
 
-    Tensors are compared by the digests in the manifests; where these cannot be compared, since other slices were
-    written, the tensors are read. Safetensors files are compared by their tensors alone.
+    Tensors are compared by the digests in the manifests; if those are not comparable, because the slices differ, the
+    tensors are read. Safetensors files are compared by their tensors only.
 
     Args:
-        numbers: also find the largest difference of two elements of each tensor that differs; reads both.
+        numbers: also compute the largest difference of elements of each tensor that differs; reads both tensors.
     """
     disk = disk or FileSystem()
     readers = CheckpointReader(first, disk, writable=True), CheckpointReader(second, disk, writable=True)
@@ -92,7 +92,7 @@ def _is_same(first: CheckpointReader, a: LogicalTensor, second: CheckpointReader
 
 
 def _leaves(published: Checkpoint, tensor: LogicalTensor) -> list[Leaf] | None:
-    """The leaves of a file that hold this tensor and nothing else; None where it is cut, or shares one."""
+    """The leaves of a file that hold this tensor and nothing else; None if it is split or shares a leaf."""
     if len(tensor.slices) != 1:
         return None
     (part,) = tensor.slices
@@ -133,7 +133,7 @@ def _max_abs(first: CheckpointReader, a: LogicalTensor, second: CheckpointReader
 
 
 def _file_differences(first: Checkpoint, second: Checkpoint) -> Iterator[CheckpointDifference]:
-    """Files that hold no tensors, by digest; JSON files that both have are compared by key instead."""
+    """Differences between files without tensors, by digest; JSON files in both checkpoints are compared by key."""
     one, two = _plain_files(first), _plain_files(second)
     by_key = _documents(first) & _documents(second)
     for path in sorted((one.keys() | two.keys()) - by_key):
@@ -157,7 +157,7 @@ def _plain_files(published: Checkpoint) -> dict[str, str]:
 
 
 def _documents(published: Checkpoint) -> set[str]:
-    """Files that are compared by key: settings, not vocabularies."""
+    """Files that are compared by key: configuration files, but no vocabularies."""
     small = {entry.path for entry in published.manifest.contents.values() if entry.size <= DOCUMENT_LIMIT_BYTES}
     return {path for path in small if path.endswith((".json", ".yaml")) and path != STATE and INDEX_NAME not in path}
 
@@ -185,7 +185,7 @@ def _key_differences(file: str, first: Any, second: Any) -> Iterator[CheckpointD
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf by its dotted path; lists are leaves."""
+    """Flatten nested mappings to dotted paths; lists are leaves."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _flat(item, f"{path}.{key}" if path else str(key))

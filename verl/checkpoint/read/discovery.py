@@ -44,12 +44,13 @@ class CheckpointDirectory:
     def complete(self, strict: bool = False, level: Level = "quick") -> list[Checkpoint]:
         """Every checkpoint that verifies, in order of publication, the newest last.
 
-        A run resumed at step 100 publishes its step 200 after the step 300 that it abandoned; so it comes later.
+        The order is that of publication, not of steps: a run that was resumed at step 100 publishes its step 200 after
+        the abandoned step 300.
 
         Args:
-            strict: raise at the first bad one, instead of saying so in the log and leaving it out.
+            strict: raise at the first damaged one, instead of logging and skipping it.
         Raises:
-            BadCheckpoint: only with `strict`.
+            BadCheckpoint: a checkpoint is damaged; only with `strict`.
         """
         good, bad = self.survey(level)
         if strict and bad:
@@ -59,7 +60,7 @@ class CheckpointDirectory:
         return good
 
     def survey(self, level: Level = "quick") -> tuple[list[Checkpoint], list[BadCheckpoint]]:
-        """Those that verify, in order of publication, and what is wrong with each of the others."""
+        """The complete checkpoints in order of publication, and the faults of each of the others."""
         good, bad = [], []
         with read_errors(f"looking for checkpoints in {self.directory}"):
             for directory in self.candidates():
@@ -75,8 +76,8 @@ class CheckpointDirectory:
 
         Raises:
             CheckpointNotFound: there is none.
-            CheckpointTooNew: a later version of verl saved here; an older checkpoint is not taken in its place.
-            BadCheckpoint: only with `strict`, if any is bad.
+            CheckpointTooNew: a later version of verl saved here; no older checkpoint is used instead.
+            BadCheckpoint: a checkpoint is damaged; only with `strict`.
         """
         good, bad = self.survey()
         for error in bad:
@@ -88,7 +89,7 @@ class CheckpointDirectory:
         return good[-1]
 
     def open(self, name: str, level: Level = "quick") -> Checkpoint:
-        """The checkpoint of this name; `latest` is the newest complete one, whatever the symbolic link says.
+        """The checkpoint of this name; `latest` is the newest complete one, independent of the symbolic link.
 
         Raises:
             CheckpointNotFound: there is none of this name.
@@ -102,7 +103,7 @@ class CheckpointDirectory:
             return open_verified(self.disk, self.directory / name, level)
 
     def candidates(self) -> list[Path]:
-        """Directories that are checkpoints, whole or not."""
+        """Directories that are checkpoints, complete or not."""
         try:
             names = self.disk.names(self.directory)
         except FileNotFoundError:
@@ -130,7 +131,7 @@ class CheckpointDirectory:
         return newest, self._highest_sequence + 1
 
     def is_candidate(self, path: Path) -> bool:
-        """Whether a directory is a checkpoint, whole or not."""
+        """Whether a directory is a checkpoint, complete or not."""
         try:
             if not is_directory(self.disk, path):
                 return False
@@ -139,7 +140,7 @@ class CheckpointDirectory:
             return True  # what is wrong there is found, and said, when it is opened
 
     def exists(self, path: Path) -> bool:
-        """Whether there is anything of this name, be it a dangling symbolic link."""
+        """Whether anything of this name exists, including a dangling symbolic link."""
         try:
             self.disk.status(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -147,7 +148,7 @@ class CheckpointDirectory:
         return True
 
     def _say(self, sentence: str) -> None:
-        """Loudly, and once."""
+        """Log a warning, once."""
         if sentence not in self._said:
             self._said.add(sentence)
             log.error(sentence)
@@ -161,11 +162,11 @@ PULL_FIRST = "this works on a disk. Fetch it with `verl checkpoint pull {} DIR`,
 
 @dataclass(frozen=True)
 class ResolvedPath:
-    """Where a path leads.
+    """Result of `resolve_path`.
 
     Args:
         directory: of checkpoints.
-        name: of one in it, or `latest`; None where the path means all of them.
+        name: of one checkpoint in it, or `latest`; None if the path is the directory itself.
     """
 
     directory: Path
@@ -173,12 +174,12 @@ class ResolvedPath:
 
 
 def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPath:
-    """Find out what a path means. It may be relative, end in a slash, and lead through symbolic links.
+    """Resolve a path to a directory of checkpoints and a name. It may be relative, end in a slash, and contain
+    symbolic links.
 
-    `latest` is the newest complete checkpoint, whatever the symbolic link of this name says.
-
-    >>> locate("checkpoints/latest/")  # doctest: +SKIP
-    Location(directory=PosixPath('/home/me/checkpoints'), name='latest')
+    `latest` is the newest complete checkpoint, independent of the symbolic link of this name.
+    >>> resolve_path("checkpoints/latest/")  # doctest: +SKIP
+    ResolvedPath(directory=PosixPath('/home/me/checkpoints'), name='latest')
 
     Raises:
         CheckpointNotFound: there are no checkpoints, or they are in object storage.
@@ -203,14 +204,14 @@ def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPa
 
 @dataclass(frozen=True, kw_only=True)
 class RunPointer:
-    """Where a run saves, written into its directory at each start.
+    """The directory of checkpoints of a run, recorded in the run's directory at each start.
 
     Args:
         save_dir: absolute.
-        relative: the same from the run's directory, for when both are moved together.
+        relative: relative to the run's directory, for the case that both are moved together.
         run_id: of the last start.
-        ancestors: the runs that it descends from, each with its last publication that belongs to the descent.
-        earlier: of the starts before it in this directory.
+        ancestors: the runs that it was resumed from, each with its last publication in the line of descent.
+        earlier: run ids of earlier starts in this directory.
     """
 
     save_dir: str
@@ -220,8 +221,8 @@ class RunPointer:
     earlier: list[str] = field(default_factory=list)
 
     def places(self, run_dir: Path) -> list[Path]:
-        """Where its checkpoints may lie: where it saved, as far from the run as they were, or under the same names in a
-        directory above the run; the first that is there and holds them is meant."""
+        """Candidate locations of its checkpoints: the recorded path, the recorded relative path, and the same names
+        below a parent of the run's directory. The first that exists and holds its checkpoints is used."""
         saved = Path(self.save_dir)
         found = [saved, *([Path(os.path.normpath(run_dir / self.relative))] if self.relative else [])]
         for above in run_dir.parents:
@@ -229,7 +230,7 @@ class RunPointer:
         return list(dict.fromkeys(found))
 
     def generations(self) -> list[dict[str, int | None]]:
-        """Runs with their last publication (None: any), those that are preferred first."""
+        """Runs with their last publication (None: any), in order of preference."""
         own: list[dict[str, int | None]] = [{self.run_id: None}]
         if self.ancestors:
             own.append(dict(self.ancestors))
@@ -237,10 +238,10 @@ class RunPointer:
 
 
 def read_pointer(run_dir: Path, disk: FileSystem | None = None) -> RunPointer:
-    """What a run's directory says of where it saves.
+    """Read the pointer in a run's directory.
 
     Raises:
-        CheckpointNotFound: it says nothing, or nothing that can be read.
+        CheckpointNotFound: the pointer is missing or invalid.
     """
     file = run_dir / POINTER
     try:
@@ -271,7 +272,7 @@ def _holds_checkpoints(disk: FileSystem, directory: Path) -> bool:
 
 
 def _instead(disk: FileSystem, given: Path, real: Path) -> str:
-    """What is there, and what to give."""
+    """Hint for an error: the checkpoints that exist, and what to pass."""
     if given.is_symlink() and not real.exists():
         return f"is a symbolic link to {os.readlink(given)}, which does not exist"
     if not CheckpointDirectory(real.parent, disk).exists(real):
@@ -287,7 +288,7 @@ def _instead(disk: FileSystem, given: Path, real: Path) -> str:
 
 
 def _below(disk: FileSystem, directory: Path, levels: int) -> list[Path]:
-    """Directories of checkpoints below this one, as far as one may look."""
+    """Directories of checkpoints below this one, as far as they are readable."""
     try:
         inside = [directory / name for name in disk.names(directory) if is_directory(disk, directory / name)]
         found = [path for path in inside if _holds_checkpoints(disk, path)]
@@ -302,13 +303,13 @@ OWN_DIRECTORIES = (STAGING, TRASH, OBJECTS, PINS, UPLOADED)  # of a store: what 
 
 
 def refuse_inside(path: Path, what: str) -> None:
-    """Let nothing be written into a checkpoint, which would be damaged by it, nor among a store's own files.
+    """Refuse an output path inside a checkpoint or among a store's own files.
 
     Args:
-        path: that something is to be made at; links on the way to it are followed.
-        what: is to be made there, for the message, such as `OUT`.
+        path: the output path; symbolic links are followed.
+        what: name of the argument, for the message, such as `OUT`.
     Raises:
-        ConfigError: it lies within.
+        ConfigError: the path is inside one.
     """
     real = Path(os.path.realpath(path))
     for inner, outer in zip((real, *real.parents), real.parents):
@@ -329,10 +330,10 @@ HEAD = re.compile(rb'"format":.*?"version": ?"(\d+\.\d+)[^"]*".*?"sequence": ?(\
 def newest_complete(
     where: ResolvedPath, disk: FileSystem | None = None
 ) -> tuple[Checkpoint | None, list[BadCheckpoint]]:
-    """The complete checkpoint that was published last, and the bad ones that were passed over on the way to it.
+    """The complete checkpoint that was published last, and the damaged ones that were skipped.
 
     Raises:
-        CheckpointTooNew: a later version of verl saved here; a run would refuse, too.
+        CheckpointTooNew: a later version of verl saved here.
     """
     directory = CheckpointDirectory(where.directory, disk)
     passed_over: list[BadCheckpoint] = []
@@ -350,7 +351,7 @@ def newest_complete(
 
 
 def _order(directory: CheckpointDirectory, path: Path) -> float:
-    """The number of publication that the manifest claims; what cannot be read so easily is looked at first."""
+    """Sort key: the sequence number in the manifest; checkpoints with an unreadable manifest come first."""
     try:
         head = HEAD.search(directory.disk.read_range(path / MANIFEST, 0, HEAD_BYTES))
     except OSError:

@@ -27,7 +27,7 @@ TORCH_TYPES = {
 
 
 class MappedTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name, each read and hashed when it is asked for.
+    """Tensors by name, each read and hashed when it is accessed.
 
     A tensor on the CPU is a view of the mapped file: it costs no memory until it is touched, and what is written into
     it stays in this process. `dict(tensors)` reads them all.
@@ -37,7 +37,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         tensors: of one component.
         device_map: see `device_of`.
     Raises:
-        CheckpointCorrupt: when a tensor is asked for whose bytes are not what was written.
+        CheckpointCorrupt: on access to a tensor whose bytes differ from what was written.
     """
 
     def __init__(self, reader: CheckpointReader, tensors: list[LogicalTensor], device_map: DeviceMap = None):
@@ -64,7 +64,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
 
 
 class LazyTensor:
-    """A tensor that is read where it is indexed: `saved[2:4, 0:8]` touches and hashes only what holds these rows.
+    """A tensor that is read when it is indexed: `saved[2:4, 0:8]` reads and hashes only the leaves with these rows.
 
     Args:
         reader: made with `writable=True`.
@@ -82,12 +82,12 @@ class LazyTensor:
         return len(self.shape)
 
     def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
-        """A box of it, by a slice with both ends for each dimension, or () for all.
+        """Read a box: one slice with start and stop for each dimension, or () for the whole tensor.
 
         Returns:
-            A view of the mapped file where one slice holds it, else a tensor of its own.
+            A view of the mapped file if one saved slice contains the box, otherwise a new tensor.
         Raises:
-            CheckpointCorrupt: its bytes are not what was written.
+            CheckpointCorrupt: the bytes differ from what was written.
         """
         box = tuple((p.start, p.stop) for p in place) or tuple((0, size) for size in self.shape)
         whole = None
@@ -105,7 +105,7 @@ class LazyTensor:
         return torch.empty([stop - start for start, stop in box], dtype=self.dtype) if whole is None else whole
 
     def _rows(self, part: SavedSlice, box: Box) -> torch.Tensor:
-        """What a slice holds of a box; rows of it that lie before and after are not touched."""
+        """The part of a box in one saved slice; rows before and after it are not read."""
         item = ITEM_BYTES[self._tensor.dtype]
         if not box:
             data = self._reader.read(part.file, part.offset, part.offset + item)
@@ -128,7 +128,7 @@ def _within(part: Box, whole: Box) -> tuple[slice, ...]:
 
 
 def as_torch(data: memoryview, tensor: LogicalTensor) -> torch.Tensor:
-    """Bytes of a whole tensor as torch sees them, without a copy."""
+    """A torch tensor over the bytes of a whole tensor, without a copy."""
     dtype = TORCH_TYPES[tensor.dtype]
     if not len(data):
         return torch.empty(tensor.shape, dtype=dtype)
@@ -136,13 +136,13 @@ def as_torch(data: memoryview, tensor: LogicalTensor) -> torch.Tensor:
 
 
 def device_of(name: str, device_map: DeviceMap) -> torch.device:
-    """Where a tensor goes: one device for all, or a table from prefixes of names, in which the longest one counts.
+    """Device of a tensor: one device for all, or a mapping from prefixes of names, of which the longest match is used.
 
     >>> device_of("model.layers.1.weight", {"": "cpu", "model.layers": "meta"})
     device(type='meta')
 
     Raises:
-        ConfigError: the table says nothing of this tensor, or torch knows no such device.
+        ConfigError: the mapping does not cover this tensor, or the device is invalid.
     """
     if not isinstance(device_map, Mapping):
         return _device("cpu" if device_map is None else device_map)
@@ -162,5 +162,5 @@ def _device(device: Any) -> torch.device:
 
 
 def as_tensor(data: memoryview, tensor: LogicalTensor) -> Tensor:
-    """A tensor of its own from the bytes of a logical tensor."""
+    """A new tensor from the bytes of a logical tensor."""
     return as_torch(memoryview(bytearray(data)), tensor)

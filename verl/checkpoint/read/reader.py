@@ -1,4 +1,5 @@
-"""Reads bytes of a checkpoint's files and tensors, hashed while they are read; only what is asked for is touched."""
+"""Reads files and tensors of a checkpoint as bytes, which are hashed while they are read; only requested ranges are
+read."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class CheckpointReader:
 
     Args:
         verify: hash every leaf the first time that bytes of it are read.
-        writable: give views that may be written to; what is written stays in this process.
+        writable: return writable views; changes stay in this process.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class CheckpointReader:
         self._checked: dict[str, bytearray] = {}  # one flag for each leaf
 
     def files(self, component: str = "") -> list[FileEntry]:
-        """The files of a component, or all of them; one that is stored as a difference is there itself."""
+        """The decoded files of a component, or all of them."""
         return [
             entry for entry in self._contents.values() if entry.path.startswith(f"{component}/" if component else "")
         ]
@@ -52,12 +53,12 @@ class CheckpointReader:
         return [tensor for (name, _), tensor in self._tensors.items() if name == component]
 
     def read(self, path: str, begin: int = 0, end: int | None = None) -> memoryview:
-        """Bytes of a file, without a copy: a view of the mapped file, which stays mapped as long as the view lives.
+        """Bytes of a file as a view of the mapped file, which stays mapped during the lifetime of the view.
 
-        Of a file that is stored as a difference they are decoded, into memory of their own, each time.
+        A file that is stored as a delta is decoded into new memory at each call.
 
         Raises:
-            CheckpointCorrupt: they are not what was written; names the tensors.
+            CheckpointCorrupt: they differ from what was written; names the tensors.
         """
         entry = self._entries.get(path)
         if entry is None:
@@ -71,7 +72,7 @@ class CheckpointReader:
         return data[begin:end]
 
     def check(self, path: str) -> None:
-        """Hash every byte of a file, unless nothing is hashed; no more of it is held in memory than a leaf.
+        """Hash every byte of a file, unless `verify` is off; uses memory for one leaf.
 
         Raises:
             CheckpointCorrupt: they are not what was written.
@@ -96,7 +97,8 @@ class CheckpointReader:
             self.read(path)
 
     def tensor(self, component: str, name: str) -> memoryview:
-        """The bytes of a whole tensor, row-major: a view where one slice holds it, else put together from its slices.
+        """The bytes of a whole tensor, row-major: a view if one slice contains it, otherwise assembled from its
+        slices.
 
         Raises:
             CheckpointNotFound: there is no such tensor.
@@ -107,7 +109,7 @@ class CheckpointReader:
         return self.assemble(tensor, (0,) * len(tensor.shape), tensor.shape)
 
     def assemble(self, tensor: LogicalTensor, start: tuple[int, ...], extent: tuple[int, ...]) -> memoryview:
-        """The bytes of a rectangular part of a tensor, from whichever slices hold it; reads no others."""
+        """The bytes of a rectangular part of a tensor; reads only the slices that overlap it."""
         for part in tensor.slices:
             if (part.start, part.extent) == (start, extent):
                 return self._slice(tensor, part)
@@ -125,10 +127,10 @@ class CheckpointReader:
         return result if self.writable else result.toreadonly()
 
     def digest(self, without: Collection[str] = ()) -> str:
-        """Digest of every tensor's name, type, shape and bytes: equal whatever the number of writers.
+        """Digest of every tensor's name, type, shape and bytes, independent of the number of writers.
 
         Args:
-            without: components left out, such as `rng`, where each process has generators of its own.
+            without: components to leave out, such as `rng`, which differs between processes.
         """
         digests = []
         for tensor in (one for one in self.published.manifest.tensors if one.component not in without):
@@ -140,7 +142,7 @@ class CheckpointReader:
         return self.read(part.file, part.offset, part.offset + tensor.slice_bytes(part))
 
     def _stored(self, path: str, begin: int, end: int) -> memoryview:
-        """Bytes of a file as it lies there; what is made of them is verified, or not at all."""
+        """Bytes of a stored file, not verified: the decoded bytes are."""
         return self._map(self._entries[path])[begin:end]
 
     def _decoded(self, entry: FileEntry, begin: int, end: int) -> memoryview:
@@ -188,7 +190,7 @@ class CheckpointReader:
 
 
 def _leaves_within(entry: FileEntry, begin: int, end: int) -> Iterator[tuple[int, Leaf]]:
-    """The leaves that have bytes between two places, each with where it begins."""
+    """The leaves that overlap a range, each with its offset."""
     at = 0
     for leaf in entry.leaves:
         if at < end and begin < at + leaf.size:

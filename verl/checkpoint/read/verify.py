@@ -1,6 +1,6 @@
 """Verification of a checkpoint, at three levels of effort.
 
-quick   COMMIT, sizes, foreign and missing files, safetensors headers, tiling; milliseconds; at every discovery
+quick COMMIT, sizes, unlisted and missing files, safetensors headers, tiling; milliseconds; at every discovery
 load    the hash of what is read; `reader.py`
 full    every byte; names the file and the tensor
 """
@@ -27,7 +27,7 @@ def open_verified(disk: FileSystem, directory: Path, level: Level = "quick") -> 
     """Open a checkpoint that passes at this level.
 
     Raises:
-        BadCheckpoint: with everything that is wrong, by file.
+        BadCheckpoint: with all faults, by file.
     """
     published = open_checkpoint(disk, directory)
     try:
@@ -49,9 +49,9 @@ def open_verified(disk: FileSystem, directory: Path, level: Level = "quick") -> 
 
 
 def verify(disk: FileSystem, directory: Path, level: Level = "quick") -> list[FileFault]:
-    """Everything that is wrong with a checkpoint, by file; empty where it passes.
+    """All faults of a checkpoint, by file; empty if it passes.
 
-    >>> verify(Disk(), Path("checkpoints/latest"), "full")  # doctest: +SKIP
+    >>> verify(FileSystem(), Path("checkpoints/latest"), "full") # doctest: +SKIP
     [FileFault(file='actor/model.safetensors', problem='...', tensors=('actor/lm_head.weight',))]
     """
     try:
@@ -62,7 +62,7 @@ def verify(disk: FileSystem, directory: Path, level: Level = "quick") -> list[Fi
 
 
 def quick_faults(disk: FileSystem, published: Checkpoint) -> tuple[list[FileFault], list[FileFault]]:
-    """What is missing, and what else is wrong, without reading the files' content."""
+    """Missing files and other faults that can be found without reading the files' content."""
     sizes, _ = files_below(disk, published.directory)
     for own in (COMMIT, MANIFEST):
         sizes.pop(own, None)
@@ -83,7 +83,7 @@ def quick_faults(disk: FileSystem, published: Checkpoint) -> tuple[list[FileFaul
 
 
 def full_faults(disk: FileSystem, published: Checkpoint) -> list[FileFault]:
-    """Every file whose bytes are not those that were written, with the tensors that lie where they differ."""
+    """Every file whose bytes differ from what was written, with the affected tensors."""
     deltas = _deltas(disk, published)
     stored = {path: delta for delta in deltas for path in (delta.entry.delta, delta.entry.base)}
     faults = [
@@ -119,7 +119,7 @@ def _content_faults(
 
 
 def _decoded_faults(delta: DeltaFile) -> Iterator[FileFault]:
-    """Where what comes out of two files that are whole is not what was saved."""
+    """Faults of decoded files whose delta and base are both intact."""
     begin = 0
     for leaf in delta.entry.file.leaves:
         end = begin + leaf.size
@@ -139,7 +139,7 @@ def _deltas(disk: FileSystem, published: Checkpoint) -> list[DeltaFile]:
 
 
 def _made_of(published: Checkpoint) -> dict[str, str]:
-    """The file, as it is read, of each that is stored for it."""
+    """For each stored delta and base, the decoded file that they belong to."""
     return {path: entry.path for entry in published.manifest.deltas for path in (entry.delta, entry.base)}
 
 
@@ -148,7 +148,7 @@ def _named(directory: Path, error: OSError) -> str:
 
 
 def tiling_faults(published: Checkpoint) -> Iterator[FileFault]:
-    """Where the slices of a tensor do not tile it, or reach over the end of a file."""
+    """Faults of slices that do not tile their tensor, or extend beyond the end of a file."""
     sizes = {entry.path: entry.size for entry in published.manifest.contents.values()}
     for tensor in published.manifest.tensors:
         faults = tensor.faults()

@@ -1,8 +1,8 @@
 """The commit log of a remote store: numbered records, each created once by whoever is first.
 
-A trainer's claim is a record, and so is a checkpoint. Whoever appends has read every record before, since the number
-after the last one is the only one it may create; so a trainer whose claim was followed by another's finds out at the
-very record that would have published, and not one request later.
+Claims of trainers and checkpoints are both records. A writer can create only the number after the last record, so it
+has read all earlier records; a trainer whose claim was superseded therefore finds out when it creates the record that
+would have published its checkpoint.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class LogRecord:
     Args:
         number: from 1.
         kind: a trainer's claim on the tier, or a checkpoint.
-        claim: of the trainer that wrote it; empty where somebody pushed by hand.
-        by: who that was, for people.
+        claim: of the trainer that wrote it; empty for a manual push.
+        by: the writer, for information.
         manifest: digest of the checkpoint's manifest.
         manifest_bytes: its size.
     """
@@ -60,7 +60,7 @@ class CommitLog:
     """The records of one tier.
 
     Args:
-        claim: of this trainer, taken by `take_claim`; empty appends beside whoever owns the tier.
+        claim: of this trainer, taken by `take_claim`; empty: append without being the owner of the tier.
     """
 
     def __init__(self, store: ObjectStore, claim: str = ""):
@@ -69,7 +69,7 @@ class CommitLog:
         self._records: dict[int, LogRecord] = {}
 
     def records(self) -> list[LogRecord]:
-        """All, in order. Asks the store for those that are new, one after another where its listing is late.
+        """All records in order. Requests new ones from the store, by number if its listing is delayed.
 
         Raises:
             StorageError: the store does not answer.
@@ -94,10 +94,10 @@ class CommitLog:
         return [self._records[number] for number in sorted(self._records)]
 
     def take_claim(self) -> None:
-        """Become the trainer that uploads here, unless this claim is there already; see `append`.
+        """Become the owner of the tier, unless this claim is already recorded; see `append`.
 
         Raises:
-            CheckpointFenced: it is, and another one came after it.
+            CheckpointFenced: it is recorded and another claim followed it.
             ConfigError: the store replaces an object although the request forbids it.
         """
         assert self.claim, "a claim has a name"
@@ -122,7 +122,8 @@ class CommitLog:
         return self._records[number]
 
     def _create(self, **facts: Any) -> int:
-        """Create the next record. One of somebody else that turns up at its number is read first, and may end this."""
+        """Create the next record. If another writer has created that number, its record is read first, which may
+        raise."""
         while True:
             if facts["kind"] == "checkpoint":
                 self._refuse_if_fenced()
@@ -146,7 +147,7 @@ class CommitLog:
             )
 
     def _beyond(self) -> Iterator[LogRecord]:
-        """Records that the listing did not show yet."""
+        """Records that the store's listing did not show yet."""
         number = self._last + 1
         while (record := self._read(number)) is not None:
             yield record

@@ -31,16 +31,16 @@ from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, 
 
 
 def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: bool = False) -> Checkpoint:
-    """Fetch a checkpoint, unless it is there; files that a checkpoint of the directory has already are linked.
+    """Download a checkpoint unless it exists; files that another checkpoint of the directory has are linked.
 
-    Every byte is hashed before it is published, by one rename, under the name that it had.
+    Every byte is hashed before the checkpoint is published, by one rename, under its original name.
 
     Args:
-        anew: fetch it although it is there, since its copy is damaged.
+        anew: download it although it exists, because the local copy is damaged.
     Raises:
-        BadCheckpoint: something of it is missing in the store, or is not what was written.
-        NoSpaceForCheckpoint, CheckpointWriteFailed: the directory does not take it; nothing was published.
-        CheckpointReadFailed: the directory cannot be looked at.
+        BadCheckpoint: a part is missing in the store, or differs from what was written.
+        NoSpaceForCheckpoint, CheckpointWriteFailed: it cannot be written; nothing was published.
+        CheckpointReadFailed: the directory cannot be read.
         StorageError: the store does not answer.
     """
     with read_errors(f"looking at {store.directory}"):
@@ -63,7 +63,7 @@ def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: boo
 
 
 def local_copy(directory: CheckpointDirectory, manifest: str) -> Checkpoint | None:
-    """The checkpoint with this manifest, if it lies whole in a directory."""
+    """The checkpoint with this manifest, if it is complete in a directory."""
     for path in directory.candidates():
         with contextlib.suppress(BadCheckpoint, FileNotFoundError):
             published = open_verified(directory.disk, path)
@@ -86,7 +86,7 @@ def _publish(store: CheckpointStore, staged: Path, published: RemoteCheckpoint) 
 
 
 def _files_by_content(directory: CheckpointDirectory) -> dict[tuple[str, int], Path]:
-    """Where the files of the directory's checkpoints lie, by digest and size."""
+    """Paths of the files of the directory's checkpoints, by digest and size."""
     found: dict[tuple[str, int], Path] = {}
     for published in directory.complete():
         for entry in published.manifest.files:

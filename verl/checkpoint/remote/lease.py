@@ -2,9 +2,10 @@
 
     leases/000000000007.json    who holds it, and how often it was renewed; the highest number is the one that counts
 
-A lease is taken by creating the object of the next number, which only one of several can do, renewed by writing that
-object again, and given up by writing that it was. Whoever finds one waits to see whether it is renewed: then its run
-lives. No clocks of two machines are compared, but for a lease that was not renewed for many times its length.
+A lease is taken by creating the object of the next number, which succeeds for only one process, renewed by writing the
+object again, and released by a final write. A run that finds a lease waits to see whether it is renewed, which means
+that its holder is alive. Clocks of different machines are compared only for a lease that was not renewed for many
+times its duration.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseRecord(LockHolder):
-    """What a lease tells.
+    """Content of a lease object.
 
     Args:
         machine: the boot and the process namespace that `pid` belongs to.
         renewals: how often it was renewed.
-        renewed_at: when it was last, in seconds of the holder's clock.
-        is_released: its run has ended.
+        renewed_at: time of the last renewal, by the holder's clock.
+        is_released: the run has ended.
     """
 
     machine: str = ""
@@ -55,7 +56,7 @@ class LeaseRecord(LockHolder):
 
     @property
     def is_known_dead(self) -> bool:
-        """Whether its process was one of this machine, and is not there any more, or is this one."""
+        """Whether its holder is a process of this machine that has ended, or this process."""
         return bool(self.machine) and self.machine == machine_id() and not is_alive(self)
 
 
@@ -63,7 +64,7 @@ class StoreLease:
     """The lease of one run on one place of a store.
 
     Args:
-        storage: the place.
+        storage: the location.
         holder: this run.
         number: of a lease that another process of this run has taken.
     """
@@ -75,7 +76,7 @@ class StoreLease:
         self._thread: threading.Thread | None = None
 
     def acquire(self, wait_s: float = LEASE_S) -> LeaseRecord | None:
-        """Take the lease. Gives who holds it where that run lives, and None once it is this run's.
+        """Take the lease. Returns the holder if its run is alive, and None on success.
 
         Raises:
             StorageError: the store does not answer, or refuses.
@@ -92,18 +93,18 @@ class StoreLease:
                     return None
 
     def keep(self) -> None:
-        """Renew it from a thread, until `stop`."""
+        """Renew it periodically in a thread, until `stop`."""
         if self.number is not None and self._thread is None:
             self._over.clear()
             self._thread = threading.Thread(target=self._renew_all_the_time, name="store lease", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Renew it no more: another process of the run does, or the run ends. Waits for nothing."""
+        """Stop renewing, because another process of the run does or the run ends. Does not wait."""
         self._over.set()
 
     def release(self) -> None:
-        """Give it up; a store that does not answer lets it end by itself. May be called again."""
+        """Release it; if the store does not answer, the lease expires. Idempotent."""
         self.stop()
         if self._thread is not None:
             self._thread.join(timeout=END_TIMEOUT_S)
@@ -116,7 +117,7 @@ class StoreLease:
                 store.put(_key(number), self._data())
 
     def renew(self, store: ObjectStore) -> bool:
-        """Write it anew; whether it is still this run's.
+        """Renew the lease once; returns whether it still belongs to this run.
 
         Raises:
             StorageError: the store does not answer.
@@ -143,14 +144,14 @@ class StoreLease:
 
 
 def newest_lease(store: ObjectStore) -> tuple[int, LeaseRecord | None]:
-    """The number of the lease that counts, and what it tells; 0 where there is none."""
+    """Number and content of the current lease; 0 if there is none."""
     numbers = [int(found[1]) for one in store.list(LEASES) if (found := KEY.fullmatch(one.key))]
     number = max(numbers, default=0)
     return number, _read(store, number) if number else None
 
 
 def living_holder(storage: Storage, wait_s: float) -> LeaseRecord | None:
-    """The run that holds a place, if it was seen to live within `wait_s`; takes nothing.
+    """The run that holds the lease, if a renewal was seen within `wait_s`; does not take the lease.
 
     Raises:
         StorageError: the store does not answer, or refuses.
@@ -161,7 +162,7 @@ def living_holder(storage: Storage, wait_s: float) -> LeaseRecord | None:
 
 
 def machine_id() -> str:
-    """What two processes share that see each other's process ids."""
+    """An id that is equal for two processes that can see each other's process ids."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -169,7 +170,7 @@ def machine_id() -> str:
 
 
 def _lives(store: ObjectStore, number: int, found: LeaseRecord, wait_s: float) -> bool:
-    """Whether the run that holds a lease is alive: it renews it."""
+    """Whether the holder of a lease is alive, that is, renews it."""
     if found.is_released or found.is_known_dead:
         return False
     if found.machine and found.machine == machine_id():
@@ -192,7 +193,7 @@ def _lives(store: ObjectStore, number: int, found: LeaseRecord, wait_s: float) -
 
 
 def _read(store: ObjectStore, number: int) -> LeaseRecord | None:
-    """One that cannot be read is nobody's."""
+    """Read a lease; an unreadable one counts as released."""
     try:
         size = store.size(_key(number))
         return parse_as(LeaseRecord, store.get(_key(number), 0, size)) if size <= LIMIT_BYTES else None

@@ -1,4 +1,4 @@
-"""Checkpoints of a remote store: which there are, which is the newest, are they complete, and their bytes by ranges."""
+"""Checkpoints of a remote store: listing, the newest one, verification, and reading by ranges."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ OBJECTS, MANIFESTS = "objects/", "manifests/"
 
 @dataclass(frozen=True)
 class RemoteCheckpoint(Checkpoint):
-    """A checkpoint of a tier whose manifest is the one that the log names.
+    """A checkpoint of a tier whose manifest matches the log.
 
     Attributes:
-        directory: where it would lie, for messages.
+        directory: its address, for messages.
         data: of the manifest.
         record: of the log.
     """
@@ -68,7 +68,7 @@ class RemoteStore:
     >>> tier.newest().step  # doctest: +SKIP
     3200
 
-    Every question raises StorageError where the store does not answer.
+    Every method raises StorageError if the store does not answer.
     """
 
     def __init__(self, store: ObjectStore):
@@ -76,19 +76,19 @@ class RemoteStore:
         self.log = CommitLog(store)
 
     def records(self) -> list[LogRecord]:
-        """Of all checkpoints, the newest last; one that was pushed twice counts once."""
+        """Records of all checkpoints, the newest last, without duplicates."""
         found = {record.manifest: record for record in self.log.records() if record.kind == "checkpoint"}
         return sorted(found.values(), key=lambda record: (record.sequence, record.number))
 
     def highest_sequence(self) -> int:
-        """Of a publication; 0 where there is none."""
+        """The highest sequence number; 0 if there is none."""
         return max((record.sequence for record in self.records()), default=0)
 
     def open(self, record: LogRecord) -> RemoteCheckpoint:
         """Read a checkpoint's manifest.
 
         Raises:
-            BadCheckpoint: it is not there, or not the one that the log names.
+            BadCheckpoint: it is missing, or does not match the log.
         """
         where = self.directory(record)
         try:
@@ -107,7 +107,7 @@ class RemoteStore:
             raise CheckpointCorrupt(where, [FileFault(MANIFEST, str(error))]) from error
 
     def find(self, name: str | None = None) -> LogRecord:
-        """The record of a name, the last of its name; of the newest where none is given.
+        """The last record of a name; without a name, that of the newest checkpoint.
 
         Raises:
             CheckpointNotFound: there is none.
@@ -119,7 +119,8 @@ class RemoteStore:
         return named[-1]
 
     def verified(self, record: LogRecord, level: Level = "quick") -> RemoteCheckpoint:
-        """Open one that passes: its objects are there and as long as they should be; with `full`, every byte is hashed.
+        """Open a checkpoint after verification: its objects exist and have the right sizes; with `full`, every byte is
+        hashed.
 
         Raises:
             BadCheckpoint: with everything that is wrong, by file.
@@ -152,7 +153,7 @@ class RemoteStore:
         return good, bad
 
     def newest(self) -> RemoteCheckpoint:
-        """The newest that is whole.
+        """The newest complete checkpoint.
 
         Raises:
             CheckpointNotFound: there is none.
@@ -181,7 +182,7 @@ class RemoteStore:
         return parse_state(published.directory, self.reader(published).read(STATE))
 
     def directory(self, record: LogRecord) -> Path:
-        """Where a checkpoint would lie, for messages."""
+        """Address of a checkpoint, for messages."""
         return Path(self.store.address.replace("://", ":/"), record.name)
 
     def _content_faults(self, published: RemoteCheckpoint, entry: FileEntry) -> list[FileFault]:
@@ -197,9 +198,9 @@ class RemoteStore:
 
 
 class RemoteReader(CheckpointReader):
-    """Reads one checkpoint of a tier: fetches, and always hashes, the leaves that what is asked for lies in, once.
+    """Reads one checkpoint of a tier: fetches each leaf that contains requested bytes once, and always hashes it.
 
-    A tensor of many gigabytes beside it is never touched; what was fetched stays in memory as long as the reader.
+    Other tensors are not read. Fetched leaves stay in memory during the lifetime of the reader.
     """
 
     def __init__(self, store: ObjectStore, published: RemoteCheckpoint, writable: bool = False):
@@ -207,11 +208,11 @@ class RemoteReader(CheckpointReader):
         self._store = store
 
     def _open_file(self, entry: FileEntry) -> memoryview:
-        """Memory for the file, which is taken as it is written to."""
+        """Memory for the file, allocated lazily by the system."""
         return memoryview(mmap.mmap(-1, entry.size) if entry.size else bytearray())
 
     def _stored(self, path: str, begin: int, end: int) -> memoryview:
-        """A difference, or its base, is fetched as any other file."""
+        """Fetch a delta or a base like any other file."""
         entry = self._entries[path]
         data = self._map(entry)
         self._verify(entry, data, begin, end)
@@ -232,7 +233,7 @@ class RemoteReader(CheckpointReader):
             super()._verify(entry, data, low, high)
 
     def _unchecked(self, entry: FileEntry, begin: int, end: int) -> list[tuple[int, int]]:
-        """Runs of leaves, from `first` to before `last`, that hold bytes of a range and were not fetched."""
+        """Runs of leaves, from `first` up to `last` (exclusive), that overlap a range and were not fetched yet."""
         runs: list[tuple[int, int]] = []
         ends, checked = self._ends[entry.path], self._checked[entry.path]
         for number, leaf in enumerate(entry.leaves):
@@ -246,12 +247,12 @@ class RemoteReader(CheckpointReader):
 
 
 def object_key(entry: FileEntry) -> str:
-    """Where the bytes of a file lie."""
+    """The key of a file's object."""
     return f"{OBJECTS}{entry.blake3}-{entry.size}"
 
 
 def regrouped(pieces: Iterable[bytes], entry: FileEntry) -> Iterator[bytes]:
-    """The bytes of a file, cut where its leaves end."""
+    """The bytes of a file, split at the ends of its leaves."""
     held, coming = bytearray(), iter(pieces)
     for leaf in entry.leaves:
         while len(held) < leaf.size:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -27,32 +26,6 @@ class RayReply(NamedTuple):
 
     serialized: Serialized | None
     error: str | None = None
-
-
-LOOPBACK = "127.0.0.1"
-_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
-
-
-def free_address(host: str) -> str:
-    """Where processes can meet at an address of this machine."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
-
-
-def interface_of(address: str) -> str:
-    """The network interface of this machine that has an address of IPv4; empty where none does."""
-    if sys.platform != "linux":
-        return ""
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # one without an address
-                told = fcntl.ioctl(asking, _ADDRESS_OF_INTERFACE, name.encode()[:15].ljust(256, b"\0"))
-                if socket.inet_ntoa(told[20:24]) == address:
-                    return name
-    return ""
 
 
 def own_gpu(ids: Sequence[str], visible: str | None) -> int:

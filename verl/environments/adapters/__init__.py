@@ -1,1 +1,1 @@
-"""What a host process runs: each module stands alone, so that another interpreter can run it without this package."""
+"""Programs of host processes. Each module has no imports from this package, so that another interpreter can run it."""

@@ -1,4 +1,5 @@
-"""An environment of gymnasium as one of texts. Runs in any interpreter that has gymnasium."""
+"""Adapter from a gymnasium environment to text observations and actions. Runs in any interpreter that has
+gymnasium."""
 
 import re
 

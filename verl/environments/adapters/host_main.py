@@ -3,7 +3,7 @@
     {"id": 7, "op": "step", "env": 3, "action": {"text": "..."}}   ──>   {"id": 7, "value": {...}}
                                                                   or    {"id": 7, "error": "...", "kind": "infra"}
 
-Each environment has a thread of its own, so that one which hangs holds up no other. What an environment prints goes to
+Each environment has its own thread, so one that hangs does not block the others. Output of an environment goes to
 stderr.
 """
 
@@ -22,7 +22,8 @@ MAX_REPLY = 8 << 20  # characters
 
 
 class HostedAction:
-    """One turn of the model: its `text`, the tool `calls` in it, and the `call_id` that a repetition has too."""
+    """One turn of the model: its `text`, its tool `calls`, and a `call_id`, which is the same if the turn is
+    repeated."""
 
     def __init__(self, text, calls=(), call_id=""):
         self.text, self.calls, self.call_id = text, calls, call_id
@@ -54,7 +55,7 @@ class Replies:
 
 
 def located(path):
-    """A class, or a module where no name is given, of `file.py:Name` or `module:Name`."""
+    """Import the class of `file.py:Name` or `module:Name`, or the module if no name is given."""
     source, _, name = path.rpartition(":") if ":" in os.path.basename(path) else (path, "", "")
     if source.endswith(".py"):
         directory = os.path.dirname(os.path.abspath(source))
@@ -75,7 +76,7 @@ def settled(loop, found):
 
 
 def as_reply(found):
-    """What `step` gave, as a JSON object."""
+    """The return value of `step` as a JSON object."""
     if isinstance(found, tuple) and len(found) == 5:
         found = dict(zip(STEP, found))
     elif not isinstance(found, dict) and hasattr(found, "terminated"):
@@ -182,7 +183,9 @@ def main():
             missing = [name for name in ("reset", "step") if not hasattr(kind, name)]
             if missing:
                 raise TypeError(f"{options['path']} has no {' and no '.join(missing)}")
-            replies.send({"id": 0, "value": None})
+            arguments = options.get("arguments", {})
+            described = kind.describe(options.get("describe", 0), **arguments) if hasattr(kind, "describe") else None
+            replies.send({"id": 0, "value": described})
     except BaseException as error:  # noqa: BLE001 - code of the user
         replies.send({"id": 0, "error": f"{type(error).__name__}: {error}"[:2000], "kind": "infra"})
         return

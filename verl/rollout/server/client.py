@@ -43,14 +43,14 @@ NOISE_NATS = 1e-5  # below it nothing can be told of which weights a server hold
 
 @dataclass(frozen=True)
 class ServerConnection:
-    """What the engine works with.
+    """A checked connection to a server.
 
     Attributes:
-        transfer: the way of new weights; None where they stay, or another process sends them.
-        limit: tokens of prompt and response that the server takes, or None where it does not say.
-        source: who tells the log-probs of responses.
-        gap_nats: mean distance of the server's log-probs of fixed text from the trainer's at the start; None where it
-            does not tell them.
+        transfer: sends new weights; None if the server's weights are fixed or another process sends them.
+        limit: the server's limit on tokens of prompt and response; None if it reports none.
+        source: where log-probs of responses come from, the server or the trainer.
+        gap_nats: mean distance between the log-probs of server and trainer on fixed text at the start; None if the
+            server does not return them.
     """
 
     client: HTTPClient
@@ -64,7 +64,7 @@ class ServerConnection:
 
 @dataclass(frozen=True)
 class _PendingResponses:
-    """Responses on their way."""
+    """Responses that were requested and not yet collected."""
 
     prompts: DataProto
     request: GenerationRequest
@@ -103,10 +103,10 @@ class ServerSampler(RolloutEngine):
         return self.finish()
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Have the server begin to draw; its weights stay as they are until `finish`.
+        """Send the requests; the server's weights must not change until `finish`.
 
         Raises:
-            ConfigError: the trainer would tell the log-probs, and it trains meanwhile.
+            ConfigError: log-probs come from the trainer, which trains at the same time.
         """
         if self.parts.source == "trainer":
             raise ConfigError(
@@ -116,7 +116,7 @@ class ServerSampler(RolloutEngine):
         self._begin(prompts, request)
 
     def finish(self) -> DataProto:
-        """The responses that were begun, as `generate` gives them."""
+        """Wait for the responses of `begin`, in the form of `generate`."""
         assert self._begun is not None
         begun, self._begun = self._begun, None
         self._await(begun)
@@ -126,7 +126,7 @@ class ServerSampler(RolloutEngine):
         """See `RolloutEngine.turns`.
 
         Raises:
-            ConfigError: the server does not tell log-probs, or an episode is too long for it.
+            ConfigError: the server does not return log-probs, or an episode is too long for it.
         """
         if self.parts.source != "server":
             raise ConfigError(
@@ -171,10 +171,10 @@ class ServerSampler(RolloutEngine):
         return assemble(prompts, n, responses, mask, self._trainers_log_probs(made, responses.shape[1]), self.pad_id)
 
     def sync(self) -> SyncResult:
-        """Give the server the present weights, and compare log-probs of fixed text on both sides.
+        """Send the current weights to the server and compare log-probs of fixed text on both sides.
 
         Raises:
-            RolloutError: it did not take them, or computes something else with them.
+            RolloutError: the server rejected the weights, or its log-probs differ.
         """
         if self.options.weights == "fixed":
             is_first = self._before is None
@@ -190,7 +190,7 @@ class ServerSampler(RolloutEngine):
         return synced
 
     def _renew(self) -> SyncResult:
-        """Give the server the present weights, and see that it computes with them."""
+        """Send the current weights to the server and check that it uses them."""
         assert self.parts.transfer is not None
         moved = self.parts.transfer.move(self.model, self.autocast)
         gap, gap_before = self._gaps()
@@ -210,7 +210,7 @@ class ServerSampler(RolloutEngine):
             self.parts.transfer.close()
 
     def _seeds(self, prompts: DataProto, request: GenerationRequest) -> list[int | None]:
-        """One for each response, of what identifies it: below 2^53, which every JSON holds exactly."""
+        """One seed per response, derived from its identity; below 2^53, which JSON numbers represent exactly."""
         n = request.num_samples
         if not self.options.send_seed:
             return [None] * (len(prompts) * n)
@@ -233,7 +233,8 @@ class ServerSampler(RolloutEngine):
 
     @torch.no_grad()
     def _trainers_log_probs(self, rows: DataProto, width: int) -> Tensor:
-        """[B width], of the responses, by the model that trains; rows are cut by length into passes that fit."""
+        """Log-probs [B width] of the responses, computed by the training model in passes of rows with similar
+        lengths."""
         self.model.eval()
         device, found = compute_device(self.model), torch.zeros(len(rows), width)
         lengths = rows["attention_mask"].sum(dim=1).tolist()
@@ -247,7 +248,8 @@ class ServerSampler(RolloutEngine):
         return found
 
     def _gaps(self) -> tuple[float | None, float | None]:
-        """Mean distance of the server's log-probs from the trainer's, those of now and those of the last sync."""
+        """Mean distance between the server's log-probs and the trainer's: its current ones, and those of the last
+        sync."""
         told = self.parts.probe.server_log_probs()
         if told is None:
             return None, None
@@ -257,12 +259,13 @@ class ServerSampler(RolloutEngine):
         return float(np.abs(told - now).mean()), None if before is None else float(np.abs(told - before).mean())
 
     def _allowed_nats(self) -> float:
-        """What log-probs of fixed text may differ by, of equal weights."""
+        """Largest distance, in nats, between log-probs of fixed text that rounding explains."""
         name = self.autocast or str(self.model.dtype).removeprefix("torch.")
         return self.options.max_gap_nats or ALLOWED_NATS.get(name, ALLOWED_NATS["float32"])
 
     def _compute_type(self) -> str | None:
-        """A server does not tell its type: the trainer's, unless a larger distance was seen, or is allowed."""
+        """Servers do not report their data type: assume the trainer's, unless a larger distance was seen or is
+        allowed."""
         if self.parts.source == "trainer":
             return None
         seen = self.options.max_gap_nats or self.parts.gap_nats

@@ -16,24 +16,25 @@ from verl.rollout.server.protocols import DIVIDED
 
 @component
 class ServerRollout(Rollout):
-    """Generate on a server that somebody else runs.
+    """Generate on an external server, which verl does not start.
 
     Args:
         endpoint: its address without `/v1`, its key, limits, time-outs and retries; one request is one response.
         protocol: `openai`: /v1/completions with token ids both ways, as vLLM has it; `tgi`: /generate of Text
             Generation Inference, with prompts as texts.
-        model: as the server names it; null: the only one that it serves. For `openai`.
+        model: name of the model on the server; null: the only one that it serves. For `openai`.
         weights: `reload`: after each update the server, a vLLM started with VLLM_SERVER_DEV_MODE=1, reads the new
-            weights from `transfer_dir`, and proves it by log-probs. `fixed`: it keeps its weights for ever, so that
-            responses are more and more those of an older policy, as `algorithm.correction` can correct for a while.
+            weights from `transfer_dir`, and proves it by log-probs. `fixed`: the server's weights never change, so
+            responses come from an increasingly older policy, which `algorithm.correction` can correct for a few
+            updates.
         transfer_dir: directory that the trainer and the server both see, for `reload`; null: one in memory
             (/dev/shm), for a server on this machine.
         log_probs: where `rollout_log_probs` come from. `server`: from its answers, if they are
             log_softmax(logits / temperature); `trainer`: from a forward pass of the model that trains; `auto`: from the
             server where that is right, else from the trainer.
-        send_seed: with each request goes a seed made of (run seed, step, prompt, sample), so that a server that heeds
-            it draws the same again.
-        max_gap_nats: largest mean distance between log-probs of fixed text, here and there, that is put down to
+        send_seed: send a seed derived from (run seed, step, prompt, sample) with each request, so that a server that
+            supports seeds can repeat a response.
+        max_gap_nats: largest mean distance between the log-probs of server and trainer on fixed text that counts as
             rounding; null: 0.001 for float32, 0.05 for float16, 0.3 for bfloat16 under `reload`, and 1 under `fixed`,
             where the actor may have moved on. Before the first reload a distance above 1 means another model.
     """

@@ -37,10 +37,10 @@ MODE = "start vLLM with --logprobs-mode"
 def connect(
     options: ServerRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast, context: BuildContext
 ) -> ServerSampler:
-    """The engine, on a server that was found fit.
+    """Check a server and return the engine that uses it.
 
     Raises:
-        ConfigError: no server is there, or it is not fit; says what to change.
+        ConfigError: no server answers, or it cannot be used; says what to change.
     """
     stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
     with faults_below("rollout"):
@@ -85,7 +85,7 @@ def _refuse_absence(client: HTTPClient) -> None:
 
 
 def _protocol(options: ServerRollout, client: HTTPClient, tokenizer: Any) -> tuple[ServerProtocol, int | None]:
-    """How the server is spoken to, and the tokens of prompt and response that it takes, where it says so."""
+    """The protocol, and the server's limit on tokens of prompt and response if it reports one."""
     if options.protocol == "tgi":
         info = _told(client, "/info", "protocol is tgi")
         limit = info.get("max_total_tokens") if isinstance(info, dict) else None
@@ -103,7 +103,7 @@ def _limit(told: Any) -> int | None:
 
 
 def _chosen(cards: Sequence[dict[str, Any]], name: str | None, url: str) -> dict[str, Any]:
-    """The model that is asked; adapters, which have a parent, are none by themselves."""
+    """The name of the model to request; adapters (entries with a parent) do not count as models."""
     served = ", ".join(card["id"] for card in cards) or "nothing"
     if name is not None:
         if found := [card for card in cards if card["id"] == name]:
@@ -133,7 +133,7 @@ def _told(client: HTTPClient, path: str, setting: str) -> Any:
 
 
 def _refuse_text_only(client: HTTPClient, protocol: ServerProtocol, rows: Sequence[Sequence[int]]) -> None:
-    """One token is drawn, to see whether its answers can be used at all; any token may end it."""
+    """Request one token to check whether the server's responses can be used; any token may end the response."""
     draw = _TrialRequest(protocol, rows[0], SamplingRequest(max_tokens=1, greedy=True))
     report = client.ask([draw])[0]
     assert report is not None
@@ -151,7 +151,8 @@ class _TrialRequest(GenerateRequest):
 
 
 def _source(options: ServerRollout, probe: LogProbCheck) -> Literal["server", "trainer"]:
-    """Who tells the log-probs of responses: log_softmax(logits / temperature), whatever was cut off in drawing."""
+    """Where log-probs come from: they must be log_softmax(logits / temperature), without the effect of top_k and
+    top_p."""
     is_cut = options.top_k > 0 or options.top_p < 1
     if options.log_probs == "trainer":
         return "trainer"
@@ -178,10 +179,10 @@ def _source(options: ServerRollout, probe: LogProbCheck) -> Literal["server", "t
 
 
 def _refuse_another_model(options: ServerRollout, probe: LogProbCheck, model: Any, autocast: Autocast) -> float | None:
-    """Before its weights are replaced, too: a server of another model is somebody else's.
+    """Raise if the server holds another model, before its weights are replaced.
 
     Returns:
-        The mean distance of log-probs of fixed text, in nats; None where the server does not tell them.
+        The mean distance of log-probs of fixed text, in nats; None if the server does not return them.
     """
     told = probe.server_log_probs()
     if told is None:
@@ -205,5 +206,5 @@ def _refuse_divided(options: ServerRollout, model: Any) -> None:
 
 
 def _num_tokens(model: Any, tokenizer: Any) -> int:
-    """Ids that a prompt may hold."""
+    """Number of token ids that a prompt may contain."""
     return min(model.config.get_text_config().vocab_size, len(tokenizer))

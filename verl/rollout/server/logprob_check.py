@@ -26,7 +26,7 @@ class LogProbCheck:
     """Fixed rows of tokens, and their log-probs on both sides.
 
     Args:
-        wish: how responses are drawn in this run.
+        wish: sampling options of this run.
     """
 
     def __init__(self, client: HTTPClient, protocol: ServerProtocol, rows: Rows, wish: SamplingRequest):
@@ -35,10 +35,10 @@ class LogProbCheck:
         self._drawing = replace(wish, max_tokens=DRAWN_TOKENS, min_tokens=0, seed=17)
 
     def server_log_probs(self, rows: Rows | None = None) -> np.ndarray | None:
-        """Of each token but the first, by the server, one row after another; None where it does not tell them.
+        """Log-probs of each token but the first, from the server, row by row; None if it does not return them.
 
         Raises:
-            RolloutError: it does not answer.
+            RolloutError: the server does not answer.
         """
         told = [
             drawn.prompt_log_probs for drawn in ask_server(self.client, self.protocol, rows or self.rows, self.wish)
@@ -46,14 +46,14 @@ class LogProbCheck:
         return None if None in told else np.array([x for row in told for x in row or ()])
 
     def trainer_log_probs(self, model: Any, autocast: Autocast) -> np.ndarray:
-        """The same, by the model that trains."""
+        """The same log-probs, from the training model."""
         rows = [trainer_log_probs(model, (row,), autocast).ravel() for row in self.rows]
         return np.concatenate(rows)
 
     def tells_raw(self) -> bool | None:
-        """Whether log-probs of drawn tokens are those of the model itself, whatever temperature and truncation.
+        """Whether the server returns raw log-probs, before temperature, top_k and top_p.
 
-        None where that cannot be learned, since the server tells nothing of a prompt.
+        None if this cannot be determined, because the server returns no log-probs of prompts.
         """
         drawn = ask_server(self.client, self.protocol, self.rows, self._drawing)
         longer = tuple((*row, *response.ids) for row, response in zip(self.rows, drawn, strict=True))
@@ -68,10 +68,10 @@ class LogProbCheck:
 
 
 def probe_rows_for(protocol: ServerProtocol, tokenizer: Any, vocab_size: int, context: int) -> Rows:
-    """Rows that can be sent: tokens by chance, or where only texts can be sent, plain texts.
+    """Rows for the check: random tokens, or plain texts if the protocol sends texts.
 
     Raises:
-        RolloutError: none of the texts can.
+        RolloutError: none of the texts survives tokenization unchanged.
     """
     if not isinstance(protocol, TGIProtocol):
         return probe_rows(vocab_size, context)
@@ -85,10 +85,10 @@ def probe_rows_for(protocol: ServerProtocol, tokenizer: Any, vocab_size: int, co
 def ask_server(
     client: HTTPClient, protocol: ServerProtocol, rows: Sequence[Sequence[int]], wish: SamplingRequest
 ) -> list[ServerResponse]:
-    """A response to each row.
+    """One response for each row.
 
     Raises:
-        RolloutError: there is none, for good.
+        RolloutError: the server gives no usable response after all retries.
     """
     draws = [GenerateRequest(protocol, row, wish) for row in rows]
     for report in client.ask(draws, stop_at_failure=True):

@@ -1,9 +1,8 @@
 """Protocols of inference servers: OpenAI-compatible `POST /v1/completions` (vLLM) and TGI's `POST /generate`.
 
 `ServerProtocol` is the interface; `SamplingRequest` and `ServerResponse` are the same for both. The `read_...`
-functions are the one place where token ids, log-probs and reasons to end are read from a server's JSON: each returns
-the value or raises `RetryableAnswer`, which says what was found and where; `NotRetryable` where asking again is of no
-use.
+functions are the only code that parses token ids, log-probs and finish reasons of a server's JSON: each returns the
+value or raises `RetryableAnswer` with the value and its place, or `NotRetryable` if a retry cannot help.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from verl.rollout.base import log_prob_fault
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """How one response is to be drawn.
+    """Sampling options of one response.
 
     Attributes:
         max_tokens, min_tokens: of the response.
-        greedy: the likeliest token each time; `temperature`, `top_k` and `top_p` are then not used.
+        greedy: choose the likeliest token at each position; `temperature`, `top_k` and `top_p` are ignored.
         seed: of this response; None: the server's own.
         stop_ids: tokens that end it, and belong to it.
-        tells_prompt: whether log-probs of the prompt's tokens are wanted too.
-        num_tokens: that the actor's model knows; a response holds ids below it. None where that is not known.
+        tells_prompt: whether to return log-probs of the prompt's tokens too.
+        num_tokens: vocabulary size of the actor's model; ids of a response are below it. None if not known.
     """
 
     max_tokens: int
@@ -48,9 +47,9 @@ class ServerResponse:
     """One response.
 
     Attributes:
-        ids: its tokens, the one that ended it included.
-        log_probs: of each, as the server means them.
-        prompt_log_probs: of each token of the prompt but the first, where they were wished for and can be had.
+        ids: its tokens, including the stop token.
+        log_probs: of each token, by the server's definition.
+        prompt_log_probs: of each token of the prompt but the first, if they were requested and the server has them.
     """
 
     ids: list[int]
@@ -59,11 +58,11 @@ class ServerResponse:
 
 
 class ServerProtocol(ABC):
-    """How one kind of server is spoken to.
+    """The protocol of one kind of server.
 
     Attributes:
         path: of a request for a response.
-        takes_ids: whether prompts go there as token ids, and not as text.
+        takes_ids: whether prompts are sent as token ids rather than as text.
     """
 
     path: str
@@ -78,15 +77,15 @@ class ServerProtocol(ABC):
         """The response.
 
         Raises:
-            RetryableAnswer: it has none; NotRetryable where this server never will.
+            RetryableAnswer: the reply holds no valid response. NotRetryable: this server cannot return one.
         """
 
 
 class GenerateRequest(Request):
-    """One response, on its way.
+    """The request of one response.
 
     Attributes:
-        drawn: once it is there.
+        drawn: the response, once it has arrived.
     """
 
     def __init__(self, protocol: ServerProtocol, prompt: Sequence[int], wish: SamplingRequest):
@@ -101,13 +100,13 @@ class GenerateRequest(Request):
 
 
 def checked(drawn: ServerResponse, was_cut: bool, wish: SamplingRequest) -> ServerResponse:
-    """The response, whose values were read by `verl.rollout.server.protocols`, if it is one that was wished for.
+    """Check a parsed response against its request.
 
     Args:
-        was_cut: whether it ended for its length, and not by a stop token.
+        was_cut: whether it ended at its maximum length rather than by a stop token.
     Raises:
-        RetryableAnswer: it is broken off, or has another number of log-probs than of tokens.
-        NotRetryable: it ended by something that does not end a response here.
+        RetryableAnswer: it is incomplete, or its numbers of log-probs and tokens differ.
+        NotRetryable: it ended with a token that is no stop token of this run.
     """
     ids, log_probs = drawn.ids, drawn.log_probs
     if not ids or len(ids) > wish.max_tokens or (was_cut and len(ids) < wish.max_tokens):
@@ -139,10 +138,10 @@ def read_items(value: Any, what: str) -> list[Any]:
 
 
 def read_token_id(value: Any, what: str, num_tokens: int | None) -> int:
-    """An id of the model.
+    """A token id of the model.
 
     Args:
-        num_tokens: that the model knows, with ids from 0; None where that is not known.
+        num_tokens: size of the vocabulary; None if not known.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise RetryableAnswer(f"{what} is {shown_value(value)}, and not the id of a token")
@@ -153,12 +152,12 @@ def read_token_id(value: Any, what: str, num_tokens: int | None) -> int:
 
 
 def read_token_ids(value: Any, what: str, num_tokens: int | None) -> list[int]:
-    """A list of ids of the model."""
+    """A list of token ids of the model."""
     return [read_token_id(item, f"{what}[{place}]", num_tokens) for place, item in enumerate(read_items(value, what))]
 
 
 def read_log_prob(value: Any, what: str) -> float:
-    """The log-prob of a token that was drawn: a finite number, at most `LARGEST_LOG_PROB`, and no placeholder."""
+    """The log-prob of a sampled token: a finite number, at most `LARGEST_LOG_PROB`, and no placeholder."""
     found = read_number(value, what)
     if (fault := log_prob_fault(found)) is not None:
         raise (NotRetryable if found > 0 else RetryableAnswer)(f"{what} is a log-prob of {fault}")
@@ -166,12 +165,12 @@ def read_log_prob(value: Any, what: str) -> float:
 
 
 def read_log_probs(value: Any, what: str) -> list[float]:
-    """A list of log-probs of tokens that were drawn."""
+    """A list of log-probs of sampled tokens."""
     return [read_log_prob(item, f"{what}[{place}]") for place, item in enumerate(read_items(value, what))]
 
 
 def read_number(value: Any, what: str) -> float:
-    """Any number, finite or not; no text, truth value or list."""
+    """Any number, finite or not; strings, booleans and lists are rejected."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise RetryableAnswer(f"{what} is {shown_value(value)}, and not a number")
     try:
@@ -206,7 +205,7 @@ TEXT_ONLY = (
 
 
 class OpenAIProtocol(ServerProtocol):
-    """Sends every setting of sampling, since a server takes what is left out from the model's generation config."""
+    """Sends every sampling option, because servers take missing ones from the model's generation config."""
 
     path = "/v1/completions"
     takes_ids = True
@@ -255,7 +254,7 @@ class OpenAIProtocol(ServerProtocol):
 
 
 def _only_choice(answer: Any) -> dict[str, Any]:
-    """The one response that was asked for (`n` is 1)."""
+    """The only choice of the reply (`n` is 1)."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not choices:
         raise RetryableAnswer("an answer without choices[0].finish_reason")
@@ -270,7 +269,7 @@ def _only_choice(answer: Any) -> dict[str, Any]:
 
 
 def _ids_of(choice: dict[str, Any], told: dict[str, Any], wish: SamplingRequest) -> list[int]:
-    """The tokens: `token_ids`, the texts `token_id:N` in their place, or both, which must then be the same."""
+    """The token ids, from `token_ids` or from texts such as `token_id:17`; if both are present they must agree."""
     given, written = choice.get("token_ids"), _written_ids(told.get("tokens"))
     if not given and written is None:
         raise NotRetryable(TEXT_ONLY)
@@ -281,7 +280,7 @@ def _ids_of(choice: dict[str, Any], told: dict[str, Any], wish: SamplingRequest)
 
 
 def _written_ids(tokens: Any) -> list[int] | None:
-    """Ids from `["token_id:17", ...]`; None where texts stand there."""
+    """Ids from `["token_id:17", ...]`; None if the entries are ordinary texts."""
     is_list = isinstance(tokens, list) and tokens
     if not is_list or not all(isinstance(token, str) and token.startswith(TOKEN_ID) for token in tokens):
         return None
@@ -294,7 +293,7 @@ def _written_ids(tokens: Any) -> list[int] | None:
 
 
 def _of_prompt(told: Any, prompt: Sequence[int]) -> list[float] | None:
-    """From `[null, {"17": {"logprob": -1.5}}, ...]`, one mapping for each token of the prompt; None without any."""
+    """Prompt log-probs from `[null, {"17": {"logprob": -1.5}}, ...]`, one mapping per token; None if absent."""
     if told is None:
         return None
     found = []
@@ -315,7 +314,7 @@ REASONS = ("length", "eos_token", "stop_sequence")  # why a response ends
 
 
 class TGIProtocol(ServerProtocol):
-    """A prompt goes there as text, so only such prompts can be sent that its tokenizer, the actor's, reads back alike.
+    """Prompts are sent as text, so only prompts that survive decoding and encoding unchanged can be sent.
 
     Args:
         tokenizer: the actor's.
@@ -371,10 +370,10 @@ class TGIProtocol(ServerProtocol):
         return checked(drawn, reason == "length", wish)
 
     def as_text(self, prompt: Sequence[int]) -> str:
-        """The text that the tokenizer reads as this prompt; what it puts before every text is left out.
+        """The text that encodes to exactly this prompt, without the special tokens that the tokenizer prepends.
 
         Raises:
-            RolloutError: there is none.
+            RolloutError: there is no such text.
         """
         for start in (0, 1):
             text = self.tokenizer.decode(list(prompt[start:]), skip_special_tokens=False)
@@ -388,7 +387,7 @@ class TGIProtocol(ServerProtocol):
 
 
 def _listed(value: Any, what: str) -> list[tuple[str, dict[str, Any]]]:
-    """Objects of a list, each with its place in words."""
+    """The objects of a list, each with its path for error messages."""
     found = [(f"{what}[{place}]", item) for place, item in enumerate(read_items(value, what))]
     return [(place, read_mapping(item, place)) for place, item in found]
 

@@ -1,4 +1,5 @@
-"""Turns of episodes by a server: one request per turn, sent when the turn is added; the server keeps what it keeps."""
+"""Turns of episodes by a server: one request per turn, sent when the turn is added. Prefix caching is up to the
+server."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ WAIT_S = 0.02  # for the next answer, before environments are looked at again
 
 
 class ServerTurns(TurnEngine):
-    """Turns under way at a server.
+    """Turns that a server is generating.
 
     Args:
-        wish: what all turns share.
+        wish: sampling options of all turns.
         seed: of the run; None sends no seeds.
     """
 
@@ -50,7 +51,7 @@ class ServerTurns(TurnEngine):
         self._open[self.client.begin([ask], stop_at_failure=True)] = turn, ask
 
     def advance(self) -> list[DrawnTurn]:
-        """The turns whose answers are there; waits a moment for one.
+        """The turns whose responses have arrived; waits briefly for the first.
 
         Raises:
             RolloutError: the server gives no usable answer after all retries.

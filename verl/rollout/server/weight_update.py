@@ -31,7 +31,7 @@ NEEDED = "weights is reload: needs vLLM started with VLLM_SERVER_DEV_MODE=1, whi
 
 @dataclass(frozen=True)
 class ServerUpdateResult:
-    """What one update cost: seconds to write the weights and for the server to read them, and their size."""
+    """Cost of one update: seconds to write the weights, seconds for the server to read them, and their size."""
 
     write_s: float
     load_s: float
@@ -40,10 +40,10 @@ class ServerUpdateResult:
 
 
 class ServerWeightUpdate:
-    """The way of the weights into one server.
+    """Sends weights to one server.
 
     Args:
-        directory: that both see; None: one in memory.
+        directory: visible to trainer and server; None: a directory in memory.
     """
 
     def __init__(self, client: HTTPClient, directory: str | None):
@@ -59,7 +59,7 @@ class ServerWeightUpdate:
         self.directory.chmod(0o755)  # the server may be another user's
 
     def check(self) -> None:
-        """Whether the server can be given weights at all.
+        """Check that the server can load new weights.
 
         Raises:
             ConfigError: it cannot.
@@ -72,10 +72,10 @@ class ServerWeightUpdate:
             )
 
     def move(self, model: Any, autocast: Autocast) -> ServerUpdateResult:
-        """Give the server the present weights of a model, adapters merged.
+        """Send the current weights of a model to the server, with adapters merged.
 
         Raises:
-            RolloutError: it did not take them.
+            RolloutError: the server did not load them.
         """
         self._version += 1
         version = self.directory / f"v{self._version}"
@@ -91,7 +91,7 @@ class ServerWeightUpdate:
         return ServerUpdateResult(written - began, time.perf_counter() - written, num_bytes, num_tensors)
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove all files."""
         self._held.cleanup()
 
     def _ask(self, call: Request) -> None:
@@ -116,7 +116,7 @@ class _WorkerRequest(Request):
 
 
 class _CacheReset(Request):
-    """Keys and values that old weights have left must go, or a prompt would be continued from them."""
+    """The prefix cache must be reset, or prompts would be continued from keys and values of the old weights."""
 
     path = RESET_CACHE
 

@@ -20,32 +20,33 @@ from verl.utils.env_check import vllm_fault
 class VLLMRollout(Rollout):
     """Generate by vLLM, in a process of its own beside each process that trains, or each group of tensor-parallel ones.
 
-    It draws the very tokens that `rollout=hf` draws from the same weights, but for rounding, and computes in
-    `actor.autocast` if that is set, in the model's type otherwise.
+    It samples the same tokens as `rollout=hf` with the same weights, up to rounding. It computes in `actor.autocast`
+    if that is set, otherwise in the model's data type.
 
     Args:
-        kv_cache_gib: memory for keys and values, of each process of an engine; null: on a GPU 0.9 of what is left
-            beside the trainer and the engine's weights, but no more than max_num_seqs rows can fill; on a CPU 1.
+        kv_cache_gib: size of the key-value cache in each process of an engine; null: on a GPU 0.9 of the memory that
+            the trainer and the engine's weights leave free, at most what max_num_seqs rows can fill; on a CPU 1.
         max_num_seqs: responses decoded at a time; further ones wait.
         max_num_batched_tokens: tokens of one forward pass; longer prompts are read in pieces.
-        max_model_len: longest prompt and response together, in tokens; null for what the data of the run ask for, or
-            where no data are known, what the model can.
-        prefix_caching: samples of one prompt share its keys and values. Changes nothing but speed.
+        max_model_len: maximum length of prompt and response together, in tokens; null: the maximum that the data of
+            the run need, or the model's maximum if the data are not known.
+        prefix_caching: samples of one prompt share its keys and values. Affects speed only.
         enforce_eager: run the model as written; false compiles it first and captures CUDA graphs, which takes a minute
             or more and pays off on GPUs; null: false on a GPU, true on a CPU.
         tensor_parallel_size: GPUs that one engine spans.
-        lora: what reaches the engine of an adapter: `merged` into the model's weights, or the `adapter` itself.
-        sleep: give the engine's GPU memory back while training; nothing on a CPU.
-        num_threads: of the engine, on a CPU; null for as many as the trainer has.
+        lora: how an adapter is sent to the engine: `merged` into the model's weights, or as an `adapter`.
+        sleep: free the engine's GPU memory during training; no effect on a CPU.
+        num_threads: threads of the engine, on a CPU; null: as many as the trainer has.
         chunk_mib: weights travel in two chunks of at most this size; a larger tensor travels in several, by its rows.
-        call_timeout_s: an engine that makes no progress for so long, no step, tensor or layer, whatever it is at, is
-            ended and made anew like one that died. How long a call takes in all has no limit.
-        start_timeout_s: an engine that is not ready by then counts as dead, whatever progress it makes; null: no limit.
+        call_timeout_s: largest time without progress (a step, tensor or layer); then the engine is killed and
+            restarted, as after a crash. The total time of a call has no limit.
+        start_timeout_s: largest time until the engine is ready, even if it makes progress; null: no limit.
     """
 
     runs_ahead: ClassVar[bool] = True
     can_rest: ClassVar[bool] = True
     may_change: ClassVar[bool] = True
+    draws_turns: ClassVar[bool] = True
 
     kv_cache_gib: PositiveFloat | None = None
     max_num_seqs: PositiveInt = 256
@@ -90,8 +91,8 @@ class VLLMRollout(Rollout):
         """Whether the model runs as written, neither compiled nor captured."""
         return not is_on_gpu if self.enforce_eager is None else self.enforce_eager
 
-    def with_room_for(self, prompt: int) -> VLLMRollout:
-        asked = prompt + self.max_new_tokens
+    def with_room_for(self, prompt: int, response: int | None = None) -> VLLMRollout:
+        asked = prompt + (self.max_new_tokens if response is None else response)
         return self if self.max_model_len is not None else replace(self, max_model_len=asked)
 
     def attach(

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from verl.resharding.layout import Box
+from verl.rollout.base import TurnRequest
 from verl.rollout.vllm.state_dict import block_of
 from verl.weight_verification.verifier import VerifyRequest
 
 
 @dataclass(frozen=True)
 class EngineCall:
-    """A method of the engine, to be carried out."""
+    """Call of a method of the engine."""
 
     method: str
     args: tuple[Any, ...]
@@ -32,12 +33,12 @@ class EngineCall:
 
 @dataclass(frozen=True)
 class EngineReply:
-    """What became of a call.
+    """Result or error of a call.
 
     Attributes:
-        error: what was raised, in one line.
-        trace: all of it.
-        lost: which of the engine's processes ended and how, where the error comes of that.
+        error: the error, in one line.
+        trace: its full traceback.
+        lost: which of the engine's processes ended and how, if that caused the error.
     """
 
     result: Any = None
@@ -48,7 +49,7 @@ class EngineReply:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the engine tells of itself once it is there.
+    """Description of a started engine.
 
     Attributes:
         max_model_len: prompt and response together, in tokens.
@@ -69,12 +70,34 @@ class SampleOutput:
 
 
 @dataclass(frozen=True)
-class LoadResult:
-    """What became of a load.
+class NumberedTurn:
+    """A turn of an episode to draw; its number comes back with it."""
+
+    number: int
+    request: TurnRequest
+
+
+@dataclass(frozen=True)
+class TurnOutput:
+    """Turns that have ended: their numbers, tokens, and log-probs of those.
 
     Attributes:
-        seconds: that it took, waiting for tensors left out.
-        anew: why vLLM loaded its model anew; None where the tensors were put in their places.
+        cached_tokens: of their prompts, which came from the prefix cache.
+    """
+
+    numbers: list[int]
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Result of loading weights.
+
+    Attributes:
+        seconds: time spent, without waiting for tensors.
+        anew: why vLLM reloaded its whole model; None if tensors were loaded in place.
     """
 
     seconds: float
@@ -89,7 +112,7 @@ ALIGNMENT = 64  # bytes, of each tensor in a chunk
 
 @dataclass(frozen=True)
 class ChunkEntry:
-    """Where one tensor of a chunk lies, or some rows of one that no chunk holds.
+    """Position in a chunk of one tensor, or of some rows of a tensor that is larger than a chunk.
 
     Attributes:
         shape: of what lies there.
@@ -114,11 +137,11 @@ ChunkPlan = list[list[ChunkEntry]]  # of each chunk in turn
 
 @dataclass(frozen=True)
 class StreamHandle:
-    """What a reader needs to open the stream.
+    """What a reader needs in order to open the stream.
 
     Attributes:
-        path: leads to the memory while the trainer lives.
-        name: of this memory alone; a path may come to lead to another.
+        path: opens the memory while the trainer lives.
+        name: unique to this memory, since a path may be reused.
     """
 
     path: str
@@ -138,7 +161,7 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class FeedPlan:
-    """What one process of an engine reads.
+    """What one process of an engine reads from a stream.
 
     Attributes:
         handle: of the stream.
@@ -158,8 +181,8 @@ class LoadRequest:
     """How a stream is to be read.
 
     Attributes:
-        num_threads: of each reader meanwhile, on a CPU: trainer and engine work at the same time.
-        in_place: put the tensors in the places that were found for them; False has the engine load its model anew.
+        num_threads: threads of each reader during the load, on a CPU, where trainer and engine work concurrently.
+        in_place: copy tensors into the engine's parameters; False: vLLM reloads its whole model.
     """
 
     num_threads: int
@@ -167,7 +190,7 @@ class LoadRequest:
 
 
 class SizedTensor(Protocol):
-    """A tensor that will come."""
+    """Name, shape and type of a tensor that will be sent."""
 
     @property
     def name(self) -> str: ...
@@ -177,10 +200,10 @@ class SizedTensor(Protocol):
 
 
 def plan_chunks(weights: Iterable[SizedTensor], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
-    """Spread tensors over chunks: none is cut that fits in one, and no block of them either. A larger one goes through
-    several, some rows at a time.
+    """Distribute tensors over chunks. Tensors and blocks that fit in a chunk are not split; a larger tensor is sent in
+    several chunks, some rows at a time.
 
-    Also gives the bytes of the largest chunk, which are more than `chunk_bytes` only where a single row is.
+        Also gives the bytes of the largest chunk, which are more than `chunk_bytes` only where a single row is.
     """
     chunks: ChunkPlan = [[]]
     end = largest = 0
@@ -209,7 +232,7 @@ def plan_chunks(weights: Iterable[SizedTensor], dtype: torch.dtype, chunk_bytes:
 
 
 def _row_ranges(rows: int, most: int) -> Iterable[tuple[int, int]]:
-    """First row and number of rows, at most so many at a time."""
+    """First row and number of rows of each part, at most this many rows per part."""
     return ((begin, min(most, rows - begin)) for begin in range(0, rows, most))
 
 
@@ -218,14 +241,14 @@ def _aligned(size: int) -> int:
 
 
 def chunk_view(chunk: Tensor, place: ChunkEntry, dtype: torch.dtype) -> Tensor:
-    """A tensor's place in a chunk, as a tensor."""
+    """View of a tensor in a chunk."""
     size = prod(place.shape) * dtype.itemsize
     return chunk[place.offset : place.offset + size].view(dtype).view(place.shape)
 
 
 @dataclass(frozen=True)
 class SyncRound:
-    """What changes from sync to sync, of the engine that a process leads.
+    """The part of a sync's description that changes between syncs, for the engine that a process leads.
 
     Attributes:
         question: of the proof.
@@ -238,15 +261,15 @@ class SyncRound:
 
 @dataclass(frozen=True)
 class SyncOffer:
-    """What an engine needs of its syncs, as long as it lives.
+    """The part of a sync's description that is constant during the lifetime of an engine.
 
     Attributes:
-        wants: the slices that each of its workers takes; None: tensors come whole, to all of them.
+        wants: the slices that each of its workers needs; None: whole tensors are sent to all workers.
         num_workers: of the engine.
         process_id: of the engine.
-        progress_path: opens the memory of its progress.
-        call_timeout_s: without progress, until it counts as lost.
-        num_threads: that trainer and engine may each use, while both work.
+        progress_path: opens its progress counter.
+        call_timeout_s: largest time without progress, after which it counts as lost.
+        num_threads: threads of trainer and engine each, while both work.
     """
 
     wants: tuple[WantedSlices, ...] | None

@@ -3,9 +3,9 @@
     trainer: tensor, tensor, ... ──copy──> chunk 0 | chunk 1 ──read──> engine process(es)
              └ waits until every reader has left the chunk          └ wait until it is filled
 
-No file, no second model: at most two chunks lie in between. On the CPU a chunk is shared memory without a name, gone
-with the processes that hold it; on a GPU it is device memory opened by its CUDA IPC handle. The counters of both are
-in shared memory.
+No file and no second copy of the model is needed, only two chunks. On a CPU a chunk is unnamed shared memory, which is
+freed when the last process that maps it ends; on a GPU it is device memory, opened by its CUDA IPC handle. The counters
+of both kinds are in shared memory.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ DEVICE_ARGUMENT = 6  # of what reduce_tensor gives: the number of the GPU
 
 
 class StreamBroken(RuntimeError):
-    """The other side is gone, or has given up."""
+    """The other side has exited or closed the stream."""
 
 
 @contextlib.contextmanager
 def using_threads(count: int) -> Iterator[None]:
-    """Within, torch uses so many threads of the CPU."""
+    """Context in which torch uses this number of CPU threads."""
     before = torch.get_num_threads()
     if count == before:
         yield
@@ -55,12 +55,12 @@ def using_threads(count: int) -> Iterator[None]:
 
 
 class StreamWriter:
-    """The trainer's end.
+    """Writer of the stream, in the trainer.
 
     Args:
         chunk_bytes: of each of the two chunks.
         num_readers: processes that read all of it.
-        device: where the chunks are.
+        device: device of the chunks.
     """
 
     def __init__(self, chunk_bytes: int, num_readers: int, device: torch.device):
@@ -77,7 +77,7 @@ class StreamWriter:
         self.handle = StreamHandle(f"/proc/{os.getpid()}/fd/{self._fd}", uuid4().hex, size, chunk_bytes, on_device)
 
     def begin(self, num_readers: int | None = None) -> None:
-        """Forget what was sent before; readers may open the stream from now on, fewer of them if that is said."""
+        """Reset the counters; readers may open the stream afterwards, fewer of them if a number is given."""
         self._head.zero_()
         if num_readers is not None:
             self._num_readers = num_readers
@@ -90,12 +90,12 @@ class StreamWriter:
         is_reader_alive: Callable[[], bool],
         note: Callable[[str, Tensor], object] = lambda name, tensor: None,
     ) -> float:
-        """Copy the tensors of a plan. Returns the seconds spent on making and copying them, nothing else counted.
+        """Copy the tensors of a plan. Returns the seconds spent on computing and copying them, without waiting.
 
-        Args:
-            note: is shown each tensor by name as it passes.
+            Args:
+                note: called with the name and value of each tensor.
         Raises:
-            StreamBroken: a reader is gone.
+                StreamBroken: a reader is gone.
         """
         made = ((weight.name, weight.make()) for weight in weights)
         return self.fill(chunks, made, dtype, is_reader_alive, note)
@@ -108,7 +108,7 @@ class StreamWriter:
         is_reader_alive: Callable[[], bool],
         note: Callable[[str, Tensor], object] = lambda name, tensor: None,
     ) -> float:
-        """The same with tensors that come by name, in the order of the plan."""
+        """Like `send`, for an iterator of (name, tensor) in the order of the plan."""
         copying, name, tensor = 0.0, "", torch.empty(0)
         for number, places in enumerate(chunks):
             self._wait_until_left(number - 1, is_reader_alive)
@@ -128,7 +128,7 @@ class StreamWriter:
         return copying
 
     def abandon(self) -> None:
-        """Let no reader wait any longer."""
+        """Wake all readers with an error."""
         self._head[ABANDONED] = 1
 
     @property
@@ -149,12 +149,12 @@ class StreamWriter:
 
 
 class StreamReader:
-    """A reader's end.
+    """Reader of the stream, in an engine process.
 
     Args:
         number: of this reader, from 0.
     Attributes:
-        waited_s: that it waited for chunks so far.
+        waited_s: seconds spent waiting for chunks so far.
     """
 
     def __init__(self, handle: StreamHandle, number: int = 0):
@@ -172,7 +172,7 @@ class StreamReader:
         self._arriving = torch.empty(0)  # a tensor that comes by its rows
 
     def is_of(self, handle: StreamHandle, number: int) -> bool:
-        """Whether it is this reader of that stream."""
+        """Whether this object reads that stream with that reader number."""
         return self._is_of == (handle.name, number)
 
     def chunk(self, number: int, places: Sequence[ChunkEntry], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -213,13 +213,13 @@ class StreamReader:
         return not int(self._head[ABANDONED])
 
     def leave(self, number: int) -> None:
-        """Let a chunk be filled anew."""
+        """Release a chunk, so that it can be filled again."""
         if self._chunks.is_cuda:
             torch.cuda.synchronize(self._chunks.device)
         self._head[FIRST_READER + self._number] = number + 1
 
     def abandon(self) -> None:
-        """Let the trainer wait no longer."""
+        """Wake the trainer with an error."""
         self._head[ABANDONED] = 1
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ def _wait(is_so: Callable[[], bool], may_go_on: Callable[[], bool]) -> None:
 
 
 def _nameless(size: int) -> tuple[int, int]:
-    """An open file in memory without a name, and its size."""
+    """An open unnamed file in memory, and its size."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("verl_weights")
     else:
@@ -260,14 +260,15 @@ def _chunks(memory: mmap.mmap, chunk_bytes: int) -> Tensor:
 
 
 def _ipc_handle(chunks: Tensor) -> tuple[Any, ...]:
-    """What another process opens a tensor on this GPU by."""
+    """The CUDA IPC handle by which another process opens a tensor on this GPU."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(chunks)
 
 
 def _opened(handle: tuple[Any, ...]) -> Tensor:
-    """The tensor of another process, on the GPU that is this process's current one: numbers of GPUs differ."""
+    """A tensor of another process, opened on this process's current GPU, since device indices differ between
+    processes."""
     rebuild, arguments = handle
     arguments = list(arguments)
     arguments[DEVICE_ARGUMENT] = torch.cuda.current_device()

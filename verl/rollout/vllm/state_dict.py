@@ -1,6 +1,6 @@
 """The trainer's weights under the names of their checkpoint, one tensor at a time: what an engine loads.
 
-An adapter is merged into each matrix as that matrix is asked for, so there is never a second model.
+An adapter is merged into each matrix when the matrix is requested, so no second copy of the model exists.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from verl.models.parallel_info import full_tensor, shard_like
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A tensor of the running model that something sent is made of.
+    """A tensor of the running model from which a sent tensor is computed.
 
     Attributes:
         name: there.
         tensor: as it lies there; a part that stands for the whole, where the model is divided over processes.
-        present: gives what is sent of it, laid out as `tensor` is: itself, or with its adapter merged. All processes
-            that hold the model ask for it together.
+        present: returns the current value in the layout of `tensor`: the tensor itself, or with its adapter merged. A
+            collective call of all processes that hold the model.
     """
 
     name: str
@@ -34,12 +34,12 @@ class WeightSource:
 
 @dataclass(frozen=True)
 class NamedWeight:
-    """One tensor, not made yet.
+    """A tensor that is computed on demand.
 
     Attributes:
         name: as in the model's checkpoint.
-        source: the tensor of the running model that it is made of.
-        form: makes it of that tensor, whole; None where it is that very tensor.
+        source: the tensor of the running model that it is computed from.
+        form: computes it from that whole tensor; None if it is the same tensor.
     """
 
     name: str
@@ -48,9 +48,9 @@ class NamedWeight:
     form: Callable[[Tensor], Tensor] | None = None
 
     def make(self) -> Tensor:
-        """The tensor, in the trainer's type and on its device; live wherever nothing has to be computed.
+        """The tensor, in the trainer's type and on its device; not a copy unless something has to be computed.
 
-        A tensor that is divided over processes is put together: all of them ask for it, in the same order.
+        A sharded tensor is gathered, so all processes must call this in the same order.
         """
         present = self.source.present()
         whole = present.full_tensor() if hasattr(present, "full_tensor") else present  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ def weights_of(model: Any, *, merge: bool = True) -> Iterator[NamedWeight]:
 
 
 def block_of(name: str) -> str:
-    """The module that a tensor's own module is part of."""
+    """Name of the parent of the module that owns a tensor."""
     return name.rsplit(".", 2)[0]
 
 
@@ -119,7 +119,7 @@ def _live(base: nn.Module, merge: bool) -> Iterator[tuple[str, WeightSource]]:
 def merged(layer: Any) -> Tensor:
     """W + scale B A of one adapted layer, computed in the wider of both types.
 
-    A layer that is divided over processes stays so: each has the part of B A that belongs to its part of W.
+    A sharded layer stays sharded: each process computes the part of B A for its part of W.
     """
     weight = layer.base_layer.weight
     total = weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -130,7 +130,7 @@ def merged(layer: Any) -> Tensor:
 
 
 def _delta(layer: Any, adapter: str, like: Tensor) -> Tensor:
-    """scale B A, laid out as W; the factors of a divided layer may be divided each in its own way, or not at all."""
+    """scale B A in the layout of W; the factors of a sharded layer may be sharded differently or not at all."""
     a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     factors = full_tensor(a), full_tensor(b)
     if factors[0] is a and factors[1] is b:
@@ -140,7 +140,7 @@ def _delta(layer: Any, adapter: str, like: Tensor) -> Tensor:
 
 
 def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:
-    """The names that saving keeps: tied weights under one of theirs, and nothing that is made anew at loading."""
+    """The names in a saved checkpoint: tied weights once, and no tensors that are recomputed when loading."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     kept = remove_tied_weights_from_state_dict(dict(state), base)
@@ -148,7 +148,7 @@ def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:
 
 
 def _as_saved(base: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """What one tensor becomes in a checkpoint: experts that are one tensor here are many there."""
+    """The checkpoint tensors of one tensor: stacked experts are one tensor here and many in a checkpoint."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(base, {name: tensor}))

@@ -26,7 +26,15 @@ from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.models.parallel_info import Autocast, compute_device
 from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, RolloutEngine, SyncResult, assemble, stop_tokens
+from verl.rollout.base import (
+    GenerationRequest,
+    RolloutEngine,
+    SyncResult,
+    TurnEngine,
+    TurnLimits,
+    assemble,
+    stop_tokens,
+)
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import (
     EngineArgs,
@@ -37,6 +45,7 @@ from verl.rollout.vllm.client.engine_args import (
     write_model_directory,
 )
 from verl.rollout.vllm.client.engine_process import EngineDied, EngineError, EngineFiles, EngineProcess, told_after_log
+from verl.rollout.vllm.client.turns import VLLMTurns
 from verl.rollout.vllm.messages import (
     ChunkPlan,
     FeedPlan,
@@ -66,13 +75,13 @@ CHUNKS = 8  # at least, of any but the smallest models: an engine begins when it
 
 @dataclass(frozen=True)
 class _Connection:
-    """What stays from sync to sync as long as an engine lives.
+    """State that is kept between syncs during the lifetime of an engine.
 
     Attributes:
-        key: of what it was made for.
+        key: identifies the engine and tensors that it was made for.
         chunks: where each tensor lies in the stream.
         feeds: what each worker of the engine reads.
-        num_bytes: of all tensors.
+        num_bytes: total size of all tensors.
     """
 
     key: tuple[Any, ...]
@@ -85,11 +94,11 @@ class _Connection:
 class VLLMClient(RolloutEngine):
     """The running engine of `VLLMRollout`.
 
-    A sync is `connect`, which fixes what lies where in the stream and is made anew only after a restart, `push`, and
-    `verify`.
+    A sync consists of `connect`, which fixes the layout of the stream and is repeated only after a restart, `push`
+    and `verify`.
 
     Args:
-        gpus: names of those that the engine spans, where processes share it; None for this process's own.
+        gpus: names of the GPUs that the engine uses, if several processes share it; None: this process's GPU.
     Raises:
         ConfigError: vLLM cannot run this model, or not with these options.
     """
@@ -126,7 +135,7 @@ class VLLMClient(RolloutEngine):
             variables = environment(options, context, self.setting.num_threads, self.setting.dtype, self.gpus)
             limit_s = options.call_timeout_s
             self._process = EngineProcess(self.setting, variables, self._files, _log_file(context), limit_s)
-            self._outliving_it(self._start, is_start=True)
+            self.outliving_death(self._start, is_start=True)
             self._threads_beside = _threads_beside(self.setting, context)
             vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
             self._prover = SyncVerifier(model, self.setting.dtype, vocabulary, self.told.max_model_len, autocast)
@@ -136,26 +145,42 @@ class VLLMClient(RolloutEngine):
 
     @property
     def process_id(self) -> int | None:
-        """Of the child."""
+        """Process id of the vLLM process."""
         return self._process.process_id
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
         asked = self._question(prompts, request)
-        drawn = self._outliving_it(lambda: self._call("draw", *asked)) if asked else None
+        drawn = self.outliving_death(lambda: self.call("draw", *asked)) if asked else None
         return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
 
+    def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
+        """See `RolloutEngine.turns`; the draws depend on (seed, stream, step, prompt, sample, turn, position) alone.
+
+        Raises:
+            ConfigError: an episode is too long for the engine.
+        """
+        held = self.told.max_model_len
+        if limits.row_tokens > held:
+            raise ConfigError(
+                f"environment.max_tokens makes episodes of up to {limits.row_tokens} tokens, their prompts included, "
+                f"and the engine holds {held} (rollout.max_model_len, or the model's own limit). Lower it, or raise "
+                "that."
+            )
+        return VLLMTurns(self, request)
+
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to draw; until `finish` the engine keeps its weights, and both use fewer threads if need be."""
+        """Start generating. The engine's weights must not change until `finish`; both sides use fewer threads if
+        necessary."""
         assert self._begun is None
         asked = self._question(prompts, request)
         if asked:
-            self._outliving_it(lambda: self._ask(asked))
+            self.outliving_death(lambda: self._ask(asked))
             self._while_drawing.enter_context(using_threads(self._threads_beside))
         self._begun = prompts, request, asked
 
     def finish(self) -> DataProto:
-        """What was begun. If the engine died of it, it is drawn again, from the weights that are there by now."""
+        """Wait for the responses. If the engine died, they are generated again with the current weights."""
         assert self._begun is not None
         (prompts, request, asked), self._begun = self._begun, None
         self._while_drawing.close()
@@ -164,13 +189,13 @@ class VLLMClient(RolloutEngine):
 
         def anew() -> SampleOutput:
             self.has_redrawn = True
-            return self._call("draw", *asked)
+            return self.call("draw", *asked)
 
-        drawn = self._outliving_it(lambda: next(answers, anew)()) if asked else None
+        drawn = self.outliving_death(lambda: next(answers, anew)()) if asked else None
         return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
 
     def _question(self, prompts: DataProto, request: GenerationRequest) -> tuple[Any, ...]:
-        """What the child is asked for; empty where there is nothing to draw."""
+        """Arguments of the call; empty if there is nothing to generate."""
         tokens = [row[mask].tolist() for row, mask in zip(*map(prompts.batch.get, ("prompts", "prompt_mask")))]
         self._refuse_too_long(max(map(len, tokens), default=0))
         drawing = TokenSampler.of(self.options, request, self.seed, self.stop_ids)
@@ -186,7 +211,7 @@ class VLLMClient(RolloutEngine):
     def sync(self) -> SyncResult:
         """Stream the present weights into the engine."""
         assert self._begun is None, "weights may not change while responses are drawn"
-        return self._outliving_it(self._sync)
+        return self.outliving_death(self._sync)
 
     def rest(self) -> None:
         """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
@@ -220,7 +245,7 @@ class VLLMClient(RolloutEngine):
                 raise death from error
             raise as_config_error(error, self.setting, self.model) from error
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         """A call to an engine that holds the present weights."""
         if not self._is_synced:
             self._sync()
@@ -231,7 +256,7 @@ class VLLMClient(RolloutEngine):
             self._is_synced = False
             raise
 
-    def _outliving_it(self, action: Callable[[], T], *, is_start: bool = False) -> T:
+    def outliving_death(self, action: Callable[[], T], *, is_start: bool = False) -> T:
         """Do something; if the engine dies of it, or makes no progress, do it once more with a new one."""
         try:
             return action()

@@ -48,16 +48,16 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """First message to the child.
+    """First message to the vLLM process.
 
     Attributes:
-        directory: of the model's configuration.
-        dtype: that the engine computes in.
-        num_threads: of the engine, on a CPU.
-        lora_rank: of an adapter that is to be sent as one; None without.
-        name: how the names of files begin that the engine's processes share.
-        cache_bytes: for keys and values, in each of its processes.
-        utilization: part of the GPU that the engine takes; None on a CPU.
+        directory: holds the model's configuration.
+        dtype: data type of the engine's computation.
+        num_threads: threads of the engine, on a CPU.
+        lora_rank: rank of an adapter that is sent unmerged; None if there is none.
+        name: prefix of the names of files that the engine's processes share.
+        cache_bytes: size of the key-value cache in each of its processes.
+        utilization: fraction of the GPU that the engine uses; None on a CPU.
     """
 
     options: VLLMRollout
@@ -100,12 +100,12 @@ def engine_args(
     name: str = "",
     beside: int | None = None,
 ) -> EngineArgs:
-    """What the engine of a model is to be.
+    """The arguments for the engine of a model.
 
     Args:
-        beside: bytes of its GPU that the roles of this process need while the engine is awake, if that is known.
+        beside: bytes of the GPU that the roles of this process need while the engine is awake, if known.
     Raises:
-        ConfigError: vLLM is not there, or cannot be what is asked for.
+        ConfigError: vLLM is not installed, or does not support the options.
     """
     rank = _lora_rank(model) if options.lora == "adapter" else None
     device = compute_device(model)
@@ -125,7 +125,7 @@ def engine_args(
 
 
 def unfit(model: Any, autocast: Autocast) -> str | None:
-    """Why vLLM cannot run a model whose architecture it has; None where it can."""
+    """Why vLLM cannot run a model of a supported architecture; None if it can."""
     dtype, config = dtype_of(model, autocast), model.config.get_text_config()
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
@@ -151,10 +151,10 @@ def environment(
     dtype: torch.dtype = torch.float32,
     gpus: Sequence[str] | None = None,
 ) -> dict[str, str]:
-    """Variables of the child: vLLM in one process, quiet, away from the network, on its own share of the machine.
+    """Environment of the vLLM process: one process, little logging, no network access, its share of the cores.
 
     Args:
-        gpus: names of those that the engine spans; None for this process's own.
+        gpus: names of the GPUs that the engine uses; None: this process's GPU.
     """
     found = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -193,7 +193,7 @@ def write_model_directory(model: Any, directory: Path) -> None:
 
 
 def dtype_of(model: Any, autocast: Autocast) -> torch.dtype:
-    """The type that the engine of a model computes in."""
+    """The data type of the engine's computation."""
     return model.dtype if autocast is None else getattr(torch, autocast)
 
 
@@ -203,7 +203,7 @@ def _lora_rank(model: Any) -> int | None:
 
 
 def engine_cores(context: BuildContext, num_threads: int) -> list[int]:
-    """The cores of this process's share; empty where the engines do not fill the machine, and the system may choose."""
+    """The cores for this process's engine; empty (the system chooses) if the engines do not fill the machine."""
     if not hasattr(os, "sched_getaffinity") or context.world_size * num_threads < num_cores():
         return []
     cores = sorted(os.sched_getaffinity(0))
@@ -218,10 +218,10 @@ def gpu_name(device: str) -> str:
 
 
 def engine_gpus(context: BuildContext, count: int) -> list[str]:
-    """The GPUs of an engine beside a process that no sibling shares it with: its own one first.
+    """The GPUs of an engine that belongs to one training process; the process's own GPU comes first.
 
     Raises:
-        ConfigError: it spans several, which other processes of the run have, or more than this process sees.
+        ConfigError: it spans several GPUs, and they belong to other processes of the run or are not visible here.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = len(visible.split(",")) if visible else torch.cuda.device_count()
@@ -246,14 +246,14 @@ LOST_WORKER = "WorkerProc initialization failed"  # said of workers that raised,
 
 
 def as_death(error: EngineError) -> EngineDied | None:
-    """A worker process that was lost while the engine started; None where it is something else that failed."""
+    """`EngineDied` if a worker process was lost while the engine started; None for other failures."""
     if LOST_WORKER not in error.reason or (error.found is not None and error.found.cause is not None):
         return None
     return EngineDied("The vLLM engine lost a worker process while it started.", error.found)
 
 
 def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exception:
-    """The fault in the configuration behind an engine's refusal; the refusal itself where none is known."""
+    """The configuration error that explains a start-up error of the engine; the error itself if none is known."""
     text, options = f"{error.reason}\n{error.trace}", setting.options
     if any(words in text for words in NO_ROOM):
         length = options.max_model_len or getattr(_base(model).config.get_text_config(), "max_position_embeddings", 0)
@@ -283,7 +283,7 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
 
 
 def _cache_gib(config: Any, length: int, setting: EngineArgs) -> float:
-    """What keys and values of one sequence take, rounded up."""
+    """GiB that the keys and values of one sequence take, rounded up."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     blocks = math.ceil(length / BLOCK_TOKENS) + 1  # vLLM keeps one for itself

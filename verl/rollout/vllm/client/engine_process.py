@@ -1,12 +1,12 @@
-"""The vLLM process: started, called and killed by the trainer. It ends with the trainer, however that ends.
+"""The vLLM process: started, called and killed by the trainer. It never outlives the trainer, even if that is killed.
 
 A child process of the harness (`verl.utils.child_process`), whose output goes into a file.
 
     trainer ──EngineCall──> engine ── advance() ── step, tensor, layer ... ──EngineReply──> trainer
                               └── counter in shared memory: one that stands for `call_timeout_s` ends the process
 
-No call has a limit on its total time: what is slow and goes on is waited for. A process that makes no progress, because
-it is stopped or hangs, is killed like one that died, and the caller is told by `EngineDied` in both cases.
+Calls have no limit on their total time, as long as they make progress. A process that makes no progress, because it is
+stopped or hangs, is killed, and the caller gets `EngineDied` as for one that crashed.
 
 `EngineFiles` are the files and shared memory of one engine, removed however its processes end:
 
@@ -42,11 +42,11 @@ NAME_VARIABLE = "VERL_ENGINE_NAME"  # how the names of shared memory begin that 
 
 
 class EngineFiles:
-    """The directories of one engine. Should this process be killed, its clean-up process removes them.
+    """The directories of one engine. If this process is killed, its clean-up process removes them.
 
     Attributes:
-        name: how the names of shared memory begin.
-        directory: for files that are small or soon read; in memory where the system has a place for that.
+        name: prefix of the names of shared memory.
+        directory: for small or short-lived files; in memory if the system has a file system for that.
         temporary: TMPDIR of the engine's processes.
     """
 
@@ -72,13 +72,13 @@ class EngineFiles:
         }
 
     def ended(self) -> None:
-        """The engine's processes are gone: remove what they shared, and what they left in TMPDIR."""
+        """Remove shared memory and temporary files after the engine's processes have ended."""
         self._remove_shared_memory()
         for path in self.temporary.glob("*"):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove everything. May be called again."""
+        """Remove everything. Idempotent."""
         self._remove_shared_memory()
         shutil.rmtree(self.directory, ignore_errors=True)
         shutil.rmtree(self.temporary, ignore_errors=True)
@@ -101,6 +101,9 @@ TIMEOUT_SETTING = "rollout.call_timeout_s"
 ASKED = {  # a call, as messages say it
     "start": "start",
     "draw": "generate",
+    "begin_turns": "generate",
+    "advance_turns": "generate",
+    "end_turns": "give up its turns",
     "connect": "take the layout of its weights",
     "load": "load weights",
     "adopt": "load an adapter",
@@ -115,9 +118,9 @@ class EngineDied(RolloutError):
     """The engine's process ended, or made no progress and was ended.
 
     Args:
-        reason: how, as one sentence; it ends the message.
-        found: of its log.
-        log: where that is; empty for a file that nobody else sees.
+        reason: how it ended, as one sentence; the last line of the message.
+        found: relevant lines of its log.
+        log: path of the log; empty if it is a temporary file.
     """
 
     def __init__(self, reason: str, found: LogExcerpt | None = None, log: str = ""):
@@ -133,12 +136,12 @@ class EngineHung(EngineDied):
 
 
 class EngineError(RolloutError):
-    """The engine answered with an error.
+    """A call raised an error in the engine.
 
     Args:
-        reason: what was raised over there, in one line; it ends the message.
-        trace: all of it.
-        found: what the log of its worker processes tells of it.
+        reason: the error in one line; the last line of the message.
+        trace: its full traceback.
+        found: relevant lines of the log of its worker processes.
     Attributes:
         summary: the last line.
     """
@@ -158,11 +161,11 @@ class EngineProcess:
     """One process with one engine, or the first of several.
 
     Args:
-        setting: of the engine, for the child.
-        environment: variables of the child.
-        files: of the engine; removed with the trainer.
-        log: takes what it prints; None for a file that nobody else sees.
-        call_timeout_s: without progress.
+        setting: arguments of the engine.
+        environment: environment variables of the process.
+        files: directories of the engine; removed when the trainer ends.
+        log: file for its output; None: a temporary file.
+        call_timeout_s: largest time without progress.
     """
 
     def __init__(
@@ -190,7 +193,7 @@ class EngineProcess:
 
     @property
     def progress_path(self) -> str:
-        """Opens the memory of its progress in another process of this machine."""
+        """Path by which another process of this machine can open its progress counter."""
         assert self._progress is not None
         return self._progress.path
 
@@ -199,7 +202,7 @@ class EngineProcess:
         return self._child is not None and self._child.is_alive()
 
     def is_busy(self) -> bool:
-        """Whether the process runs and has not answered yet; for code that waits for what it does meanwhile.
+        """Whether the process runs and has not replied yet; for code that waits for side effects of a call.
 
         Raises:
             EngineHung: it makes no progress.
@@ -210,7 +213,8 @@ class EngineProcess:
         return True
 
     def has_answered(self, within_s: float) -> bool:
-        """Whether `answer` would not wait, since the answer is there or none will come; waits a while for that."""
+        """Whether `answer` would return without waiting, because the reply has arrived or none will come; polls
+        briefly."""
         deadline = time.monotonic() + within_s
         while self._child is not None and not self._child.channel.has_message(min(0.5, max(0.0, within_s))):
             try:
@@ -223,13 +227,13 @@ class EngineProcess:
         return True
 
     def start(self, timeout_s: float | None = None) -> Any:
-        """Start the process and the engine in it; returns what the engine tells of itself.
+        """Start the process and the engine in it; returns a description of the engine.
 
         Args:
-            timeout_s: until the engine is ready, whatever progress it makes; None: no such limit.
+            timeout_s: largest time until the engine is ready, even if it makes progress; None: no limit.
         Raises:
             EngineDied: the process ended, made no progress, or was not ready in time.
-            EngineError: the engine could not be made.
+            EngineError: the engine could not be created.
         """
         self._progress = Progress(NUM_SLOTS)
         self._log.start = self._log.size
@@ -255,7 +259,7 @@ class EngineProcess:
             self._start_deadline = None
 
     def call(self, method: str, *args: Any) -> Any:
-        """Have a method carried out, and wait for its result.
+        """Call a method and wait for its result.
 
         Raises:
             EngineDied: the process ended, or made no progress.
@@ -292,7 +296,8 @@ class EngineProcess:
         return answer.result
 
     def kill(self) -> None:
-        """End it and all that it started, at once, stopped or not, and remove what they shared. May be called again."""
+        """Kill the process and its children immediately, even if stopped, and remove their shared files.
+        Idempotent."""
         atexit.unregister(self._leave)
         child, self._child = self._child, None
         if child is not None:
@@ -303,7 +308,7 @@ class EngineProcess:
         self._progress = self._watch = None
 
     def _leave(self) -> None:
-        """Where the trainer ends and nobody has closed the engine: it goes, and its files with it."""
+        """Exit hook: if the trainer ends without closing the engine, kill it and remove its files."""
         if os.getpid() == self._owner:  # and not where a fork of the trainer ends
             self.kill()
             self.files.remove()
@@ -327,10 +332,10 @@ class EngineProcess:
             raise
 
     def _look(self, moved: int = 0) -> None:
-        """Called again and again while this process waits; bytes that are moved are progress too.
+        """Called repeatedly while this process waits; transferred bytes count as progress too.
 
         Raises:
-            EngineHung: it makes none, or did not start in time.
+            EngineHung: it makes no progress, or did not start in time.
         """
         assert self._watch is not None
         if moved:
@@ -349,7 +354,7 @@ class EngineProcess:
         return EngineHung(f"{self._name} {words}{f'; {state}' if state else ''}. It was ended.", found, log)
 
     def _death(self) -> EngineDied:
-        """How it ended, once it is gone; one that only hung up is given a while for that."""
+        """How the process ended; waits briefly for a process that closed its channel but still runs."""
         assert self._child is not None
         self._child.await_exit(END_TIMEOUT_S)
         ended = self._child.describe_exit()
@@ -373,7 +378,7 @@ class EngineProcess:
 
 
 def told_after_log(reason: str, found: LogExcerpt | None, log: str) -> str:
-    """A message whose last line is the reason, after those lines of a log that belong to it."""
+    """A message that consists of the relevant lines of a log and, as its last line, the reason."""
     if found is None:
         return reason
     place = f" ({log})" if log else ""
@@ -383,7 +388,7 @@ def told_after_log(reason: str, found: LogExcerpt | None, log: str) -> str:
 
 
 def _state_of_group(group: int) -> str:
-    """What the system says of those processes that are stopped; of the first one, where none is."""
+    """The state of the processes that are stopped; of the first one if none is."""
     running = members(group)
     if stopped := [pid for pid in running if is_stopped(pid)]:
         if group in stopped:

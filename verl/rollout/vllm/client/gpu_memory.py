@@ -1,10 +1,10 @@
-"""What a vLLM engine takes of a GPU that it shares with a trainer: weights, keys and values, and its own workings.
+"""GPU memory of a vLLM engine that shares a device with a trainer: weights, key-value cache and overhead.
 
     total = other processes + trainer (while responses are drawn) + engine weights + overhead + keys and values
                                                                                      `rollout.kv_cache_gib`, or a share
 
-vLLM compares its `gpu_memory_utilization` with what is free when it starts, whatever size of the cache it is told, and
-by default wants 0.92 of the whole device. So it is told the part of the device that this engine takes, and no more.
+vLLM compares `gpu_memory_utilization` with the free memory when it starts, even if the size of the cache is set, and
+its default is 0.92 of the whole device. So verl sets it to the fraction of the device that this engine needs.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ BLOCK_TOKENS = 128  # of the cache, at most
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What the size of an engine follows from.
+    """The quantities that determine the memory of an engine.
 
     Attributes:
         weights: bytes in each of its processes.
         row: bytes of the keys and values of one token, in each of its processes.
         overhead: bytes beside weights, keys and values.
-        max_model_len: tokens of the longest row; None where nothing says so.
+        max_model_len: tokens of the longest row; None if not known.
     """
 
     weights: int
@@ -51,17 +51,17 @@ class EngineShape:
     max_model_len: int | None
 
     def rows(self, cache_bytes: int) -> int:
-        """How many rows of the greatest length a cache holds."""
+        """Number of rows of the maximum length that fit in a cache."""
         return 0 if self.max_model_len is None else cache_bytes // max(1, self.cache_of(1))
 
     def cache_of(self, count: int) -> int:
-        """Bytes that keys and values of so many rows of the greatest length take."""
+        """Bytes of the keys and values of this many rows of the maximum length."""
         blocks = count * math.ceil((self.max_model_len or BLOCK_TOKENS) / BLOCK_TOKENS) + 1  # vLLM keeps one for itself
         return blocks * BLOCK_TOKENS * self.row
 
 
 def engine_shape(options: VLLMRollout, config: Any, dtype: torch.dtype, is_on_gpu: bool = True) -> EngineShape:
-    """Of an engine with these options for a model with this configuration."""
+    """The shape of an engine with these options for a model with this configuration."""
     stats, siblings = model_stats(config), options.tensor_parallel_size
     # of one layer of a pass, twice over, and the logits in float32 thrice: as they come, scaled, and as log-probs
     layer = options.max_num_batched_tokens * (stats.hidden * 6 + 3 * stats.mlp // siblings) * dtype.itemsize * 2
@@ -80,7 +80,7 @@ def cache_bytes(options: VLLMRollout, shape: EngineShape, memory: DeviceMemory |
 
     Args:
         memory: of the GPU before the engine starts; None on a CPU.
-        beside: bytes that the roles of this process need there while the engine is awake; None where it is not known.
+        beside: bytes that the roles of this process need on the GPU while the engine is awake; None if not known.
     Raises:
         ConfigError: `rollout.kv_cache_gib` is null and nothing is left for a single row.
     """
@@ -106,13 +106,13 @@ def cache_bytes(options: VLLMRollout, shape: EngineShape, memory: DeviceMemory |
 
 
 def utilization(shape: EngineShape, cache: int, memory: DeviceMemory) -> float:
-    """`gpu_memory_utilization` for vLLM: the part of the device that this engine takes, rounded up to a thousandth."""
+    """`gpu_memory_utilization` for vLLM: the fraction of the device that this engine uses, rounded up to 0.001."""
     part = math.ceil((shape.weights + cache + shape.overhead) / memory.total * 1000) / 1000
     return min(1.0, max(0.001, part))
 
 
 def warn_of_small_cache(options: VLLMRollout, shape: EngineShape, cache: int) -> None:
-    """Say where fewer rows are decoded at a time than `rollout.max_num_seqs` allows, since the cache is full before."""
+    """Warn if the cache holds fewer rows of the maximum length than `rollout.max_num_seqs`."""
     rows = shape.rows(cache)
     if options.max_model_len is None or 2 * rows >= options.max_num_seqs:  # typical rows have half the greatest length
         return

@@ -1,7 +1,7 @@
 """The main program of the vLLM process: `python -m verl.rollout.vllm.server.engine_main`.
 
-It makes its engine and carries out one call after another until the trainer hangs up or is gone. vLLM's own workers, of
-an engine of several processes, are forks of this one, or import this module if they are spawned.
+It creates the engine and serves calls, one at a time, until the trainer closes the connection or exits. If the engine
+has several processes, vLLM's workers are forks of this one, or import this module if they are spawned.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ PROGRESS_PATH_VARIABLE = "VERL_ENGINE_PROGRESS_PATH"  # for workers that are spa
 WORK = {"import", "compile", "exec", "open", "subprocess.Popen"}  # audit events of a process that starts or compiles
 STAGES = {
     "draw": "generating",
+    "advance_turns": "generating",
     "load": "loading weights",
     "adopt": "loading an adapter",
     "prove": "proving the weights",
@@ -39,7 +40,7 @@ STAGES = {
 
 
 def serve(channel: Channel, setting: Any, progress: Progress) -> None:
-    """Make the engine and answer calls until the trainer hangs up."""
+    """Create the engine and serve calls until the trainer closes the connection."""
     faulthandler.enable()
     name_shared_memory()
     report_work(progress)
@@ -88,7 +89,7 @@ def _failure(error: BaseException, engine: Any) -> EngineReply:
 
 
 def _end() -> None:
-    """The trainer is gone: leave nothing, neither files nor workers. Its clean-up process does the same."""
+    """Remove files and workers after the trainer has exited. The trainer's clean-up process does the same."""
     for directory in os.environ[DIRECTORIES_VARIABLE].split(os.pathsep):
         shutil.rmtree(directory, ignore_errors=True)
     for prefix in (f"{os.environ[NAME_VARIABLE]}_", f"sem.{os.environ[NAME_VARIABLE]}_"):
@@ -97,14 +98,14 @@ def _end() -> None:
 
 
 def name_shared_memory() -> None:
-    """Give what this process and its forks share names that begin with the engine's, so that it can be removed."""
+    """Give shared memory of this process and its forks names with the engine's prefix, so that it can be removed."""
     name = os.environ[NAME_VARIABLE]
     shared_memory._make_filename = lambda: f"/{name}_{secrets.token_hex(4)}"  # type: ignore[attr-defined]
     multiprocessing.current_process()._config["semprefix"] = f"/{name}_"  # type: ignore[attr-defined]
 
 
 def report_work(progress: Progress) -> None:
-    """Let this process, the engine's first, and its forks report progress; what their main threads import, too."""
+    """Make this process and its forks report progress, including imports in their main threads."""
     report_to(progress)
     os.environ[PROGRESS_PATH_VARIABLE] = progress.path
     os.register_at_fork(after_in_child=lambda: report_to(progress, _worker_slot(progress)))
@@ -112,7 +113,7 @@ def report_work(progress: Progress) -> None:
 
 
 def _report_imports() -> None:
-    """An engine that starts, or compiles, imports and opens files for minutes without a step of its own."""
+    """During start-up and compilation an engine imports modules and opens files for minutes without an engine step."""
     working = threading.get_ident()
 
     def on_event(event: str, _: Any) -> None:

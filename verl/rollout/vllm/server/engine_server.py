@@ -1,4 +1,4 @@
-"""The engine as the vLLM process holds it: each public method is a call that the trainer can make."""
+"""The engine inside the vLLM process: the trainer can call each of its public methods."""
 
 from __future__ import annotations
 
@@ -13,15 +13,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm import LLM, ModelRegistry, SamplingParams
+from vllm import LLM, ModelRegistry
 from vllm.lora.request import LoRARequest
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from verl.errors import RolloutError
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import EngineArgs
-from verl.rollout.vllm.messages import EngineInfo, FeedPlan, LoadRequest, SampleOutput, WantedSlices
-from verl.rollout.vllm.server.logits_processor import WHOSE
+from verl.rollout.vllm.messages import (
+    EngineInfo,
+    FeedPlan,
+    LoadRequest,
+    NumberedTurn,
+    SampleOutput,
+    TurnOutput,
+    WantedSlices,
+)
+from verl.rollout.vllm.server.logits_processor import NO_TURN
+from verl.rollout.vllm.server.turns import EngineTurns, PrefixCacheCheck, greedy_params
 from verl.utils.child_process.exit_report import describe_exit, memory_kills
 from verl.utils.progress import report
 from verl.weight_verification.verifier import VerifyRequest
@@ -29,7 +38,8 @@ from verl.weight_verification.vllm_probe import answer_request
 
 
 def inspect_here(directory: str) -> None:
-    """Have vLLM look at the model's class in this process: by itself it starts another Python for that, for seconds."""
+    """Make vLLM inspect the model's class in this process; by default it starts another Python process, which takes
+    seconds."""
     (name,) = json.loads((Path(directory) / "config.json").read_text())["architectures"]
     found = ModelRegistry.models.get(name)
     if hasattr(found, "load_model_cls"):
@@ -37,7 +47,7 @@ def inspect_here(directory: str) -> None:
 
 
 def name_file_store(name: str) -> None:
-    """Name the file by which vLLM's workers find each other; memory that they share on a CPU is named after it."""
+    """Set the name of the rendezvous file of vLLM's workers; their shared memory on a CPU is named after it."""
     path = f"file://{tempfile.gettempdir()}/{name}_store"
     for module in (uniproc_executor, multiproc_executor):
         if hasattr(module, "get_file_store_init_method"):
@@ -46,7 +56,7 @@ def name_file_store(name: str) -> None:
 
 @dataclass
 class Purpose:
-    """What the engine makes steps for, as messages say it."""
+    """The current activity of the engine, for progress messages."""
 
     text: str = "generating"
 
@@ -76,16 +86,19 @@ class EngineServer:
         )
         self._lora_request: Any = None
         self._purpose = Purpose()
+        self._turns: EngineTurns | None = None
+        self._cache_check = PrefixCacheCheck(self.llm)
+        self._max_num_seqs = setting.options.max_num_seqs
         self._report_steps(self.llm.llm_engine)
         if setting.options.runs_eager(setting.is_on_gpu):  # what is compiled runs no hooks
             self.llm.collective_rpc("verl_report_layers")
 
     def describe(self) -> EngineInfo:
-        """What the trainer has to know."""
+        """Properties of the engine that the trainer needs."""
         return EngineInfo(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers)
 
     def lost_worker(self) -> str | None:
-        """Which of vLLM's worker processes ended by itself, and how; None while all are there."""
+        """Which of vLLM's worker processes ended unexpectedly, and how; None while all are running."""
         workers = getattr(self.llm.llm_engine.model_executor, "workers", None) or ()
         codes = {worker.proc.pid: worker.proc.exitcode for worker in workers}
         ended = {pid: code for pid, code in codes.items() if code}
@@ -95,25 +108,25 @@ class EngineServer:
         return None
 
     def wants(self, shapes: dict[str, tuple[int, ...]]) -> list[WantedSlices] | None:
-        """The slices of tensors of these shapes that each worker takes; None where one takes them in vLLM's own way."""
+        """The slices of these tensors that each worker needs; None if a worker loads weights by vLLM's own loader."""
         found = self.llm.collective_rpc("verl_wants", args=(shapes,))
         return None if None in found else found
 
     def connect(self, feeds: list[FeedPlan], dtype: torch.dtype) -> None:
-        """From now on weights come through these streams, one for each worker; or through one, for all of them."""
+        """Use these streams for weights: one per worker, or one for all workers."""
         self.llm.collective_rpc("verl_connect", args=(feeds, dtype))
 
     def load(self, loading: LoadRequest) -> tuple[float, str | None]:
-        """Take the weights that come through the streams.
+        """Load the weights from the streams.
 
-        Returns seconds, waiting left out, and why vLLM loaded its model anew, where it did.
+        Returns the seconds spent without waiting, and why vLLM reloaded its whole model, if it did.
         """
         found = self.llm.collective_rpc("verl_load", args=(loading,))
-        self._forget_keys_and_values()
+        self._cache_check.forget()
         return max(loaded.seconds for loaded in found), next((loaded.anew for loaded in found if loaded.anew), None)
 
     def adopt(self, directory: str, number: int) -> float:
-        """Take a new adapter in place of the former one. Returns seconds."""
+        """Load a new adapter and drop the previous one. Returns seconds."""
         start = time.perf_counter()
         engine, former = self.llm.llm_engine, self._lora_request
         if former is not None:
@@ -121,12 +134,13 @@ class EngineServer:
         self._lora_request = LoRARequest(f"adapter_{number}", number, directory)
         if not engine.add_lora(self._lora_request):
             raise RolloutError(f"vLLM did not take adapter {number}")
-        self._forget_keys_and_values()
+        self._cache_check.forget()
         return time.perf_counter() - start
 
     def prove(self, question: VerifyRequest) -> Any:
-        """What the trainer compares with its own weights; see `verl.weight_verification.verifier`."""
+        """Fingerprints of the engine's weights; see `verl.weight_verification.verifier`."""
         self._purpose.text = "proving the weights"
+        self._cache_check.assert_forgotten(self._lora_request)
         return answer_request(self.llm, question, self._lora_request, rpc="prove_on_rank")
 
     def draw(
@@ -137,28 +151,18 @@ class EngineServer:
         prompt_ids: list[int],
         num_threads: int | None = None,
     ) -> SampleOutput:
-        """Draw `num_samples` responses to each prompt, side by side, each of so many tokens at most.
+        """Generate `num_samples` responses for each prompt, in adjacent rows, with a token limit for each.
 
         Args:
-            num_threads: of each worker meanwhile, on a CPU where the trainer works too; None: all.
+            num_threads: threads of each worker, on a CPU that the trainer uses at the same time; None: all.
         """
         self._purpose.text = "generating"
         n = drawing.request.num_samples
         rows = len(prompts) * n
         self.llm.collective_rpc("verl_begin", args=(drawing, rows, max(limits), num_threads))
         asked = [prompt for prompt in prompts for _ in range(n)]
-        whose = [(i, prompt_ids[i // n], i % n) for i in range(rows)]
-        params = [
-            SamplingParams(
-                temperature=0.0,
-                max_tokens=limit,
-                ignore_eos=True,
-                detokenize=False,
-                stop_token_ids=list(drawing.stop_ids),
-                extra_args={WHOSE: own},
-            )
-            for own, limit in zip(whose, limits, strict=True)
-        ]
+        whose = [(i, prompt_ids[i // n], i % n, NO_TURN) for i in range(rows)]
+        params = [greedy_params(limit, drawing.stop_ids, own) for own, limit in zip(whose, limits, strict=True)]
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in asked],
             params,
@@ -167,21 +171,43 @@ class EngineServer:
         )
         tokens = [output.outputs[0].token_ids for output in outputs]
         lengths = np.array([len(line) for line in tokens])
+        for prompt, line in zip(asked, tokens, strict=True):
+            self._cache_check.note(prompt, line)
         log_probs = self.llm.collective_rpc("verl_log_probs")[0]
         return SampleOutput(
             lengths, np.concatenate([np.asarray(line) for line in tokens]), log_probs[:, : lengths.max()]
         )
 
+    def begin_turns(self, drawing: TokenSampler, width: int) -> None:
+        """Be ready to draw turns of episodes, each of so many tokens at most; those of before are given up."""
+        self.end_turns()
+        self._purpose.text = "generating"
+        self.llm.collective_rpc("verl_begin", args=(drawing, self._max_num_seqs, width, None))
+        self._turns = EngineTurns(self.llm, drawing, self._max_num_seqs, self._lora_request, self._cache_check)
+
+    def advance_turns(self, new: list[NumberedTurn], budget_s: float) -> TurnOutput:
+        """Take new turns, and draw for a while; see `EngineTurns.advance`."""
+        assert self._turns is not None
+        return self._turns.advance(new, budget_s)
+
+    def end_turns(self) -> None:
+        """Give up the turns under way. May be called again."""
+        if self._turns is not None:
+            self._turns.close()
+            self._turns = None
+            self.llm.collective_rpc("verl_log_probs")
+
     def sleep(self) -> None:
-        """Give the GPU's memory back; weights and the cache of keys and values are gone with it."""
+        """Free GPU memory, which discards the weights and the key-value cache."""
         self.llm.sleep(level=2)
 
     def wake(self, what: str) -> None:
-        """Take memory again, for `weights` or the `kv_cache`."""
+        """Allocate memory again, for `weights` or the `kv_cache`."""
         self.llm.wake_up(tags=[what])
 
     def _report_steps(self, engine: Any) -> None:
-        """Report each step of a `vllm.LLMEngine` and each request that it takes, and how much is left."""
+        """Report progress at each step of a `vllm.LLMEngine` and at each added request, with the number of remaining
+        sequences."""
         # No circle: an engine ends with its object.
         kind, of, purpose = type(engine), weakref.ref(engine), self._purpose
 
@@ -200,7 +226,3 @@ class EngineServer:
     @property
     def _num_workers(self) -> int:
         return self.llm.llm_engine.vllm_config.parallel_config.world_size
-
-    def _forget_keys_and_values(self) -> None:
-        if not self.llm.reset_prefix_cache():
-            raise RolloutError("vLLM did not forget the keys and values of the former weights")

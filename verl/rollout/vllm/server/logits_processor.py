@@ -1,8 +1,8 @@
-"""Counter-based sampling noise inside vLLM: a logits processor that leaves one token to choose, and keeps its log-prob.
+"""Counter-based sampling noise inside vLLM: a logits processor that masks all tokens but one and keeps its log-prob.
 
-vLLM is asked for greedy decoding; what it finds is -inf everywhere but at the token that `TokenSampler` has drawn.
-Which noise that takes depends on the request and on how long its response is, so vLLM may batch, chunk, order and
-repeat requests as it likes. Log-probs are kept here, row by row, where vLLM would make an object of each.
+vLLM decodes greedily; all logits are -inf except that of the token that `TokenSampler` sampled. The noise depends only
+on the request and the length of its response, so the result does not depend on how vLLM batches, chunks, orders or
+repeats requests. Log-probs are stored here, row by row, because vLLM would create a Python object for each.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from verl.rollout.token_sampler import TokenSampler
 
 NOISE_TOKENS = 64  # positions whose noise is made at a time, in main memory
-WHOSE = "verl_row"  # in a request's extra_args: its row among the responses, its prompt's and its sample's number
+WHOSE = "verl_row"  # in a request's extra_args: its row among the responses, its prompt's, sample's and turn's number
+NO_TURN = -1  # of a response that is no turn of an episode
 
 
 @dataclass
 class ActiveRequests:
-    """The responses that are being drawn.
+    """The responses that are being generated.
 
     Attributes:
-        log_probs: [B T], filled as tokens are drawn.
+        log_probs: [B T], filled as tokens are sampled.
     """
 
     drawing: TokenSampler
@@ -43,7 +44,7 @@ class CounterNoiseProcessor(LogitsProcessor):
     """See the module.
 
     Attributes:
-        under_way: set before requests come; rows without `WHOSE` (warming up) are left as they are.
+        under_way: set before requests are added; rows without `WHOSE` (warm-up) are not modified.
     """
 
     under_way: ActiveRequests | None = None  # of this process, which draws for one engine
@@ -51,15 +52,15 @@ class CounterNoiseProcessor(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         size = vllm_config.scheduler_config.max_num_seqs
         self.device, self._pins = device, is_pin_memory
-        self._whose = np.zeros((3, size), dtype=np.int64)
+        self._whose = np.zeros((4, size), dtype=np.int64)
         self._drawn: list[list[int] | None] = [None] * size  # vLLM's own lists of the tokens so far
         self._noise = np.zeros((size, NOISE_TOKENS))  # of each row, from a position on
         self._noise_for: TokenSampler | None = None
-        self._noise_of = np.full((4, size), -1, dtype=np.int64)  # whose, and which part of the response
+        self._noise_of = np.full((5, size), -1, dtype=np.int64)  # whose, and which part of the response
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
-        """Nothing can be wrong with what we send ourselves."""
+        """No validation: all requests come from verl."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -85,7 +86,7 @@ class CounterNoiseProcessor(LogitsProcessor):
                 self._whose[:, source] = whose
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Leave the drawn token of each row alone above -inf."""
+        """Set all logits to -inf except that of each row's sampled token."""
         rows = logits.shape[0]
         drawn = self._drawn[:rows]
         if self.under_way is None or None in drawn:
@@ -97,7 +98,8 @@ class CounterNoiseProcessor(LogitsProcessor):
         return logits.fill_(float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
     def _to_device(self, drawing: TokenSampler, drawn: Sequence[list[int] | None]) -> Tensor:
-        """[3 b]: number of each row, position, and the bits of its float64 noise, in one copy without a wait."""
+        """[3 b]: row index, position and float64 noise (as bits), copied to the device in one asynchronous
+        transfer."""
         rows = len(drawn)
         positions = np.array([len(tokens) for tokens in drawn if tokens is not None], dtype=np.int64)
         noise = np.zeros(rows) if drawing.request.greedy else self._noise_at(drawing, positions)
@@ -105,14 +107,16 @@ class CounterNoiseProcessor(LogitsProcessor):
         return told.pin_memory().to(self.device, non_blocking=True) if self._pins else told.to(self.device)
 
     def _noise_at(self, drawing: TokenSampler, positions: np.ndarray) -> np.ndarray:
-        """[b], made for some positions at a time: those of the mixer are many small operations."""
+        """[b], computed for several positions at a time, because the hash consists of many small operations."""
         rows = len(positions)
         wanted = np.concatenate([self._whose[:, :rows], positions[None] // NOISE_TOKENS])
         if self._noise_for is not drawing:
             self._noise_for, self._noise_of[:] = drawing, -1
         if (stale := np.flatnonzero((wanted != self._noise_of[:, :rows]).any(axis=0))).size:
-            _, prompt_ids, sample_ids, part = torch.from_numpy(wanted[:, stale])[:, :, None]
+            _, prompt_ids, sample_ids, turns, part = torch.from_numpy(wanted[:, stale])[:, :, None]
             at = part * NOISE_TOKENS + torch.arange(NOISE_TOKENS)
-            self._noise[stale] = drawing.noise(prompt_ids, sample_ids, at).numpy()
+            # All rows of one drawing are turns of episodes, or none is.
+            of_turns = None if bool((turns == NO_TURN).all()) else turns
+            self._noise[stale] = drawing.noise(prompt_ids, sample_ids, at, of_turns).numpy()
             self._noise_of[:, stale] = wanted[:, stale]
         return self._noise[np.arange(rows), positions % NOISE_TOKENS]

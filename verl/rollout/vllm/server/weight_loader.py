@@ -1,4 +1,4 @@
-"""Loads streamed tensors into the engine's own layers in place; the places are found once, without a reload by vLLM.
+"""Loads streamed tensors in place into the engine's layers, without a reload by vLLM. Destinations are computed once.
 
     q_proj, k_proj, v_proj ──> rows of qkv_proj ──┬── a parameter that is there (on a GPU, embeddings, norms): copied
     gate_proj, up_proj     ──> rows of gate_up    └── packed for the CPU: packed anew from the chunk, where they adjoin
@@ -29,12 +29,12 @@ Shape = tuple[int, ...]
 
 
 class UnsupportedLayer(Exception):
-    """A layer that has to be loaded in vLLM's own way; says which."""
+    """A layer that can only be loaded by vLLM itself; names the layer."""
 
 
 @dataclass(frozen=True)
 class LoadSlice:
-    """Part of a tensor of the stream, where that lies in what comes of it, and the rows that it fills in its layer."""
+    """Part of a streamed tensor: its position in the received slice, and the rows of the layer that it fills."""
 
     name: str
     source: tuple[slice, ...]
@@ -44,32 +44,32 @@ class LoadSlice:
 
 @dataclass
 class PackedLayer:
-    """A layer whose matrix is packed, and what of it has come so far."""
+    """A layer with a packed matrix, and the parts of it that have been received."""
 
     layer: Any
     pieces: Sequence[LoadSlice]
     taken: dict[int, Tensor] = field(default_factory=dict)  # by the number of the piece
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Take what is this layer's of a tensor; with the last one the layer is packed."""
+        """Store the layer's part of a tensor; after the last part the layer is packed."""
         self.taken |= {i: tensor[piece.read] for i, piece in enumerate(self.pieces) if piece.name == name}
         if len(self.taken) == len(self.pieces):
             pack_weight(self.layer, adjoined([self.taken.pop(i) for i in range(len(self.pieces))]))
 
     def keep(self) -> None:
-        """Outlast the chunk."""
+        """Copy parts that still point into the chunk."""
         self.taken = {i: part.clone() for i, part in self.taken.items()}
 
 
 class InPlaceLoader:
-    """The places of all tensors of a stream.
+    """Destinations of all tensors of a stream.
 
     Args:
-        model: vLLM's, with weights or without.
-        shapes: of the tensors by name.
-        starts: of each tensor that comes as a slice: where that begins in the whole one.
+        model: vLLM's model, with or without weights.
+        shapes: shapes of the tensors by name.
+        starts: for each tensor that is received as a slice, the start of the slice in the whole tensor.
     Raises:
-        UnsupportedLayer: not all of the model's layers are of kinds whose places are known, or a tensor has none.
+        UnsupportedLayer: a layer is of an unknown kind, or a tensor has no destination.
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], starts: Mapping[str, Shape] | None = None):
@@ -91,12 +91,12 @@ class InPlaceLoader:
             raise UnsupportedLayer(f"{homeless[0]} has no place")
 
     def wanted(self) -> dict[str, Box]:
-        """Of each tensor the slice that has all that lands; what is read of it in between lies in it too."""
+        """For each tensor the smallest slice that contains everything this rank loads."""
         return {name: _hull(slices, self._shapes[name]) for name, slices in self._slices.items()}
 
     @torch.no_grad()
     def take(self, name: str, tensor: Tensor, place: ChunkEntry | None = None) -> None:
-        """Put one tensor where it belongs, or some rows of one; it may be a view that lasts until `keep`."""
+        """Load a tensor, or some rows of one; it may be a view that is valid until `keep`."""
         if place is not None and place.whole is not None:
             return self._take_rows(name, tensor, place)
         for taker in self._writers[name]:
@@ -119,7 +119,7 @@ class InPlaceLoader:
                 follow()
 
     def keep(self) -> None:
-        """Let what waits for the rest of its layer outlast the memory that it came in."""
+        """Copy parts of incomplete layers, because the memory that they point to will be reused."""
         for packing in self._packings:
             packing.keep()
 
@@ -135,7 +135,7 @@ class InPlaceLoader:
             self._whole(name, module, module._parameters)
 
     def _linear(self, name: str, layer: Any, kinds: set[str]) -> None:
-        """A layer of one or more matrices, of which this rank has some rows, or some columns of all."""
+        """A layer of one or more matrices, of which this rank holds some rows or some columns."""
         is_cut = "RowParallelLinear" in kinds and layer.tp_size > 1
         columns = (_part(layer.tp_rank, layer.input_size_per_partition),) if is_cut else ()
         pieces = []
@@ -166,7 +166,7 @@ class InPlaceLoader:
             self._slices.setdefault(piece.name, []).append(piece.source)
 
     def _vocabulary(self, name: str, layer: Any, kinds: set[str]) -> None:
-        """Rows of tokens; those that only fill up stay as they are."""
+        """Rows of the vocabulary; padding rows are not modified."""
         tensor, indices = f"{name}.weight", layer.shard_indices
         if id(layer.weight) in self._embeddings:  # a head that is tied to the embedding
             return
@@ -177,7 +177,7 @@ class InPlaceLoader:
         self._whole(name, layer, {key: value for key, value in layer._parameters.items() if key != "weight"})
 
     def _mind_heads(self, modules: Any, head: Any) -> None:
-        """On a CPU heads have a packed copy of their weight, and embeddings one that nothing reads."""
+        """On a CPU, output heads have a packed copy of their weight; embeddings have one too, which is never read."""
         for layer in modules:
             if "VocabParallelEmbedding" not in (kinds := kinds_of(layer)) or not hasattr(layer, "cpu_linear"):
                 continue
@@ -189,7 +189,7 @@ class InPlaceLoader:
                 layer.cpu_linear = torch.nn.functional.linear
 
     def _whole(self, name: str, module: nn.Module, parameters: Mapping[str, Tensor | None]) -> None:
-        """Parameters that every rank has whole: norms and the like."""
+        """Parameters that every rank holds whole, such as norms."""
         for key, parameter in parameters.items():
             if parameter is not None:
                 self._expect(f"{name}.{key}", tuple(parameter.shape))
@@ -210,7 +210,7 @@ class InPlaceLoader:
         self._copies.setdefault(name, []).append((target, read))
 
     def _moved(self, name: str, source: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Where a slice of the whole tensor lies in what comes of it."""
+        """Position of a slice of the whole tensor in the received slice."""
         if name not in self._starts:
             return source
         moved = zip(source, self._starts[name], strict=False)
@@ -218,7 +218,7 @@ class InPlaceLoader:
 
 
 def copy_rows(target: Tensor, read: tuple[slice, ...], rows: Tensor, begin: int) -> None:
-    """Copy what some rows of a tensor, from `begin` on, have of the slice `read` of it, whose place `target` is."""
+    """Copy to `target` the part of the slice `read` that the given rows, starting at row `begin`, contain."""
     wanted = read[0] if read else slice(0, len(target))
     low, high = max(wanted.start, begin), min(wanted.stop, begin + len(rows))
     if low < high:
@@ -227,7 +227,7 @@ def copy_rows(target: Tensor, read: tuple[slice, ...], rows: Tensor, begin: int)
 
 
 def pack_weight(layer: Any, weight: Tensor) -> None:
-    """Pack a matrix as vLLM does after loading; the old packed buffer is freed first."""
+    """Pack a matrix as vLLM does after loading. The old packed buffer is freed first."""
     held, layer.cpu_linear = layer.weight, None
     layer.weight = nn.Parameter(weight, requires_grad=False)
     layer.quant_method.process_weights_after_loading(layer)
@@ -235,23 +235,23 @@ def pack_weight(layer: Any, weight: Tensor) -> None:
 
 
 def repack_weight(layer: Any) -> None:
-    """Pack the copy of a weight that is there."""
+    """Pack a weight's CPU copy again from its current value."""
     layer.cpu_linear = None
     layer.quant_method.process_weights_after_loading(layer)
 
 
 def give_back_free_memory() -> None:
-    """Let the system have the holes between what is in use.
+    """Return free heap memory to the system (`malloc_trim`).
 
-    glibc keeps them, and packed weights, which want aligned memory, do not fit into those that they left themselves: an
-    engine would grow by several of its layers over the first syncs. Other C libraries are left to themselves.
+    glibc keeps freed blocks, and packed weights need aligned memory that does not fit into the blocks they freed, so an
+    engine would grow by several layers over the first syncs. No effect with other C libraries.
     """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def adjoined(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices one below the other: as one view where they lie so in memory, otherwise copied."""
+    """Matrices stacked along the rows: a view if they are adjacent in memory, otherwise a copy."""
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:
         if not part.is_contiguous() or part.data_ptr() != end or not _shares_memory(part, first):
@@ -266,7 +266,7 @@ def _shares_memory(part: Tensor, other: Tensor) -> bool:
 
 
 def _hull(slices: Sequence[tuple[slice, ...]], shape: Shape) -> Box:
-    """The smallest slice that has all of these."""
+    """The smallest slice that contains all of these."""
     box = [(0, size) for size in shape]
     for axis in range(min(map(len, slices))):
         box[axis] = min(s[axis].start for s in slices), max(s[axis].stop for s in slices)

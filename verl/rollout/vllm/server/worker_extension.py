@@ -1,6 +1,6 @@
 """Methods added to vLLM's worker processes: load weights from the stream, sample with our noise, verify weights.
 
-vLLM mixes the class into its worker, so that an engine of several workers (tensor parallel) does each in all of them.
+vLLM mixes the class into its worker class, so the methods run in every worker of a tensor-parallel engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from verl.weight_verification.vllm_probe import run_on_worker
 
 
 class WorkerExtension:
-    """Methods beside those of vLLM's worker; see `collective_rpc`."""
+    """Additional methods of vLLM's worker, called by `collective_rpc`."""
 
     rank: int
     device: torch.device
@@ -38,42 +38,48 @@ class WorkerExtension:
     _threads = contextlib.ExitStack()  # while responses are drawn; of this process, whose only worker this is
 
     def verl_begin(self, drawing: TokenSampler, rows: int, width: int, num_threads: int | None) -> None:
-        """Get ready to draw responses, with so many threads of the CPU if that is said."""
+        """Prepare for generation, with this number of CPU threads if it is given."""
         CounterNoiseProcessor.under_way = ActiveRequests.begin(drawing, rows, width, self.device)
         if num_threads is not None:
             self._threads.enter_context(using_threads(num_threads))
 
     def verl_log_probs(self) -> Tensor:
-        """The log-probs [B T] of what was drawn."""
+        """The log-probs [B T] of the sampled tokens."""
         self._threads.close()
         under_way, CounterNoiseProcessor.under_way = CounterNoiseProcessor.under_way, None
         assert under_way is not None
         return under_way.log_probs.cpu()
 
+    def verl_rows_of_log_probs(self, rows: list[int], width: int) -> Tensor:
+        """The log-probs [rows, width] of some rows, of tokens that were drawn."""
+        under_way = CounterNoiseProcessor.under_way
+        assert under_way is not None
+        return under_way.log_probs[torch.tensor(rows, device=self.device), :width].cpu()
+
     def verl_report_layers(self) -> None:
-        """Report progress at each layer: a single step over long prompts may take minutes on a CPU."""
+        """Report progress at each layer, because a single step over long prompts may take minutes on a CPU."""
         for module in self.model_runner.get_model().modules():
             if isinstance(module, torch.nn.ModuleList):
                 for layer in module:
                     layer.register_forward_pre_hook(_report_layer)
 
     def prove_on_rank(self, task: str, *args: Any) -> Any:
-        """Part of the proof of a sync."""
+        """This rank's part of a weight verification."""
         return run_on_worker(self, task, *args)
 
     def verl_wants(self, shapes: dict[str, tuple[int, ...]]) -> WantedSlices | None:
-        """The slices of tensors of these shapes that land here; None where vLLM has to load its model anew."""
+        """The slices of these tensors that this rank loads; None if vLLM has to reload its whole model."""
         try:
             return InPlaceLoader(self.model_runner.get_model(), shapes).wanted()
         except UnsupportedLayer:
             return None
 
     def verl_connect(self, feeds: list[FeedPlan], dtype: torch.dtype) -> None:
-        """From now on weights come as this worker's feed says."""
+        """Use this feed for weights."""
         self._feed, self._stream_dtype, self._found = feeds[self.rank], dtype, None
 
     def verl_load(self, loading: LoadRequest) -> LoadResult:
-        """Take new weights."""
+        """Load new weights."""
         start = time.perf_counter()
         feed, dtype = self._feed, self._stream_dtype
         chunks = feed.chunks
@@ -96,7 +102,7 @@ class WorkerExtension:
         return LoadResult(seconds, landing if isinstance(landing, str) else None)
 
     def _opened(self, feed: FeedPlan) -> StreamReader:
-        """The reader of a stream, kept from sync to sync: memory that is mapped anew is slow at first."""
+        """The reader of a stream, kept between syncs because the first access to newly mapped memory is slow."""
         if self._reader is None or not self._reader.is_of(feed.handle, feed.reader):
             if self._reader is not None:
                 self._reader.close()
@@ -104,7 +110,8 @@ class WorkerExtension:
         return self._reader
 
     def _loader_or_reason(self, feed: FeedPlan) -> InPlaceLoader | str:
-        """The places of these tensors, found with the first load; or why vLLM has to load its model anew."""
+        """The in-place loader for these tensors, created at the first load; or why vLLM has to reload its whole
+        model."""
         if self._found is None:
             coming = {place.name: place.whole or place.shape for places in feed.chunks for place in places}
             shapes = coming | {name: part.shape for name, part in feed.slices.items()}
@@ -116,7 +123,7 @@ class WorkerExtension:
         return self._found
 
     def _load_anew(self, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> None:
-        """Have vLLM load its model from the stream, and mend what it leaves out."""
+        """Reload the whole model by vLLM's loader, then fix what that leaves stale."""
         _renew_experts(self.model_runner.get_model())
         self.reload_weights(weights_iterator=_lasting(reader, chunks, dtype))  # type: ignore[attr-defined]
         _refresh_tied_heads(self.model_runner.get_model())
@@ -135,7 +142,7 @@ def _land(landing: InPlaceLoader, reader: StreamReader, chunks: list[list[ChunkE
 
 
 def _lasting(reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a stream; those that vLLM keeps until their layer is complete outlast their chunk."""
+    """The tensors of a stream; those that vLLM keeps until their layer is complete are copied out of their chunk."""
     for number, places in enumerate(chunks):
         yield from reader.chunk(number, places, dtype)
         _copy_those_kept()
@@ -152,7 +159,7 @@ def _copy_those_kept() -> None:
 
 
 def _renew_experts(model: torch.nn.Module) -> None:
-    """On a CPU the experts are packed with the first load alone, unless their kernel has to be made anew."""
+    """On a CPU vLLM packs experts at the first load only, so force it to create their kernel again."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and current_platform.is_cpu():
@@ -160,7 +167,7 @@ def _renew_experts(model: torch.nn.Module) -> None:
 
 
 def _refresh_tied_heads(model: torch.nn.Module) -> None:
-    """A head that is tied to the embedding was loaded with it, but its packed form for the CPU was not made anew."""
+    """Pack a tied output head again: it is loaded with the embedding, but its packed CPU copy is not updated."""
     weights = {id(module.weight) for module in model.modules() if type(module) is VocabParallelEmbedding}
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and id(module.weight) in weights:

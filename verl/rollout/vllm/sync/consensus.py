@@ -1,10 +1,10 @@
 """Consensus of ranks around engines that may fail: all of them go on, or all of them stop.
 
-Each does its part, which may fail; then all know of all, so that none waits in an exchange for one that has given up.
-A part may last: an engine that makes no progress is waited for as long as `rollout.call_timeout_s`, and another one is
-started, which may take minutes. So the processes meet in the store of torch.distributed, where waiting has no limit,
-before they exchange anything by a collective operation, which has one (`sharding.timeout_s`). A process that is lost
-meanwhile ends the run: the driver watches all of them.
+Each rank does its part, which may fail; then all ranks exchange the outcomes, so that none waits in a collective for
+one that has failed. A part may take long: an engine without progress is killed only after `rollout.call_timeout_s`,
+and starting another one may take minutes. So the ranks first meet in the store of torch.distributed, where waiting has
+no limit, before they use a collective operation, which has one (`sharding.timeout_s`). If a rank dies meanwhile, the
+driver, which watches all of them, ends the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Of one process's part.
+    """The failure of one rank's part.
 
     Attributes:
         rank: of the process.
@@ -45,20 +45,20 @@ class ConsensusFailed(Exception):
 
     @property
     def may_repeat(self) -> bool:
-        """Whether all of them may."""
+        """Whether all failures may be retried."""
         return all(failure.may_repeat for failure in self.failures)
 
     @property
     def error(self) -> Exception:
-        """What is to be told of it: that which cannot be mended, if there is such."""
+        """The error to report: one that cannot be retried, if there is one."""
         return min(self.failures, key=lambda failure: failure.may_repeat).error
 
 
 def consensus(divided: ParallelInfo, part: Callable[[], T], may_repeat: Callable[[Exception], bool]) -> list[T]:
-    """What each process has come to, by rank. All processes of the model take part.
+    """The outcome of each process, by rank. All processes of the model take part.
 
     Raises:
-        Interrupted: one of them failed.
+        ConsensusFailed: one of them failed.
     """
     import torch.distributed as dist
 
@@ -78,7 +78,7 @@ _MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # so far, by store
 
 
 def _meet(divided: ParallelInfo) -> None:
-    """Return when all processes of the model have come here."""
+    """Barrier over all processes of the model, without a time limit."""
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
@@ -94,7 +94,7 @@ def _meet(divided: ParallelInfo) -> None:
 
 
 def among_siblings(divided: ParallelInfo, value: T) -> list[T]:
-    """What each sibling gives, in their order."""
+    """All-gather of objects among siblings, in their order."""
     if len(divided.siblings) == 1:
         return [value]
     import torch.distributed as dist
@@ -105,7 +105,7 @@ def among_siblings(divided: ParallelInfo, value: T) -> list[T]:
 
 
 def from_first(divided: ParallelInfo, value: T) -> T:
-    """What the first of the siblings gives, to all of them."""
+    """Broadcast of an object from the first sibling."""
     if len(divided.siblings) == 1:
         return value
     import torch.distributed as dist

@@ -4,8 +4,9 @@
     rank 1        └────────  worker 1 <── slices                  ──┼── moved by a plan from all who hold them
     rank 2  leads ── another engine   <── ...                     ──┘
 
-A process that leads no engine feeds it, or only gives what it holds to those who do. The engine's worker w reads what
-sibling w puts into its stream, as far as the engine says which slices its workers take; otherwise the first feeds all.
+A process without an engine feeds the engine of its group, or only sends its tensors to the processes that do. If the
+engine reports which slices its workers need, worker w reads the stream of sibling w; otherwise the first sibling feeds
+all workers.
 
 An engine on GPUs spans those of its group: of `rollout.tensor_parallel_size` ranks in a row, or of tensor-parallel
 siblings where they are more. Ranks of a group that have rows of their own (FSDP) send their prompts to the first, whose
@@ -46,8 +47,8 @@ T = TypeVar("T")
 def with_engine_group(divided: ParallelInfo, engine_size: int) -> ParallelInfo:
     """The same, with all ranks that share an engine as siblings: one engine on GPUs spans those of its whole group.
 
-    On a CPU every group of tensor-parallel ranks has an engine of its own, whatever that spans. All processes of the
-    model take part.
+    On a CPU every group of tensor-parallel ranks has its own engine, of any size. All processes of the model take
+    part.
 
     Raises:
         ConfigError: ranks cannot be put into groups of this size.
@@ -74,7 +75,7 @@ def grouped(divided: ParallelInfo, size: int) -> ParallelInfo:
 
 
 class ShardedVLLMClient(RolloutEngine):
-    """The running engines of `VLLMRollout`, as one of the processes that hold the model.
+    """The running engines of `VLLMRollout`, seen from one of the processes that hold the model.
 
     Raises:
         ConfigError: vLLM cannot run this model, or not with these options.
@@ -119,12 +120,12 @@ class ShardedVLLMClient(RolloutEngine):
         )
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """See `RolloutEngine.generate`. Siblings have the same prompts, and get the same rows."""
+        """See `RolloutEngine.generate`. Siblings pass the same prompts and get the same rows."""
         self.begin(prompts, request)
         return self.finish()
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to draw; the engine's weights stay as they are until `finish`."""
+        """Start generating; the engine's weights must not change until `finish`."""
         assert self._begun is None
         if any(self._agreed(lambda: self.engine is not None and self.engine.needs_weights)):
             self.sync()
@@ -133,7 +134,7 @@ class ShardedVLLMClient(RolloutEngine):
         self._begun = prompts, request
 
     def finish(self) -> DataProto:
-        """What was begun. If an engine died of it, all is drawn again, from the weights that are there by now."""
+        """Wait for the responses. If an engine died, all responses are generated again with the current weights."""
         assert self._begun is not None
         (prompts, request), self._begun = self._begun, None
         self.has_redrawn = False
@@ -153,7 +154,7 @@ class ShardedVLLMClient(RolloutEngine):
         return rows if len(rows) == self._own_rows.stop - self._own_rows.start else rows[self._own_rows]
 
     def sync(self) -> SyncResult:
-        """Bring the present weights into all engines, along the plan, and prove them."""
+        """Load the current weights into all engines according to the plan, and verify them."""
         assert self._begun is None, "weights may not change while responses are drawn"
         while True:
             try:
@@ -165,18 +166,18 @@ class ShardedVLLMClient(RolloutEngine):
         return synced
 
     def rest(self) -> None:
-        """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
+        """Free GPU memory until the next call; no effect on a CPU."""
         if self.engine is not None:
             self.engine.rest()
 
     def close(self) -> None:
-        """End the engine that this process leads, and leave nothing of it."""
+        """Stop the engine that this process leads and remove its files."""
         if self.engine is not None:
             self.engine.close()
         self._planned.close()
 
     def _of_group(self, prompts: DataProto, num_samples: int) -> tuple[DataProto, slice]:
-        """The prompts that the engine of this process draws for, and which of its rows are this process's own."""
+        """The prompts of the engine of this process, and which of the resulting rows belong to this process."""
         same, group = self._num_same_rows, self.divided.siblings
         if len(group) <= same:
             return prompts, slice(0, len(prompts) * num_samples)
@@ -186,7 +187,7 @@ class ShardedVLLMClient(RolloutEngine):
         return DataProto.concat(parts), slice(begin, begin + len(prompts) * num_samples)
 
     def _begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """What fails is told when all come together, in `_end`."""
+        """Failures are reported in `_end`, where all processes meet."""
         self._failure = None
         try:
             if self.engine is not None:
@@ -207,14 +208,14 @@ class ShardedVLLMClient(RolloutEngine):
         return consensus(self.divided, part, self._may_repeat)
 
     def _may_repeat(self, error: Exception) -> bool:
-        """Whether a failure of this process may be mended by another try."""
+        """Whether a failure of this process may be retried."""
         if isinstance(error, StreamBroken):  # an engine that another process leads is gone, and will be made anew
             self._times_broken += 1
             return self._times_broken == 1
         return self.engine is not None and self.engine.may_repeat(error)
 
     def _mend(self, failed: ConsensusFailed) -> None:
-        """What a failure leads to, beside all engines: another try, or its end."""
+        """Handle a failure on all ranks: retry, or raise."""
         error = failed.error
         if failed.may_repeat:
             log.warning("%s\nIt is tried once more.", error)

@@ -1,4 +1,4 @@
-"""One weight sync from a sharded model to its engines: every byte that has to move does so once.
+"""One weight sync from a sharded model to its engines: every byte that has to be moved is sent once.
 
 offers (what engines take) ── plan, kept ── moves ── streams ── engines ── verification
                                               └── fingerprints, each rank of its own parts ──┘
@@ -41,12 +41,12 @@ from verl.weight_verification.verifier import VerificationResult, VerifyRequest
 
 @dataclass(frozen=True)
 class RankSyncResult:
-    """What one process did of a sync.
+    """One rank's statistics of a sync.
 
     Attributes:
-        received, fed: bytes of weights that came from other processes, and that went to an engine.
-        shards: of marks, of its own parts.
-        copying_s, loading_s, marking_s: of what `sync/copy_s` and `sync/load_s` tell, and of marks.
+        received, fed: bytes of weights received from other processes, and sent to an engine.
+        shards: fingerprints of its own parts.
+        copying_s, loading_s, marking_s: seconds for `sync/copy_s`, `sync/load_s` and fingerprints.
     """
 
     received: int
@@ -59,7 +59,7 @@ class RankSyncResult:
 
 @dataclass(frozen=True)
 class RankSync:
-    """What one process has to do of one sync. All processes of the model do their parts at the same time.
+    """One rank's part of one sync. All processes of the model run their parts at the same time.
 
     Args:
         engine: that this process leads, if it leads one.
@@ -82,10 +82,10 @@ class RankSync:
     feeds: list[FeedPlan]
 
     def move(self) -> RankSyncResult:
-        """Give what this process holds, and feed what it is to feed.
+        """Send this process's parts to other ranks, and feed the engine.
 
         Raises:
-            EngineDied, EngineError, StreamBroken: the engine does not take it. The others have got theirs all the same.
+            EngineDied, EngineError, StreamBroken: the engine failed. The other ranks still got their tensors.
         """
         under_way = TransferInProgress(self.question.vectors, self._is_sent_as_it_is)
         tensors = self._formed(under_way)
@@ -114,10 +114,10 @@ class RankSync:
         return RankSyncResult(under_way.received, size, under_way.shards, copying, loading, under_way.marking_s)
 
     def prove(self, moved: Sequence[RankSyncResult]) -> VerificationResult | None:
-        """Compare the engine with what all processes hold; None where this process leads none.
+        """Verify the engine against the weights of all processes; None if this process leads no engine.
 
         Raises:
-            WeightSyncError: it holds something else.
+            WeightSyncError: the engine holds other weights.
         """
         if self.engine is None:
             trainer_log_probs(self.model, self.question.rows, self.autocast)  # a forward pass needs all siblings
@@ -139,7 +139,7 @@ class RankSync:
         return stream.fill(self.share.chunks, tensors, self.delivery.dtype, self._is_read)
 
     def _formed(self, under_way: TransferInProgress) -> Iterator[tuple[str, Tensor]]:
-        """What goes to the engine, made of the tensors of the running model as they arrive."""
+        """The tensors for the engine, computed from tensors of the running model as they arrive."""
         coming = self.delivery.tensors({w.source.name: w.source for w in self.weights}, under_way)
         here: dict[str, Tensor] = {}
         wanted = [w for w in self.weights if w.source.name in self.share.wanted]
@@ -164,16 +164,16 @@ class RankSync:
 
     @cached_property
     def _plain(self) -> set[str]:
-        """Tensors whose marks are taken of their parts."""
+        """Tensors whose fingerprints are computed from their parts."""
         return {w.name for w in self.weights if w.form is None and len(w.shape) <= 2}
 
     def _note(self, name: str, tensor: Tensor) -> None:
-        """The mark of a tensor that is made of a whole one."""
+        """Fingerprint of a tensor that is computed from a whole one."""
         if name not in self._plain and self.engine is not None:
             self.engine.note(name, tensor)
 
     def _is_read(self) -> bool:
-        """Whether the engine that another process leads still reads this one's stream, or will go on to."""
+        """Whether the engine of another process still reads, or will read, this process's stream."""
         assert self.stream is not None
         if self.stream.is_abandoned or not _runs(self.offer.process_id):
             return False
@@ -193,7 +193,7 @@ class RankSync:
 
 
 def _runs(process_id: int) -> bool:
-    """Whether a process of this machine runs, and does not only wait for its parent to notice that it has ended."""
+    """Whether a process of this machine is running and is not a zombie."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (OSError, IndexError):
@@ -205,7 +205,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class _RankConnection:
-    """What stays from sync to sync, as long as all engines live, for one process.
+    """One rank's state that is kept between syncs during the lifetime of all engines.
 
     Attributes:
         key: the engines, and the tensors, that it was made for.
@@ -223,9 +223,10 @@ class _RankConnection:
 
 
 class WeightSync:
-    """The syncs of one model with its engines, as one of the processes that hold the model.
+    """The syncs of one model with its engines, seen from one of the processes that hold the model.
 
-    A sync is `connect`, which fixes layouts and handles and is made anew only when an engine was, `push`, and `verify`.
+    A sync consists of `connect`, which fixes layouts and handles and is repeated only after an engine was restarted,
+    `push` and `verify`.
 
     Args:
         divided: how the model is spread; siblings are the ranks that share an engine.
@@ -233,7 +234,7 @@ class WeightSync:
         dtype: that the engines compute in.
         chunk_bytes: of a stream.
         may_slice: an engine may be fed by several processes.
-        may_repeat: whether a failure of this process may be mended by another try.
+        may_repeat: whether a failure of this process may be retried.
     """
 
     def __init__(
@@ -257,7 +258,7 @@ class WeightSync:
         self._connection: _RankConnection | None = None
 
     def run(self) -> SyncResult:
-        """Bring the present weights into all engines, and prove them.
+        """Load the current weights into all engines and verify them.
 
         Raises:
             ConsensusFailed: that failed, here or elsewhere.
@@ -280,7 +281,7 @@ class WeightSync:
         return _synced(moved, made.delivery, len(weights), proofs[0])
 
     def connect(self, key: tuple[Any, ...], weights: Sequence[NamedWeight]) -> _RankConnection:
-        """Agree on layouts and handles, with engines that are new or take tensors in another way."""
+        """Agree on layouts and handles with engines that were restarted or changed their way of loading."""
         offers = consensus(self.divided, lambda: self._offer(weights), self._may_repeat)
         shares = self._shares(offers, weights)
         siblings = self.divided.siblings
@@ -290,11 +291,11 @@ class WeightSync:
         return _RankConnection(key, offer, shares[self.divided.rank], delivery, stream, feeds, readers)
 
     def push(self, part: RankSync) -> list[RankSyncResult]:
-        """Bring the present weights into all engines."""
+        """Load the current weights into all engines."""
         return consensus(self.divided, part.move, self._may_repeat)
 
     def verify(self, part: RankSync, moved: Sequence[RankSyncResult]) -> list[VerificationResult | None]:
-        """Compare all engines with what the processes hold."""
+        """Compare the weights of all engines with those of the processes."""
         return consensus(self.divided, lambda: part.prove(moved), self._may_repeat)
 
     def close(self) -> None:
@@ -305,7 +306,7 @@ class WeightSync:
             self._stream = None
 
     def _begin(self) -> SyncRound | None:
-        """What the siblings need to know of this sync; readers may open this process's stream once all have it."""
+        """The siblings' information about this sync; readers may open this process's stream once all ranks have it."""
         found = None if self.engine is None else self.engine.begin_sync()
         if self._connection is not None and self._connection.stream is not None:
             self._connection.stream.begin(self._connection.num_readers)
@@ -318,7 +319,7 @@ class WeightSync:
         return self.engine.offer({w.name: tuple(w.shape) for w in weights} if in_slices else None)
 
     def _shares(self, offers: Sequence[SyncOffer | None], weights: Sequence[NamedWeight]) -> list[FeedAssignment]:
-        """Of all ranks: those of the siblings of a leader follow it."""
+        """Feed assignments of all ranks; the siblings of a leader come after it."""
         shares: list[FeedAssignment] = []
         for offer in offers:
             if offer is not None:
@@ -326,7 +327,7 @@ class WeightSync:
         return shares
 
     def _delivery(self, wants: list[WantedSlices], weights: Sequence[NamedWeight]) -> WeightTransfer:
-        """Made with the first sync, and again where other slices are wanted."""
+        """The transfer plan, created at the first sync and again if engines need other slices."""
         if self._known is None or self._known[0] != wants:
             sources = {w.source.name: w.source for w in weights}
             self._known = wants, WeightTransfer(self.divided, list(sources.values()), wants, self.dtype, self._sideways)
@@ -356,7 +357,7 @@ class WeightSync:
 def _synced(
     moved: Sequence[RankSyncResult], delivery: WeightTransfer, num_tensors: int, proof: VerificationResult | None
 ) -> SyncResult:
-    """What rank 0 has to tell, which leads an engine."""
+    """The result of rank 0, which leads an engine."""
     assert proof is not None
     traffic, fed = sum(one.received for one in moved), sum(one.fed for one in moved)
     assert traffic == delivery.plan.num_bytes, (traffic, delivery.plan.num_bytes)

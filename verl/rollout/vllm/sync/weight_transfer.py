@@ -26,12 +26,12 @@ from verl.weight_verification.fingerprint import FingerprintShards, ProbeVectors
 
 
 class WeightTransfer:
-    """What every sync moves, as long as the trainer's layout and the engines' wishes stay.
+    """The transfers of every sync, for a fixed layout of the trainer and fixed slices of the engines.
 
     Args:
         divided: how the model is spread.
-        sources: its tensors in the order that they are to come in, the same on every rank.
-        wants: of each rank, the slices that it is to feed into an engine; a name that is not there: nothing of it.
+        sources: its tensors in the order of the transfer, the same on every rank.
+        wants: for each rank, the slices that it feeds into an engine, by name.
         dtype: that the engines compute in; tensors are cast to it before they travel.
         sideways: names of matrices that the model keeps as [in, out].
     Attributes:
@@ -64,8 +64,9 @@ class WeightTransfer:
     ) -> Iterator[tuple[str, Tensor]]:
         """What this rank feeds into an engine, in the order of the sources. All ranks take part, to the end.
 
-        Beside what is yielded, a rank needs memory for one bucket: for its own parts that are cast or merged, and for
-        what arrives.
+        In addition to the yielded tensor, a rank needs memory for one bucket: its own parts after casting or merging,
+            and
+        the received parts.
         """
         device, rank = self.divided.device, self.divided.rank
         for bucket in self._buckets:
@@ -87,7 +88,7 @@ class WeightTransfer:
             )
 
     def _mark(self, held: Mapping[str, Tensor], under_way: TransferInProgress) -> None:
-        """Take the marks of this rank's parts, as far as no rank before it has the same."""
+        """Compute the fingerprints of this rank's parts, unless a lower rank holds the same part."""
         began = time.perf_counter()
         for name in held.keys() & self._marked:
             layout = self.plan.source.tensors[name]
@@ -107,15 +108,15 @@ class WeightTransfer:
 
 
 class TransferInProgress:
-    """One sync, as this process sees it.
+    """One rank's state of a running sync.
 
     Args:
         vectors: of the proof.
-        marks: whether the mark of a tensor is to be taken of its parts.
+        marks: whether the fingerprint of a tensor is computed from its parts.
     Attributes:
-        shards: of the marks, that this process took of its own parts.
-        received: bytes of weights that came here from other processes.
-        marking_s: seconds spent on marks.
+        shards: fingerprints that this process computed of its own parts.
+        received: bytes of weights received from other processes.
+        marking_s: seconds spent on fingerprints.
     """
 
     def __init__(self, vectors: ProbeVectors, marks: Callable[[str], bool]):
@@ -125,12 +126,12 @@ class TransferInProgress:
         self.marking_s = 0.0
 
     def count(self, num_bytes: int) -> None:
-        """So much has arrived."""
+        """Add to the received bytes."""
         self.received += num_bytes
 
 
 def _buckets(whole: Plan, limit_bytes: int) -> Iterator[Plan]:
-    """The plan in parts, each of the next tensors up to the limit, or of one that is larger."""
+    """The plan in buckets: consecutive tensors up to the size limit, or one larger tensor."""
     names: list[str] = []
     size = 0
     for name, layout in whole.source.tensors.items():
@@ -150,12 +151,12 @@ def _numel(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class FeedAssignment:
-    """What one process feeds to an engine.
+    """What one process sends to an engine.
 
     Attributes:
-        wanted: of each tensor of the running model, the slice that it needs for that.
+        wanted: the slice of each tensor of the running model that it needs.
         readers: the workers that read its stream.
-        chunks: of the stream; none where it feeds nothing.
+        chunks: of the stream; empty if it feeds nothing.
         chunk_bytes: of the largest chunk.
         slices: the tensors that do not come whole.
     """
@@ -174,14 +175,14 @@ class _SizedSlice:
 
 
 def may_be_sliced(weights: Iterable[NamedWeight]) -> bool:
-    """Whether what is sent are the tensors of the running model, vectors and matrices, one by one."""
+    """Whether the sent tensors are vectors and matrices of the running model, one to one."""
     return all(weight.form is None and len(weight.shape) <= 2 for weight in weights)
 
 
 def feed_assignments(
     offer: SyncOffer, weights: Sequence[NamedWeight], num_siblings: int, dtype: torch.dtype, chunk_bytes: int
 ) -> list[FeedAssignment]:
-    """The shares of siblings, in their order."""
+    """The feed assignments of all siblings, in their order."""
     if offer.wants is None:
         wanted = {w.source.name: _all_of(w.source.tensor.shape) for w in weights}
         chunks, largest = plan_chunks(weights, dtype, chunk_bytes)
@@ -212,14 +213,14 @@ def _sliced(
 
 
 def _readers(place: int, num_siblings: int, num_workers: int) -> tuple[int, ...]:
-    """The workers beside a sibling: one each for the first of them, or several for each of them."""
+    """The workers that a sibling feeds."""
     if num_workers <= num_siblings:
         return (place,) if place < num_workers else ()
     return tuple(worker for worker in range(num_workers) if worker * num_siblings // num_workers == place)
 
 
 def _hull(boxes: Sequence[Box]) -> Box:
-    """The smallest slice that has all of these."""
+    """The smallest slice that contains all of these."""
     filled = [box for box in boxes if all(_shape(box))] or boxes[:1]
     return tuple((min(a for a, _ in sides), max(b for _, b in sides)) for sides in zip(*filled, strict=True))
 
