@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cluster.processes_of import LABORATORY
 from equivalence.courses import Course, run_course
 from equivalence.one_update import one_update
 from torch import Tensor, nn
@@ -267,9 +268,13 @@ class Laboratory(Description):
 
 @contextmanager
 def laboratory(world_size: int) -> Iterator[Any]:
-    """A bench in so many processes."""
+    """A bench in so many processes, which `workers_of` leaves out."""
     host = Laboratory()
-    cluster = LocalWorkerGroup(host, BuildContext(), world_size, num_threads=1)
+    os.environ[LABORATORY] = "1"
+    try:
+        cluster = LocalWorkerGroup(host, BuildContext(), world_size, num_threads=1)
+    finally:
+        del os.environ[LABORATORY]
     try:
         yield role_handles(cluster, host)["bench"]
     finally:
