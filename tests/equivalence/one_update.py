@@ -48,6 +48,9 @@ def rows_with_holes(prompts: list[int], group: int, responses: list[int], vocabu
     )
 
 
+METRICS = ("loss", "grad_norm", "router_aux_loss")
+
+
 class Float64Alone(TorchFunctionMode):
     """Within, norms and routers that models compute in float32 are computed in float64, so that no gap is theirs."""
 
@@ -74,7 +77,7 @@ def _one_update(
 
     Args:
         share, shares: which rows are this process's.
-        options: `lora`, `checkpointing`, `tokens` of a micro-batch.
+        options: `lora`, `checkpointing`, `tokens` of a micro-batch, `router_aux_loss_coef`.
     """
     model = load_unsharded(source, "causal_lm", "cpu", parallel, sliced=False)
     if (lora := options.get("lora")) is not None:
@@ -91,6 +94,7 @@ def _one_update(
         model, parallel, options.get("tokens", 100), AdamW(lr=1e-3, max_grad_norm=None), total_updates=1
     )
     head, own = LMHead(model), BatchPartition(rows, shares).rows[share]
+    engine.balance_routers(options.get("router_aux_loss_coef", 0.0), head)
 
     def loss(model, micro, totals):
         scores = token_log_probs(model, head, micro, 0.9, entropy="grad", parts=3)
@@ -103,7 +107,7 @@ def _one_update(
 
     found = {f"row {row} {k}": x[i] for k, x in engine.infer(rows[own], score).items() for i, row in enumerate(own)}
     metrics = engine.update(rows[own], loss)
-    found |= {name: torch.tensor(metrics[name], dtype=torch.float64) for name in ("loss", "grad_norm")}
+    found |= {name: torch.tensor(metrics[name], dtype=torch.float64) for name in METRICS if name in metrics}
     for name, parameter in engine.parameters.items():
         if parameter.requires_grad:
             found[f"gradient of {name}"] = full_tensor(parameter.grad).detach().clone()

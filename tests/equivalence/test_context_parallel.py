@@ -33,12 +33,6 @@ def bench():
         yield bench
 
 
-@pytest.fixture(scope="module")
-def four():
-    with laboratory(4) as bench:
-        yield bench
-
-
 def made(path, family, **options):
     return Pretrained(path=str(save_random_model(path / family, family, torch.float64, **options)), dtype="float64")
 
@@ -131,9 +125,9 @@ def test_models_of_many_families_train_the_same(family, options, style, bench, t
     ],
     ids=lambda x: x.degrees(4).overrides() + " " + x.cp_style,
 )
-def test_four_processes_of_several_kinds_train_the_same(sharding, four, model64, tmp_path):
+def test_four_processes_of_several_kinds_train_the_same(sharding, four_processes, model64, tmp_path):
     for rows in (SHARED, SINGLE):  # of one row, one share is empty
-        assert_equal_updates(four, model64, rows, sharding, tokens=30)
+        assert_equal_updates(four_processes, model64, rows, sharding, tokens=30)
     alone = run_course(ppo_run(model64, PPO_ALGORITHM, group_size=1), [[0, 1, 2], [3]], tmp_path / "one")
     run = ppo_run(model64, PPO_ALGORITHM, group_size=1, sharding=sharding, n_gpus_per_node=4, micro_batch_tokens=40)
-    assert_same(alone, four.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120))
+    assert_same(alone, four_processes.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120))

@@ -118,6 +118,12 @@ def _rollout_faults(run: Any) -> Iterator[str]:
             f"environment is {type(run.environment).__name__}: episodes were not tried with an actor in {stages} "
             "pipeline stages (sharding.pp). Set sharding.pp=1."
         )
+    ep = shardings["actor"].degrees(_processes(run, shardings)["actor"]).ep
+    if ep > 1 and not run.rollout.takes_experts:
+        yield (
+            f"rollout is a {type(run.rollout).__name__}: it was not tried with an actor whose experts are divided over "
+            f"{ep} processes (sharding.ep). Set rollout=hf, or sharding.ep=1."
+        )
     if run.rollout.router_replay:
         yield from _router_replay_faults(run, shardings["actor"].degrees(_processes(run, shardings)["actor"]))
     limit_s = getattr(shardings["actor"], "timeout_s", float("inf"))
