@@ -48,6 +48,8 @@ NOT_RUN = {  # the beginning of a command, and why it is not run here
     "make ": "installs, or runs all tests; the targets are those of the Makefile",
     "pip install": "installs; tests/test_wheel.py installs a wheel",
     ". .venv": "activates an environment",
+    "python -m venv": "makes an environment",
+    ".venv-verifiers/bin/pip install": "installs",
     "export ": "sets variables of a service",
     "VLLM_SERVER_DEV_MODE=1 vllm serve": "needs a server with a GPU; tests/rollout/server starts one",
     "python scripts/prepare_gsm8k.py": "needs the hub, or its files; tests/scripts/test_prepare_gsm8k.py",
