@@ -65,7 +65,7 @@ def test_longer_blocks_change_no_number_but_by_rounding(prompts, monkeypatch):
 def key_shapes(monkeypatch):
     """Rows and keys of attention while a token is decoded, apart for prefixes that samples share and for their own."""
     found = set()
-    one, shared = packed_attention._attend_one, packed_attention._attend_shared
+    one, shared = packed_attention._attend_one, packed_attention.attend_shared
 
     def attend_one(query, key, *others):
         found.add(("whole", len(query), key.shape[2]))
@@ -76,7 +76,7 @@ def key_shapes(monkeypatch):
         return shared(query, prefix, prefix_value, key, *others)
 
     monkeypatch.setattr(packed_attention, "_attend_one", attend_one)
-    monkeypatch.setattr(packed_attention, "_attend_shared", attend_shared)
+    monkeypatch.setattr(packed_attention, "attend_shared", attend_shared)
     return found
 
 
