@@ -79,7 +79,7 @@ def test_two_processes_draw_the_episodes_of_one(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "fault"),
     [
-        (["rollout=vllm"], "VLLMRollout draws no turns"),
+        (["rollout=scripted"], "ScriptedRollout draws no turns"),
         (["trainer.rollout_ahead=1"], "trainer.rollout_ahead is 1, and episodes are not drawn ahead"),
         (["replay=tiered"], "the replay buffer does not keep the masks of episodes"),
         (["algorithm=remax"], "the greedy baseline of algorithm=remax was not tried"),

@@ -157,7 +157,7 @@ def rows_of_samples(
         }
     )
     sample_ids = torch.arange(n).repeat_interleave(count).repeat(len(prompts))
-    made = assemble(rows, 1, responses, mask, log_probs, pad_id, attended, sample_ids)
+    made = assemble(rows, 1, responses, mask, log_probs, pad_id, attended, sample_ids=sample_ids)
     cut = made["responses"].shape[1]
     of_episodes = mask.sum(dim=1).view(-1, count).sum(dim=1).repeat_interleave(count)
     parts = torch.tensor([max(1, len(parts)) for parts in samples])
