@@ -96,9 +96,11 @@ def drawn(width, options, monkeypatch, multiple, before=lambda: None):
     return actor, actor.generate(DataProto.from_dict(asked), GenerationRequest(0, 3))
 
 
-@pytest.mark.parametrize(
-    ("width", "options"), [(20, {}), (90, {}), (90, {"share_prefix": False, "drop_finished": False})]
-)
+ALL_ROWS = {"share_prefix": False, "drop_finished": False}
+OTHERS = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((20, {}), (90, ALL_ROWS))]
+
+
+@pytest.mark.parametrize(("width", "options"), [(90, {}), *OTHERS])
 def test_decoding_meets_one_length_of_keys_per_64_tokens_and_draws_the_same(width, options, monkeypatch, key_shapes):
     found = {}
     for multiple in (1, KEY_MULTIPLE):

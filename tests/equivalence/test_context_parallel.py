@@ -16,6 +16,7 @@ from verl.errors import ConfigError
 from verl.model_paths.check import paths_for
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
+from verl.rollout.hf import HFRollout
 
 pytestmark = pytest.mark.xdist_group("two processes")
 
@@ -69,6 +70,12 @@ def test_steps_of_ppo_and_grpo_are_those_of_one_process(style, bench, model64, t
         alone = run_course(ppo_run(model64, algorithm, group_size=group), prompts, tmp_path / name / "one")
         run = ppo_run(model64, algorithm, group_size=group, sharding=sharding, n_gpus_per_node=2, micro_batch_tokens=40)
         assert_same(alone, bench.course(run, prompts, tmp_path / name / "two").result(timeout=120))
+
+
+def test_processes_that_share_tokens_divide_the_rows_that_they_generate(bench, model64, tmp_path):
+    rollout = HFRollout(max_new_tokens=5)
+    run = ppo_run(model64, GRPO_ALGORITHM, rollout=rollout, group_size=2, sharding=Parallel(cp=2), n_gpus_per_node=2)
+    assert bench.drawn(run, [0, 1, 2], tmp_path).result(timeout=120) == [[1], [2]]
 
 
 def test_a_model_whose_tokens_meet_outside_of_attention_is_refused_by_name(tmp_path):

@@ -91,6 +91,16 @@ BACKENDS: dict[str, tuple[BackendInterface, ...]] = {
         BackendInterface("torch", "torch.distributed.fsdp:fully_shard"),
         BackendInterface("torch", "torch.distributed.checkpoint.state_dict:get_model_state_dict"),
     ),
+    "cp": (
+        BackendInterface("torch", "torch.distributed:all_gather_single"),
+        BackendInterface("torch", "torch.distributed:reduce_scatter_single"),
+        BackendInterface("torch", "torch.distributed:all_to_all_single"),
+    ),
+    "pp": (
+        BackendInterface("torch", "torch.distributed.pipelining:PipelineStage.backward_one_chunk"),
+        BackendInterface("torch", "torch.distributed.pipelining:Schedule1F1B"),
+        BackendInterface("torch", "torch.distributed.pipelining:ScheduleGPipe"),
+    ),
     "ray": (
         BackendInterface("ray", "ray:init"),
         BackendInterface("ray", "ray.util.placement_group:placement_group"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +133,7 @@ class RestoreSource:
 
     def model(self, described: ModelSource, component: str) -> ModelSource:
         """Where a role's weights are now, once every byte of them is what was written."""
-        path = str(self.plain(component))
-        if isinstance(described, Pretrained):
-            return replace(described, path=path, revision=None)
-        return Pretrained(path=path, dtype=described.dtype)
+        return described.at(str(self.plain(component)))
 
     def plain(self, component: str) -> Path:
         """A component as a directory that other libraries open, once every byte of it is what was written."""
