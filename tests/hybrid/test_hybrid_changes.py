@@ -221,7 +221,7 @@ def test_a_change_is_named(change, told, actor, source):
     change(actor, source)
     found = ModelForm.of(actor.model).change_since(before)
     assert found is not None
-    assert re.search(told, found.told), found.told
+    assert re.search(told, found.description), found.description
 
 
 def test_engine_tokenizer_and_seed_may_be_replaced(actor, tokenizer, encoded):

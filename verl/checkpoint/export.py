@@ -152,8 +152,8 @@ def _locked(disk: FileSystem, root: Path) -> FileHandle:
             size = sum(files_below(disk, root)[0].values())
             idle_s, written = (idle_s, written) if size == written else (0.0, size)
         if idle_s > LOCK_TIMEOUT_S:
-            told = f"another process has locked it and written nothing for {LOCK_TIMEOUT_S:g} s; is it stopped?"
-            raise OSError(errno.ETIMEDOUT, told, str(root / LOCK))
+            reason = f"another process has locked it and written nothing for {LOCK_TIMEOUT_S:g} s; is it stopped?"
+            raise OSError(errno.ETIMEDOUT, reason, str(root / LOCK))
 
 
 def _is_there(handle: FileHandle) -> bool:

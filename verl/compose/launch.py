@@ -275,8 +275,8 @@ def _with_log(main: Callable[[LaunchedRun], Any], job: LaunchedRun) -> None:
         main(job)
     except Exception as error:
         if job.is_recorded and not getattr(error, IN_RUN_LOG, False):
-            told = {"console": False}  # `_clean_end` says it, once
-            logging.getLogger(__name__).error("The run has ended.", exc_info=True, extra=told)
+            extra = {"console": False}  # `_clean_end` says it, once
+            logging.getLogger(__name__).error("The run has ended.", exc_info=True, extra=extra)
         raise
 
 

@@ -114,7 +114,7 @@ class HybridActor:
         self._engine: tuple[Any, Any] | None = None  # with what it was attached for
         self._form: ModelForm | None = None  # that the model had when something was last built for it or proven of it
         self._was_synced = False
-        self._settings_told: dict[str, Any] = {}
+        self._settings_reported: dict[str, Any] = {}
         self._refuse_scattered()
         if company is not None:
             company.take(self.model)
@@ -334,8 +334,8 @@ class HybridActor:
             except ConfigError as error:
                 if "quantized" in str(error) or not is_quantized(unwrapped(self.model)):
                     raise
-                told = "model is quantized: where scales are taken over a batch, a row depends on those beside it."
-                raise ConfigError([*error.faults, told]) from error
+                text = "model is quantized: where scales are taken over a batch, a row depends on those beside it."
+                raise ConfigError([*error.faults, text]) from error
 
     def _generate(
         self,
@@ -387,8 +387,8 @@ class HybridActor:
         change = None if before is None else form.change_since(before)
         if change is not None:
             if change.is_of_form:
-                self._refuse_if_divided(f"model has changed ({change.told})")
-            self._model_changed(change.told, change.is_of_form)
+                self._refuse_if_divided(f"model has changed ({change.description})")
+            self._model_changed(change.description, change.is_of_form)
         self._tell_settings_left_out()
         if change is not None or before is None:
             if (fault := prompt_learning_fault(self.model)) is not None:
@@ -396,12 +396,12 @@ class HybridActor:
             self._refuse_unfit()
         self._form = form
 
-    def _model_changed(self, told: str, is_of_form: bool = True) -> None:
+    def _model_changed(self, text: str, is_of_form: bool = True) -> None:
         """Forget what was proven of the former model; and end its engine, where that was built for another form."""
         forget(self.model)
         if is_of_form or not self._holds_weights():
             if self._engine is not None:
-                _log.info("The rollout engine is made anew, since the model has changed: %s.", told)
+                _log.info("The rollout engine is made anew, since the model has changed: %s.", text)
             self._end_engine()
 
     def _holds_weights(self) -> bool:
@@ -423,11 +423,11 @@ class HybridActor:
     def _tell_settings_left_out(self) -> None:
         """Warn of what the model's generation configuration asks for beyond what is done here, once of each setting."""
         found = settings_left_out(self.model)
-        new = {name: value for name, value in found.items() if self._settings_told.get(name) != value}
-        self._settings_told = found
+        new = {name: value for name, value in found.items() if self._settings_reported.get(name) != value}
+        self._settings_reported = found
         if new:
-            told = ", ".join(f"{name}={value}" for name, value in new.items())
-            _log.warning("the generation configuration of the model has %s, which this actor does not do.", told)
+            text = ", ".join(f"{name}={value}" for name, value in new.items())
+            _log.warning("the generation configuration of the model has %s, which this actor does not do.", text)
 
     def _synced_engine_for(self, call: GenerateCall) -> RolloutEngine:
         """The engine with the present weights.

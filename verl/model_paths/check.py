@@ -115,9 +115,10 @@ def finding_for(
     base = unwrapped(model)
     known = vars(base).setdefault("_verl_findings", {})
     key: tuple = (examine.__name__, crossed_lengths(base.config, row_tokens))
-    if vars(base).setdefault("_verl_findings_of", told := _told(base.config)) != told:  # somebody has changed it
+    config_text = _config_text(base.config)
+    if vars(base).setdefault("_verl_findings_of", config_text) != config_text:  # the configuration was changed
         known.clear()
-        vars(base)["_verl_findings_of"] = told
+        vars(base)["_verl_findings_of"] = config_text
     if (probed := (examine.__name__, PROBED)) in known:  # by its own weights: all processes that hold it took part
         return known[probed]
     if key not in known:
@@ -137,7 +138,7 @@ def forget(model: Any) -> None:
     vars(unwrapped(model)).pop("_verl_findings", None)
 
 
-def _told(config: Any) -> str:
+def _config_text(config: Any) -> str:
     return repr([(name, x) for name, x in vars(config).items() if not name.startswith("_")])
 
 
@@ -243,9 +244,10 @@ class Examination:
             return None
         if self.twin.lengths and _is_causal_below(self.model):
             crossed = crossed_lengths(self.model.config, self.row_tokens)
-            told = ", ".join(f"{path} {n}" for path, n in lengths_in(self.model.config).items() if n in crossed)
+            limits = ", ".join(f"{path} {n}" for path, n in lengths_in(self.model.config).items() if n in crossed)
             return (
-                f"the numbers of a token change with the length of its row once that exceeds a limit ({told}), so that "
+                f"the numbers of a token change with the length of its row once that exceeds a limit ({limits}), "
+                "so that "
                 "what is drawn later changes what was drawn before. Rows of this run may be longer: lower "
                 "data.max_prompt_length or rollout.max_new_tokens to stay below, or choose another model."
             )

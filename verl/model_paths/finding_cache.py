@@ -83,14 +83,14 @@ def _read(file: Path) -> PathFinding | None:
         return None  # not there, or not ours: it is found anew
 
 
-def finding_in(told: Mapping[str, Any]) -> PathFinding:
+def finding_in(cached: Mapping[str, Any]) -> PathFinding:
     """What a file of the cache tells.
 
     Raises:
         KeyError, TypeError: it is another kind of file.
     """
-    paths = ModelPaths(**{**told["paths"], "reasons": tuple(told["paths"]["reasons"])})
-    return PathFinding(paths, told["refusal"], told["distances"])
+    paths = ModelPaths(**{**cached["paths"], "reasons": tuple(cached["paths"]["reasons"])})
+    return PathFinding(paths, cached["refusal"], cached["distances"])
 
 
 def library_versions() -> list[str]:
@@ -104,12 +104,12 @@ def _write(file: Path, finding: PathFinding, model: Any, key: tuple) -> None:
     from verl.models.call import has_lm_head
 
     about = {"model": model_class(model).__name__, "family": model.config.model_type, "draws": has_lm_head(model)}
-    told = {**about, "key": key, "versions": library_versions(), **asdict(finding)}
+    cached = {**about, "key": key, "versions": library_versions(), **asdict(finding)}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
         with os.fdopen(handle, "w") as out:
-            json.dump(told, out)
+            json.dump(cached, out)
         os.replace(name, file)
     except OSError:
         return

@@ -49,11 +49,11 @@ def buffer_state(buffer: TieredBuffer) -> ReplayState:
     entries += [{**shard.as_json(), "place": "here"} for shard, _ in refused]
     index = buffer.index
     lost = index.first + np.flatnonzero(~index["is_there"])
-    told = {
+    description = {
         "version": VERSION, "first": index.first, "end": index.end, "num_groups": buffer.num_groups,
         "num_steps": buffer.num_steps, "num_lost": buffer.num_lost, "lost": _ranges(lost), "shards": entries,
     }  # fmt: skip
-    files = {FILE: (json.dumps(told) + "\n").encode(), **{shard.name: bytes(data) for shard, data in refused}}
+    files = {FILE: (json.dumps(description) + "\n").encode(), **{shard.name: bytes(data) for shard, data in refused}}
     return ReplayState(files, shared)
 
 

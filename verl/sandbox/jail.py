@@ -224,8 +224,8 @@ def _ask_python(candidate: str, setpriv: str | None) -> tuple[str, tuple[str, ..
         answer = subprocess.run(command, capture_output=True, timeout=FIND_S, cwd="/", env={}, check=True)
         file, *prefixes, version = json.loads(answer.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", b"") or b""
-        return f"{candidate} does not start as a Python ({(told.decode(errors='replace') or str(error)).strip()})"
+        stderr = getattr(error, "stderr", b"") or b""
+        return f"{candidate} does not start as a Python ({(stderr.decode(errors='replace') or str(error)).strip()})"
     if tuple(version) < (3, 8):
         return f"{candidate} is Python {version[0]}.{version[1]}"
     wanted = {os.path.realpath(os.path.dirname(file)), *map(os.path.realpath, prefixes)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, as_plain
-from verl.data.base import told_counts
+from verl.data.base import report_counts
 from verl.data.sampler import EpochSampler, Mixture
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
@@ -85,7 +85,7 @@ class PPOLifecycle:
                 splits = run.data.build(context)
             self.train_data, self.eval_data = splits.train, splits.eval
             self._refuse_missing_columns(run.reward)
-            self.data_counts = told_counts(splits)
+            self.data_counts = report_counts(splits)
             self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
             if run.reward_as_role is None:

@@ -75,10 +75,13 @@ class ReplayMixing:
             return weights, metrics
         is_old = batch["is_replayed"]
         behind = (self._version - batch["policy_version"])[is_old].double()
-        told = {"replay/old_rows": float(is_old.sum())}
+        of_replay = {"replay/old_rows": float(is_old.sum())}
         if len(behind):
-            told |= {"replay/staleness_mean": float(behind.mean()), "replay/staleness_max": float(behind.max())}
-        return weights, metrics | told
+            of_replay |= {
+                "replay/staleness_mean": float(behind.mean()),
+                "replay/staleness_max": float(behind.max()),
+            }
+        return weights, metrics | of_replay
 
     def new(self, batch: DataProto) -> DataProto:
         """The rows that were drawn in this step."""

@@ -12,7 +12,7 @@ import torch
 from verl.checkpoint.config import Checkpointing
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, Description, as_plain, component
-from verl.data.base import TextSource, told_counts
+from verl.data.base import TextSource, report_counts
 from verl.data.sampler import EpochSampler, Mixture
 from verl.engines.sharding import Sharding
 from verl.errors import faults_below
@@ -106,7 +106,7 @@ class SFTTrainer:
             with faults_below("data"):
                 splits = run.data.build(context)
             self.train_data, self.eval_data = splits.train, splits.eval
-            self.data_counts = told_counts(splits)
+            self.data_counts = report_counts(splits)
             self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
             self.tracker = run.tracker.build(context)

@@ -335,9 +335,9 @@ class TrainLoop:
                 self.trainer.saving.workers_lost(result.error)
             if may_restart and isinstance(error, WorkerDied):
                 result.status = "restarting"
-            told = {"console": False}  # the console tracker says it where the run ends
+            extra = {"console": False}  # the console tracker says it where the run ends
             what = "is restarting" if result.status == "restarting" else "has failed"
-            _log.error("The run %s after step %d.", what, result.steps, exc_info=True, extra=told)
+            _log.error("The run %s after step %d.", what, result.steps, exc_info=True, extra=extra)
             setattr(error, IN_RUN_LOG, True)
 
     def end(self) -> None:

@@ -252,9 +252,9 @@ class RunLock:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return cls._told(fd)
+            return cls._read_holder(fd)
         except OSError:
-            holder = cls._told(fd)
+            holder = cls._read_holder(fd)
             return holder if is_alive(holder) else None
         finally:
             os.close(fd)
@@ -266,14 +266,14 @@ class RunLock:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = self._told(fd)
+                holder = self._read_holder(fd)
                 os.close(fd)
                 return holder
             except OSError as error:
                 if error.errno not in NO_LOCK:
                     os.close(fd)
                     raise
-                holder = self._told(fd)
+                holder = self._read_holder(fd)
                 if is_alive(holder):
                     os.close(fd)
                     return holder
@@ -291,7 +291,7 @@ class RunLock:
         return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
 
     @staticmethod
-    def _told(fd: int) -> LockHolder:
+    def _read_holder(fd: int) -> LockHolder:
         """The holder's record, which it writes right after locking."""
         for _ in range(10):
             time.sleep(LOCK_POLL_S)

@@ -250,13 +250,13 @@ class ServerSampler(RolloutEngine):
     def _gaps(self) -> tuple[float | None, float | None]:
         """Mean distance between the server's log-probs and the trainer's: its current ones, and those of the last
         sync."""
-        told = self.parts.probe.server_log_probs()
-        if told is None:
+        theirs = self.parts.probe.server_log_probs()
+        if theirs is None:
             return None, None
         self.model.eval()
         now, before = self.parts.probe.trainer_log_probs(self.model, self.autocast), self._before
         self._before = now
-        return float(np.abs(told - now).mean()), None if before is None else float(np.abs(told - before).mean())
+        return float(np.abs(theirs - now).mean()), None if before is None else float(np.abs(theirs - before).mean())
 
     def _allowed_nats(self) -> float:
         """Largest distance, in nats, between log-probs of fixed text that rounding explains."""

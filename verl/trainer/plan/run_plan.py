@@ -164,10 +164,10 @@ class RunPlan:
 
     def _short(self) -> str:
         peak, limit = self.memory.peak, self.memory.limit
-        told = f"It does not fit: {peak.name} needs {peak.total / GIB:.1f} GiB, and a process has {limit / GIB:.1f}."
+        verdict = f"It does not fit: {peak.name} needs {peak.total / GIB:.1f} GiB, and a process has {limit / GIB:.1f}."
         if not self.changes:
-            return f"{told} {_NO_CHANGE}"
-        return f"{told} What makes it fit:"
+            return f"{verdict} {_NO_CHANGE}"
+        return f"{verdict} What makes it fit:"
 
 
 def plan_run(

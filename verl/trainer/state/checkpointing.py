@@ -108,8 +108,8 @@ class CheckpointUploads:
                 f"{self.waiting} wait" if self.waiting else "the last ones are",
             )
 
-    def _record(self, told: list[UploadEvent]) -> None:
-        for one in told:
+    def _record(self, events: list[UploadEvent]) -> None:
+        for one in events:
             self.waiting = one.waiting
             if one.kind == "uploaded":
                 size_mib = one.sent_bytes / 2**20
@@ -449,11 +449,11 @@ class CheckpointSaver:
 
     def poll(self) -> list[SaveOutcome]:
         """What became of saves since the last call; one that failed is among them, with its error."""
-        return self._told([] if self._writer is None else self._writer.poll(raises=False))
+        return self._record_outcomes([] if self._writer is None else self._writer.poll(raises=False))
 
     def drain(self) -> list[SaveOutcome]:
         """Wait for all saves under way; see `poll`."""
-        return self._told([] if self._writer is None else self._writer.drain(raises=False))
+        return self._record_outcomes([] if self._writer is None else self._writer.drain(raises=False))
 
     def close(self, status: str | None = None, step: int = 0) -> None:
         """Finish what is under way and end the writer; may be called again."""
@@ -470,7 +470,7 @@ class CheckpointSaver:
         if self._lock is not None:
             self._lock.release()
 
-    def _told(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
+    def _record_outcomes(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
         for outcome in outcomes:
             if outcome.report is not None:
                 self._contents.published()

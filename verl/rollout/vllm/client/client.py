@@ -36,7 +36,13 @@ from verl.rollout.vllm.client.engine_args import (
     environment,
     write_model_directory,
 )
-from verl.rollout.vllm.client.engine_process import EngineDied, EngineError, EngineFiles, EngineProcess, told_after_log
+from verl.rollout.vllm.client.engine_process import (
+    EngineDied,
+    EngineError,
+    EngineFiles,
+    EngineProcess,
+    message_after_log,
+)
 from verl.rollout.vllm.messages import (
     ChunkPlan,
     FeedPlan,
@@ -129,7 +135,7 @@ class VLLMClient(RolloutEngine):
             self._outliving_it(self._start, is_start=True)
             self._threads_beside = _threads_beside(self.setting, context)
             vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
-            self._prover = SyncVerifier(model, self.setting.dtype, vocabulary, self.told.max_model_len, autocast)
+            self._prover = SyncVerifier(model, self.setting.dtype, vocabulary, self.engine_info.max_model_len, autocast)
         except BaseException:
             self.close()
             raise
@@ -215,7 +221,7 @@ class VLLMClient(RolloutEngine):
         self._connection = self._connected = None
         self._is_synced = self._is_asleep = self._has_base = self._was_proven = False
         try:
-            self.told = self._process.start(self.options.start_timeout_s)
+            self.engine_info = self._process.start(self.options.start_timeout_s)
         except EngineError as error:
             if (death := as_death(error)) is not None:
                 raise death from error
@@ -316,8 +322,8 @@ class VLLMClient(RolloutEngine):
             if self._stream is None or self._stream.chunk_bytes < chunk_bytes:
                 if self._stream is not None:
                     self._stream.close()
-                self._stream = StreamWriter(chunk_bytes, self.told.num_workers, compute_device(self.model))
-            feeds = [FeedPlan(self._stream.handle, reader, chunks) for reader in range(self.told.num_workers)]
+                self._stream = StreamWriter(chunk_bytes, self.engine_info.num_workers, compute_device(self.model))
+            feeds = [FeedPlan(self._stream.handle, reader, chunks) for reader in range(self.engine_info.num_workers)]
             self._connection = _Connection(key, chunks, self._stream, feeds, size)
         return self._connection
 
@@ -369,7 +375,7 @@ class VLLMClient(RolloutEngine):
         return [self.options.max_new_tokens] * (len(prompt_ids) * num_samples)
 
     def _refuse_too_long(self, longest: int) -> None:
-        limit, new = self.told.max_model_len, self.options.max_new_tokens
+        limit, new = self.engine_info.max_model_len, self.options.max_new_tokens
         if longest + new > limit:
             raise ConfigError(
                 f"rollout.max_new_tokens is {new}: with a prompt of {longest} tokens that makes {longest + new}, and "
@@ -395,7 +401,7 @@ def rows_of(
 def died_twice(death: EngineDied) -> RolloutError:
     """The end of a run whose engine cannot be kept alive."""
     reason = f"The rollout engine died twice in a row. The second time: {death.reason}"
-    return RolloutError(told_after_log(reason, death.found, death.log))
+    return RolloutError(message_after_log(reason, death.found, death.log))
 
 
 def _log_file(context: BuildContext) -> Path | None:
@@ -453,14 +459,14 @@ class GroupVLLMClient(VLLMClient):
     def offer(self, shapes: dict[str, tuple[int, ...]] | None) -> SyncOffer:
         """What the engine takes. `shapes` are those of tensors that may come in slices; None: whole ones must come."""
         wants = None
-        if shapes is not None and self._in_place and self.told.num_workers > 1:
+        if shapes is not None and self._in_place and self.engine_info.num_workers > 1:
             found = self._process.call("wants", shapes)
             wants = None if found is None else tuple(found)
         process_id = self.process_id
         assert process_id is not None
         return SyncOffer(
             wants,
-            self.told.num_workers,
+            self.engine_info.num_workers,
             process_id,
             self._process.progress_path,
             self.options.call_timeout_s,
