@@ -77,13 +77,13 @@ class WorkerExtension:
         start = time.perf_counter()
         feed, dtype = self._feed, self._stream_dtype
         chunks = feed.chunks
-        landing = self._loader_or_reason(feed) if loading.in_place else "it is asked for"
+        loader = self._loader_or_reason(feed) if loading.in_place else "it is asked for"
         reader = self._opened(feed)
         waited = reader.waited_s
         try:
             with using_threads(loading.num_threads):
-                if isinstance(landing, InPlaceLoader):
-                    _land(landing, reader, chunks, dtype)
+                if isinstance(loader, InPlaceLoader):
+                    _load_in_place(loader, reader, chunks, dtype)
                     self.model_runner.reset_encoder_cache()
                 else:
                     self._load_anew(reader, chunks, dtype)
@@ -93,7 +93,7 @@ class WorkerExtension:
         finally:
             give_back_free_memory()
         seconds = time.perf_counter() - start - (reader.waited_s - waited)
-        return LoadResult(seconds, landing if isinstance(landing, str) else None)
+        return LoadResult(seconds, loader if isinstance(loader, str) else None)
 
     def _opened(self, feed: FeedPlan) -> StreamReader:
         """The reader of a stream, kept between syncs because the first access to newly mapped memory is slow."""
@@ -127,11 +127,12 @@ def _report_layer(*_: Any) -> None:
     report()
 
 
-def _land(landing: InPlaceLoader, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> None:
+def _load_in_place(loader: InPlaceLoader, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) ->
+None:
     for number, places in enumerate(chunks):
         for place, tensor in reader.pieces(number, places, dtype):
-            landing.take(place.name, tensor, place)
-        landing.keep()
+            loader.take(place.name, tensor, place)
+        loader.keep()
         reader.leave(number)
 
 
