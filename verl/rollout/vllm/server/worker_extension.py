@@ -77,7 +77,7 @@ class WorkerExtension:
         start = time.perf_counter()
         feed, dtype = self._feed, self._stream_dtype
         chunks = feed.chunks
-        loader = self._loader_or_reason(feed) if loading.in_place else "it is asked for"
+        loader = self._loader_or_reason(feed) if loading.in_place else "it was requested"
         reader = self._opened(feed)
         waited = reader.waited_s
         try:
@@ -127,8 +127,9 @@ def _report_layer(*_: Any) -> None:
     report()
 
 
-def _load_in_place(loader: InPlaceLoader, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) ->
-None:
+def _load_in_place(
+    loader: InPlaceLoader, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype
+) -> None:
     for number, places in enumerate(chunks):
         for place, tensor in reader.pieces(number, places, dtype):
             loader.take(place.name, tensor, place)
