@@ -191,7 +191,7 @@ def _remove_altered(disk: FileSystem, copy: Path) -> None:
             raise OSError(errno.EBUSY, "it was altered, and another process uses it", str(copy))
         disk.close(lock)
     remove_tree(disk, copy)
-    log.warning("%s was altered since it was written: it is written anew", copy)
+    log.warning("%s was modified: it is written again", copy)
 
 
 def _write_component(published: Checkpoint, component: str, copy: Path, disk: FileSystem) -> None:

@@ -243,8 +243,8 @@ def _newest(
 def _all_damaged(directory: Path) -> ConfigError:
     """No fresh start over what a person might still mend."""
     return ConfigError(
-        f"resume finds damaged checkpoints in {directory} and no whole one; the log names what is wrong. Mend or "
-        "remove them, or start without resume."
+        f"resume finds damaged checkpoints in {directory} and no whole one; the log names what is wrong. Repair "
+        "or remove them, or start without resume."
     )
 
 

@@ -166,7 +166,7 @@ class ObservationEncoder:
         mine, other = (self.tokenizer.decode(x[max(0, same - 8) : same + 24]) for x in (ids, rendered))
         log.warning(
             "Episodes keep the tokens that were drawn; the chat template would render this conversation differently "
-            "from token %d on: %r in place of %r. Said once.",
+            "from token %d on: %r in place of %r. This is logged once.",
             same,
             other,
             mine,

@@ -100,7 +100,7 @@ def kept_rows(rows: DataProto) -> DataProto:
     kept = [place for place, episode in enumerate(rows["episode"]) if episode["end"] != "dropped"]
     if not kept:
         raise RolloutError(
-            "environment: every episode of this step failed for no fault of the model, and was left out "
+            "environment: every episode of this step failed for reasons outside of the model, and was left out "
             "(environment.on_infra). The last: " + "; ".join(rows["episode"][-1]["infra"][-1:])
         )
     if len(kept) == len(rows):

@@ -361,7 +361,8 @@ class HybridActor:
             if self._times_written() != written:
                 raise RolloutError(
                     "the weights were written to while responses were drawn from them, by an optimizer's step or a "
-                    "load in another thread: what was drawn belongs to no one model. Let one thread do both, or "
+                    "load in another thread: what was drawn does not belong to one set of weights. Let one "
+                    "thread do both, or "
                     "hold a lock of your own around them."
                 )
         return rows["input_ids"].to(input_ids.device)
@@ -401,7 +402,7 @@ class HybridActor:
         forget(self.model)
         if is_of_form or not self._holds_weights():
             if self._engine is not None:
-                _log.info("The rollout engine is made anew, since the model has changed: %s.", text)
+                _log.info("The rollout engine is rebuilt, because the model has changed: %s.", text)
             self._end_engine()
 
     def _holds_weights(self) -> bool:
@@ -517,7 +518,7 @@ class HybridActor:
         if not self.hybrid_config.contiguous:
             raise ConfigError(
                 f"model has parameters that are not contiguous in memory: {names}. Set "
-                "hybrid_config={'contiguous': True} to have them laid out anew."
+                "hybrid_config={'contiguous': True} to have them copied."
             )
         for parameter in scattered.values():
             parameter.data = parameter.data.contiguous()

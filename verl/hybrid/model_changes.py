@@ -262,7 +262,8 @@ def _adapter_faults(model: Any, sends_adapter: bool) -> Iterator[str]:
         kind = type(module).__name__
         if kind in ("ModulesToSaveWrapper", "TrainableTokensWrapper"):
             yield (
-                f"model has an adapter that replaces {name} whole (modules_to_save): an engine with weights of its own "
+                f"model has an adapter that replaces {name} as a whole (modules_to_save): an engine with weights "
+                "of its own "
                 "is sent LoRA layers only. Merge it (model.merge_and_unload()), or set rollout='hf'."
             )
         if not is_adapted(module):

@@ -63,7 +63,9 @@ class OneStepOffRollout:
             if wanted.equal(drawn.batch["prompt_ids"]):
                 return drawn
             assert self._is_loaded, "what was drawn ahead belongs to another batch"
-            log.warning("What the checkpoint holds as drawn ahead is of a batch of another size: it is drawn anew.")
+            log.warning(
+                "The responses generated ahead in the checkpoint are for another batch size; they are generated again."
+            )
         return self._actor.generate(prompts, request).result()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -85,12 +87,12 @@ def ahead_faults(rollout: Rollout, algorithm: Algorithm) -> Iterator[str]:
     said = "trainer.rollout_ahead is 1"
     if not rollout.runs_ahead:
         yield (
-            f"{said}: {type(rollout).__name__} samples with the very tensors that train, so sampling would race the "
-            "optimizer. Set rollout=vllm, or trainer.rollout_ahead=0."
+            f"{said}: {type(rollout).__name__} generates with the tensors that are being trained, so generation "
+            "would race with the optimizer. Set rollout=vllm, or trainer.rollout_ahead=0."
         )
     if algorithm.correction is None:
         yield (
-            f"{said}: responses come from weights that are one step older, which only importance weights make up for. "
+            f"{said}: responses come from weights that are one step older, which requires importance weights. "
             "Set algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}, or "
             "trainer.rollout_ahead=0."
         )

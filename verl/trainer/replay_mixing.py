@@ -115,7 +115,7 @@ class ReplayMixing:
         saved = next((path.parent for path in state.values()), None)
         if self.settings is None:
             if saved is not None:
-                _log.warning("The replay buffer of %s is left behind: replay=off keeps no rows.", saved.parent.name)
+                _log.warning("The replay buffer of %s is ignored: replay=off keeps no rows.", saved.parent.name)
             return
         from verl.replay.checkpoint import restore_buffer
 
@@ -126,7 +126,7 @@ class ReplayMixing:
             _log.warning("The checkpoint has no replay buffer: it starts empty.")
             return
         restore_buffer(self.buffer, saved, verify=False)
-        _log.info("The replay buffer goes on with %d rows of %s.", len(self.buffer), saved.parent.name)
+        _log.info("The replay buffer continues with %d rows of %s.", len(self.buffer), saved.parent.name)
 
     def close(self) -> None:
         """End threads; files stay."""

@@ -77,7 +77,7 @@ class WriterLease:
             return
         raise CheckpointFenced(
             f"{self._root} was taken over by run {recorded.get('run_id')} (process {recorded.get('pid')} on "
-            f"{recorded.get('host')}, {recorded.get('since')}); this run publishes nothing there any more. "
+            f"{recorded.get('host')}, {recorded.get('since')}); this run no longer publishes there. "
             "Stop one of the two, or give this one its own checkpoint.save_dir"
         )
 
@@ -110,7 +110,7 @@ class WriterLease:
         except OSError as error:
             if error.errno not in NO_LOCK:
                 raise
-            log.warning("%s has no file locks: two trainers there can notice each other too late", self._root)
+            log.warning("%s has no file locks: two trainers may detect each other too late", self._root)
             return None
         return handle
 
@@ -277,7 +277,7 @@ class RunLock:
                 if is_alive(holder):
                     os.close(fd)
                     return holder
-                log.warning("%s has no file locks: a run on another machine is not noticed", self._path.parent)
+                log.warning("%s has no file locks: a run on another machine is not detected", self._path.parent)
             if self._is_current(fd):
                 self._fd = fd
                 return None

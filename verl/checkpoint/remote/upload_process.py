@@ -355,7 +355,7 @@ class Uploader:
             return False
         code = None if self._child is None else self._child.describe_exit()
         ended = f" with {code}" if code else ""
-        log.error("the uploader ended%s; it is started again and goes on where it was", ended)
+        log.error("the uploader ended%s; it is restarted and continues", ended)
         self._start()
         return True
 

@@ -111,7 +111,7 @@ class ServerSampler(RolloutEngine):
         if self.parts.source == "trainer":
             raise ConfigError(
                 "trainer.rollout_ahead is 1: log-probs come from the trainer (rollout.log_probs), whose weights change "
-                "while the server draws. Let the server tell them (docs/rollout_server.md), or set rollout_ahead=0."
+                "while the server draws. Use those of the server (docs/rollout_server.md), or set rollout_ahead=0."
             )
         self._begin(prompts, request)
 
@@ -131,7 +131,7 @@ class ServerSampler(RolloutEngine):
         if self.parts.source != "server":
             raise ConfigError(
                 "environment: log-probs come from the trainer (rollout.log_probs), and turns of episodes need those of "
-                "the server. Let the server tell them (docs/rollout_server.md), or set rollout=hf."
+                "the server. Use those of the server (docs/rollout_server.md), or set rollout=hf."
             )
         limit = self.parts.limit
         if limit is not None and limits.row_tokens > limit:
@@ -196,8 +196,8 @@ class ServerSampler(RolloutEngine):
         gap, gap_before = self._gaps()
         if gap is None:
             raise RolloutError(
-                "The server tells no log-probs of prompts (prompt_logprobs), so it cannot be proven that it holds new "
-                "weights. Set rollout.weights=fixed, or use a vLLM that tells them."
+                "The server returns no log-probs of prompts (prompt_logprobs), so its new weights cannot be "
+                "verified. Set rollout.weights=fixed, or use a vLLM that returns them."
             )
         self._refuse_wrong_weights(gap, gap_before)
         metrics = {"sync/copy_s": moved.write_s, "sync/load_s": moved.load_s, "sync/bytes": float(moved.num_bytes)}

@@ -213,7 +213,7 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
         disk = free_disk(checkpoints)
         plan = plan_run(run, device, free_disk=disk, limit=free_memory(context.device, processes))
     except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, a plan stops no run
-        _log.warning("What this run takes cannot be planned: %s: %s", type(error).__name__, error)
+        _log.warning("The plan of this run could not be made: %s: %s", type(error).__name__, error)
         return None
     assert context.run_dir is not None
     (context.run_dir / "plan.txt").write_text("\n".join(plan.lines()) + "\n")

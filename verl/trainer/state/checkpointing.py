@@ -103,7 +103,8 @@ class CheckpointUploads:
         self._record(self._uploader.close(self._wait_s if waits else 0.0))
         if waits and not self._uploader.is_done:
             _log.error(
-                "NOT ALL checkpoints are in %s: %s on the local disk, and the next start of this run goes on uploading",
+                "NOT ALL checkpoints are in %s: %s on the local disk, and the next start of this run continues "
+                "uploading",
                 self._tier.address,
                 f"{self.waiting} wait" if self.waiting else "the last ones are",
             )

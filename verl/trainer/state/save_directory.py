@@ -277,7 +277,7 @@ class SaveDirectoryChoice:
             self._refuse(other)
         place = self._place(1)
         where = f"{place.directory} or {place.tier.address}" if place.tier is not None else place.directory
-        _log.warning("resume=latest found no checkpoint in %s: starting fresh.", where)
+        _log.warning("resume=latest found no checkpoint in %s: starting from the beginning.", where)
         return self._held(place, None)
 
     def _go_on_in_sweep(self) -> SaveDirectory:
@@ -293,7 +293,7 @@ class SaveDirectoryChoice:
         if others:
             self._refuse(others[0])
         what = f"no job of this sweep with {self._sweep_job}" if has_any else "no checkpoint of this sweep"
-        _log.warning("resume=latest found %s: %s starts fresh.", what, self._job)
+        _log.warning("resume=latest found %s: %s starts from the beginning.", what, self._job)
         return self._fresh()
 
     def _jobs(self) -> Iterator[SavePlace]:
@@ -375,7 +375,7 @@ class SaveDirectoryChoice:
         if isinstance(holder, LeaseRecord) and place.tier is not None:
             return ConfigError(
                 f"storage leads to {place.tier.address}: a run of {what} is uploading there ({holder}). Wait for its "
-                f"end, stop it (once it is gone without a word, its place is free after {LEASE_S:.0f} s), or give this "
+                f"end, stop it (if it was killed, its lease expires after {LEASE_S:.0f} s), or give this "
                 "run a place of its own: trainer.experiment_name=NAME, or storage.prefix=PREFIX."
             )
         return ConfigError(

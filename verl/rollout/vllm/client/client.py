@@ -204,7 +204,7 @@ class VLLMClient(RolloutEngine):
                 self._process.call("sleep")
                 self._is_asleep = True
             except EngineDied as death:  # its memory is free too
-                log.warning("%s\nAnother engine is started when one is needed.", death)
+                log.warning("%s\nA new engine will be started when it is needed.", death)
                 self._process.kill()
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ class VLLMClient(RolloutEngine):
         try:
             return action()
         except EngineDied as death:
-            log.warning("%s\nAnother engine is started; the same samples are drawn again.", death)
+            log.warning("%s\nA new engine is started, and the same samples are generated again.", death)
         try:
             self._process.kill()
             if not is_start:
@@ -263,7 +263,10 @@ class VLLMClient(RolloutEngine):
         except WeightSyncError as error:
             if self._was_proven or not self._in_place:
                 raise
-            log.warning("vLLM loads its model anew at each sync, since its weights were not all found: %s", error)
+            log.warning(
+                "vLLM reloads its model at each sync, because not all of its weights could be loaded in place: %s",
+                error,
+            )
             self._in_place = False
             synced = self._send_and_prove()
         self._is_synced = self._has_base = self._was_proven = True
@@ -360,7 +363,7 @@ class VLLMClient(RolloutEngine):
         seconds, anew = self._process.answer()
         if anew is not None and self._in_place:
             self._in_place = False
-            log.info("vLLM loads its model anew with each sync: %s", anew)
+            log.info("vLLM reloads its model at each sync: %s", anew)
         self._wake("kv_cache")
         self._is_asleep = False
         return seconds

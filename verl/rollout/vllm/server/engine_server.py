@@ -205,4 +205,4 @@ class EngineServer:
 
     def _forget_keys_and_values(self) -> None:
         if not self.llm.reset_prefix_cache():
-            raise RolloutError("vLLM did not forget the keys and values of the former weights")
+            raise RolloutError("vLLM did not reset its prefix cache after the weights changed")
