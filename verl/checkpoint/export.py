@@ -113,7 +113,7 @@ def plain_directory(published: Checkpoint, component: str, disk: FileSystem | No
         if root not in _roots:
             _roots.add(root)
             CLEANUP.register(shared_directories=[root])  # before anything is made
-            atexit.register(_let_go, disk, root)
+            atexit.register(_release_copies, disk, root)
         lock = _locked(disk, root)
         try:
             _remove_unused(disk, root)
@@ -209,7 +209,7 @@ def _write_component(published: Checkpoint, component: str, copy: Path, disk: Fi
         raise
 
 
-def _let_go(disk: FileSystem, root: Path) -> None:
+def _release_copies(disk: FileSystem, root: Path) -> None:
     """Exit hook: release this process's copies, and remove those that no other process uses."""
     while _in_use:
         disk.close(_in_use.popitem()[1])

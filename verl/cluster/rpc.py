@@ -133,7 +133,7 @@ _INNER_FRAMES = 5  # below which torch.distributed calls nothing of anybody else
 _EXCHANGE = re.compile(r"torch/distributed/|torch\.distributed\.|/gloo/|NCCL|ProcessGroup|c10d")
 
 
-def gave_up_on_sibling(error: str) -> bool:
+def is_sibling_failure(error: str) -> bool:
     """Whether the traceback of a worker is that of an exchange which another process did not come to, or left."""
     last = error.rpartition("Traceback (most recent call last)")[2]
     return bool(_EXCHANGE.search(last) and _GAVE_UP.search(last))
@@ -424,7 +424,7 @@ class RemoteWorkerGroup:
             state = self._transport.state(inert[0]) or "it does not react at all"
             words = f"the process does nothing: {state}. Rank {rank} failed for it:\n{error}"
             return WorkerHung(inert[0], pending.name, pending.step, words)
-        if gave_up_on_sibling(error):
+        if is_sibling_failure(error):
             blamed, detail = missed_exchange(rank, error, self._transport.stacks(others))
             return WorkerHung(blamed, pending.name, pending.step, detail)
         return WorkerError(rank, pending.name, pending.step, error)

@@ -495,7 +495,7 @@ class _Play:
         if messages is None or len(episode.turns) < 2:
             return
         turns = [(turn.text, turn.observation if turn.observed else None) for turn in episode.turns]
-        self.engine.encoder.tell_difference(messages, turns, episode.prompt + episode.response)
+        self.engine.encoder.warn_of_difference(messages, turns, episode.prompt + episode.response)
 
 
 def environment_faults(run: Any) -> Iterator[str]:

@@ -143,7 +143,7 @@ class ObservationEncoder:
     def _encoded(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids) if text else []
 
-    def tell_difference(
+    def warn_of_difference(
         self, prompt: Sequence[Mapping[str, Any]], turns: Sequence[tuple[str, Any]], ids: list[int]
     ) -> None:
         """Log once if the tokens of an episode differ from the rendering of the whole conversation."""

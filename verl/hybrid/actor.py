@@ -108,7 +108,7 @@ class HybridActor:
         self._lock = ActorLock()
         self._rollout = load_rollout(rollout)
         adapter = None if lora is None else described(LoRA, "lora", lora)
-        with nullcontext() if company is None else company.drawing_alike():
+        with nullcontext() if company is None else company.same_random_numbers():
             self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
         self.tokenizer, self.seed, self._company = tokenizer, seed, company
         self._engine: tuple[Any, Any] | None = None  # with what it was attached for
@@ -118,7 +118,7 @@ class HybridActor:
         self._refuse_scattered()
         if company is not None:
             company.take(self.model)
-        self._tell_settings_left_out()
+        self._warn_unsupported_settings()
 
     @classmethod
     def from_pretrained(
@@ -390,7 +390,7 @@ class HybridActor:
             if change.is_of_form:
                 self._refuse_if_divided(f"model has changed ({change.description})")
             self._model_changed(change.description, change.is_of_form)
-        self._tell_settings_left_out()
+        self._warn_unsupported_settings()
         if change is not None or before is None:
             if (fault := prompt_learning_fault(self.model)) is not None:
                 raise ConfigError(fault)
@@ -421,7 +421,7 @@ class HybridActor:
             return 0
         return sum(p._version for p in self.model.parameters() if not p.is_inference())
 
-    def _tell_settings_left_out(self) -> None:
+    def _warn_unsupported_settings(self) -> None:
         """Warn of what the model's generation configuration asks for beyond what is done here, once of each setting."""
         found = settings_left_out(self.model)
         new = {name: value for name, value in found.items() if self._settings_reported.get(name) != value}

@@ -213,7 +213,7 @@ class HybridParallelism(ShardedParallelism):
         return DTensor.from_local(mean, run_check=False, shape=grad.shape, stride=grad.stride(), **layout)
 
     @contextmanager
-    def drawing_alike(self) -> Iterator[None]:
+    def same_random_numbers(self) -> Iterator[None]:
         """Within, torch's generator gives each process the numbers that it gives the first; then each has its own back.
 
         Processes that had the first one's state before have it after, too.

@@ -197,7 +197,7 @@ class Examination:
         if (blind := self._blind_for()) is not None:
             why = f"a small model of its kind does not tell {blind} from what is right"
             return PathFinding(replace(PLAIN, reasons=(why,)), None, self.distances)
-        scoring = self._rows_beside_each_other()
+        scoring = self._batched_rows()
         if scoring is None:
             return PathFinding(PLAIN, NOT_BESIDE_OTHERS, self.distances)
         trains = self._computes_the_same_in_training()
@@ -297,7 +297,7 @@ class Examination:
             self.reasons.append(f"training mode: {why}")
         return why is None
 
-    def _rows_beside_each_other(self) -> Scoring | None:
+    def _batched_rows(self) -> Scoring | None:
         forms: tuple[Scoring, ...] = ("padded", "right_padded", "equal_lengths")
         for form in forms:
             rows = [row for row in self.rows for _ in range(2)] if form == "equal_lengths" else self.rows

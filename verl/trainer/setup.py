@@ -35,7 +35,7 @@ from verl.storage.config import is_address
 from verl.trainer.config import LoopSettings
 from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
 from verl.trainer.state.distributed_save import RankWriters
-from verl.trainer.state.resume import tell_differences
+from verl.trainer.state.resume import difference_messages
 from verl.trainer.state.save_directory import SaveDirectoryChoice, SweepJob
 from verl.trainer.state.training_identity import identity_of, paths_of_texts
 from verl.trainer.train_loop import TrainResult
@@ -141,7 +141,7 @@ def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collect
     point = place.resumed
     if point is not None:
         _log.info("Resuming from %s, step %d (%s).", point.published.directory, point.step, point.why)
-        for line in tell_differences(point, redact_tree(config)):
+        for line in difference_messages(point, redact_tree(config)):
             _log.warning("differs from the resumed run: %s", line)
     return CheckpointSaver(chosen, place, config, identity, loss_key, uses, run_id)
 
@@ -284,11 +284,11 @@ def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], 
         try:
             if why is not None:
                 trainer.restart(resume, why)  # may lose a worker too
-            return fit(max_restarts > 0 and _hopeless(trainer, max_restarts) is None)
+            return fit(max_restarts > 0 and _restart_fault(trainer, max_restarts) is None)
         except WorkerDied as error:
             if not max_restarts:
                 raise
-            if (reason := _hopeless(trainer, max_restarts)) is not None:
+            if (reason := _restart_fault(trainer, max_restarts)) is not None:
                 raise type(error)(error.rank, error.call, error.step, f"{error.detail}\n{reason}") from error
             why = str(error).splitlines()[0].rstrip(":")
             resume = _last_of(trainer.saving) or trainer.description.resume
@@ -297,7 +297,7 @@ def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], 
             _log.warning("Restart %d of at most %d, from %s: %s", number, max_restarts, where, why)
 
 
-def _hopeless(trainer: Restartable, max_restarts: int) -> str | None:
+def _restart_fault(trainer: Restartable, max_restarts: int) -> str | None:
     """Why the run cannot go on by itself."""
     if trainer.saving.settings is None:
         return "The run keeps no checkpoints, so it cannot go on by itself. Set checkpoint=async."

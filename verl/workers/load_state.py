@@ -20,7 +20,7 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import FETCHED
 from verl.checkpoint.read.lazy_tensors import DeviceMap, LazyTensor, lazy_tensors
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.remote.resolve import bring_same
+from verl.checkpoint.remote.resolve import fetch_by_manifest
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, FileFault
@@ -107,7 +107,7 @@ class RestoreSource:
             raise self._absent("")
         report(f"fetching {self.directory.name}")
         into = self.directory.parent / FETCHED / OF_WORKERS
-        published = bring_same(self.storage, self.manifest, into)
+        published = fetch_by_manifest(self.storage, self.manifest, into)
         if published is None:
             raise self._absent(f", nor in {self.storage.address}")
         return RestoreSource(published.directory, verify=False)  # all of it was hashed on its way

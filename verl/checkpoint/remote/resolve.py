@@ -227,7 +227,7 @@ def bring(address: str, save_dir: Path, storage: Storage | None = None) -> tuple
     return fetched, storage_at(tier.store.address, storage)
 
 
-def bring_same(storage: Storage, manifest: str, directory: Path) -> Checkpoint | None:
+def fetch_by_manifest(storage: Storage, manifest: str, directory: Path) -> Checkpoint | None:
     """Fetch the checkpoint with this manifest into a directory, once for all processes of this machine that ask at
     once; None where the store does not have it.
 

@@ -136,7 +136,7 @@ class RaySession:
             except (OSError, RuntimeError, ValueError, RayError) as error:
                 raise ConfigError(
                     f"trainer.placement.address is {wanted.address!r}: a Ray cluster could not be joined there "
-                    f"({str(error).splitlines()[0]}; {_said_of_token(has_token)}). Start one with "
+                    f"({str(error).splitlines()[0]}; {_token_message(has_token)}). Start one with "
                     "`ray start --head`, or set it to null."
                 ) from error
             return
@@ -230,7 +230,7 @@ def _show_token() -> bool:
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
-def _said_of_token(has_token: bool) -> str:
+def _token_message(has_token: bool) -> str:
     if has_token:
         return (
             "it was shown the token of this user, ~/.ray/auth_token or RAY_AUTH_TOKEN: the cluster's must be the same"

@@ -43,7 +43,7 @@ def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> No
         )
 
 
-def tell_differences(point: ResumePoint, config: Mapping[str, Any]) -> list[str]:
+def difference_messages(point: ResumePoint, config: Mapping[str, Any]) -> list[str]:
     """A line for each value that differs from the checkpoint's and may."""
     found = _training_differences(point.state.get("config", {}), config)
     messages = [f"{path}: {_shown(before)} before, {_shown(now)} now" for path, (before, now) in found.items()]

@@ -349,7 +349,7 @@ class SaveDirectoryChoice:
             return holder
         if place.tier is None:
             return lock, None
-        lease = StoreLease(_asked_once_more(place.tier).storage, lock.holder)
+        lease = StoreLease(_with_one_retry(place.tier).storage, lock.holder)
         try:
             if (holder := lease.acquire()) is not None:
                 lock.release()
@@ -499,7 +499,7 @@ def _at(tree: Any, path: str) -> Any:
     return tree
 
 
-def _asked_once_more(tier: CheckpointTier) -> CheckpointTier:
+def _with_one_retry(tier: CheckpointTier) -> CheckpointTier:
     """The same, which is asked twice at most."""
     return replace(tier, storage=replace(tier.storage, retries=min(1, tier.storage.retries)))
 
@@ -510,7 +510,7 @@ def _is_used(tier: CheckpointTier | None) -> bool:
 
 def _newest_state(tier: CheckpointTier) -> Mapping[str, Any] | None:
     """Of the newest checkpoint in a store; None where it has none, or cannot say."""
-    remote = _asked_once_more(tier).connect()
+    remote = _with_one_retry(tier).connect()
     try:
         records = remote.records()
         return remote.state(remote.open(records[-1])) if records else None

@@ -132,8 +132,8 @@ class VLLMClient(RolloutEngine):
             variables = environment(options, context, self.setting.num_threads, self.setting.dtype, self.gpus)
             limit_s = options.call_timeout_s
             self._process = EngineProcess(self.setting, variables, self._files, _log_file(context), limit_s)
-            self._outliving_it(self._start, is_start=True)
-            self._threads_beside = _threads_beside(self.setting, context)
+            self._with_restart(self._start, is_start=True)
+            self._threads_while_both_work = _threads_while_both_work(self.setting, context)
             vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
             self._prover = SyncVerifier(model, self.setting.dtype, vocabulary, self.engine_info.max_model_len, autocast)
         except BaseException:
@@ -148,7 +148,7 @@ class VLLMClient(RolloutEngine):
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
         asked = self._question(prompts, request)
-        drawn = self._outliving_it(lambda: self._call("draw", *asked)) if asked else None
+        drawn = self._with_restart(lambda: self._call("draw", *asked)) if asked else None
         return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
@@ -157,8 +157,8 @@ class VLLMClient(RolloutEngine):
         assert self._begun is None
         asked = self._question(prompts, request)
         if asked:
-            self._outliving_it(lambda: self._ask(asked))
-            self._while_drawing.enter_context(using_threads(self._threads_beside))
+            self._with_restart(lambda: self._ask(asked))
+            self._while_drawing.enter_context(using_threads(self._threads_while_both_work))
         self._begun = prompts, request, asked
 
     def finish(self) -> DataProto:
@@ -173,7 +173,7 @@ class VLLMClient(RolloutEngine):
             self.has_redrawn = True
             return self._call("draw", *asked)
 
-        drawn = self._outliving_it(lambda: next(answers, anew)()) if asked else None
+        drawn = self._with_restart(lambda: next(answers, anew)()) if asked else None
         return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
 
     def _question(self, prompts: DataProto, request: GenerationRequest) -> tuple[Any, ...]:
@@ -188,12 +188,12 @@ class VLLMClient(RolloutEngine):
     def _ask(self, asked: tuple[Any, ...]) -> None:
         if not self._is_synced:
             self._sync()
-        self._process.send("draw", *asked, self._threads_beside)
+        self._process.send("draw", *asked, self._threads_while_both_work)
 
     def sync(self) -> SyncResult:
         """Stream the present weights into the engine."""
         assert self._begun is None, "weights may not change while responses are drawn"
-        return self._outliving_it(self._sync)
+        return self._with_restart(self._sync)
 
     def rest(self) -> None:
         """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
@@ -238,7 +238,7 @@ class VLLMClient(RolloutEngine):
             self._is_synced = False
             raise
 
-    def _outliving_it(self, action: Callable[[], T], *, is_start: bool = False) -> T:
+    def _with_restart(self, action: Callable[[], T], *, is_start: bool = False) -> T:
         """Do something; if the engine dies of it, or makes no progress, do it once more with a new one."""
         try:
             return action()
@@ -275,7 +275,7 @@ class VLLMClient(RolloutEngine):
     def _send_and_prove(self) -> SyncResult:
         rank, all_weights = self.setting.lora_rank, self.setting.lora_rank is None or not self._has_base
         question = self._prover.question(weights=all_weights, adapter_rank=rank)
-        with using_threads(self._threads_beside), ThreadPoolExecutor(1) as aside:
+        with using_threads(self._threads_while_both_work), ThreadPoolExecutor(1) as aside:
             looking = aside.submit(self._prover.look)  # while the weights travel: it only reads them too
             if rank is None:
                 synced = self.push()
@@ -356,7 +356,7 @@ class VLLMClient(RolloutEngine):
         if self._connected is not feeds:
             self._process.call("connect", feeds, self.setting.dtype)
             self._connected = feeds
-        self._process.send("load", LoadRequest(self._threads_beside, self._in_place))
+        self._process.send("load", LoadRequest(self._threads_while_both_work, self._in_place))
 
     def end_load(self) -> float:
         """When they have read all of it. Returns the seconds of that."""
@@ -415,7 +415,7 @@ def _log_file(context: BuildContext) -> Path | None:
     return folder / f"vllm_{context.rank}.log"
 
 
-def _threads_beside(setting: EngineArgs, context: BuildContext) -> int:
+def _threads_while_both_work(setting: EngineArgs, context: BuildContext) -> int:
     """Threads of each of the two, while trainer and engine work at the same time, so that none waits for a core."""
     own = torch.get_num_threads()
     fit = setting.is_on_gpu or context.world_size * (own + setting.num_threads) <= num_cores()
@@ -473,7 +473,7 @@ class GroupVLLMClient(VLLMClient):
             process_id,
             self._process.progress_path,
             self.options.call_timeout_s,
-            self._threads_beside,
+            self._threads_while_both_work,
         )
 
     def is_reading(self) -> bool:

@@ -86,7 +86,7 @@ class WorkerExtension:
                     _load_in_place(loader, reader, chunks, dtype)
                     self.model_runner.reset_encoder_cache()
                 else:
-                    self._load_anew(reader, chunks, dtype)
+                    self._reload_model(reader, chunks, dtype)
         except BaseException:
             reader.abandon()
             raise
@@ -116,7 +116,7 @@ class WorkerExtension:
                 self._found = str(reason)
         return self._found
 
-    def _load_anew(self, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> None:
+    def _reload_model(self, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> None:
         """Reload the whole model by vLLM's loader, then fix what that leaves stale."""
         _renew_experts(self.model_runner.get_model())
         self.reload_weights(weights_iterator=_lasting(reader, chunks, dtype))  # type: ignore[attr-defined]
@@ -141,11 +141,11 @@ def _lasting(reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.
     """The tensors of a stream; those that vLLM keeps until their layer is complete are copied out of their chunk."""
     for number, places in enumerate(chunks):
         yield from reader.chunk(number, places, dtype)
-        _copy_those_kept()
+        _copy_retained()
         reader.leave(number)
 
 
-def _copy_those_kept() -> None:
+def _copy_retained() -> None:
     """vLLM collects the tensors of a layer (q, k and v of a merged projection) and loads them with the last one."""
     for info in LAYERWISE_INFO.values():
         for _, bound in info.loaded_weights:
