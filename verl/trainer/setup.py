@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class ProcessState:
-    """Settings of this process that a run changes; `restore` puts them back when the last run here has ended."""
+    """Process-wide settings that a run changes; `restore` resets them when the last run in this process has ended."""
 
     _alive: ClassVar[list[ProcessState]] = []
     _before: ClassVar[tuple[int, bool, bool, str | None]]
@@ -67,7 +67,7 @@ class ProcessState:
         seed_everything(derive_seed(settings.seed, "driver"))
 
     def restore(self) -> None:
-        """May be called again, to no effect."""
+        """Restore the settings. Idempotent."""
         if self not in self._alive:
             return
         self._alive.remove(self)
@@ -86,7 +86,7 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     """The context of the driver: the run's seed, its device, and a directory for results.
 
     Raises:
-        ConfigError: the device is not there, or torchrun has started several drivers.
+        ConfigError: the device does not exist, or torchrun has started several drivers.
     """
     if (copies := torchrun.counts()[0]) > 1:
         raise ConfigError(
@@ -105,11 +105,11 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
 
 
 def resume_faults(resume: str | None) -> Iterator[str]:
-    """What is wrong with the path in `resume`, as far as a look at directories and headers tells; every byte is hashed
-    later. An address, and `latest`, are looked for when the trainer is built.
+    """Faults of the path in `resume` that can be found from directories and headers; bytes are verified later.
+    Addresses and `latest` are resolved when the trainer is built.
 
     Raises:
-        BadCheckpoint: it names one that is damaged.
+        BadCheckpoint: the named checkpoint is damaged.
     """
     if resume is None or resume == LATEST or is_address(resume):
         return
@@ -124,8 +124,7 @@ def resume_faults(resume: str | None) -> Iterator[str]:
 
 
 def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collection[str] = ()) -> CheckpointSaver:
-    """The checkpoints of a run, the directory that it saves them in, and the one that it goes on from if `resume`
-    names one.
+    """Choose and claim the save directory of a run, and find the checkpoint that it resumes from, if any.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is of another training, or another run saves in the directory.
@@ -147,11 +146,10 @@ def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collect
 
 
 def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -> Iterator[str]:
-    """What keeps a run from saving where it is to, or from going on from where `resume` says, as far as a look tells
-    that takes and fetches nothing.
+    """Faults of the save directory and of `resume` that can be found without locking or downloading anything.
 
     Args:
-        uses_storage: something beside the checkpoints lies in `run.storage`.
+        uses_storage: `run.storage` holds something other than checkpoints too.
     """
     if run.checkpoint is None and run.resume is None and not (uses_storage and run.storage):
         return
@@ -167,7 +165,7 @@ def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -
 
 
 def restore_of(saving: CheckpointSaver) -> RestoreSource | None:
-    """What roles need to go on from the checkpoint of a run; `find` has hashed all of it."""
+    """Restore information for the roles of a resumed run; `find` has verified the checkpoint."""
     point = saving.resumed
     if point is None:
         return None
@@ -179,17 +177,17 @@ def restore_of(saving: CheckpointSaver) -> RestoreSource | None:
 def rank_writers_of(
     cluster: WorkerGroup, trained: Mapping[str, Any], settings: Checkpointing | None
 ) -> RankWriters | None:
-    """The processes of roles as writers of checkpoints; None where the driver's own process holds the roles."""
+    """Rank writers for the processes of the roles; None if the roles are in the driver's process."""
     return None if cluster.shares_memory or settings is None else RankWriters(trained, settings)
 
 
 def start_cluster(
     host: Any, settings: LoopSettings, context: BuildContext, placement: Placement | None = None
 ) -> WorkerGroup:
-    """Build the roles where the placement, or without one their shardings, want them.
+    """Build the roles in the processes given by the placement, or else by their shardings.
 
     Raises:
-        ConfigError: more processes with a GPU each are asked for than there are GPUs.
+        ConfigError: there are fewer GPUs than processes.
     """
     world_size = settings.n_gpus_per_node * settings.nnodes
     if placement is not None:
@@ -212,13 +210,13 @@ def start_cluster(
 
 @dataclass(frozen=True)
 class RoleSharding:
-    """A role as far as its division goes.
+    """Sharding of one role.
 
     Attributes:
-        path: of the sharding in the configuration.
+        path: configuration path of the sharding.
         sharding: its own, or that of the run.
-        count: processes that hold it.
-        model: whose heads and layers must be divisible, and its path; None for a role whose model is not looked at.
+        count: number of its processes.
+        model: model whose heads and layers must be divisible, and its path; None if the model is not checked.
     """
 
     path: str
@@ -229,10 +227,10 @@ class RoleSharding:
 
 
 def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_placed: bool = False) -> list[str]:
-    """What is wrong between shardings, the number of processes, and the models; each fault is reported once.
+    """Faults of the combination of shardings, number of processes and models; each fault is reported once.
 
     Args:
-        is_placed: a placement says which role has how many processes, and itself what is wrong with that.
+        is_placed: a placement determines the number of processes of each role, and checks it itself.
     """
     whole = [role for role in roles if not role.sharding.needs_processes]
     if not is_placed and whole and whole[0].count > 1:
@@ -258,10 +256,10 @@ def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_pl
 
 
 class Restartable(Protocol):
-    """What a recovery needs of a trainer.
+    """Interface of a trainer that can be restarted.
 
     Attributes:
-        restarts: why it was restarted, once for each time.
+        restarts: reason of each restart.
     """
 
     description: Any
@@ -272,12 +270,12 @@ class Restartable(Protocol):
 
 
 def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], max_restarts: int) -> TrainResult:
-    """Train to the end, whatever workers are lost.
+    """Train to the end, with restarts after lost workers.
 
     Args:
-        fit: trains, from where the trainer is; it is told whether the run goes on if a worker is lost in it.
+        fit: trains from the current step; its argument says whether a restart follows if a worker is lost.
     Raises:
-        WorkerDied: a worker was lost, and the run keeps no checkpoints or was restarted as often as it may be.
+        WorkerDied: a worker was lost, and the run has no checkpoints or no restarts left.
     """
     resume, why = None, None
     while True:
@@ -298,7 +296,7 @@ def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], 
 
 
 def _restart_fault(trainer: Restartable, max_restarts: int) -> str | None:
-    """Why the run cannot go on by itself."""
+    """Why the run cannot be restarted automatically; None if it can."""
     if trainer.saving.settings is None:
         return "The run keeps no checkpoints, so it cannot go on by itself. Set checkpoint=async."
     if len(trainer.restarts) >= max_restarts:
@@ -307,7 +305,7 @@ def _restart_fault(trainer: Restartable, max_restarts: int) -> str | None:
 
 
 def _last_of(saving: CheckpointSaver) -> str | None:
-    """The checkpoint that this run published last; another run's in the same directory is none of its own."""
+    """The last checkpoint that this run published; checkpoints of other runs in the same directory do not count."""
     try:
         complete = CheckpointDirectory(saving.directory).complete()
     except CheckpointNotFound:
