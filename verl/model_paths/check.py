@@ -106,7 +106,7 @@ def finding_for(
     examine: Callable[[Any, int], PathFinding],
     probe: Callable[[str, Any, int], PathFinding],
 ) -> PathFinding:
-    """What is found of a model for rows of up to so many tokens: known of this object, kept on disk, or found now.
+    """The finding for a model and rows of up to this many tokens: from this object, the disk cache, or a new check.
 
     Args:
         examine: tries the ways of running it on its twin.
@@ -134,7 +134,7 @@ def finding_for(
 
 
 def forget(model: Any) -> None:
-    """What was found of a model no longer holds: somebody has changed its parts."""
+    """Discard the finding of a model whose modules were changed."""
     vars(unwrapped(model)).pop("_verl_findings", None)
 
 
@@ -171,7 +171,7 @@ def examine(model: Any, row_tokens: int) -> PathFinding:
 
 
 def _probe(reason: str, model: Any, row_tokens: int) -> PathFinding:
-    """What rows of the model itself tell, where it has no twin for some reason."""
+    """Check on short rows of the model itself, if no small copy can be built."""
     why = f"no small model of its kind could be tried ({reason})"
     return PathFinding(replace(PLAIN, reasons=(why,)), _causality_of_the_model(model))
 
@@ -335,7 +335,7 @@ class Examination:
         return packed if why is not None else shared
 
     def _cannot_be_packed(self) -> str | None:
-        """What one forward pass says against it."""
+        """Why packed sequences cannot be used, determined by one forward pass."""
         with packed_attention.recording() as record:
             states_of(self.twin.model, input_ids=self.rows[0].tokens[None])
         kinds = layer_kinds(self.twin.model)
@@ -480,7 +480,7 @@ def _causality_of_the_model(model: Any) -> str | None:
 
 
 def _tell(model: Any, finding: PathFinding) -> None:
-    """Say once what is not used for a model, by name."""
+    """Log once which execution paths are not used for a model."""
     kind, paths = type(model).__name__, finding.paths
     for reason in paths.reasons:
         _log.debug("%s: %s", kind, reason)

@@ -22,7 +22,7 @@ IGNORED = ("_name_or_path", "dtype", "transformers_version", "use_cache", "archi
 
 
 def kept(model: Any, key: tuple, examine: Callable[[], PathFinding]) -> PathFinding:
-    """What is known of a model by this key; examined and written down if nothing is."""
+    """The cached finding of a key; examined and cached if there is none."""
     file = cache_dir() / f"{digest(model, key)}.json"
     if (finding := _read(file)) is None:
         finding = examine()
@@ -38,7 +38,7 @@ def cache_dir() -> Path:
 
 
 def digest(model: Any, key: tuple) -> str:
-    """Of the configuration, the source of the model's classes, the versions of libraries and our own code."""
+    """Digest of the configuration, the source of the model's classes, library versions and verl's own code."""
     from verl.model_paths.twin import model_class
 
     config = model.config
@@ -84,7 +84,7 @@ def _read(file: Path) -> PathFinding | None:
 
 
 def finding_in(cached: Mapping[str, Any]) -> PathFinding:
-    """What a file of the cache tells.
+    """Parse a file of the cache.
 
     Raises:
         KeyError, TypeError: it is another kind of file.
@@ -94,7 +94,7 @@ def finding_in(cached: Mapping[str, Any]) -> PathFinding:
 
 
 def library_versions() -> list[str]:
-    """Of `LIBRARIES` as they are installed."""
+    """Installed versions of `LIBRARIES`."""
     return [importlib.metadata.version(name) for name in LIBRARIES]
 
 

@@ -1,4 +1,4 @@
-"""What was found of models, in words and as rows of a table. Imports the standard library alone."""
+"""Reports of model checks as text and table rows. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def status_of(finding: PathFinding, draws: bool = True) -> Status:
 
 
 def scoring_of(paths: ModelPaths) -> str:
-    """How rows are scored beside each other."""
+    """Text for the batching of rows in scoring."""
     words = {"packed": "packed", "padded": "padded", "right_padded": "padded right", "equal_lengths": "equal lengths"}
     return words[paths.scoring] + ", shared prompts" * paths.shares_prompts
 
 
 def decoding_of(paths: ModelPaths) -> str:
-    """How tokens are drawn."""
+    """Text for the decoding path."""
     words = {"in_place": "in place", "own": "own cache", "none": "no cache"}
     return (
         words[paths.cache]
@@ -47,7 +47,7 @@ def decoding_of(paths: ModelPaths) -> str:
 
 @dataclass(frozen=True)
 class CachedFinding:
-    """What an earlier run on this machine has found of a model.
+    """Finding of an earlier run on this machine.
 
     Attributes:
         family: `model_type` of transformers.

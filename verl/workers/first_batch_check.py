@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 class FirstBatchCheck:
-    """Looks at the first batch of a role, and makes its engine take a plainer way where the present one is wrong.
+    """Checks the first batch of a role, and switches its engine to a simpler execution path if the current one is
+    wrong.
 
     Args:
         name: where the configuration describes the model.

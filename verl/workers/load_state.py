@@ -95,7 +95,7 @@ class RestoreSource:
     manifest: str = ""
 
     def here(self) -> RestoreSource:
-        """The same where this process sees it: on another machine than the driver's, fetched from the store.
+        """A copy with a path that this process can access; on another machine it is downloaded from the store.
 
         Raises:
             CheckpointNotFound: it is neither here nor in a store.
@@ -132,7 +132,7 @@ class RestoreSource:
         return CheckpointReader(open_checkpoint(disk, self.directory), disk, self.verify, writable=True)
 
     def model(self, described: ModelSource, component: str) -> ModelSource:
-        """Where a role's weights are now, once every byte of them is what was written."""
+        """Local path of a role's weights, after every byte was verified."""
         path = str(self.plain(component))
         if isinstance(described, Pretrained):
             return replace(described, path=path, revision=None)
@@ -168,7 +168,7 @@ class RestoreSource:
 
 @dataclass(frozen=True)
 class CheckpointSelection:
-    """What is taken from a checkpoint, every byte of which has been hashed; travels to the processes of the roles.
+    """Parts of a verified checkpoint to load; picklable.
 
     Attributes:
         directory: of the checkpoint.
@@ -184,12 +184,12 @@ class CheckpointSelection:
     device_map: DeviceMap = None
 
     def tensors(self, component: str) -> Mapping[str, Tensor]:
-        """Of a component by name; none where they lie in no safetensors file."""
+        """Tensors of a component by name; empty if they are not in a safetensors file."""
         manager = CheckpointManager(self.directory)
         return manager.load(component, mmap=self.mmap, device_map=self.device_map, strict=False, verify=False)
 
     def saved(self, component: str) -> dict[str, LazyTensor]:
-        """The same, to be read where they are indexed."""
+        """The same as lazy tensors, which are read when indexed."""
         reader = CheckpointReader(open_checkpoint(FileSystem(), self.directory), verify=False, writable=True)
         return lazy_tensors(reader, component)
 
@@ -235,7 +235,7 @@ def _load_parts(model: Any, component: str, source: CheckpointSelection) -> None
 
 
 def load_optimizer(engine: TrainingEngine, component: str, source: CheckpointSelection) -> None:
-    """Give an engine the moments of the optimizer and its place in the learning rate's schedule."""
+    """Load the optimizer's moments and the position in the learning rate schedule into an engine."""
     assert engine.optimizer is not None
     prefix, divided = f"{component}.", engine.parallel.divides_weights
     found: Mapping[str, ReadableTensor] = source.saved("optimizer") if divided else source.tensors("optimizer")
