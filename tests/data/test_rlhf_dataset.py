@@ -17,7 +17,7 @@ from verl.errors import ConfigError
 from verl.models.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()
-HINT = "Mend the data, or set on_bad_row to skip."
+HINT = "Fix the data, or set on_bad_row to skip."
 ROWS = [
     {"prompt": "1+1=", "answer": "2", "level": 1},
     {"prompt": "10+20=", "answer": "30", "level": 2},
