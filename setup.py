@@ -71,6 +71,6 @@ setup(
         "bench": pinned("requirements-bench.txt"),
     },
     entry_points={
-        "console_scripts": ["verl = verl.cli.main:app", "verl-checkpoint-compat = verl.cli.checkpoint_report:app"]
+        "console_scripts": ["verl = verl.cli.main:run", "verl-checkpoint-compat = verl.cli.checkpoint_report:app"]
     },
 )

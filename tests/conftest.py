@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rich
@@ -24,6 +26,27 @@ from verl.protocol import DataProto
 # Compiled modules are kept: each of the hundreds of child processes would otherwise compile the package for itself
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+gc.disable()  # nothing of all that is imported and collected is garbage; to look through it takes seconds
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # the fork server is started once
+        if "fork_server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("fork server"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from scheduling import FilesAndGroups
+
+    return FilesAndGroups(config, log)
 
 
 @pytest.fixture(autouse=True)

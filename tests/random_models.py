@@ -11,6 +11,22 @@ import torch
 from verl.models.pretrained import quiet_transformers
 from verl.models.tiny import character_tokenizer
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+}
+_SOME_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 FAMILIES = {
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.2},
     "gemma2": {"head_dim": 8},
@@ -25,6 +41,10 @@ FAMILIES = {
         "shared_expert_intermediate_size": 24,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {**_LATENT, **_SOME_ROUTED, "topk_method": "greedy"},
+    "deepseek_v3": {**_LATENT, **_SOME_ROUTED, "n_group": 2, "topk_group": 1},
+    "glm4_moe": {**_SOME_ROUTED, "head_dim": 8},
 }
 
 

@@ -50,6 +50,9 @@ class BuildContext:
             as estimated before they load; None where it is not known.
         chat_template: in place of the tokenizer's own, for prompts and observations.
         tools: JSON schemas that chat templates write into prompts.
+        prompts: gives the chat messages with which the environment's first tasks begin, at most so many; None where
+            there is no environment.
+        day: the date that dated chat templates write, such as 2026-11-23; empty for today.
         job: of a sweep, or empty: what must not be shared by its jobs carries it in its name.
         journal_dir: where episodes are written down as they are played, or None.
         swept: configuration paths whose values tell the jobs of the sweep apart.
@@ -65,6 +68,8 @@ class BuildContext:
     bytes_beside_engine: int | None = None
     chat_template: str | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
+    prompts: typing.Callable[[int], typing.Sequence[Any]] | None = None
+    day: str = ""
     job: str = ""
     journal_dir: Path | None = None
     swept: tuple[str, ...] = ()

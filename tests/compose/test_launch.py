@@ -15,18 +15,19 @@ from verl.compose.schema import conf_dir
 
 ROOT = conf_dir().parent
 HELP = """
-import runpy, sys
+import sys
+from main_ppo import main
 sys.argv = ["main_ppo.py", "--help"]
 try:
-    runpy.run_path({script!r}, run_name="__main__")
+    main()
 except SystemExit:
     pass
-heavy = {{"torch", "transformers", "numpy", "pyarrow", "wandb", "peft", "matplotlib"}} & set(sys.modules)
+heavy = {"torch", "transformers", "numpy", "pyarrow", "wandb", "peft", "matplotlib"} & set(sys.modules)
 print("HEAVY AFTER HELP", sorted(heavy))
 from verl.compose.validate import validate
 from verl.compose.compose import compose_root
 validate(compose_root("ppo"))
-heavy = {{"transformers", "pyarrow", "wandb", "peft", "matplotlib"}} & set(sys.modules)
+heavy = {"transformers", "pyarrow", "wandb", "peft", "matplotlib"} & set(sys.modules)
 print("HEAVY AFTER CHECK", sorted(heavy))
 """
 
@@ -48,7 +49,7 @@ def run_script(fork_server: ForkServer, tmp_path: Path) -> Callable[..., subproc
 
 
 def test_help_lists_the_groups_and_neither_help_nor_check_imports_anything_heavy(tmp_path):
-    done = run(tmp_path, "-c", HELP.format(script=str(ROOT / "main_ppo.py")))
+    done = run(tmp_path, "-c", HELP)
     assert "actor: llama1b, llama8b" in done.stdout, done.stderr
     assert "examples" in done.stdout
     assert "HEAVY AFTER HELP []" in done.stdout
@@ -158,7 +159,9 @@ def test_a_failed_run_says_the_sentence_that_matters_and_then_one_traceback_at_m
     assert log.read_text().count("The run has ended.") == 1
 
 
-@pytest.mark.parametrize("argument", ["trainer.experiment_name=${nowhere}", "trainer.seed=[", "hydra.foo=1"])
+@pytest.mark.parametrize(
+    "argument", ["trainer.experiment_name=${nowhere}", "trainer.project_name=../x", "trainer.seed=[", "hydra.foo=1"]
+)
 def test_what_cannot_be_composed_is_told_in_words_too(argument, tmp_path, run_script):
     done = run_script(str(ROOT / "main_sft.py"), argument)
     assert done.returncode == 2
@@ -230,7 +233,8 @@ def test_under_torchrun_one_process_drives_as_many_workers_as_it_has_started(tmp
 @pytest.mark.parametrize(
     ("of_all", "here", "argument", "said"),
     [
-        ("4", "2", "sharding=fsdp", "torchrun has started 4 processes on 2 machines"),
+        ("3", "2", "sharding=fsdp", "torchrun has started 3 processes on 2 hosts, 2 of them on this one: every host"),
+        ("4", "2", "trainer.nnodes=3", "trainer.nnodes is 3: torchrun has started 4 processes on 2 hosts. Leave it"),
         ("2", "2", "trainer.n_gpus_per_node=4", "trainer.n_gpus_per_node is 4: torchrun has started 2 processes"),
     ],
 )
@@ -238,6 +242,7 @@ def test_what_torchrun_has_started_and_a_run_cannot_use_is_refused(
     of_all, here, argument, said, tmp_path, run_script, monkeypatch
 ):
     places = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": of_all, "LOCAL_WORLD_SIZE": here}
+    places |= {"GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in places.items():
         monkeypatch.setenv(name, value)
     done = run_script(str(ROOT / "main_ppo.py"), "sharding=fsdp", argument)

@@ -64,6 +64,7 @@ NEEDED = {  # what an option leaves to the user
     "environment=python_sandbox": ["sandbox=none"],
     "environment=gymnasium": ["environment.env_id=FrozenLake-v1"],
     "environment=textarena": ["environment.env_id=GuessTheNumber-v0"],
+    "environment=verifiers": ["environment.taskset=my_tasks"],
     "environment=reasoning_gym": ["environment.task=leg_counting"],
     "environment=mcp": ["environment.command=[server]"],
     "rollout=server": ["rollout.endpoint.base_url=http://localhost:8000"],

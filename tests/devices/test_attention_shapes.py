@@ -10,9 +10,15 @@ from roles import experience, start_actor, weights
 
 from verl.engines import engine as engine_module
 from verl.engines.engine import BLOCK_MULTIPLE
+from verl.model_paths import packed_attention
+from verl.model_paths.decode import KEY_MULTIPLE, key_multiple
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.models.tiny import TinyModel
 from verl.ops.packing import pack
+from verl.protocol import DataProto
+from verl.rollout import hf
+from verl.rollout.base import GenerationRequest
+from verl.rollout.hf import HFRollout
 from verl.utils.memory import CUDNN_VARIABLE, make_current
 
 LONGEST = 1024
@@ -53,6 +59,75 @@ def test_longer_blocks_change_no_number_but_by_rounding(prompts, monkeypatch):
         assert found[1][1][name] == pytest.approx(value, rel=1e-7, abs=1e-9)
     for name, weight in found[0][2].items():
         torch.testing.assert_close(found[1][2][name], weight, rtol=0, atol=1e-4)  # Adam divides by small numbers
+
+
+@pytest.fixture
+def key_shapes(monkeypatch):
+    """Rows and keys of attention while a token is decoded, apart for prefixes that samples share and for their own."""
+    found = set()
+    one, shared = packed_attention._attend_one, packed_attention._attend_shared
+
+    def attend_one(query, key, *others):
+        found.add(("whole", len(query), key.shape[2]))
+        return one(query, key, *others)
+
+    def attend_shared(query, prefix, prefix_value, key, *others):
+        found.add(("own", len(query), key.shape[2]))
+        return shared(query, prefix, prefix_value, key, *others)
+
+    monkeypatch.setattr(packed_attention, "_attend_one", attend_one)
+    monkeypatch.setattr(packed_attention, "_attend_shared", attend_shared)
+    return found
+
+
+def drawn(width, options, monkeypatch, multiple, before=lambda: None):
+    """Responses of up to 150 tokens to prompts of many lengths, by a model of its own."""
+    monkeypatch.setattr(hf, "key_multiple", lambda device: multiple)
+    model = TinyModel(dtype="float64", hidden_size=32, intermediate_size=64)
+    actor = start_actor(model, HFRollout(max_new_tokens=150, **options))
+    actor.sampler.stop_ids = torch.arange(3)  # of few tokens: rows end one after another
+    actor.sampler._proven_key_multiple(width)
+    before()
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(width // 2, width + 1, (4,), generator=generator)
+    mask = torch.arange(width) >= width - lengths[:, None]
+    asked = {"prompts": torch.randint(4, 60, mask.shape, generator=generator) * mask, "prompt_mask": mask}
+    asked |= {"prompt_ids": torch.arange(4), "group_ids": torch.arange(4)}
+    return actor, actor.generate(DataProto.from_dict(asked), GenerationRequest(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("width", "options"), [(20, {}), (90, {}), (90, {"share_prefix": False, "drop_finished": False})]
+)
+def test_decoding_meets_one_length_of_keys_per_64_tokens_and_draws_the_same(width, options, monkeypatch, key_shapes):
+    found = {}
+    for multiple in (1, KEY_MULTIPLE):
+        actor, rows = drawn(width, options, monkeypatch, multiple, key_shapes.clear)
+        assert actor.sampler._key_multiple == multiple
+        found[multiple] = rows, set(key_shapes)
+    (plain, as_they_come), (padded, few) = found[1], found[KEY_MULTIPLE]
+    assert torch.equal(plain["responses"], padded["responses"])
+    torch.testing.assert_close(plain["rollout_log_probs"], padded["rollout_log_probs"], rtol=0, atol=1e-11)
+    assert all(keys % KEY_MULTIPLE == 0 for _, _, keys in few)
+    lengths, batches = -(-(width + 150) // KEY_MULTIPLE), len({rows for _, rows, _ in few})
+    assert len(few) <= 2 * lengths + batches  # each time that rows leave, or a prefix is no longer shared
+    assert len(few) < 0.2 * len(as_they_come)
+
+
+def test_lengths_that_change_numbers_are_not_used(monkeypatch, caplog):
+    shared = packed_attention._has_keys_behind
+    monkeypatch.setattr(packed_attention, "_has_keys_behind", lambda asked: False)  # no mask: zeros are attended to
+    actor, rows = drawn(20, {}, monkeypatch, KEY_MULTIPLE)
+    assert actor.sampler._key_multiple == 1
+    assert "Each new token has a length of keys of its own: log-probs differ by" in caplog.text
+    monkeypatch.setattr(packed_attention, "_has_keys_behind", shared)
+    _, plain = drawn(20, {}, monkeypatch, 1)
+    assert torch.equal(plain["responses"], rows["responses"])
+
+
+def test_a_cpu_takes_lengths_as_they_come_and_other_devices_multiples():
+    assert key_multiple(torch.device("cpu")) == 1
+    assert key_multiple(torch.device("cuda:0")) == KEY_MULTIPLE == 64
 
 
 def _cut(multiple, batch, budget, paths, context, _):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from rollout.engines import random_prompts
 
+from verl.cluster.local_worker_group import _device
+from verl.cluster.placement import ROLES, DeviceMesh
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.models.parallel_info import ParallelInfo
 from verl.resharding.layout import Mesh
@@ -27,10 +34,10 @@ def groups(monkeypatch):
     return found
 
 
-def divided_of(rank, num_siblings=1, device="cuda"):
+def divided_of(rank, num_siblings=1, device="cuda", ranks=RANKS, per_machine=RANKS):
     """A rank of an FSDP model, or of one with tensor-parallel siblings."""
-    mesh = Mesh((("replicate", 1), ("shard", RANKS // num_siblings), ("tensor", num_siblings)))
-    where = torch.device(f"{device}:{rank}" if device == "cuda" else device)
+    mesh = Mesh((("replicate", 1), ("shard", ranks // num_siblings), ("tensor", num_siblings)))
+    where = torch.device(f"{device}:{rank % per_machine}" if device == "cuda" else device)
     first = rank // num_siblings * num_siblings
     siblings = tuple(range(first, first + num_siblings))
     return ParallelInfo(
@@ -52,6 +59,40 @@ def test_an_engine_of_two_gpus_is_shared_by_two_ranks_and_engines_never_overlap(
     names = [gpu_name(str(own.device)) for own in shared]
     of_engines = [[names[rank] for rank in own.siblings] for own in shared if own.rank == own.siblings[0]]
     assert of_engines == [["4", "5"], ["6", "7"]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "same", "size"),
+    [(8, 1, 1), (8, 1, 2), (8, 1, 4), (8, 1, 8), (4, 2, 2), (4, 2, 4), (64, 8, 8), (64, 4, 8)],
+)
+def test_engines_of_machines_with_eight_gpus_have_those_of_their_ranks_and_no_two_the_same(
+    ranks, same, size, monkeypatch
+):
+    """FSDP over one machine, tensor-parallel pairs, and tp_fsdp over eight machines, as docs/scaling.md has them."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    shared = [with_engine_group(divided_of(rank, same, ranks=ranks, per_machine=8), size) for rank in range(ranks)]
+    gpus = [(own.rank // 8, gpu_name(str(own.device))) for own in shared]
+    engines = [[gpus[rank] for rank in own.siblings] for own in shared if own.rank == own.siblings[0]]
+    assert all(own.rank in own.siblings for own in shared)
+    assert all(len(engine) == size and len({machine for machine, _ in engine}) == 1 for engine in engines)
+    assert sorted(gpu for engine in engines for gpu in engine) == sorted(gpus)
+    assert len(set(gpus)) == ranks
+
+
+def test_processes_of_one_machine_and_of_each_sub_mesh_have_devices_of_their_own(monkeypatch):
+    assert [_device("cuda:0", rank) for rank in range(8)] == [f"cuda:{rank}" for rank in range(8)]
+    monkeypatch.setattr("verl.cluster.placement._num_gpus", lambda devices: 2)
+    document = (Path(__file__).parents[2] / "docs" / "ray.md").read_text()
+    on_command_line = re.search(r"trainer=mesh (.*)", document)
+    in_script = re.search(r"mesh = (DeviceMesh\(.*\))", document)
+    assert on_command_line
+    assert in_script
+    settings = [f"++{one}" for one in on_command_line[1].split()]
+    run = validate(compose_root("ppo", ["trainer=mesh", "sharding=ddp", *settings]))
+    for mesh in (run.trainer.placement, eval(in_script[1], {"DeviceMesh": DeviceMesh})):
+        for devices in mesh.groups(ROLES):
+            assert len(set(devices)) == len(devices) > 0
+            assert set(devices) <= {"cuda:0", "cuda:1"}
 
 
 def test_tensor_parallel_siblings_keep_their_engine_and_a_cpu_keeps_one_for_each(groups):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,11 @@ from verl.cluster.ray.ray_placement import RayPlacement
 from verl.cluster.ray.ray_worker import own_gpu
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
 from verl.errors import ConfigError
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "ray.md"
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -53,6 +59,62 @@ def test_workers_of_a_pool_never_share_a_gpu_and_pools_with_half_of_one_share_th
     assert told["critic"] == told["actor"][:1]  # half of the same one
     assert told["reference"][0] not in told["actor"]  # two halves fill a GPU
     assert not [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+
+
+ROLES = ("actor", "critic", "reference", "rm")
+
+
+def documented_placements():
+    """Settings of each row of the table of docs/ray.md; a row with "the pools as above" has those of two pools."""
+    table = DOCUMENT.read_text().partition("| wanted | set |")[2].partition("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ")]
+    found = {wanted: " ".join(re.findall("`([^`]*)`", settings)).split() for wanted, settings in rows}
+    pools = next(settings[:2] for settings in found.values() if any(x.startswith("workers={main") for x in settings))
+    return {wanted: settings + pools * (settings == ["num_gpus=0.5"]) for wanted, settings in found.items()}
+
+
+def placed(settings):
+    """The placement of a row, and its workers per pool that is not named."""
+    keys = ("pools", "workers", "num_gpus", "strategy")
+    given = [f"++trainer.placement.{one}" if one.startswith(keys) else one for one in settings]
+    trainer = [] if any("n_gpus_per_node" in one for one in settings) else ["trainer.n_gpus_per_node=2"]
+    sharding = [] if any(one.startswith("sharding") for one in settings) else ["sharding=ddp"]
+    run = validate(compose_root("ppo", ["trainer=ray", *given, *trainer, *sharding]))
+    return run.trainer.placement, run.trainer.n_gpus_per_node
+
+
+def test_every_row_of_the_document_is_a_placement():
+    rows = documented_placements()
+    assert len(rows) >= 5
+    for settings in rows.values():
+        placement, size = placed(settings)
+        pools = placement.groups(ROLES)
+        assert sorted(role for members in pools.values() for role in members) == sorted(ROLES)
+        assert sum(placement.workers.get(pool, size) for pool in pools) <= 8
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("wanted", documented_placements())
+def test_every_documented_placement_gives_each_worker_of_a_pool_a_gpu_of_its_own(eight_gpus, wanted):
+    placement, size = placed(documented_placements()[wanted])
+    gpus = 1.0 if placement.num_gpus is None else placement.num_gpus
+    placement = replace(placement, num_gpus=gpus, num_cpus=0.5, start_timeout_s=120.0)
+    host = GpuHost(names=ROLES)
+    cluster = placement.start(host, BuildContext(device="cuda:0"), size, 1)
+    try:
+        told = {role: [gpu for gpu, _ in one.gpu().result()] for role, one in role_handles(cluster, host).items()}
+    finally:
+        cluster.close()
+    pools = placement.groups(ROLES)
+    used = {pool: told[members[0]] for pool, members in pools.items()}
+    for pool, members in pools.items():
+        assert len(set(used[pool])) == len(used[pool]) == placement.workers.get(pool, size)
+        assert all(told[role] == used[pool] for role in members)
+    others = [gpu for pool in used.values() for gpu in pool]
+    if gpus == 1:
+        assert len(set(others)) == len(others)
+    else:  # worker r of each pool on the same one
+        assert all(len(set(same)) == 1 for same in zip(*used.values(), strict=False))
 
 
 def test_a_worker_uses_the_gpu_that_ray_gave_it_whatever_it_sees():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,8 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from verl.checkpoint.save import host_buffer
 from verl.checkpoint.save.host_buffer import HostBuffer, HostBufferPool
-from verl.checkpoint.save.snapshot import _pin
+from verl.checkpoint.save.save_request import CopyRegion
+from verl.checkpoint.save.snapshot import Snapshot, _pin
 from verl.component import BuildContext
 from verl.engines import engine as engine_module
 from verl.engines.parallel_dims import DataParallelism
@@ -253,3 +255,91 @@ def test_a_second_copy_of_all_tensors_is_made_only_where_main_memory_has_room_fo
     pool.give_back(first)
     pool.give_back(second)
     pool.release()
+
+
+class OnDevice(torch.Tensor):
+    """Numbers in main memory that say that they are on the second GPU, and write down what is asked of them."""
+
+    calls: list
+
+    @property
+    def device(self):
+        return torch.device("cuda:1")
+
+    def contiguous(self):
+        return self
+
+    def record_stream(self, stream):
+        self.calls.append(("used on", stream.name))
+
+
+@pytest.fixture
+def streams(calls, monkeypatch):
+    """Streams and events by name; operations within the context of a stream are on that one."""
+    current = ["compute"]
+
+    class Stream:
+        def __init__(self, device):
+            assert device == torch.device("cuda:1")
+            self.name = "side"
+
+        def wait_event(self, event):
+            calls.append((self.name, "waits for", event.name))
+
+    class Event:
+        def __init__(self):
+            self.name = ""
+
+        def record(self, stream):
+            self.name = f"event of {stream.name}"
+            calls.append((stream.name, "records", self.name))
+
+        def synchronize(self):
+            calls.append(("host", "waits for", self.name))
+
+    @contextlib.contextmanager
+    def stream(which):
+        current.append(which.name)
+        yield
+        current.pop()
+
+    copy = torch.Tensor.copy_
+
+    def recorded_copy(target, source, non_blocking=False):
+        calls.append((current[-1], "copies", non_blocking))
+        with torch._C.DisableTorchFunctionSubclass():
+            return copy(target, source)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(name=current[-1]))
+    monkeypatch.setattr(torch.Tensor, "copy_", recorded_copy)
+    return calls
+
+
+def test_a_snapshot_copies_on_a_stream_of_its_own_after_what_was_asked_for_and_waits_for_the_copies(streams):
+    parts = [torch.arange(8, dtype=torch.float32).as_subclass(OnDevice) for _ in range(2)]
+    for part in parts:
+        part.calls = streams
+    host = torch.full((4,), 7.0)
+    pieces = [CopyRegion(64, parts[0]), CopyRegion(96, parts[1]), CopyRegion(128, host), CopyRegion(144, b"text")]
+    snapshot = Snapshot(pieces, 1)
+    assert streams == [("compute", "records", "event of compute")]  # where the optimizer's step was asked for
+    streams.clear()
+    buffer = HostBuffer()
+    memory = buffer.fit(148)
+    thread = threading.Thread(target=snapshot.run, args=(buffer, 148))  # not the one that computes
+    thread.start()
+    thread.join()
+    assert streams == [
+        ("device", "cuda:1"), ("register", buffer.num_bytes, 1), ("device", "left"),
+        ("side", "waits for", "event of compute"),
+        ("used on", "side"), ("side", "copies", True), ("used on", "side"), ("side", "copies", True),
+        ("side", "records", "event of side"),
+        ("host", "waits for", "event of side"),
+    ]  # fmt: skip
+    found = torch.frombuffer(memory, dtype=torch.float32, offset=64, count=20)
+    assert found.tolist() == [*range(8), *range(8), 7, 7, 7, 7]
+    assert bytes(memory[144:148]) == b"text"
+    buffer.release()

@@ -110,16 +110,39 @@ def test_heads_that_do_not_divide_name_the_nearest_layout():
     assert Parallel(cp=4).heads_fault(14, 2, 4) is ulysses.heads_fault(16, 2, 4) is None
 
 
+def test_experts_that_do_not_divide_name_the_nearest_layout():
+    assert Parallel(ep=3).size_fault(4) == (
+        "ep is 3: it does not divide dp_shard x cp, which is 4. The nearest layout that fits: sharding.dp_shard=4 "
+        "sharding.ep=4."
+    )
+    assert Parallel(ep=2).size_fault(4) is Parallel(ep=2).experts_fault("mixtral", 8, 4) is None
+    told = Parallel(ep=4).experts_fault("mixtral", 6, 4)
+    assert told.startswith("ep is 4: it does not divide the 6 experts of a layer.")
+    assert told.endswith("The nearest layout that fits: sharding.dp_shard=4 sharding.ep=2.")
+    told = Parallel(ep=2, dp_replicate=2).experts_fault("gpt_oss", 32, 4)
+    assert told.startswith("ep is 2: expert parallelism was not tried with gpt_oss, only with deepseek_v2, ")
+    assert told.endswith("The nearest layout that fits: sharding.dp_replicate=2 sharding.dp_shard=2.")
+    assert "a qwen2 has no experts" in Parallel(ep=2).experts_fault("qwen2", None, 2)
+    assert Parallel().experts_fault("gpt_oss", 32, 4) is FSDP().experts_fault("qwen2", None, 4) is None
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"dp_shard": 0}, "dp_shard is 0: must be at least 1, or -1"),
         ({"cp": 0}, "cp is 0"),
         ({"cp_style": "ring"}, "cp_style is 'ring': expected one of allgather, ulysses"),
-        ({"pp": 2, "cp": 2}, "cp is 2: not together with pipeline stages"),
-        ({"pp": 2, "dp_shard": 2}, "dp_shard is 2: this version does not divide the weights of a pipeline stage"),
-        ({"pp": 2, "cpu_offload": True}, "cpu_offload is true: this version does not divide"),
-        ({"ep": 2}, "ep is 2: this version has no expert parallelism"),
+        (
+            {"pp": 2, "tp": 2, "cp": 2},
+            "cp is 2: this version does not divide the weights of a pipeline",
+        ),
+        (
+            {"pp": 2, "tp": 2, "dp_shard": 2},
+            "dp_shard is 2: this version does not divide the weights of a pipeline",
+        ),
+        ({"pp": 2, "cpu_offload": True}, "cpu_offload is true: not together with pipeline stages"),
+        ({"ep": 2, "tp": 2}, "ep is 2: not together with tensor parallelism"),
+        ({"ep": 2, "cpu_offload": True}, "ep is 2: not together with cpu_offload"),
     ],
 )
 def test_what_a_mesh_cannot_be_is_refused_by_name(options, told):

@@ -54,6 +54,18 @@ def test_processes_that_share_tokens_send_keys_and_values_of_each_layer():
     assert Parallel(cp=2).row_shares(4) == Parallel(cp=2, tp=2).token_shares(4) == 2
 
 
+def test_a_sharded_stage_is_gathered_once_for_all_micro_batches_of_an_update():
+    stage = Parallel(pp=2).cost(2, SIZES, tokens=10)
+    for sharding in (Parallel(pp=2, dp_shard=2), Parallel(pp=2, cp=2)):
+        cost = sharding.cost(4, SIZES, tokens=10)
+        assert cost.resting == stage.resting / 2
+        assert cost.gathered == stage.weights + stage.gradients
+        assert cost.per_update == 1 / 2 * (stage.weights + stage.gradients)
+        assert cost.generating == 4 * N
+    assert Parallel(pp=2, dp_shard=2).cost(4, SIZES, tokens=10).per_micro_batch == stage.per_micro_batch
+    assert Parallel(pp=2, dp_shard=2).cost(4, SIZES, compute_bytes=2).gathered == stage.weights * 2.5
+
+
 def test_a_block_and_the_embedding_are_gathered_or_all_weights():
     block = (N - 64_000) // 4
     assert FSDP().cost(4, SIZES).gathered == 4 * (64_000 + block)

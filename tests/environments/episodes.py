@@ -12,6 +12,7 @@ from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory, StepResult
 from verl.environments.episode_loop import EpisodeEngine
 from verl.models.tiny import TinyModel
+from verl.ops.counter_rng import uniform
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, stop_tokens
 from verl.rollout.hf import HFRollout
@@ -81,6 +82,43 @@ def engine_of(
     return EpisodeEngine(environment, options.attach(net, tokenizer, seed), options, tokenizer, stops, context)
 
 
+def tokens_by_sample(rows: DataProto) -> dict[tuple[int, int], tuple[list[int], list[float]]]:
+    """(prompt, sample) -> tokens and log-probs of the response, observations included."""
+    found = {}
+    for row in range(len(rows)):
+        there = rows["turn_ids"][row] >= 0
+        key = int(rows["prompt_ids"][row]), int(rows["sample_ids"][row])
+        found[key] = rows["responses"][row][there].tolist(), rows["rollout_log_probs"][row][there].tolist()
+    return found
+
+
+@torch.no_grad()
+def first_differences(
+    left: DataProto, right: DataProto, model: Any, seed: int, request: GenerationRequest
+) -> dict[tuple[int, int], tuple[int, float]]:
+    """Where two engines drew different tokens: by (prompt, sample) the first such place, and how far the number that
+    chose there lies from the bounds of either token in the cumulative distribution of the model."""
+    found, others = {}, {key: ids for key, (ids, _) in tokens_by_sample(right).items()}
+    for row in range(len(left)):
+        key = int(left["prompt_ids"][row]), int(left["sample_ids"][row])
+        turns = left["turn_ids"][row]
+        mine, other = left["responses"][row][turns >= 0].tolist(), others[key]
+        place = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), None)
+        if place is None:
+            assert len(mine) == len(other)
+            continue
+        assert left["response_mask"][row, place], "an observation differs"
+        turn = int(turns[place])
+        start = int((turns == turn).nonzero()[0])
+        prompt = left["prompts"][row][left["prompt_mask"][row]].tolist()
+        logits = model(torch.tensor([prompt + mine[:place]]), use_cache=False).logits[0, -1].double()
+        bounds = logits.softmax(-1).cumsum(-1)
+        noise = uniform(seed, request.step, *map(torch.tensor, key), place - start, turns=torch.tensor(turn))
+        edges = [float(bounds[token - offset]) for token in (mine[place], other[place]) for offset in (0, 1) if token]
+        found[key] = place, min(abs(float(noise) - edge) for edge in edges)
+    return found
+
+
 def ends_after(turns: int, observation: str = "37\n", reward: float = 0.0) -> Callable[..., StepResult]:
     """Goes on for so many turns, each with the same observation and reward."""
 
@@ -88,6 +126,11 @@ def ends_after(turns: int, observation: str = "37\n", reward: float = 0.0) -> Ca
         return StepResult(observation if turn < turns else None, reward * turn, terminated=turn >= turns)
 
     return answer
+
+
+def long_turns(row, turn, action):
+    """Observations of many lengths, by what the model wrote and by the row."""
+    return StepResult("ab" * (len(action.text) % 5 + turn), float(turn), terminated=turn >= 3)
 
 
 REQUEST = GenerationRequest(3, 4)

@@ -8,7 +8,16 @@ import time
 
 import pytest
 import torch
-from environments.episodes import REQUEST, Scripted, ends_after, engine_of, prompts_of, tiny
+from environments.episodes import (
+    REQUEST,
+    Scripted,
+    ends_after,
+    engine_of,
+    long_turns,
+    prompts_of,
+    tiny,
+    tokens_by_sample,
+)
 
 from verl.environments.base import InfraError, StepResult
 from verl.environments.rows import kept_rows
@@ -31,21 +40,6 @@ def played(model, environment, texts=TEXTS, ids=None, request=REQUEST, **options
         return engine.generate(prompts_of(model[1], texts, ids), request)
     finally:
         engine.close()
-
-
-def tokens_by_sample(rows):
-    """(prompt, sample) -> tokens and log-probs of the response, observations included."""
-    found = {}
-    for row in range(len(rows)):
-        there = rows["turn_ids"][row] >= 0
-        key = int(rows["prompt_ids"][row]), int(rows["sample_ids"][row])
-        found[key] = rows["responses"][row][there].tolist(), rows["rollout_log_probs"][row][there].tolist()
-    return found
-
-
-def long_turns(row, turn, action):
-    """Observations of many lengths, by what the model wrote and by the row."""
-    return StepResult("ab" * (len(action.text) % 5 + turn), float(turn), terminated=turn >= 3)
 
 
 # Untrained turns rarely end by themselves: the letters end them too.

@@ -1,135 +1,233 @@
-"""Environments of real packages; `VERL_ENVIRONMENTS_PYTHON` names an interpreter with those that are not here."""
+"""Environments of real packages, each trained with for five steps; `VERL_ENVIRONMENTS_PYTHON` names an interpreter with
+those that are not here. `make environments` makes one for verifiers, which needs other versions of libraries."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import importlib.util
+import json
 import os
 import subprocess
-import sys
+import textwrap
+from pathlib import Path
 
 import pytest
-from environments.episodes import engine_of, prompts_of, tiny
 
-from verl.environments.base import Action, InfraError
-from verl.environments.hosted import GymnasiumEnvironment, ReasoningGymEnvironment, TextArenaEnvironment
-from verl.environments.mcp_tools import MCPTools
+from verl.component import BuildContext
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
+from verl.environments.base import Action
+from verl.environments.hosted import VerifiersEnvironment
 from verl.environments.tool_calls import ToolCall
-from verl.rollout.base import GenerationRequest
+from verl.errors import ConfigError
+from verl.trainer.ppo import PPOTrainer
 
-EACH = tuple(range(6, 100))
+STEPS = 5
+STOPS = f"[{','.join(map(str, range(6, 100)))}]"  # every character ends a turn
+SMALL = [
+    "actor=tiny_scratch", "critic=none", "algorithm=grpo", "trainer.prompts_per_step=2", "trainer.group_size=2",
+    f"trainer.total_steps={STEPS}", "trainer.num_threads=1", "trainer.device=cpu", "trainer.eval_samples=1",
+    "tracker=jsonl", "trainer.save_final=false", "checkpoint=off", "trainer.sample_rows=4", "data=episodes",
+    "reward=environment", f"rollout.stop_token_ids={STOPS}", "rollout.max_new_tokens=4", "data.held_out=4",
+    "data.train_size=10", "data.max_prompt_length=24",
+]  # fmt: skip
 
 
 @functools.cache
 def interpreter_with(package: str) -> str | None:
-    """This interpreter, or the named one; skips by name where neither has the package."""
+    """This interpreter, or another one; skips by name where none has the package."""
     if importlib.util.find_spec(package) is not None:
         return None
-    other = os.environ.get("VERL_ENVIRONMENTS_PYTHON")
-    if other and subprocess.run([other, "-c", f"import {package}"], capture_output=True, check=False).returncode == 0:
-        return other
+    made = Path(__file__).resolve().parents[2] / ".venv-verifiers/bin/python"
+    for other in filter(None, (os.environ.get("VERL_ENVIRONMENTS_PYTHON"), made.exists() and str(made))):
+        if subprocess.run([other, "-c", f"import {package}"], capture_output=True, check=False).returncode == 0:
+            return other
     return pytest.skip(f"{package} is not installed, here or in VERL_ENVIRONMENTS_PYTHON")
 
 
-def played(environment, steps=5, **options):
-    """Five steps of episodes; their records."""
-    model = tiny(context_length=4096)
-    engine = engine_of(environment, model=model, stop_token_ids=EACH, max_new_tokens=4, **options)
-    prompts = prompts_of(model[1], ["Play. ", "Go. "], index=[3, 8])
-    try:
-        return [engine.generate(prompts, GenerationRequest(step, 2)) for step in range(steps)]
-    finally:
-        engine.close()
+def trained(directory, overrides, python) -> tuple[list[dict], list[dict]]:
+    """A training of five steps: its metrics, and the records of its episodes."""
+    interpreter = [] if python is None else [f"environment.python={python}"]
+    run = validate(compose_root("ppo", [*SMALL, *overrides, *interpreter]))
+    with PPOTrainer(run, BuildContext(run_dir=directory)) as trainer:
+        assert trainer.fit().steps == STEPS
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "episode/turns" in line]
+    assert len(steps) == STEPS
+    assert not any(line.get("episode/left_out") for line in steps)
+    assert all(line["rollout/log_prob_gap_nats"] < 1e-4 for line in steps)
+    dumped = sorted((directory / "samples").glob("step_*.jsonl"))
+    return steps, [json.loads(line)["episode"] for file in dumped for line in file.read_text().splitlines()]
 
 
-def observations(rows):
-    return [turn["observation"] for record in rows["episode"] for turn in record["turns"]]
-
-
-def test_an_environment_of_gymnasium_is_played():
+def test_an_environment_of_gymnasium_is_trained_with(tmp_path):
     python = interpreter_with("gymnasium")
-    environment = GymnasiumEnvironment(
-        env_id="FrozenLake-v1", arguments={"render_mode": "ansi"}, python=python, max_turns=6, max_tokens=2000
-    )
-    for rows in played(environment):
-        assert {record["end"] for record in rows["episode"]} <= {"terminated", "truncated", "turns"}
-        assert any(
-            "expected an action of Discrete(4)" in (text or "") or "FFF" in (text or "") for text in observations(rows)
-        )
+    overrides = ["environment=gymnasium", "environment.env_id=FrozenLake-v1", "+environment.arguments.render_mode=ansi"]
+    overrides += ["environment.max_tokens=480", "actor.model.context_length=512"]
+    steps, records = trained(tmp_path, [*overrides, "environment.max_turns=4"], python)
+    assert {record["end"] for record in records} <= {"terminated", "truncated", "turns"}
+    answers = [turn["observation"] or "" for record in records for turn in record["turns"]]
+    assert any("expected an action of Discrete(4)" in text for text in answers)  # what was no number
+    assert any("FFF" in text for text in answers) or steps[-1]["episode/turns"] == 4
 
 
-def test_a_task_of_reasoning_gym_is_asked_and_scored():
+@pytest.mark.exhaustive
+def test_a_task_of_reasoning_gym_is_trained_with(tmp_path):
     python = interpreter_with("reasoning_gym")
-    environment = ReasoningGymEnvironment(task="leg_counting", python=python, max_tokens=2000)
-    for rows in played(environment, max_rows=8):
-        assert {record["end"] for record in rows["episode"]} == {"terminated"}
-        assert all(0 <= record["reward"] <= 1 for record in rows["episode"])
-        assert (~rows["response_mask"] & (rows["turn_ids"] == 0)).sum() > 100  # the question
+    overrides = ["environment=reasoning_gym", "environment.task=leg_counting", "environment.max_tokens=900"]
+    overrides.append("actor.model.context_length=1024")
+    steps, records = trained(tmp_path, overrides, python)
+    assert {record["end"] for record in records} == {"terminated"}
+    assert all(0 <= record["reward"] <= 1 for record in records)
+    assert all(line["episode/observation_tokens"] > 100 for line in steps)  # the question
 
 
-def test_a_game_of_textarena_is_played():
+@pytest.mark.exhaustive
+def test_a_game_of_textarena_is_trained_with(tmp_path):
     python = interpreter_with("textarena")
-    environment = TextArenaEnvironment(
-        env_id="GuessTheNumber-v0", python=python, max_turns=3, max_tokens=3000, max_observation_tokens=900
-    )
-    for rows in played(environment):
-        assert {record["end"] for record in rows["episode"]} <= {"terminated", "truncated", "turns"}
+    overrides = ["environment=textarena", "environment.env_id=GuessTheNumber-v0", "environment.max_turns=2"]
+    overrides += ["environment.max_tokens=1000", "environment.max_observation_tokens=450"]
+    _, records = trained(tmp_path, [*overrides, "actor.model.context_length=1100"], python)
+    assert {record["end"] for record in records} <= {"terminated", "truncated", "turns"}
+    assert any("guess" in (turn["observation"] or "").lower() for record in records for turn in record["turns"])
 
 
-SERVER = '''
-import sys
-sys.path.insert(0, {path!r})
-try:
-    from mcp.server.fastmcp import FastMCP as Server
-except ImportError:
-    from mcp.server import MCPServer as Server
-server = Server("numbers")
+TASKS = '''
+import verifiers.v1 as vf
 
-@server.tool()
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
+__all__ = ["SumTaskset", "SumEnv"]
 
-@server.tool()
-def fail() -> str:
-    """Always fails."""
-    raise ValueError("it failed")
 
-server.run()
+class SumData(vf.TaskData):
+    answer: str = ""
+
+
+class Calculator(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    async def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+
+class SumTaskConfig(vf.TaskConfig):
+    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+
+
+class SumTask(vf.Task[SumData, vf.State, SumTaskConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Calculator(config.tools)] if USES_TOOLS else []
+
+    @vf.reward
+    async def right(self, trace) -> float:
+        return float(self.data.answer in trace.last_reply)
+
+    @vf.reward
+    async def short(self, trace) -> float:
+        return 0.25
+
+
+class SumTasksetConfig(vf.TasksetConfig):
+    task: SumTaskConfig = SumTaskConfig()
+
+
+class SumTaskset(vf.Taskset[SumTask, SumTasksetConfig]):
+    def load(self):
+        for a in range(6):
+            data = SumData(prompt=f"{a}+3=", system_prompt="Be brief.", answer=str(a + 3))
+            yield SumTask(data, self.config.task)
+
+
+class SumEnvConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig()
+
+
+class SumEnv(vf.Env[SumEnvConfig]):
+    """Asks twice."""
+
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as interaction:
+            segment = await interaction.turn()
+            if not segment.terminated:
+                await interaction.turn("Again, please.")
+
+
+if __name__ == "__main__":
+    Calculator.run()
 '''
 
 
-def test_tools_of_an_mcp_server_are_called_over_stdio(tmp_path):
-    pytest.importorskip("mcp")
-    (tmp_path / "server.py").write_text(SERVER.format(path=str(tmp_path)))
-    options = MCPTools(command=(sys.executable, str(tmp_path / "server.py")))
-    schemas = {schema["function"]["name"]: schema["function"] for schema in options.tool_schemas()}
-    assert set(schemas) == {"add", "fail"}
-    assert schemas["add"]["description"] == "Add two numbers."
+@pytest.fixture
+def tasks(tmp_path):
+    """A module with tools and one without."""
+    for name, uses_tools in (("sum_tasks", False), ("sum_tool_tasks", True)):
+        (tmp_path / f"{name}.py").write_text(f"USES_TOOLS = {uses_tools}\n{textwrap.dedent(TASKS)}")
+    return tmp_path
+
+
+@pytest.mark.exhaustive
+def test_tasks_of_verifiers_are_trained_with_in_a_chat_and_as_text(tmp_path, tasks):
+    python = interpreter_with("verifiers")
+    overrides = ["environment=verifiers", "environment.taskset=sum_tasks", f"environment.paths=[{tasks}]"]
+    overrides += [
+        "data.prompt=null",
+        "data.max_prompt_length=64",
+        "environment.max_tokens=100",
+        "environment.reset_timeout_s=240",
+    ]
+    overrides.append("actor.model.context_length=256")
+    _, records = trained(tmp_path / "text", overrides, python)
+    assert {record["end"] for record in records} == {"terminated"}
+    assert all(len(record["turns"]) == 2 and record["reward"] in (0.25, 1.25) for record in records)
+    assert all(record["turns"][0]["observation"] == "Again, please.\n" for record in records)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}assistant: "
+    run_dir = tmp_path / "chat"
+    _, records = trained(run_dir, [*overrides, f"data.chat_template='{template}'"], python)
+    assert all(
+        record["turns"][0]["observation"] == [{"role": "user", "content": "Again, please."}] for record in records
+    )
+    prompts = {json.loads(line)["prompt"] for line in (run_dir / "samples/step_0.jsonl").read_text().splitlines()}
+    assert all(text.startswith("system: Be brief.\nuser: ") for text in prompts)
+
+
+@pytest.mark.exhaustive
+def test_the_tools_of_a_verifiers_task_are_offered_called_and_answered(tasks):
+    options = VerifiersEnvironment(
+        taskset="sum_tool_tasks", paths=(str(tasks),), python=interpreter_with("verifiers"), reset_timeout_s=240.0
+    )
+    (schema,) = options.tool_schemas()
+    assert schema["function"]["name"] == "add"
+    assert set(schema["function"]["parameters"]["properties"]) == {"a", "b"}
+    prompts = options.prompts(50)
+    assert [messages[1]["content"] for messages in prompts] == [f"{a}+3=" for a in range(6)]
 
     async def play():
-        factory = options.factory(None)
-        await factory.start()
+        pool = options.factory(BuildContext())
+        await pool.start()
         try:
-            environment = factory.make()
-            await environment.reset({}, 0)
-            calls = (ToolCall("add", {"a": 2, "b": 3}), ToolCall("fail", {}), ToolCall("add", {"a": 1}))
-            return await environment.step(Action("", calls))
+            assert pool.tool_names == {"add": ["a", "b"]}
+            environment = pool.make()
+            row = {"index": 2, "prompt_id": 2, "prompt_messages": prompts[2]}
+            assert await environment.reset(row, 0) is None  # the prompt said it
+            answer = await environment.step(Action("add(2, 3)", (ToolCall("add", {"a": 2, "b": 3}),)))
+            asked = await environment.step(Action("so it is 5", ()))
+            ended = await environment.step(Action("5", ()))
+            await environment.close()
+            return answer, asked, ended
         finally:
-            await factory.stop()
+            await pool.stop()
 
-    found = asyncio.run(play())
-    assert [record.outcome for record in found.info["calls"]] == ["ok", "tool_error", "tool_error"]
-    assert found.observation.splitlines()[0] == "5"
-    assert "error: Error executing tool fail" in found.observation
+    answer, asked, ended = asyncio.run(play())
+    assert answer.observation == [{"role": "tool", "content": "5"}]
+    assert asked.observation == [{"role": "user", "content": "Again, please."}]
+    assert (ended.reward, ended.terminated, ended.info["stop_condition"]) == (1.25, True, "user_closed")
 
-    async def gone():
-        factory = MCPTools(command=(sys.executable, "-c", "raise SystemExit(3)")).factory(None)
-        try:
-            await asyncio.wait_for(factory.start(), 20)
-        finally:
-            await factory.stop()
 
-    with pytest.raises((InfraError, TimeoutError)):
-        asyncio.run(gone())
+@pytest.mark.exhaustive
+def test_a_taskset_that_is_not_there_is_refused_before_anything_is_drawn():
+    options = VerifiersEnvironment(taskset="no_such_tasks", python=interpreter_with("verifiers"), reset_timeout_s=240.0)
+    with pytest.raises(ConfigError, match="taskset is 'no_such_tasks'"):
+        options.tool_schemas()

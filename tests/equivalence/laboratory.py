@@ -29,7 +29,7 @@ from verl.dispatch import dispatch_of, on_all, on_each
 from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, Sharding
 from verl.protocol import DataProto
-from verl.resharding.dtensor import local
+from verl.resharding.dtensor import is_elsewhere, local
 from verl.rollout.vllm.state_dict import weights_of
 from verl.trainer.ppo_config import PPORun
 from verl.weight_verification.vllm_params import adapter_tensors
@@ -96,7 +96,8 @@ class Bench:
                 trainer.step(trainer.train_data.collate(prompts), 1)
                 engine = trainer._cluster.host.workers["actor"].engine
                 tensors = {"weights": engine.parameters, "optimizer": engine.optimizer_tensors()}
-                return {kind: sum(local(x).nbytes for x in held.values()) for kind, held in tensors.items()}
+                of_this = {kind: [x for x in held.values() if not is_elsewhere(x)] for kind, held in tensors.items()}
+                return {kind: sum(local(x).nbytes for x in held) for kind, held in of_this.items()}
         finally:
             ppo_lifecycle.start_cluster = before
 

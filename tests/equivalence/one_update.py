@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from verl.cluster.batch_partition import BatchPartition
 from verl.engines.chunked_logprobs import token_log_probs
@@ -45,7 +47,26 @@ def rows_with_holes(prompts: list[int], group: int, responses: list[int], vocabu
     )
 
 
-def one_update(
+class Float64Alone(TorchFunctionMode):
+    """Within, norms and routers that models compute in float32 are computed in float64, so that no gap is theirs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        wide = {torch.float32: torch.float64}
+        args = tuple(wide.get(x, x) if isinstance(x, torch.dtype) else x for x in args)
+        return func(
+            *args, **{k: wide.get(x, x) if isinstance(x, torch.dtype) else x for k, x in (kwargs or {}).items()}
+        )
+
+
+def one_update(source: ModelSource, parallel: Parallelism, rows: DataProto, **options: Any) -> dict[str, Tensor]:
+    """See `_one_update`; with `exact`, nothing is rounded to float32."""
+    with Float64Alone() if options.pop("exact", False) else contextlib.nullcontext():
+        return _one_update(source, parallel, rows, **options)
+
+
+def _one_update(
     source: ModelSource, parallel: Parallelism, rows: DataProto, share: int = 0, shares: int = 1, **options: Any
 ) -> dict[str, Tensor]:
     """The loss, the scores of the own rows by row number, and the whole gradient of every parameter.

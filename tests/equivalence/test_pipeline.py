@@ -15,6 +15,7 @@ from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 from verl.component import BuildContext
 from verl.engines.sharding import NoSharding, Parallel
 from verl.models.lora import LoRA
+from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 
 pytestmark = pytest.mark.xdist_group("two processes")
@@ -23,6 +24,9 @@ LAYOUTS = {
     "tp2 pp2": Parallel(pp=2, tp=2),
     "pp2 dp2": Parallel(pp=2, dp_replicate=2),
     "pp4": Parallel(pp=4, pp_micro_batches=3),
+    "pp2 fsdp2": Parallel(pp=2, dp_shard=2),
+    "pp2 cp2": Parallel(pp=2, cp=2),
+    "pp2 cp2 ulysses": Parallel(pp=2, cp=2, cp_style="ulysses", pp_schedule="gpipe"),
     "pp2 dp2 gpipe": Parallel(pp=2, dp_replicate=2, pp_schedule="gpipe"),
 }
 
@@ -94,7 +98,28 @@ def test_an_adapter_learns_the_same_through_stages(name, bench, deep64, tmp_path
     assert_same(run_course(run(), prompts, tmp_path / "one"), bench.course(together, prompts, tmp_path).result())
 
 
-@pytest.mark.parametrize("name", ["tp2 pp2", "pp2 dp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("pp4", marks=pytest.mark.exhaustive),
+        "pp2 fsdp2",
+        pytest.param("pp2 cp2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_a_process_holds_of_a_stage_is_what_the_cost_model_tells(name, bench, tmp_path):
+    """And at most 0.55 of one process's weights and moments for each factor of two."""
+    path = save_random_model(tmp_path / "model", "llama", torch.float32, num_hidden_layers=8, num_key_value_heads=2)
+    model, sharding = Pretrained(path=str(path)), LAYOUTS[name]
+    sizes = model_stats(model.load_config())
+    cost = sharding.cost(4, sizes)
+    run = ppo_run(model, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1), sharding=sharding, n_gpus_per_node=4)
+    held = bench.held(run, [0, 1], tmp_path / "runs").result(timeout=120)
+    for kind, told in (("weights", cost.weights), ("optimizer", cost.optimizer)):
+        assert max(one[kind] for one in held) == pytest.approx(told, rel=0.05)
+        assert max(one[kind] for one in held) <= 0.55**2 * 4 * sizes.parameters * (1 if kind == "weights" else 2)
+
+
+@pytest.mark.parametrize("name", ["tp2 pp2", "pp2 dp2", "pp2 fsdp2", "pp2 cp2"])
 def test_scores_loss_and_every_gradient_of_rows_with_masked_tokens_are_those_of_one_process(name, bench, model64):
     """Tokens masked in the midst of a response, shared prompts, a row of one token, a replica without rows."""
     for rows, options in (

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import itertools
 import json
@@ -130,11 +131,19 @@ class ForkServer:
         arguments: Sequence[object],
         script: str = "main_ppo.py",
         cut: Cut | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> Child:
-        """Run a main script in `directory`, with the run's directory `name` below it."""
+        """Run a main script in `directory`, with the run's directory `name` below it.
+
+        Args:
+            env: the whole environment; that of the server by default.
+        """
         log = directory / f"{name}.log"
         given = [*map(str, arguments), f"hydra.run.dir={directory / name}"]
-        order = {"script": str(ROOT / script), "arguments": given, "directory": str(directory), "log": str(log)}
+        order: dict[str, Any] = {"script": str(ROOT / script), "arguments": given, "directory": str(directory)}
+        order["log"] = str(log)
+        if env is not None:
+            order["environment"] = dict(env)
         answer = self.ask(order | {"cut": None if cut is None else asdict(cut)})
         self._children.append(Child(self, answer["pid"], log))
         return self._children[-1]
@@ -185,7 +194,9 @@ class ForkServer:
 
 def serve() -> None:
     """Fork and wait as asked, until the test hangs up."""
+    gc.disable()
     _import_everything()
+    gc.freeze()  # what was imported is no garbage of a child's, and need not be copied for it
     _tell({"threads": len(os.listdir("/proc/self/task"))})
     for line in sys.stdin:
         order = json.loads(line)
@@ -236,6 +247,7 @@ def _end(main: Callable[[Mapping[str, Any]], None], order: Mapping[str, Any]) ->
 
 def _become(order: Mapping[str, Any]) -> None:
     """Be `python script arguments...`, to its end."""
+    gc.enable()
     os.setsid()
     nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     errors = log if "errors" not in order else os.open(order["errors"], os.O_WRONLY | os.O_CREAT, 0o644)

@@ -14,7 +14,6 @@ from faults.fork_server import Cut, ForkServer
 
 from verl.trainer.state.compare_runs import steps_of
 
-pytestmark = pytest.mark.xdist_group("fork server")
 STEPS = 6  # three of an epoch; evaluated after 2, 4 and 6
 GENERATION = "verl.rollout.token_sampler:TokenSampler.pick"  # of the next token
 REWARD = "verl.rewards.function:CallableReward.rate"

@@ -6,7 +6,7 @@ import json
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,6 @@ from faults.scenarios import fast_directory
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
 
-pytestmark = pytest.mark.xdist_group("fork server")
 STEPS = 4
 JOURNAL = "verl.environments.journal:EpisodeJournal"
 TURNS = "verl.environments.episode_loop:_Play"
@@ -32,20 +31,27 @@ def base() -> Iterator[Path]:
 class Training:
     """One training in as many runs as it takes."""
 
-    def __init__(self, server: ForkServer, model: Path, directory: Path, recovery: str, save_interval: int = 2):
-        self.server, self.directory, self.num_runs = server, directory, 0
+    def __init__(self, server: ForkServer, directory: Path, arguments: Sequence[str], steps: int = STEPS):
+        self.server, self.directory, self.num_runs, self.steps = server, directory, 0, steps
         directory.mkdir()
+        self.arguments = [
+            *arguments, f"trainer.total_steps={steps}", *QUIET, "checkpoint=sync", "checkpoint.keep_last_n=null",
+            f"checkpoint.save_dir={directory}/checkpoints", "trainer.save_final=false", "resume=latest",
+        ]  # fmt: skip
+
+    @classmethod
+    def small(cls, server: ForkServer, model: Path, directory: Path, recovery: str, save_interval: int = 2) -> Training:
+        """Random weights, four steps, an environment of the tests that names its kind of recovery."""
         environment = f"{{_target_:environments.digit_game.DigitGames,recovery:{recovery},max_tokens:40,max_turns:4}}"
         letters = list(range(12, 60))  # any of them ends a turn: random weights seldom end one by themselves
-        self.arguments = [
+        arguments = [
             f"environment={environment}", "reward=environment", "actor=pretrained", f"actor.model.path={model}",
             "algorithm=grpo", "algorithm.mini_batches=2", "actor.optimizer.lr=1e-3", "trainer.group_size=4",
             "trainer.prompts_per_step=4", "data.digits=1", "data.held_out=2", "data.train_size=12",
             "rollout.max_new_tokens=6", f"rollout.stop_token_ids={letters}", "trainer.num_threads=1",
-            "trainer.eval_samples=0", f"trainer.total_steps={STEPS}", "trainer.eval_interval=2", *QUIET,
-            "checkpoint=sync", f"checkpoint.save_interval={save_interval}", "checkpoint.keep_last_n=null",
-            f"checkpoint.save_dir={directory}/checkpoints", "trainer.save_final=false", "resume=latest",
+            "trainer.eval_samples=0", "trainer.eval_interval=2", f"checkpoint.save_interval={save_interval}",
         ]  # fmt: skip
+        return cls(server, directory, arguments)
 
     def start(self, cut: Cut | None = None) -> Child:
         self.num_runs += 1
@@ -61,7 +67,7 @@ class Training:
 
     def digest(self) -> str:
         newest = CheckpointDirectory(self.directory / "checkpoints").newest()
-        assert newest.step == STEPS
+        assert newest.step == self.steps
         return CheckpointReader(newest).digest()
 
     def counted(self, name: str) -> float:
@@ -83,7 +89,7 @@ def whole(server, dir32, base):
 
     def training(recovery: str) -> Training:
         if recovery not in made:
-            made[recovery] = Training(server, dir32, base / f"whole_{recovery}", recovery)
+            made[recovery] = Training.small(server, dir32, base / f"whole_{recovery}", recovery)
             made[recovery].finish()
         return made[recovery]
 
@@ -95,7 +101,7 @@ def whole(server, dir32, base):
     ["deterministic", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("stateless", "restart"))],
 )
 def test_kills_inside_of_episodes_leave_no_trace(recovery, whole, server, dir32, base):
-    training = Training(server, dir32, base / f"cut_{recovery}", recovery)
+    training = Training.small(server, dir32, base / f"cut_{recovery}", recovery)
     training.cut_at(Cut(f"{JOURNAL}.write_turn", step=1, call=9))
     training.cut_at(Cut(f"{JOURNAL}.write_answer", step=3, call=30, after=True))
     training.finish()
@@ -112,7 +118,7 @@ def test_kills_inside_of_episodes_leave_no_trace(recovery, whole, server, dir32,
 @pytest.mark.parametrize("recovery", ["deterministic", "stateless", "restart"])
 def test_twenty_kills_at_random_moments_leave_no_trace(recovery, whole, server, dir32, base, record_property):
     twin, coin = whole(recovery), random.Random(7)
-    training = Training(server, dir32, base / f"random_{recovery}", recovery)
+    training = Training.small(server, dir32, base / f"random_{recovery}", recovery)
     kills = 0
     while kills < 20:
         method, step = coin.choice(["write_turn", "write_answer", "write_end"]), coin.randint(1, STEPS)
@@ -123,7 +129,7 @@ def test_twenty_kills_at_random_moments_leave_no_trace(recovery, whole, server, 
         assert status in (0, -signal.SIGKILL), child.said()
         if status == 0:
             assert training.digest() == twin.digest()
-            training = Training(server, dir32, base / f"random_{recovery}_{kills}", recovery)
+            training = Training.small(server, dir32, base / f"random_{recovery}_{kills}", recovery)
         kills += status != 0
     training.finish()
     assert training.digest() == twin.digest()
@@ -135,7 +141,7 @@ def test_twenty_kills_by_the_clock_leave_no_trace(whole, server, dir32, base, re
     twin, coin, kills, trainings = whole("deterministic"), random.Random(11), 0, 0
     while kills < 20:
         trainings += 1
-        training = Training(server, dir32, base / f"clock_{trainings}", "deterministic", save_interval=STEPS)
+        training = Training.small(server, dir32, base / f"clock_{trainings}", "deterministic", save_interval=STEPS)
         for _ in range(4):
             child, before = training.start(), training.num_answers()
             end = time.monotonic() + 120
@@ -149,4 +155,24 @@ def test_twenty_kills_by_the_clock_leave_no_trace(whole, server, dir32, base, re
         else:
             training.finish()
         assert training.digest() == twin.digest()
+    record_property("fault_cases", kills)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("experiment", ["calculator_grpo", "guess_number_ppo"])
+def test_an_experiment_killed_twenty_times_inside_of_episodes_ends_the_same(experiment, server, base, record_property):
+    steps, coin, kills = 10, random.Random(experiment), 0
+    arguments = [f"experiment={experiment}", "trainer.eval_interval=null", "checkpoint.save_interval=2"]
+    twin = Training(server, base / f"{experiment}_whole", arguments, steps)
+    twin.finish()
+    cut = Training(server, base / f"{experiment}_cut", arguments, steps)
+    while kills < 20:
+        method = coin.choice(["write_turn", "write_answer", "write_end"])
+        place = Cut(f"{JOURNAL}.{method}", step=1 + kills // 2, call=coin.randint(1, 200), after=coin.random() < 0.5)
+        child = cut.start(place)
+        status = child.wait()
+        assert status == -signal.SIGKILL, child.said()
+        kills += 1
+    cut.finish()
+    assert cut.digest() == twin.digest()
     record_property("fault_cases", kills)

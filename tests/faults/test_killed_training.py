@@ -18,7 +18,6 @@ from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.trainer.state.lineage import read_events
 
-pytestmark = pytest.mark.xdist_group("fork server")
 STEPS = 12
 KILLS = 3
 

@@ -10,7 +10,6 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -26,19 +25,11 @@ from verl.checkpoint.read.reader import CheckpointReader
 from verl.models.pretrained import Pretrained
 from verl.trainer.state.compare_runs import Tolerance, first_step_apart, steps_of
 
-pytestmark = pytest.mark.xdist_group("wiped disk")
 STEPS, KILLED_FROM, HELD_AT = 10, 4, 6
 BUFFER = ["replay=tiered", "replay.max_rows=24", "replay.hot_share=0.25", "replay.warm_share=0.25"]
 BUFFER += ["replay.cold_share=0.5", "replay.memory_mib=8", "replay.shard_mib=1", "algorithm.replay_fraction=0.5"]
 SAVING = ["checkpoint=incremental", "checkpoint.incremental_pays_below=1", "checkpoint.save_interval=1"]
 TWO = ["sharding=ddp", "trainer.n_gpus_per_node=2"]
-
-
-@pytest.fixture(scope="module")
-def machines(s3_url: str) -> Iterator[ForkServer]:
-    """Starts trainers whose environment has the credentials of the S3 server."""
-    with ForkServer() as started:
-        yield started
 
 
 class Machine:
@@ -53,7 +44,9 @@ class Machine:
         run += ["checkpoint.keep_last_n=null", "resume=latest"]
         run += [f"checkpoint.save_dir={self.directory}/checkpoints/killed", f"trainer.total_steps={STEPS}"]
         run += ["trainer.eval_interval=3", "trainer.save_final=false", "tracker.curves=null", "trainer.num_threads=1"]
-        return self.machines.start(self.directory, name, [*run, *overrides])
+        return self.machines.start(
+            self.directory, name, [*run, *overrides], env=os.environ
+        )  # has the keys of the store
 
     def finish(self, name: str, *overrides: str) -> str:
         """Run to the end; what it said."""
@@ -77,11 +70,11 @@ def at_s3(url: str, prefix: str) -> list[str]:
     return ["storage=s3", f"storage.endpoint_url={url}", f"storage.bucket={BUCKET}", f"storage.prefix={prefix}"]
 
 
-def test_a_run_whose_disk_is_lost_goes_on_from_the_store(machines, s3_url, model32, tmp_path):
-    whole = Machine(tmp_path / "whole", model32, machines, s3_url, "whole")
+def test_a_run_whose_disk_is_lost_goes_on_from_the_store(server, s3_url, model32, tmp_path):
+    whole = Machine(tmp_path / "whole", model32, server, s3_url, "whole")
     undisturbed = whole.start("run")
 
-    lost = Machine(tmp_path / "lost", model32, machines, s3_url, "lost")
+    lost = Machine(tmp_path / "lost", model32, server, s3_url, "lost")
     lost.directory.mkdir()
     hold_once(lost.directory / f"checkpoints/killed/global_step_{HELD_AT}", lost.directory)  # uploads may be slower
     child = lost.start("run")
@@ -183,7 +176,7 @@ class Life:
         self.directory.mkdir(parents=True)
         course = dataclasses.replace(COURSES["ppo"], mode=mode)
         given = [*course.arguments(self._model, self.directory, ROUND_STEPS), *at_s3(self._proxy.url, self._prefix)]
-        return self._machines.start(self.directory, "run", [*given, "storage.retries=0"])
+        return self._machines.start(self.directory, "run", [*given, "storage.retries=0"], env=os.environ)
 
     def round(self, coin: random.Random, whole: Path, kills: Counter[str]) -> None:
         """A new machine: resume from the store, and lose the power at a random request of an upload."""
@@ -224,19 +217,19 @@ class Life:
 
 @pytest.mark.exhaustive
 def test_a_run_killed_in_uploads_and_wiped_in_many_rounds_ends_as_the_undisturbed_one(
-    machines, s3_url, dir32, record_property
+    server, s3_url, dir32, record_property
 ):
     rounds = int(os.environ.get("VERL_WIPED_ROUNDS", "30"))
     seed = int(os.environ.get("VERL_WIPED_SEED", "1"))
     coin, kills, lives = random.Random(seed), Counter[str](), []
     with fast_directory() as base, proxy_before(s3_url) as proxy:
-        twin = Life(machines, dir32, proxy, base / "whole", "undisturbed")
+        twin = Life(server, dir32, proxy, base / "whole", "undisturbed")
         child = twin.start("async")
         assert child.wait(240) == 0, child.said()
         assert steps_saved(twin.directory) == [*range(1, ROUND_STEPS + 1)]
         while in_uploads(kills) < rounds or not lives[-1].is_over:
             if not lives or lives[-1].is_over:
-                lives.append(Life(machines, dir32, proxy, base / f"life_{len(lives)}", f"life_{seed}_{len(lives)}"))
+                lives.append(Life(server, dir32, proxy, base / f"life_{len(lives)}", f"life_{seed}_{len(lives)}"))
             if in_uploads(kills) < rounds:
                 lives[-1].round(coin, twin.directory, kills)
             else:

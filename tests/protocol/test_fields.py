@@ -36,7 +36,7 @@ def bind(name: str, tensor, bound: dict) -> dict:
 
 
 def test_every_registered_field_accepts_its_own_shape_and_binds_its_dims():
-    sizes = {"B": 2, "P": 3, "T": 4, "S": 7}
+    sizes = {"B": 2, "P": 3, "T": 4, "S": 7, "L": 5, "K": 6}
     for field in FIELDS.values():
         tensor = torch.zeros([sizes[dim] for dim in field.dims], dtype=fields.DTYPES[field.dtype][0])
         bound = bind(field.name, tensor, {})
@@ -120,7 +120,7 @@ def test_registering_the_same_field_twice_is_fine_and_another_contract_is_refuse
         ({"dims": ()}, "B first"),
         ({"dims": ("B", "X")}, "B first"),
         ({"dims": ("B", "T", "T")}, "different"),
-        ({"dtype": "float32"}, "one of int64, bool, float"),
+        ({"dtype": "float32"}, "one of int64, int16, bool, float"),
         ({"pad": "eos"}, "pad_token"),
     ],
 )

@@ -167,6 +167,39 @@ def test_only_the_chosen_experts_are_counted_in_the_products(tmp_path):
     assert active_parameters(config, sizes) == sizes.parameters - sizes.vocabulary * sizes.hidden - unused
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", *exhaustive("mixtral")])
+def test_experts_with_twice_their_share_of_the_tokens_take_what_twice_as_many_for_each_token_take(tmp_path, family):
+    """Two of four experts for each token in two processes: one is computed here on average, and two at the worst."""
+    from transformers import AutoConfig, AutoModel
+
+    found = {}
+    for chosen in (1, 2):
+        path = save_random_model(tmp_path / str(chosen), family, torch.float32, **SHAPE, num_experts_per_tok=chosen)
+        model = AutoModel.from_pretrained(path).train()
+        with LiveBytes() as counted:
+            counted.watch(model)
+            hidden = model(input_ids=torch.zeros(1, 200, dtype=torch.long), use_cache=False)[0]
+            hidden.backward(torch.ones_like(hidden))
+        found[chosen] = counted.peak
+    config = AutoConfig.from_pretrained(tmp_path / "2")
+    one, two = (trace_activations(config, 200, torch.float32, expert_load=load).training for load in (0.5, 1.0))
+    assert one == pytest.approx(found[1], rel=0.1)
+    assert two == pytest.approx(found[2], rel=0.1)
+    assert two > 1.1 * one
+    sizes = ["critic=none", "algorithm=grpo", "sharding=tp", "trainer.n_gpus_per_node=2", "rollout.max_new_tokens=64"]
+    run = run_of("actor=pretrained", f"actor.model.path={tmp_path / '2'}", *sizes, "++data.max_prompt_length=16")
+    plan = plan_run(run, device_named("h100"))
+    balanced, twice = (
+        next(phase for phase in phases if phase.name == "update actor").parts
+        for phases in (plan.memory.phases, plan.memory.unbalanced)
+    )
+    assert twice["activations"] > 1.1 * balanced["activations"]
+    assert {**twice, "activations": 0, "logits": 0} == {**balanced, "activations": 0, "logits": 0}
+    assert "With twice the balanced load on its experts update actor takes" in "\n".join(plan.lines())
+    whole = run_of("actor=pretrained", f"actor.model.path={tmp_path / '2'}", *sizes[:2], "++data.max_prompt_length=16")
+    assert not plan_run(whole, device_named("h100")).memory.unbalanced  # one process has all experts
+
+
 def test_batch_arithmetic_names_every_remainder():
     run = run_of("algorithm=grpo", "critic=none", "sharding=ddp", "trainer.n_gpus_per_node=5")
     run = replace(run, trainer=replace(run.trainer, prompts_per_step=6, group_size=2))

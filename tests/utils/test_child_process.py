@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +114,35 @@ def test_ends_are_named_and_lack_of_memory_is_told_from_a_signal_that_was_sent(m
     assert describe_exit(-9, 4).startswith("signal SIGKILL: out of memory")
     monkeypatch.undo()
     assert (memory_kills() or 0) >= 0
+
+
+MAIN = """
+import atexit, sys, threading, time
+from verl.utils.child_process.interpreter import run_main
+
+left_open, binary = open("text", "w"), open("bytes", "wb")
+
+def late():
+    time.sleep(0.2)
+    left_open.write(" by a thread")
+
+def main():
+    left_open.write("written")
+    binary.write(b"written")
+    atexit.register(lambda: print("closed"))
+    threading.Thread(target=late).start()
+    sys.exit({status})
+
+run_main(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"), [("", 0, ""), ("7", 7, ""), ("-1", 255, ""), ("'why'", 1, "why\n")]
+)
+def test_a_main_program_ends_as_by_the_interpreter(status, code, said, fork_server, tmp_path):
+    Path("main.py").write_text(MAIN.format(status=status))
+    done = fork_server.run([tmp_path / "main.py"], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "closed\n", said)
+    assert Path("text").read_text() == "written by a thread"
+    assert Path("bytes").read_text() == "written"

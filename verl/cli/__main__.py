@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from verl.cli.main import app
+from verl.cli.main import run
 
-app(prog_name="verl")
+run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -21,6 +21,7 @@ from verl.cli.samples import samples
 from verl.cli.serve_policy import serve_policy
 from verl.errors import ConfigError
 from verl.tracking.console import reader_may_leave
+from verl.utils.child_process.interpreter import run_main
 from verl.utils.component_exits import component_exits
 from verl.utils.env_check import BACKENDS, check_env
 
@@ -123,3 +124,8 @@ def env(
         raise typer.BadParameter(str(error), param_hint="--backend") from error
     print_summary()
     raise typer.Exit(0 if met else 1)
+
+
+def run() -> NoReturn:
+    """What `verl` and `python -m verl.cli` run."""
+    run_main(lambda: app(prog_name="verl"))

@@ -21,17 +21,19 @@ from verl.cli.plan import PLAN_ONLY, plan_only
 from verl.compose.launch import LaunchedRun, entry_point
 from verl.compose.validate import refuse_here, validate
 from verl.compose.warm_start import resolve_warm_starts
+from verl.utils.child_process.interpreter import rare_garbage_collection
 
 MODULE = ("-m", "verl.cli")  # `python -m verl.cli` is the console command `verl`
 
 
 def train(job: LaunchedRun) -> None:
     """Check a composed run, build its trainer, and train."""
-    run = validate(job.config, job.faults)  # every fault at once, before any weight is loaded
-    refuse_here(run, job.context)  # what this machine lacks for it, and what does not answer
-    job.record()  # prints what differs from the defaults, saves the configuration, and logs to run.log
-    run = resolve_warm_starts(run, job.console)  # the embedded starting weights are made on first use
-    trainer = run.build(job.context)
+    with rare_garbage_collection():
+        run = validate(job.config, job.faults)  # every fault at once, before any weight is loaded
+        refuse_here(run, job.context)  # what this machine lacks for it, and what does not answer
+        job.record()  # prints what differs from the defaults, saves the configuration, and logs to run.log
+        run = resolve_warm_starts(run, job.console)  # the embedded starting weights are made on first use
+        trainer = run.build(job.context)
     try:
         trainer.fit()
     finally:

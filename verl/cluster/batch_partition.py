@@ -31,7 +31,8 @@ class BatchPartition:
     def join(self, answers: Sequence[DataProto], empty: Callable[..., Tensor] | None = None) -> DataProto:
         """Answers of the processes, as if one process had answered.
 
-        A process may answer each row with several (samples of a prompt), the same number everywhere, side by side.
+        A process may answer each row with several (samples of a prompt), the same number for all of its rows, side by
+        side.
 
         Args:
             empty: memory for the fields of the whole, by shape and dtype; None for new memory.
@@ -39,14 +40,22 @@ class BatchPartition:
         given = [(rows, answer) for rows, answer in zip(self.rows, answers, strict=True) if len(rows)]
         if not given:
             return answers[0]
-        each = len(given[0][1]) // len(given[0][0])
-        places = [answer_rows(rows, each) for rows, _ in given]
+        each = [len(answer) // len(rows) for rows, answer in given]
+        counts = torch.zeros(sum(len(rows) for rows, _ in given), dtype=torch.int64)
+        for (rows, _), count in zip(given, each, strict=True):
+            counts[rows] = count
+        places = [answer_rows(rows, counts, count) for (rows, _), count in zip(given, each, strict=True)]
         return DataProto.concat([answer for _, answer in given], places, empty)
 
 
-def answer_rows(rows: Tensor, each: int) -> Tensor:
-    """Which rows of a whole answer belong to some rows of a batch, where each is answered with so many."""
-    return (rows[:, None] * each + torch.arange(each)).flatten()
+def answer_rows(rows: Tensor, counts: Tensor, each: int) -> Tensor:
+    """Which rows of a whole answer belong to some rows of a batch.
+
+    Args:
+        counts: of answers, to each row of the batch; `each` to these.
+    """
+    starts = counts.cumsum(0) - counts
+    return (starts[rows][:, None] + torch.arange(each)).flatten()
 
 
 class _PartitionCache:

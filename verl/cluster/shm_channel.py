@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.cluster.serialization import RowSelection, deserialize, serialize
+from verl.cluster.serialization import RowSelection, Serialized, deserialize, serialize
 from verl.utils.child_process.channel import Channel
 
 FREE_BLOCKS_KEPT = 12
@@ -179,8 +179,12 @@ class MessagePacker:
         self.blocks = ShmBlockPool(shared=True)
 
     def pack(self, value: Any, receivers: int = 1) -> Message:
-        """A message to be sent to exactly so many; what it was made of may change from then on."""
-        head, buffers = serialize(value)
+        """A message to be sent to exactly so many; what it was made of may change from then on.
+
+        Args:
+            value: one that is `Serialized` already arrives as what it was made of.
+        """
+        head, buffers = value if isinstance(value, Serialized) else serialize(value)
         if sum(buffer.nbytes for buffer in buffers) < SMALL:
             return Message(head, [_bytes(buffer) for buffer in buffers])
         spans, end = [], 0

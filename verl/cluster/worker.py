@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.utils.child_process.channel import Channel
+from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.child_process.process import run_child
 from verl.utils.progress import Progress, report
 
@@ -62,13 +63,15 @@ class WorkerReply:
 def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
     """Build the roles and answer calls until the driver hangs up."""
     report("importing")
-    from verl.cluster.shm_channel import MessagePacker, ShmChannel  # imports torch
+    with rare_garbage_collection():
+        from verl.cluster.shm_channel import MessagePacker, ShmChannel  # imports torch
 
     post, host = MessagePacker(), None
     messages = ShmChannel(channel, post)
     try:
         try:
-            host, found = _build(start), _versions()
+            with rare_garbage_collection():
+                host, found = _build(start), _versions()
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             messages.send(post.pack(WorkerReply(start.number, error=traceback.format_exc())))
             return

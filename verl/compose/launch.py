@@ -4,7 +4,8 @@ arguments -> aliases and checks of the command line -> Hydra -> LaunchedRun -> m
 
     torchrun --nproc_per_node=2 -m verl.cli ppo sharding=fsdp   is   verl ppo sharding=fsdp trainer.n_gpus_per_node=2
 
-The driver starts its workers itself: under torchrun the first process drives, and the others exit.
+The driver starts its workers itself: under torchrun on one host the first process drives, and the others exit. On
+several hosts (`torchrun --nnodes=2 ...`) the others stay and have a worker each, `verl.cluster.hosts`.
 """
 
 from __future__ import annotations
@@ -53,33 +54,39 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-COUNT = "trainer.n_gpus_per_node"
+COUNT, HOSTS = "trainer.n_gpus_per_node", "trainer.nnodes"
 
 
 def take_over(arguments: list[str], assigned: Overrides) -> None:
     """Let the run have as many processes as torchrun has started, and forget the places that it gave them.
 
     Args:
-        arguments: for Hydra; the number of processes is added to them.
+        arguments: for Hydra; the numbers of hosts and of processes are added to them.
     Raises:
-        ConfigError: they are on several machines.
+        ConfigError: there are not equally many processes on all hosts.
     """
-    count, here = torchrun.counts()
-    if count > here:
+    (count, here), place = torchrun.counts(), torchrun.place()
+    hosts = 1 if place is None else place.num_hosts
+    if count != here * hosts:
         raise ConfigError(
-            f"torchrun has started {count} processes on {count // here} machines: without Ray a run stays on one. "
-            "Join the machines with `ray start` (docs/ray.md), then start the run on one of them, with python and "
-            f"trainer=ray trainer.placement.address=auto {COUNT}={here} trainer.nnodes={count // here}."
+            f"torchrun has started {count} processes on {hosts} hosts, {here} of them on this one: every host needs as "
+            "many. Start each with the same --nproc_per_node."
         )
+    torchrun.join_hosts(place)
     torchrun.forget()
-    wanted = [str(value) for key, value in assigned.values if key == COUNT]
-    if count == 1 or wanted[-1:] == [str(count)]:
+    if count == 1:
         return
-    if wanted:
-        assigned.faults.append(f"{COUNT} is {wanted[-1]}: torchrun has started {count} processes. Leave it out.")
-    else:
-        assigned.notes.append(f"torchrun has started {count} processes: {COUNT}={count}")
-        arguments.append(f"++{COUNT}={count}")
+    on_hosts = f" on {hosts} hosts" if hosts > 1 else ""
+    for key, number in ((COUNT, here), (HOSTS, hosts)):
+        wanted = [str(value) for name, value in assigned.values if name == key]
+        if wanted[-1:] == [str(number)] or (key == HOSTS and hosts == 1):
+            continue
+        if wanted:
+            told = f"torchrun has started {count} processes{on_hosts}"
+            assigned.faults.append(f"{key} is {wanted[-1]}: {told}. Leave it out.")
+        else:
+            assigned.notes.append(f"torchrun has started {count} processes{on_hosts}: {key}={number}")
+            arguments.append(f"++{key}={number}")
 
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 and the number of the signal, as shells have it
@@ -147,9 +154,10 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
         @functools.wraps(main)
         def command() -> None:
             if torchrun.number() > 0:  # the first one drives
+                _serve_driver_elsewhere()
                 return
             report_to_starter()
-            with _without_threads(), _clean_end(), orderly_termination():
+            with _without_threads(), _clean_end(), orderly_termination(), _hosts_told():
                 set_kernel_cache()
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
@@ -169,6 +177,31 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
         return command
 
     return decorate
+
+
+def _serve_driver_elsewhere() -> None:
+    """Of a process of torchrun that does not drive: have a worker where there are several hosts, or do nothing."""
+    if (place := torchrun.place()) is None:
+        return
+    from verl.cluster.hosts.agent import serve_driver
+
+    set_kernel_cache()
+    sys.path.append(str(Path.cwd()))
+    sys.exit(serve_driver(place))
+
+
+@contextmanager
+def _hosts_told() -> Iterator[None]:
+    """Let processes on other hosts end once the driver has done its work; one that fails torchrun takes notice of."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            raise
+    if (place := torchrun.joined_hosts()) is not None:
+        from verl.cluster.hosts.rendezvous import say_ended
+
+        say_ended(place)
 
 
 def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[str]) -> None:
@@ -203,6 +236,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
                     raise
                 finally:
                     _remove_if_empty(run_dir)
+                    _remove_if_empty(Path(running.run.dir).parts[0])  # `outputs`, of `outputs/../x`
         except SystemExit as end:
             statuses.append(int(end.code or 0))
             if running.mode != RunMode.MULTIRUN or statuses[-1] in (INTERRUPTED, TERMINATED):
@@ -367,9 +401,9 @@ def _tell(text: str) -> None:
     sys.stderr.write(redact(text).rstrip() + "\n")
 
 
-def _remove_if_empty(run_dir: Path) -> None:
+def _remove_if_empty(run_dir: Path | str) -> None:
     """Hydra makes the run's directory first; a run that was refused leaves none behind, nor empty parents."""
-    directory, here = run_dir.resolve(), Path.cwd()
+    directory, here = Path(run_dir).resolve(), Path.cwd()
     while here in directory.parents and not (directory.is_dir() and any(directory.iterdir())):
         if directory.is_dir():
             directory.rmdir()

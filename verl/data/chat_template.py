@@ -4,6 +4,7 @@ wrote.
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from verl.errors import ConfigError
 
 FinalAssistant = Literal["error", "drop", "answer"]
 Messages = Sequence[Mapping[str, Any]]
+PINNED_DAY = "verl_day"  # attribute of a tokenizer
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class ChatTemplate:
     def reads_tools(self) -> bool:
         """Whether the template writes schemas of tools into a prompt."""
         return "tools" in (self.source or "")
+
+    @property
+    def is_dated(self) -> bool:
+        """Whether the template writes the date of the day."""
+        return "strftime_now" in (self.source or "")
 
     @property
     def source(self) -> str | None:
@@ -98,12 +105,29 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=reply_follows,
                 tools=self.tools_of(tools, place),
+                **pinned_date(self.tokenizer),
             )
         except ConfigError:
             raise
         except Exception as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ConfigError(f"chat_template refuses the roles {roles} at {place}: {error}.") from error
+
+
+def today() -> str:
+    return datetime.date.today().isoformat()
+
+
+def pin_date(tokenizer: Any, day: str) -> None:
+    """Have chat templates of this tokenizer write a fixed day, as 2026-11-23, in place of the present one."""
+    setattr(tokenizer, PINNED_DAY, day)
+
+
+def pinned_date(tokenizer: Any) -> dict[str, Any]:
+    """What `apply_chat_template` takes for that."""
+    if (day := getattr(tokenizer, PINNED_DAY, None)) is None:
+        return {}
+    return {"strftime_now": datetime.datetime.fromisoformat(day).strftime}
 
 
 def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors) -> tuple[list[str], list[list[int]]]:
@@ -304,6 +328,7 @@ def _as_template_says(chat: ChatTemplate, messages: Messages, place: str, tools:
             return_dict=True,
             return_assistant_tokens_mask=True,
             tools=known,
+            **pinned_date(chat.tokenizer),
         )
     except Exception as error:
         roles = ", ".join(str(message["role"]) for message in messages)

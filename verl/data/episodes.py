@@ -1,28 +1,36 @@
-"""`data=episodes`: one prompt for every episode, for environments that say the rest themselves when they are reset."""
+"""`data=episodes`: prompts of episodes, of environments that say the rest themselves when they are reset."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
 from verl.component import BuildContext, component
 from verl.data.base import DataSplits, PromptSource
 from verl.data.rlhf_dataset import RLHFDataset
+from verl.errors import ConfigError
 
 
 @component
 class EpisodePrompts(PromptSource):
-    """Rows of one prompt, each with a number of its own in the column `index`, which tells episodes apart.
+    """Rows with a number of their own in the column `index`, which tells episodes apart, and one prompt or the
+    environment's.
 
     Args:
-        prompt: a text; as it stands, unless a system prompt makes it a chat.
+        prompt: a text; as it stands, unless a system prompt makes it a chat. None: the messages with which the tasks of
+            the environment begin, in a chat where there is a template, else as lines of text.
         system_prompt: opens a chat whose user says `prompt`; None leaves the text as it is.
-        train_size: episodes of an epoch.
+        chat_template: in place of the tokenizer's own.
+        train_size: episodes of an epoch, at most as many as the environment has tasks beside `held_out`.
         held_out: episodes of an evaluation, numbered after those.
         max_prompt_length: tokens.
     """
 
-    prompt: str = "Play. "
+    prompt: str | None = "Play. "
     system_prompt: str | None = None
+    chat_template: str | None = None
     train_size: PositiveInt = 1024
     held_out: NonNegativeInt = 32
     max_prompt_length: PositiveInt = 512
@@ -31,11 +39,36 @@ class EpisodePrompts(PromptSource):
         return {"data": frozenset({"index"})}
 
     def build(self, context: BuildContext) -> DataSplits:
-        config = {"max_prompt_length": self.max_prompt_length, "system_prompt": self.system_prompt}
+        config = {
+            "max_prompt_length": self.max_prompt_length,
+            "system_prompt": self.system_prompt,
+            "chat_template": self.chat_template,
+        }
+        prompts = self._prompts(context)
+        size = len(prompts) - self.held_out
 
-        def made(first: int, size: int) -> RLHFDataset:
-            rows = [{"prompt": self.prompt, "index": first + i} for i in range(size)]
-            return RLHFDataset.from_rows(rows, tokenizer=context.tokenizer, config=config)
+        def made(begin: int, end: int) -> RLHFDataset:
+            rows = [{"prompt": prompts[i], "index": i} for i in range(begin, end)]
+            return RLHFDataset.from_rows(rows, tokenizer=context.tokenizer, config=config, tools=context.tools)
 
-        evaluation = made(self.train_size, self.held_out) if self.held_out else None
-        return DataSplits(train=made(0, self.train_size), eval=evaluation)
+        evaluation = made(size, len(prompts)) if self.held_out else None
+        return DataSplits(train=made(0, size), eval=evaluation)
+
+    def _prompts(self, context: BuildContext) -> Sequence[Any]:
+        wanted = self.train_size + self.held_out
+        if self.prompt is not None:
+            return [self.prompt] * wanted
+        found = () if context.prompts is None else context.prompts(wanted)
+        if not found:
+            raise ConfigError("prompt is null, and the environment has no prompts of its own. Set data.prompt.")
+        if len(found) <= self.held_out:
+            raise ConfigError(
+                f"held_out is {self.held_out}, and the environment has {len(found)} tasks: none is left to train on."
+            )
+        is_chat = self.chat_template is not None or getattr(context.tokenizer, "chat_template", None) is not None
+        return found if is_chat else [lines_of(messages) for messages in found]
+
+
+def lines_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages as a text, where there is no chat."""
+    return "".join(f"{message['content']}\n" for message in messages)

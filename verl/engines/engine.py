@@ -18,6 +18,7 @@ from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
 from verl.errors import ConfigError
 from verl.model_paths.check import paths_for
+from verl.model_paths.expert_routing import ExpertLoad, routing_of
 from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, empty_micro_batch
 from verl.model_paths.paths import PLAIN, ModelPaths, Scoring
 from verl.models.parallel_info import Autocast, compute_device, computing_in
@@ -79,15 +80,20 @@ class TrainingEngine:
                 "Set packing=auto, or sharding.cp=1."
             )
         self._limit: Scoring | None = None
+        self.routing = routing_of(getattr(model, "backbone", model)) if parallel.routers_are_whole else None
+        self.replays_routing = False
 
     @torch.no_grad()
-    def infer(self, batch: DataProto, compute: Compute, *, alone: bool = False) -> dict[str, Tensor]:
+    def infer(
+        self, batch: DataProto, compute: Compute, *, alone: bool = False, replays: bool | None = None
+    ) -> dict[str, Tensor]:
         """Run a function of the model over a batch without gradients.
 
         Args:
             batch: see `cut_into_micro_batches`.
             compute: gives per-token tensors [b t] for a micro-batch.
             alone: each row by itself, on the plainest path.
+            replays: tokens have the experts that they were sampled with; None as the engine is set.
         Returns:
             The same names with tensors [B T], zero where the response mask is off, on the batch's device; no names
             for a batch without rows, which is a process's share where there are fewer rows than processes.
@@ -97,6 +103,8 @@ class TrainingEngine:
         results: dict[str, Tensor] = {}
 
         def infer_one(micro: MicroBatch) -> None:
+            if self.routing is not None:
+                self.routing.begin(micro, replays=self.replays_routing if replays is None else replays)
             for name, x in compute(self.model, micro).items():
                 x = x.masked_fill(~micro.tensors["response_mask"], 0.0).to(mask.device)
                 whole = results.setdefault(name, x.new_zeros(mask.shape))
@@ -107,6 +115,8 @@ class TrainingEngine:
             micros = self._micro_batches(batch, alone)
             self.parallel.run_micro_batches(micros, infer_one, contextlib.nullcontext, model=self.model)
         self.parallel.settle(self.model)
+        if self.routing is not None:
+            self.routing.end(self.device)
         return self.parallel.from_last_stage(results)
 
     def update(self, batch: DataProto, loss: Loss) -> dict[str, float]:
@@ -129,6 +139,8 @@ class TrainingEngine:
         shares: dict[str, Tensor] = {}
 
         def loss_of_one(micro: MicroBatch) -> Tensor:
+            if self.routing is not None:
+                self.routing.begin(micro, replays=self.replays_routing, counts=True)
             value, stats = loss(self.model, micro, totals)
             if "plant_nan" in batch.meta_info:  # to try out what a run does then; see verl.monitoring
                 value = value * math.nan
@@ -147,6 +159,9 @@ class TrainingEngine:
         own = torch.stack(list(shares.values())).tolist() if shares else []  # all in one question to the device
         metrics = self.parallel.sums(dict(zip(shares, own, strict=True)))
         metrics["grad_norm"] = float(self.parallel.clip(self.parameters.values(), self.recipe.max_grad_norm))
+        if self.routing is not None:
+            load = self.parallel.sum_of_tokens(self.routing.end(self.device).tensors())
+            metrics |= ExpertLoad.metrics(load, self.routing.layers)
         lr = self.recipe.learning_rate(self.updates, self.total_updates)
         if not all(math.isfinite(x) for x in metrics.values()):
             self.optimizer.zero_grad(set_to_none=True)
@@ -232,7 +247,8 @@ class TrainingEngine:
         """Tokens of a micro-batch: so few that a pipeline has micro-batches enough to fill it."""
         if self.parallel.least_micro_batches == 1:
             return self.micro_batch_tokens
-        tokens = int(batch.batch["attention_mask"].sum())
+        shared = 1 if self.parallel.context is None else self.parallel.context.size
+        tokens = -(-int(batch.batch["attention_mask"].sum()) // shared)  # of each process
         return max(1, min(self.micro_batch_tokens, -(-tokens // self.parallel.least_micro_batches)))
 
     def paths(self, batch: DataProto) -> ModelPaths:
@@ -244,11 +260,27 @@ class TrainingEngine:
             paths = paths.limited_to(self._limit)
         return paths.limited_to("padded") if self.packing == "off" else paths
 
+    def replay_routing(self, name: str) -> None:
+        """From here on sampled tokens have the experts that they were sampled with, where a batch tells them.
+
+        Args:
+            name: where the configuration describes the model, for messages.
+        Raises:
+            ConfigError: the model has no experts, or its routers cannot be told.
+        """
+        if self.routing is None:
+            raise ConfigError(
+                f"rollout.router_replay is true: {name} has no routers of experts that each process sees whole. Set "
+                "rollout.router_replay=false."
+            )
+        self.routing.prove_replay(name)
+        self.replays_routing = True
+
     def limit(self, scoring: Scoring) -> None:
         """From here on run rows in this way, since the first batch has shown the other to be wrong."""
         self._limit = scoring
 
     def _totals(self, batch: DataProto) -> LossTotals:
-        own = LossTotals.of(batch.batch["response_mask"])
+        own = LossTotals.of(batch.batch["response_mask"], batch.batch.get("episode_tokens"))
         summed = self.parallel.sums({"tokens": own.tokens, "sequences": own.sequences})
         return LossTotals(tokens=summed["tokens"], sequences=summed["sequences"])

@@ -8,7 +8,8 @@ forward   gather block ──> run ──> free it        backward   gather bloc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,15 @@ from verl.utils.progress import report
 
 
 def shard_fully(
-    model: nn.Module, mesh: Any, *, reshard: bool, compute_dtype: torch.dtype | None, offload: bool, pin: bool
+    model: nn.Module,
+    mesh: Any,
+    *,
+    reshard: bool,
+    compute_dtype: torch.dtype | None,
+    offload: bool,
+    pin: bool,
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: Any = None,
 ) -> None:
     """Divide a Hugging Face model over a mesh of processes, block by block, in place.
 
@@ -33,15 +42,21 @@ def shard_fully(
         compute_dtype: that weights are gathered in, if not their own; gradients are added up in their own.
         offload: parts rest in main memory, with their optimizer state.
         pin: that memory, for copies to a GPU.
+        experts: modules that are divided over another mesh, beside that over which they were already.
+        expert_mesh: that mesh.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     own = next(model.parameters()).dtype
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=own if compute_dtype else None)
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=own if compute_dtype else None),
+        "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy(),
     }
+    for module in experts:  # the weights of a router stay in its own type, as they do in one process
+        own_options = {"mesh": expert_mesh, "mp_policy": dataclasses.replace(policy, cast_forward_inputs=False)}
+        fully_shard(module, reshard_after_forward=reshard, **{**options, **own_options})
     for block in blocks_of(model):
         fully_shard(block, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)

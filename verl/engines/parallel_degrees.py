@@ -7,7 +7,8 @@ dp_replicate  copies of a stage, each with rows of its own
 dp_shard      parts of weights, gradients and optimizer state (FSDP), each with rows of its own
 cp            processes that share the tokens of the same rows; weights are divided over dp_shard x cp
 tp            processes that share each layer, on the same tokens
-ep            of the dp_shard x cp processes, those that share the experts of a layer
+ep            of the dp_shard x cp processes, those that share the experts of a layer; they are next to each other, and
+              the experts of each are divided over the dp_shard x cp / ep that have the same ones (FSDP)
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ class ParallelDegrees:
     def shards(self) -> int:
         """Parts that FSDP divides the weights of a stage into."""
         return self.dp_shard * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Parts that FSDP divides the experts of a process into."""
+        return self.shards // self.ep
 
     @property
     def row_shares(self) -> int:
@@ -74,6 +80,12 @@ def layouts(world_size: int) -> Iterator[ParallelDegrees]:
         if world_size % product == 0:
             pp, replicate, cp, tp = sizes
             yield ParallelDegrees(pp=pp, dp_replicate=replicate, dp_shard=world_size // product, cp=cp, tp=tp)
+
+
+def nearest_ep(shards: int, experts: int, wanted: int) -> int:
+    """The number of processes that may share so many experts, of so many, which is least far from what is wanted."""
+    fitting = [n for n in range(1, shards + 1) if shards % n == 0 and experts % n == 0]
+    return min(fitting, key=lambda n: (abs(math.log2(n / wanted)), n))
 
 
 def nearest_layout(

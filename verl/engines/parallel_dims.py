@@ -1,8 +1,9 @@
 """The parallel dimensions of one training process: data-parallel replicas, FSDP shards, tensor-parallel ranks.
 
-The mesh of processes, by `verl.engines.parallel_degrees`, is seen in two ways:
+The mesh of processes, by `verl.engines.parallel_degrees`, is seen in three ways:
 
 weights  pp x replicate x shard x tensor     shard = dp_shard x cp: FSDP divides over processes with other tokens
+experts  pp x replicate x expert_shard x expert x tensor     shard = expert_shard x expert (ep)
 tokens   rows over dp_replicate x dp_shard, the tokens of a row over cp; ranks along cp and tp have the same rows
 
 `Parallelism` is a process alone, `DataParallelism` holds the whole model, `ShardedParallelism` a part of it.
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.component import BuildContext
+from verl.engines.expert_parallel import EXPERT, EXPERT_SHARD, divide_experts, experts_gathered
 from verl.engines.fsdp import gathered, load_own_slices, settle, shard_fully
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.tensor_parallel import shard_over
@@ -48,6 +50,7 @@ class Parallelism:
         in_step: whether every forward pass needs all siblings, so that they must run equally many.
         divides_weights: whether `shard_model` leaves a process a part of the model alone.
         least_micro_batches: into which the rows of a step are cut, if they have tokens enough.
+        routers_are_whole: each process sees what the routers of all layers choose for its tokens.
     """
 
     rank = 0
@@ -58,6 +61,7 @@ class Parallelism:
     in_step = False
     divides_weights = False
     least_micro_batches = 1
+    routers_are_whole = True
 
     @property
     def shares_tokens(self) -> bool:
@@ -73,6 +77,10 @@ class Parallelism:
     def sums(self, values: Mapping[str, float]) -> dict[str, float]:
         """Named numbers, each added up over the processes with other rows; one may lack names that another has."""
         return dict(values)
+
+    def sum_of_tokens(self, x: Tensor) -> Tensor:
+        """A tensor added up over the processes with other tokens."""
+        return x
 
     def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
         """Named numbers of each of the processes with other rows."""
@@ -166,6 +174,11 @@ class DataParallelism(Parallelism):
         self.dist.all_gather_object(everyone, dict(values), group=self.data_group)
         return everyone
 
+    def sum_of_tokens(self, x: Tensor) -> Tensor:
+        total = x.clone()
+        self.dist.all_reduce(total, group=self.gradient_group)
+        return total
+
     def most(self, count: int) -> int:
         found = torch.tensor([count], device=self.device)
         self.dist.all_reduce(found, op=self.dist.ReduceOp.MAX)
@@ -248,9 +261,16 @@ class ShardedParallelism(DataParallelism):
         self.degrees = degrees
         names = (STAGE, REPLICATE, SHARD, TENSOR)
         sizes = (degrees.pp, degrees.dp_replicate, degrees.shards, degrees.tp)
-        self.mesh = Mesh(tuple(zip(names, sizes, strict=True)))
+        self.mesh, self._expert_mesh = Mesh(tuple(zip(names, sizes, strict=True))), None
+        if degrees.ep > 1:
+            by_expert = ((EXPERT_SHARD, degrees.expert_shards), (EXPERT, degrees.ep))
+            dims = (*self.mesh.dims[:2], *by_expert, *self.mesh.dims[3:])
+            self.mesh = Mesh(dims, joined=((SHARD, (EXPERT_SHARD, EXPERT)),))
+            extents, own = tuple(size for _, size in dims), tuple(name for name, _ in dims)
+            self._expert_mesh = init_device_mesh(self.device.type, extents, mesh_dim_names=own)
         self.fully, self.reshard, self.offload = fully, reshard, offload
         self.in_step = fully
+        self.routers_are_whole = degrees.tp == 1 and degrees.pp == 1
         self._device_mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         self._sibling_group = self._device_mesh[TENSOR].get_group()
         stage = self.world_size // degrees.pp  # its ranks are next to each other
@@ -275,11 +295,15 @@ class ShardedParallelism(DataParallelism):
         """See `Parallelism.shard_model`. A head that stands on a backbone (a critic's) is small and stays whole."""
         core: Any = head_of(model).backbone
         partial = shard_over(core, self._device_mesh[TENSOR]) if self.mesh.extent(TENSOR) > 1 else []
+        experts = [] if self._expert_mesh is None else divide_experts(core, self._expert_mesh[EXPERT])
         if self.fully:
             replicated = self.mesh.extent(REPLICATE) > 1
             shard_fully(
                 core,
                 self._device_mesh[(REPLICATE, SHARD) if replicated else SHARD],
+                experts=experts,
+                expert_mesh=self._expert_mesh
+                and self._expert_mesh[(REPLICATE, EXPERT_SHARD) if replicated else EXPERT_SHARD],
                 reshard=self.reshard,
                 compute_dtype=getattr(torch, autocast) if autocast else None,
                 offload=self.offload,
@@ -296,7 +320,7 @@ class ShardedParallelism(DataParallelism):
                 head.to(self.device)
         named = dict(core.named_parameters())
         self._partial_over_tensor |= {id(named[name]) for name in partial}
-        whole = functools.partial(gathered, core, self.reshard) if self.fully else contextlib.nullcontext
+        whole = functools.partial(self._gathered, core, experts) if self.fully else contextlib.nullcontext
         siblings = self.degrees.siblings
         first = self.rank // siblings * siblings
         model.divided = ParallelInfo(  # type: ignore[assignment]
@@ -312,6 +336,11 @@ class ShardedParallelism(DataParallelism):
             settle=functools.partial(settle, core) if self.fully else lambda: None,
         )
 
+    @contextlib.contextmanager
+    def _gathered(self, core: nn.Module, experts: list[nn.Module]) -> Iterator[None]:
+        with gathered(core, self.reshard), experts_gathered(experts):
+            yield
+
     def settle(self, model: nn.Module) -> None:
         if self.fully:
             settle(model)
@@ -319,7 +348,8 @@ class ShardedParallelism(DataParallelism):
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallelism.sum_gradients`; those of fully sharded weights were added up as they came."""
         trained = [p for p in parameters if p.requires_grad]
-        self.sum_over([p for p in trained if SHARD not in mesh_dims(p)], self.gradient_group)
+        by_fsdp = {SHARD, EXPERT_SHARD}
+        self.sum_over([p for p in trained if by_fsdp.isdisjoint(mesh_dims(p))], self.gradient_group)
         for p in trained:
             if p.grad is not None and is_divided(p.grad) and p.grad.placements != p.placements:  # type: ignore
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]

@@ -3,11 +3,13 @@
 tied embedding   on the first stage and the last: gradients are added up over both, and counted once in the norm
 value head       on all stages, with a gradient on the last: likewise
 numbers          losses and metrics are those of the last stage, and told to the others
+weights          with dp_shard or cp sharded over the processes of a stage, whole while it runs (`stage_shards`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from verl.component import BuildContext
 from verl.engines.fsdp import read_slices
 from verl.engines.parallel_degrees import ParallelDegrees
-from verl.engines.parallel_dims import STAGE, TENSOR, ShardedParallelism
+from verl.engines.parallel_dims import REPLICATE, SHARD, STAGE, TENSOR, ShardedParallelism
 from verl.engines.pipeline import (
     PipelineRunner,
     Schedule,
@@ -29,12 +31,14 @@ from verl.engines.pipeline import (
     refuse_untrue,
 )
 from verl.engines.stage_balance import stage_bounds
+from verl.engines.stage_shards import StageShards, shard_rows
 from verl.engines.tensor_parallel import shard_over
 from verl.errors import ConfigError
+from verl.model_paths.context_attention import ContextStyle
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import head_of
 from verl.models.parallel_info import Autocast, ParallelInfo
-from verl.resharding.dtensor import at_stage, is_elsewhere, local, tensor_layout
+from verl.resharding.dtensor import at_stage, is_elsewhere, local, mesh_dims, tensor_layout
 
 
 class PipelineParallelism(ShardedParallelism):
@@ -44,6 +48,7 @@ class PipelineParallelism(ShardedParallelism):
         degrees: sizes of the mesh.
         schedule: of forward and backward passes.
         least_micro_batches: into which the rows of a step are cut.
+        cp_style: see `verl.model_paths.context_attention`.
     """
 
     def __init__(
@@ -54,8 +59,9 @@ class PipelineParallelism(ShardedParallelism):
         *,
         schedule: Schedule,
         least_micro_batches: int,
+        cp_style: ContextStyle = "allgather",
     ):
-        super().__init__(context, timeout_s, degrees, fully=False)
+        super().__init__(context, timeout_s, degrees, fully=False, cp_style=cp_style)
         self.schedule: Schedule = schedule
         self.least_micro_batches = least_micro_batches
         self.stage, self.num_stages = self.rank // (self.world_size // degrees.pp), degrees.pp
@@ -63,7 +69,7 @@ class PipelineParallelism(ShardedParallelism):
         self._last = self.dist.get_global_rank(self.stage_group, degrees.pp - 1)
         beside = self.world_size // degrees.pp
         self._ends_group = self._group(lambda rank: (rank % beside, rank // beside in (0, degrees.pp - 1)))
-        self._models: dict[int, tuple[PipelineRunner, torch.dtype]] = {}
+        self._models: dict[int, tuple[PipelineRunner, torch.dtype, StageShards]] = {}
         self._stages: dict[int, tuple[int, ...]] = {}  # of parameters, by id
         self._kept: list[Any] = []  # so that no `id` is given twice
 
@@ -80,7 +86,7 @@ class PipelineParallelism(ShardedParallelism):
         costs, of_head = layer_costs(stack, output_head(model))
         partial = shard_over(core, self._device_mesh[TENSOR]) if self.mesh.extent(TENSOR) > 1 else []
         cut = StageCut(stack, stage_bounds(costs, self.num_stages, of_head), self.stage)
-        self._leave_own(model, cut.stages_of(model))
+        self._leave_own(model, core, cut.stages_of(model))
         for module in model.modules():
             for name, x in module._buffers.items():
                 module._buffers[name] = None if x is None else x.to(self.device)
@@ -91,7 +97,9 @@ class PipelineParallelism(ShardedParallelism):
         self._partial_over_tensor |= {id(named[name]) for name in partial if not is_elsewhere(named[name])}
         runner = PipelineRunner(cut, self.stage_group, self.device, self.schedule)
         dtype = getattr(torch, autocast) if autocast else next(core.parameters()).dtype
-        self._models[id(model)] = (runner, dtype)
+        shards = StageShards(model, self._device_mesh[SHARD], self.device)
+        stages = WholeWeights(model, cut, self.stage_group, self.device)
+        self._models[id(model)] = (runner, dtype, shards)
         first = self.rank // self.degrees.siblings * self.degrees.siblings
         model.divided = ParallelInfo(  # type: ignore[assignment]
             device=self.device,
@@ -102,13 +110,17 @@ class PipelineParallelism(ShardedParallelism):
             layout_of=tensor_layout,
             local=local,
             stage_group=self.stage_group,
-            gathered=WholeWeights(model, cut, self.stage_group, self.device).gathered,
+            gathered=lambda: _both(shards, stages),
         )
 
     @torch.no_grad()
-    def _leave_own(self, model: nn.Module, stages: Mapping[int, tuple[int, ...]]) -> None:
-        """Parameters of this stage on the device, those of others without data; tied ones stay tied."""
+    def _leave_own(self, model: nn.Module, core: nn.Module, stages: Mapping[int, tuple[int, ...]]) -> None:
+        """Parameters of this stage on the device, or a part of each, those of others without data; tied ones stay tied.
+
+        A head that stands on the core (a critic's) is small and stays whole.
+        """
         made: dict[int, nn.Parameter] = {}
+        sharded = {id(p) for p in core.parameters() if p.ndim} if self.mesh.extent(SHARD) > 1 else set()
         everywhere = tuple(range(self.num_stages))
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -116,7 +128,11 @@ class PipelineParallelism(ShardedParallelism):
                     continue
                 if id(parameter) not in made:
                     held = stages[id(parameter)]
-                    if self.stage not in held:
+                    if id(parameter) in sharded:
+                        is_own = self.stage in held
+                        whole = parameter if is_own else parameter.to("meta")
+                        data = shard_rows(whole, self._device_mesh[SHARD], self.device if is_own else "meta")
+                    elif self.stage not in held:
                         data = parameter.to("meta")
                     elif parameter.is_meta:
                         data = torch.empty_like(parameter, device=self.device)
@@ -140,10 +156,11 @@ class PipelineParallelism(ShardedParallelism):
         trains: bool = False,
     ) -> None:
         """See `Parallelism.run_micro_batches`; without one, no stage does anything, since all have the same rows."""
-        (runner, dtype), made = self._models[id(model)], list(micros)
-        if made:
-            with computing():
-                runner.run(made, forward, dtype, trains=trains)
+        (runner, dtype, shards), made = self._models[id(model)], list(micros)
+        with shards.whole(trains):
+            if made:
+                with computing():
+                    runner.run(made, forward, dtype, trains=trains)
 
     def from_last_stage(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
         named = self._told([(name, x.shape, x.dtype) for name, x in results.items()])
@@ -174,6 +191,9 @@ class PipelineParallelism(ShardedParallelism):
         own = [p for p in parameters if not is_elsewhere(p)]
         super().sum_gradients(own)
         trained = [p for p in own if p.requires_grad]
+        if self.mesh.extent(SHARD) > 1 and self.mesh.extent(REPLICATE) > 1:
+            replicas = self._device_mesh[REPLICATE].get_group()
+            self.sum_over([p for p in trained if SHARD in mesh_dims(p)], replicas)
         everywhere = tuple(range(self.num_stages))
         self.sum_over([p for p in trained if self._stages[id(p)] == everywhere], self.stage_group)
         ends = [p for p in trained if 1 < len(self._stages[id(p)]) < self.num_stages]
@@ -186,3 +206,10 @@ class PipelineParallelism(ShardedParallelism):
 
     def _holders(self, x: Tensor) -> int:
         return super()._holders(x) // self.num_stages * len(self._stages[id(x)])
+
+
+@contextlib.contextmanager
+def _both(shards: StageShards, stages: WholeWeights) -> Iterator[None]:
+    """Within, all weights of all stages are whole in this process."""
+    with shards.whole(), stages.gathered():
+        yield

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from verl.component import BuildContext, Description, component
-from verl.engines.parallel_degrees import ParallelDegrees, nearest_layout
+from verl.engines.parallel_degrees import ParallelDegrees, nearest_ep, nearest_layout
 from verl.engines.parallel_dims import DataParallelism, Parallelism
 from verl.engines.stage_balance import largest_stage
 from verl.models.model_stats import ModelStats
@@ -90,6 +90,12 @@ class Sharding(Description):
 
     def layers_fault(self, layers: int, world_size: int) -> str | None:
         """Why a model with so many layers cannot be divided; opens with the field's name."""
+        return None
+
+    def experts_fault(self, model_type: str, experts: int | None, world_size: int) -> str | None:
+        """Why a model of a family with so many experts in a layer (None: without experts) cannot be divided; opens with
+        the field's name.
+        """
         return None
 
     def parts(self, world_size: int) -> tuple[int, ...]:
@@ -331,7 +337,7 @@ class TPFSDP(FSDP):
         return ParallelDegrees(dp_shard=world_size // self.tensor_parallel, tp=self.tensor_parallel)
 
 
-STAGES_ARE_WHOLE = "this version does not divide the weights of a pipeline stage by FSDP."
+NOT_BY_BOTH = "this version does not divide the weights of a pipeline stage over dp_shard or cp and over tp as well."
 Size = Annotated[int, Field(ge=1)]
 
 
@@ -345,10 +351,11 @@ class Parallel(FSDP):
     Args:
         tp: processes that share each layer; it must divide the key-value heads. See `TP`.
         cp: processes that share the tokens of the same rows; everything but attention needs its own tokens alone.
-        pp: stages of layers.
+        pp: stages of layers; with it weights are divided over dp_shard x cp or over tp, not both.
         dp_replicate: copies that are sharded each by itself; see `HSDP`.
         dp_shard: parts of FSDP, each with rows of its own; -1 takes what the other sizes leave.
-        ep: processes that share the experts of each layer; it must divide dp_shard x cp.
+        ep: processes that share the experts of each layer, each with some of them whole; tokens travel to the experts
+            that they are routed to. It must divide dp_shard x cp, and the experts of a layer.
         cp_style: how attention gets what it needs of the other tokens: `allgather` gathers keys and values layer by
             layer, for any number of heads; `ulysses` exchanges tokens for heads, which cp must divide.
         pp_schedule: of forward and backward passes through the stages: `1f1b` keeps the activations of at most pp
@@ -370,31 +377,32 @@ class Parallel(FSDP):
     def faults(self) -> Iterator[str]:
         if self.dp_shard < 1 and self.dp_shard != -1:
             yield f"dp_shard is {self.dp_shard}: must be at least 1, or -1 for what the other sizes leave."
-        for name in ("cp", "ep"):
-            if self.pp > 1 and getattr(self, name) > 1:
-                size = getattr(self, name)
-                yield f"{name} is {size}: not together with pipeline stages (pp is {self.pp}). Set {name}=1 or pp=1."
-        if self.pp > 1 and self.dp_shard > 1:
-            yield f"dp_shard is {self.dp_shard}: {STAGES_ARE_WHOLE} Set dp_shard=1 and dp_replicate={self.dp_shard}."
+        if self.pp > 1 and self.ep > 1:
+            yield f"ep is {self.ep}: not together with pipeline stages (pp is {self.pp}). Set ep=1 or pp=1."
+        if self.pp > 1 and self.tp > 1:
+            if self.cp > 1:
+                yield f"cp is {self.cp}: {NOT_BY_BOTH} Set cp=1, tp=1 or pp=1."
+            if self.dp_shard > 1:
+                yield f"dp_shard is {self.dp_shard}: {NOT_BY_BOTH} Set dp_shard=1 and dp_replicate={self.dp_shard}."
         if self.pp > 1 and self.cpu_offload:
-            yield f"cpu_offload is true: {STAGES_ARE_WHOLE} Set cpu_offload=false."
-        if self.ep > 1:
-            yield f"ep is {self.ep}: this version has no expert parallelism. Set ep=1, or divide experts by tp."
+            yield f"cpu_offload is true: not together with pipeline stages (pp is {self.pp}). Set cpu_offload=false."
+        if self.ep > 1 and self.tp > 1:
+            yield f"ep is {self.ep}: not together with tensor parallelism (tp is {self.tp}). Set ep=1 or tp=1."
+        if self.ep > 1 and self.cpu_offload:
+            yield f"ep is {self.ep}: not together with cpu_offload. Set ep=1 or cpu_offload=false."
 
     def size_fault(self, world_size: int) -> str | None:
         wanted, others = self._wanted(), self._product()
         if self.dp_shard == -1 and world_size % others == 0:
             degrees = self.degrees(world_size)
-            if self.pp > 1 and degrees.dp_shard > 1:
+            if self.pp > 1 and self.tp > 1 and degrees.dp_shard > 1:
                 return (
-                    f"pp is {self.pp}: dp_shard would be {degrees.dp_shard}, and {STAGES_ARE_WHOLE} "
+                    f"pp is {self.pp}: dp_shard would be {degrees.dp_shard}, and {NOT_BY_BOTH} "
                     f"Set dp_replicate={self.dp_replicate * degrees.dp_shard}."
                 )
-            if degrees.shards % self.ep:
-                return f"ep is {self.ep}: it does not divide dp_shard x cp, which is {degrees.shards}."
-            return None
+            return self._ep_fault(degrees)
         if self.dp_shard != -1 and others * self.dp_shard == world_size:
-            return None
+            return self._ep_fault(self.degrees(world_size))
         product = " x ".join(f"{name} {size}" for name, size in wanted.items())
         first = next((name for name, size in wanted.items() if size > 1), "dp_shard")
         count = others if self.dp_shard == -1 else others * self.dp_shard
@@ -427,6 +435,27 @@ class Parallel(FSDP):
         nearest = self._nearest(world_size, lambda degrees: degrees.pp <= layers)
         return f"pp is {self.pp}: the model has {layers} layers, and every stage needs one. {nearest}"
 
+    def _ep_fault(self, degrees: ParallelDegrees) -> str | None:
+        if degrees.shards % self.ep == 0:
+            return None
+        nearest = replace(degrees, ep=nearest_ep(degrees.shards, degrees.shards, self.ep))
+        return (
+            f"ep is {self.ep}: it does not divide dp_shard x cp, which is {degrees.shards}. "
+            f"The nearest layout that fits: {nearest.overrides('sharding.')}."
+        )
+
+    def experts_fault(self, model_type: str, experts: int | None, world_size: int) -> str | None:
+        if self.ep == 1:
+            return None
+        from verl.engines.expert_parallel import experts_fault
+
+        if (fault := experts_fault(model_type, experts, self.ep)) is None:
+            return None
+        degrees, is_tried = self.degrees(world_size), experts_fault(model_type, experts, 1) is None
+        fits = nearest_ep(degrees.shards, experts, self.ep) if experts and is_tried else 1
+        nearest = replace(degrees, ep=fits)
+        return f"ep {fault} The nearest layout that fits: {nearest.overrides('sharding.')}."
+
     def degrees(self, world_size: int) -> ParallelDegrees:
         shard = world_size // self._product() if self.dp_shard == -1 else self.dp_shard
         return ParallelDegrees(
@@ -443,8 +472,31 @@ class Parallel(FSDP):
         trains: bool = True,
     ) -> ShardingCost:
         cost = super().cost(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
+        if self.pp > 1 and self.degrees(world_size).shards > 1:
+            cost = self._cost_of_sharded_stage(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
         sent = self.context_elements(sizes, tokens, trains) * (compute_bytes or weight_bytes)
         return replace(cost, per_micro_batch=cost.per_micro_batch + int(sent))
+
+    def _cost_of_sharded_stage(
+        self,
+        world_size: int,
+        sizes: ModelStats,
+        tokens: int,
+        weight_bytes: int,
+        compute_bytes: int | None,
+        trains: bool,
+    ) -> ShardingCost:
+        """Weights of a stage are gathered once for all micro-batches, and gradients sent once; see `stage_shards`."""
+        cost = Sharding.cost(self, world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
+        shards, held = self.degrees(world_size).shards, _held(sizes, 1, self.pp)
+        cast = 0 if compute_bytes in (None, weight_bytes) else held * (compute_bytes or 0)
+        trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
+        return replace(
+            cost,
+            weights=held * weight_bytes // shards,
+            gathered=(held + trained) * weight_bytes + cast,
+            per_update=cost.per_update + int(_part(shards) * (held + trained) * weight_bytes),
+        )
 
     def context_elements(self, sizes: ModelStats, tokens: int, trains: bool = True) -> float:
         """Numbers that a process sends for attention in a micro-batch in which it has so many tokens.
@@ -470,6 +522,7 @@ class Parallel(FSDP):
                 degrees,
                 schedule=self.pp_schedule,
                 least_micro_batches=self.least_micro_batches,
+                cp_style=self.cp_style,
             )
         return ShardedParallelism(
             context,

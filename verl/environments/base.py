@@ -14,6 +14,7 @@ from verl.environments.tool_calls import ParseFault, ToolCall, ToolFormat
 Outcome = Literal["ok", "tool_error", "timeout", "infra"]
 Observation = str | Sequence[Mapping[str, Any]] | None
 Recovery = Literal["stateless", "deterministic", "restart"]
+History = Literal["append", "rerender"]
 OnInfra = Literal["refill", "drop_member", "drop_group", "stop"]
 
 
@@ -153,6 +154,9 @@ class EnvironmentDescription(Description):
             same prompt, with other noise, and drops the episode if that fails too; `drop_member` drops the episode (and
             its whole group if fewer than two are left); `drop_group` drops all episodes of the prompt; `stop` ends the
             run. Dropping favours episodes that make few calls.
+        history: what the model reads before a turn. `append`: the previous token ids and new ones after them, so that
+            an episode is one sample. `rerender`: the conversation as the chat template renders it each time, so that
+            each turn is a sample of its own; for templates that rewrite earlier turns (Qwen3 removes their thinking).
         tool_format: format of tool calls: `hermes` (Qwen), `llama`, `plain` for `name(arguments)`; `auto` derives it
             from the chat template, and is `plain` without one.
         journal: record episodes on disk while they are played, beside the checkpoints, so that a run that is killed
@@ -173,6 +177,7 @@ class EnvironmentDescription(Description):
     max_concurrent: PositiveInt = 64
     retries: NonNegativeInt = 2
     on_infra: OnInfra = "drop_member"
+    history: History = "append"
     tool_format: ToolFormat = "auto"
     kv_cache_gib: NonNegativeFloat = 2.0
     journal: bool = True
@@ -183,6 +188,10 @@ class EnvironmentDescription(Description):
 
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
         """JSON schemas of its tools, which the chat template writes into the prompt."""
+        return ()
+
+    def prompts(self, count: int) -> Sequence[Sequence[Mapping[str, Any]]]:
+        """Chat messages with which its first tasks begin, at most so many; empty where it has no prompts of its own."""
         return ()
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:

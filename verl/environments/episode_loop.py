@@ -24,7 +24,8 @@ from verl.environments.base import Action, CallRecord, EnvironmentDescription, O
 from verl.environments.calls import CallResult, CallRunner
 from verl.environments.journal import EpisodeJournal, JournalEntry, refuse_other_answer
 from verl.environments.observation_tokens import ObservationEncoder
-from verl.environments.rows import rows_of_episodes
+from verl.environments.rendered_history import ConversationRenderer
+from verl.environments.rows import rows_of_episodes, rows_of_turns
 from verl.environments.tool_calls import format_of, parse_calls
 from verl.errors import RolloutError
 from verl.ops.counter_rng import EVALUATION
@@ -55,7 +56,8 @@ class Turn:
 
     Attributes:
         text: the text that was parsed, without the stop token.
-        start: index of its first token in the response.
+        start: index of its first token among the tokens after the prompt.
+        before: everything that the model read, if each turn is a sample of its own.
         observation: what the environment answered; None after the last turn.
         observed: number of tokens of the observation.
     """
@@ -63,6 +65,7 @@ class Turn:
     start: int
     tokens: list[int]
     log_probs: list[float]
+    before: list[int] = field(default_factory=list)
     text: str = ""
     is_complete: bool = True
     reward: float = 0.0
@@ -79,8 +82,10 @@ class Episode:
     Attributes:
         number: its number in this call of the engine.
         sample_key: sample index for the sampling noise; changes after a refill.
-        response: token ids after the prompt, in order.
+        context: token ids before the next turn, including the prompt; they are only appended to, unless the template
+            renders them again before each turn.
         end: how it ended; empty while it runs.
+        answers: messages written and answered so far, if the template renders them again.
         infra: failures that the model did not cause, including retried ones.
         key: journal key of the current call.
         known: the journal's entry for the current call, if the call is repeated for comparison.
@@ -102,12 +107,13 @@ class Episode:
     tries: int = 0
     refills: int = 0
     environment: Any = None
-    response: list[int] = field(default_factory=list)
+    context: list[int] = field(default_factory=list)
     opening: int = 0
     turns: list[Turn] = field(default_factory=list)
     end: End = ""
     infra: list[str] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
+    answers: list[tuple[str | None, Observation]] = field(default_factory=list)
     key: str = ""
     known: JournalEntry | None = None
     reads_journal: bool = True
@@ -119,13 +125,23 @@ class Episode:
     seconds: float = 0.0
 
     @property
+    def response(self) -> list[int]:
+        """Token ids after the prompt, in the order in which they came, where they only grow."""
+        return self.context[len(self.prompt) :]
+
+    @property
+    def length(self) -> int:
+        """Tokens beside those of the prompt."""
+        return len(self.context) - len(self.prompt)
+
+    @property
     def reward(self) -> float:
         return sum(turn.reward for turn in self.turns)
 
     def begin(self, environment: Any) -> None:
         """Start from the prompt in a new environment."""
-        self.environment, self.response, self.turns, self.opening = environment, [], [], 0
-        self.calls, self.begun_s, self.is_behind = [], time.monotonic(), False
+        self.environment, self.context, self.turns, self.opening = environment, list(self.prompt), [], 0
+        self.calls, self.answers, self.begun_s, self.is_behind = [], [], time.monotonic(), False
         self.attempt += 1
 
 
@@ -153,6 +169,9 @@ class EpisodeEngine(RolloutEngine):
         self.chat = ChatTemplate(tokenizer, template)
         self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, options.max_observation_tokens)
         self.style = format_of(self.chat.source, options.tool_format)
+        self.renderer: ConversationRenderer | None = None
+        if options.history == "rerender":
+            self.renderer = ConversationRenderer(self.chat, self.encoder, context.tools)
         self._context = context
         self._calls: CallRunner | None = None
         self.journal: EpisodeJournal | None = None
@@ -187,7 +206,8 @@ class EpisodeEngine(RolloutEngine):
                 raise
             finally:
                 turns.close()
-        return rows_of_episodes(prompts, request, episodes, self.tokenizer.pad_token_id, dtype)
+        make_rows = rows_of_episodes if self.renderer is None else rows_of_turns
+        return make_rows(prompts, request, episodes, self.tokenizer.pad_token_id, dtype)
 
     def sync(self) -> SyncResult:
         return self.engine.sync()
@@ -211,6 +231,8 @@ class EpisodeEngine(RolloutEngine):
             tokens = prompts["prompts"][place][mask].tolist()
             prompt_id = int(prompts["prompt_ids"][place])
             row = {name: values[place] for name, values in columns.items()} | {"prompt_id": prompt_id}
+            if self.renderer is not None:
+                self.renderer.refuse_other_prompt(row)
             seed = derive_seed(self.seed, "environment", request.stream, request.step, prompt_id)
             for sample in range(request.num_samples):
                 number = len(episodes)
@@ -280,9 +302,10 @@ class _Play:
         elif is_timeout:  # the model's own action takes too long: that is scored
             self._finish(episode, "timeout")
         elif record.name == "reset":
-            ids = self._encoded(episode, result.value) if result.value else []
-            episode.opening = len(ids)
-            episode.response += ids
+            if result.value:
+                before = episode.length
+                episode.context = self._continued(episode, result.value)
+                episode.opening = episode.length - before
             self._next_turn(episode)
         else:
             self._stepped(episode, result.value)
@@ -300,14 +323,24 @@ class _Play:
         elif len(episode.turns) >= self.options.max_turns:
             self._finish(episode, "turns")
         else:
-            ids = self._encoded(episode, step.observation)
             turn.observation = step.observation
-            if len(episode.response) + len(ids) >= self.options.max_tokens:
+            context = self._continued(episode, step.observation)
+            if len(context) - len(episode.prompt) >= self.options.max_tokens:
                 self._finish(episode, "tokens")
                 return
-            turn.observed = len(ids)
-            episode.response += ids
+            turn.observed = max(0, len(context) - len(episode.context))
+            episode.context = context
             self._next_turn(episode)
+
+    def _continued(self, episode: Episode, observation: Observation) -> list[int]:
+        """What the next turn follows on, after an observation."""
+        if self.engine.renderer is None:
+            return episode.context + self._encoded(episode, observation)
+        written = None
+        if episode.turns:
+            written = self.engine.renderer.text_of(episode.turns[-1].tokens)
+        episode.answers.append((written, observation))
+        return self.engine.renderer.tokens(episode.row, episode.answers)
 
     def _encoded(self, episode: Episode, observation: Observation) -> list[int]:
         is_chat = episode.row.get("prompt_messages") is not None
@@ -315,14 +348,14 @@ class _Play:
         return self.engine.encoder.encode(observation, is_chat=is_chat, last=last)
 
     def _next_turn(self, episode: Episode) -> None:
-        room = self.options.max_tokens - len(episode.response)
+        room = self.options.max_tokens - episode.length
         if room < 1:
             self._finish(episode, "tokens")
             return
         self.turns.add(
             TurnRequest(
                 episode.number,
-                episode.prompt + episode.response,
+                list(episode.context),
                 episode.prompt_id,
                 episode.sample_key,
                 len(episode.turns),
@@ -334,12 +367,13 @@ class _Play:
         tokens = drawn.tokens
         said = tokens[:-1] if drawn.is_complete else tokens
         text = self.engine.tokenizer.decode(said, skip_special_tokens=False)
-        turn = Turn(len(episode.response), tokens, drawn.log_probs, text, drawn.is_complete)
+        before = [] if self.engine.renderer is None else episode.context
+        turn = Turn(episode.length, tokens, drawn.log_probs, before, text, drawn.is_complete)
         self._write_turn(episode, tokens)
         episode.turns.append(turn)
-        episode.response += tokens
+        episode.context = episode.context + tokens
         if not drawn.is_complete:  # it may parse all the same: what was cut is never carried out
-            is_full = len(episode.response) >= self.options.max_tokens
+            is_full = episode.length >= self.options.max_tokens
             self._finish(episode, "tokens" if is_full else "turn_tokens")
             return
         calls = tuple(parse_calls(text, self.engine.style, self.tools))
@@ -407,7 +441,7 @@ class _Play:
         assert self.journal is not None
         request = self.request
         place = (request.stream, request.step, episode.prompt_id, episode.sample_key, attempt, len(episode.turns), what)
-        return self.journal.key(*place, tokens=[*episode.prompt, *episode.response])
+        return self.journal.key(*place, tokens=episode.context)
 
     def _end_key(self, episode: Episode) -> str:
         assert self.journal is not None
@@ -492,10 +526,10 @@ class _Play:
 
     def _tell_difference(self, episode: Episode) -> None:
         messages = episode.row.get("prompt_messages")
-        if messages is None or len(episode.turns) < 2:
+        if messages is None or len(episode.turns) < 2 or self.engine.renderer is not None:
             return
         turns = [(turn.text, turn.observation if turn.observed else None) for turn in episode.turns]
-        self.engine.encoder.warn_of_difference(messages, turns, episode.prompt + episode.response)
+        self.engine.encoder.warn_of_difference(messages, turns, episode.context)
 
 
 def environment_faults(run: Any) -> Iterator[str]:
@@ -527,6 +561,11 @@ def environment_faults(run: Any) -> Iterator[str]:
         yield f"{said}: rollout.max_new_tokens exceeds environment.max_tokens. Lower it."
     if run.rollout.min_new_tokens:
         yield f"{said}: rollout.min_new_tokens is {run.rollout.min_new_tokens}: a turn ends when it ends. Set it to 0."
+    if environment.history == "rerender" and type(run.algorithm.policy_loss).__name__ == "GSPO":
+        yield (
+            f"{said} with history=rerender: the ratio of algorithm=gspo is of a row, and an episode has several. Set "
+            "environment.history=append, or another algorithm."
+        )
     for role, sharding in run.shardings().items():
         if role == "actor" and type(sharding).__name__ not in ("NoSharding", "DDP"):
             name = type(sharding).__name__

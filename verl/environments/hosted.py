@@ -1,4 +1,5 @@
-"""Environments in processes of their own: a class or functions of the user, gymnasium, textarena, reasoning_gym.
+"""Environments in processes of their own: a class or functions of the user, gymnasium, textarena, reasoning_gym,
+verifiers.
 
 A process that dies, or sends invalid replies, is killed with all of its environments, and their episodes are restarted
 in another process. A process with a hanging call gets no new environments and is killed after its last one.
@@ -14,7 +15,7 @@ import json
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -298,6 +299,37 @@ class HostedDescription(EnvironmentDescription):
     def factory(self, context: BuildContext) -> EnvironmentFactory:
         return HostPool(self)
 
+    def ask(self, what: str, **options: Any) -> Any:
+        """What a process tells of itself when it starts, so that code of the user or a package is not run in this one.
+
+        Args:
+            what: the setting that is to blame where it cannot start.
+        Raises:
+            ConfigError: it does not start.
+        """
+
+        async def started() -> Any:
+            host = Host(self.host_options() | options, self.python or sys.executable)
+            try:
+                return await asyncio.wait_for(host.start(), self.reset_timeout_s)
+            finally:
+                await host.close()
+
+        from verl.http_client.client import EventLoopThread
+
+        thread = EventLoopThread("an environment's description")
+        try:
+            return thread.wait(thread.begin(started()), self.reset_timeout_s + 10)
+        except TimeoutError as error:
+            raise ConfigError(
+                f"environment.{what}: its process did not start within environment.reset_timeout_s "
+                f"{self.reset_timeout_s:g}. Raise that."
+            ) from error
+        except InfraError as error:
+            raise ConfigError(f"environment.{what}: {error}") from error
+        finally:
+            thread.close()
+
 
 @component
 class FunctionEnvironment(HostedDescription):
@@ -397,6 +429,65 @@ class ReasoningGymEnvironment(_PackageEnvironment):
         return self._options("Task", task=self.task)
 
 
+class _VerifiersPool(HostPool):
+    async def start(self) -> None:
+        await super().start()
+        self.tool_names = {
+            tool["name"]: list((tool.get("parameters") or {}).get("properties") or {})
+            for tool in self.described["tools"]
+        }
+
+
+@component
+class VerifiersEnvironment(_PackageEnvironment):
+    """Tasks of the package verifiers (0.4), each an environment of one agent, with the tools and rewards that it has.
+
+    Args:
+        taskset: the id of verifiers' taskset, which is the name of an installed module.
+        paths: directories that are searched for that module too.
+        arguments: further configuration of verifiers' environment, such as {agent: {harness: {id: null}}}. Without it,
+            the harness is a chat in the environment's process, and the runtime a directory of this machine.
+    """
+
+    package: ClassVar[str] = "verifiers"
+    FIRST: ClassVar[int] = 1024  # prompts that are asked for with the tools
+
+    taskset: str
+    paths: tuple[str, ...] = ()
+
+    def host_options(self) -> dict[str, Any]:
+        agent = {"max_turns": self.max_turns, **self.arguments.get("agent", {})}
+        taskset = {"id": self.taskset, **self.arguments.get("taskset", {})}
+        config = {**self.arguments, "taskset": taskset, "agent": agent}
+        paths = [str(Path(path).resolve()) for path in self.paths]
+        path = f"{ADAPTERS / self.package}_adapter.py:Task"
+        return {"kind": "class", "path": path, "arguments": {"config": config, "paths": paths}}
+
+    def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
+        return tuple({"type": "function", "function": tool} for tool in self._described(0)["tools"])
+
+    def prompts(self, count: int) -> Sequence[Sequence[Mapping[str, Any]]]:
+        return self._described(count)["prompts"][:count]
+
+    def _described(self, count: int) -> Any:
+        count = max(count, self.FIRST)
+        return _ask_verifiers(json.dumps(self.host_options(), sort_keys=True), self, count)
+
+    def factory(self, context: BuildContext) -> EnvironmentFactory:
+        return _VerifiersPool(self)
+
+
+_described: dict[tuple[str, str | None, int], Any] = {}
+
+
+def _ask_verifiers(options: str, described: VerifiersEnvironment, count: int) -> Any:
+    """Asked once: a process takes seconds to import the package."""
+    key = options, described.python, count
+    if key not in _described:
+        _described[key] = described.ask(f"taskset is {described.taskset!r}", describe=count)
+    return _described[key]
+
+
 class _ToolPool(HostPool):
     def __init__(self, options: PythonTools):
         super().__init__(options)
@@ -451,24 +542,7 @@ class PythonTools(HostedDescription):
             yield f"path is {self.path!r}: there is no such file."
 
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """Computed in a separate process, so that the user's file is not executed in this one."""
-
-        async def ask() -> Any:
-            host = Host(self.host_options(), self.python or sys.executable)
-            try:
-                return await asyncio.wait_for(host.start(), self.reset_timeout_s)
-            finally:
-                await host.close()
-
-        from verl.http_client.client import EventLoopThread
-
-        thread = EventLoopThread("tool schemas")
-        try:
-            found = thread.wait(thread.begin(ask()), self.reset_timeout_s + 10)
-        except (InfraError, TimeoutError) as error:
-            raise ConfigError(f"environment.path is {self.path!r}: {error}") from error
-        finally:
-            thread.close()
+        found = self.ask(f"path is {self.path!r}")
         return tuple({"type": "function", "function": schema} for schema in found)
 
     def host_options(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class ObservationEncoder:
         """
         messages = as_messages(observation)
         if not is_chat:
-            return [i for message in messages for i in self._content(message["content"])]
+            return [i for message in messages for i in self.content(message["content"])]
         if not messages:
             messages = [{"role": "user", "content": ""}]
         between = self._between(tuple(message["role"] for message in messages))
@@ -102,11 +102,12 @@ class ObservationEncoder:
         if last is not None and last in ids[: len(self._end) or 1] and last in self.stop_ids:
             ids = ids[ids.index(last) + 1 :]
         for message, piece in zip(messages, between[1:], strict=True):
-            ids += self._content(message["content"])
+            ids += self.content(message["content"])
             ids += piece
         return ids
 
-    def _content(self, text: str) -> list[int]:
+    def content(self, text: str) -> list[int]:
+        """Of the content of one message, without special tokens, and without its middle if it is too long."""
         ids = self.plain(text)
         if len(ids) <= self.max_tokens:
             return ids
@@ -136,11 +137,12 @@ class ObservationEncoder:
                 before, _, rest = rest.partition(content)
                 pieces.append(before)
             pieces.append(rest)
-            self._end = self._encoded(short[short.find(said) + len(said) :]) if said in short else []
-            self._pieces[roles] = [self._encoded(piece) for piece in pieces]
+            self._end = self.encoded(short[short.find(said) + len(said) :]) if said in short else []
+            self._pieces[roles] = [self.encoded(piece) for piece in pieces]
         return self._pieces[roles]
 
-    def _encoded(self, text: str) -> list[int]:
+    def encoded(self, text: str) -> list[int]:
+        """Of words of the template, special tokens included."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids) if text else []
 
     def warn_of_difference(
@@ -154,7 +156,7 @@ class ObservationEncoder:
             messages.append({"role": "assistant", "content": text})
             messages += as_messages(observation)
         try:
-            rendered = self._encoded(self.chat.render(messages, "an episode", reply_follows=False))
+            rendered = self.encoded(self.chat.render(messages, "an episode", reply_follows=False))
         except ConfigError as error:
             log.info("The chat template cannot render a whole episode: %s", error)
             self._reported = True

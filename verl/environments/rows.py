@@ -8,12 +8,14 @@ mask         1          0            1          0                  1
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.errors import RolloutError
 from verl.protocol import DataProto
+from verl.protocol.joined_rows import PART
 from verl.rollout.base import GenerationRequest, assemble
 
 if TYPE_CHECKING:
@@ -52,6 +54,120 @@ def rows_of_episodes(
         "turn_ids": turn_ids[:, :cut],
         "turn_rewards": rewards[:, :cut],
         "episode_ids": made["prompt_ids"] * request.num_samples + made["sample_ids"],
+    }
+    return made.union(DataProto.from_dict(fields, non_tensors={"episode": record}))
+
+
+@dataclass(frozen=True)
+class EpisodeSample:
+    """One row of an episode that may have several.
+
+    Attributes:
+        prompt: what the model read.
+        response: from there on; the policy chose what is on the mask, with these log-probs.
+        turns: the turn of each token of the response.
+        rewards: of the environment, by token.
+    """
+
+    prompt: Sequence[int]
+    response: Sequence[int]
+    mask: Sequence[bool]
+    log_probs: Sequence[float]
+    turns: Sequence[int]
+    rewards: Sequence[float]
+
+
+def rows_of_turns(
+    prompts: DataProto, request: GenerationRequest, episodes: Sequence[Episode], pad_id: int, dtype: torch.dtype
+) -> DataProto:
+    """Each turn a row of its own, behind what the model read before it; see `rows_of_samples`."""
+    samples = [
+        [
+            EpisodeSample(
+                turn.before,
+                turn.tokens,
+                [True] * len(turn.tokens),
+                turn.log_probs,
+                [index] * len(turn.tokens),
+                [0.0] * (len(turn.tokens) - 1) + [turn.reward],
+            )
+            for index, turn in enumerate(episode.turns)
+        ]
+        if episode.end != "dropped"
+        else []
+        for episode in episodes
+    ]
+    return rows_of_samples(prompts, request, samples, [episode_record(e) for e in episodes], pad_id, dtype)
+
+
+def rows_of_samples(
+    prompts: DataProto,
+    request: GenerationRequest,
+    samples: Sequence[Sequence[EpisodeSample]],
+    records: Sequence[dict[str, Any]],
+    pad_id: int,
+    dtype: torch.dtype,
+) -> DataProto:
+    """Rows of episodes of several samples each.
+
+    Every episode gets as many rows as that with the most, since the rows of several processes are joined by their
+    number: those that are no part of any have -1 as `episode_tokens`, and `kept_rows` leaves them out.
+
+    Args:
+        samples: of each episode, in the order of `prompts`, `request.num_samples` for each.
+        records: of each episode.
+    """
+    count = max(1, max((len(parts) for parts in samples), default=1))
+    n = request.num_samples
+    own = prompts["prompts"], prompts["prompt_mask"]
+    bare = [own[0][place][own[1][place]].tolist() for place in range(len(prompts))]
+    flat: list[EpisodeSample] = []
+    for number, parts in enumerate(samples):
+        nothing = EpisodeSample(bare[number // n], (), (), (), (), ())
+        flat += [*parts, *[nothing] * (count - len(parts))]
+    longest_prompt = max((len(part.prompt) for part in flat), default=1)
+    width = max(1, max((len(part.response) for part in flat), default=1))
+    total = len(flat)
+    tokens = torch.full((total, longest_prompt), pad_id, dtype=torch.int64)
+    tokens_mask = torch.zeros(total, longest_prompt, dtype=torch.bool)
+    responses = torch.full((total, width), pad_id, dtype=torch.int64)
+    mask, attended = (torch.zeros(total, width, dtype=torch.bool) for _ in range(2))
+    log_probs, rewards = torch.zeros(total, width, dtype=dtype), torch.zeros(total, width)
+    turn_ids = torch.full((total, width), -1, dtype=torch.int64)
+    for row, part in enumerate(flat):
+        tokens[row, longest_prompt - len(part.prompt) :] = torch.tensor(part.prompt)
+        tokens_mask[row, longest_prompt - len(part.prompt) :] = True
+        length = len(part.response)
+        for whole, values in (
+            (responses, part.response),
+            (mask, part.mask),
+            (log_probs, part.log_probs),
+            (turn_ids, part.turns),
+            (rewards, part.rewards),
+        ):
+            whole[row, :length] = torch.tensor(values, dtype=whole.dtype)
+        attended[row, :length] = True
+    whose = torch.arange(len(prompts)).repeat_interleave(n * count)
+    rows = DataProto.from_dict(
+        {
+            "prompts": tokens,
+            "prompt_mask": tokens_mask,
+            "prompt_ids": prompts["prompt_ids"][whose],
+            "group_ids": prompts["group_ids"][whose],
+        }
+    )
+    sample_ids = torch.arange(n).repeat_interleave(count).repeat(len(prompts))
+    made = assemble(rows, 1, responses, mask, log_probs, pad_id, attended, sample_ids)
+    cut = made["responses"].shape[1]
+    of_episodes = mask.sum(dim=1).view(-1, count).sum(dim=1).repeat_interleave(count)
+    parts = torch.tensor([max(1, len(parts)) for parts in samples])
+    is_part = torch.arange(count).repeat(len(samples)) < parts.repeat_interleave(count)
+    record: Any = [record for record in records for _ in range(count)]
+    fields = {
+        "turn_ids": turn_ids[:, :cut],
+        "turn_rewards": rewards[:, :cut],
+        "episode_ids": made["prompt_ids"] * n + sample_ids,
+        PART: torch.where(is_part, of_episodes, -1),
     }
     return made.union(DataProto.from_dict(fields, non_tensors={"episode": record}))
 
@@ -97,7 +213,10 @@ def kept_rows(rows: DataProto) -> DataProto:
     """The rows without dropped episodes."""
     if "episode" not in rows.non_tensor_batch:
         return rows
-    kept = [place for place, episode in enumerate(rows["episode"]) if episode["end"] != "dropped"]
+    is_part = rows.batch[PART] >= 0 if PART in rows.batch else torch.ones(len(rows), dtype=torch.bool)
+    records = list(zip(rows["episode"], is_part.tolist(), strict=True))
+    kept = [place for place, (episode, is_row) in enumerate(records) if is_row and episode["end"] != "dropped"]
+    left_out = sum(is_row and episode["end"] == "dropped" for episode, is_row in records)  # none of these has a turn
     if not kept:
         raise RolloutError(
             "environment: every episode of this step failed for reasons outside of the model, and was left out "
@@ -106,5 +225,6 @@ def kept_rows(rows: DataProto) -> DataProto:
     if len(kept) == len(rows):
         return rows
     chosen = rows[kept]
-    chosen["episode"][0]["left_out"] = len(rows) - len(kept)
+    if left_out:
+        chosen["episode"][0]["left_out"] = left_out
     return chosen

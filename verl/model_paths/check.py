@@ -35,6 +35,7 @@ from verl.model_paths.twin import (
     make_twin,
 )
 from verl.models.call import has_lm_head, takes, unwrapped
+from verl.models.parallel_info import compute_device
 from verl.models.pretrained import quiet_transformers
 from verl.ops.logprobs import response_positions
 from verl.utils.progress import report
@@ -455,9 +456,9 @@ def _is_causal_below(model: Any) -> bool:
 @torch.no_grad()
 def _causality_of_the_model(model: Any) -> str | None:
     """Why a model without a twin cannot be trained, by rows of its own."""
-    device = next(model.parameters()).device
-    if device.type == "meta":
+    if next(model.parameters()).device.type == "meta":
         return None  # its weights come later, and with them the first batch
+    device = compute_device(model)
     size = model.config.get_text_config().vocab_size
     limits = [n for path, n in lengths_in(model.config).items() if LIMIT.search(path.rpartition(".")[2])]
     tolerance = PROBE_TOLERANCES.get(next(model.parameters()).dtype, PROBE_TOLERANCE)

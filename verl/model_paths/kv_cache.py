@@ -21,6 +21,8 @@ class PreallocatedLayer(DynamicLayer):
 
     Args:
         max_length: tokens that will be asked for at most; no more room than that is made.
+        multiple: of which the keys are that `update` returns for a further token: zeros follow the real ones, and the
+            mask leaves them out. Attention then meets one length per so many tokens.
     Attributes:
         shared: keys and values [B / n, H, P, D] before those that `update` returns, or None; see `share`.
     """
@@ -28,9 +30,9 @@ class PreallocatedLayer(DynamicLayer):
     keys: Tensor  # type: ignore[assignment]
     values: Tensor  # type: ignore[assignment]
 
-    def __init__(self, max_length: int):
+    def __init__(self, max_length: int, multiple: int = 1):
         super().__init__()
-        self.max_length = max_length
+        self.max_length, self.multiple = max_length, multiple
         self._buffers: tuple[Tensor, Tensor] | None = None
         self.shared: tuple[Tensor, Tensor] | None = None
 
@@ -43,6 +45,17 @@ class PreallocatedLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() + (self.shared[0].shape[2] if self.shared is not None else 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask is made for."""
+        length, offset = super().get_mask_sizes(query_length)
+        if not self.is_initialized:
+            return length, offset
+        prefix = self.shared[0].shape[2] if self.shared is not None else 0
+        return prefix + self._up(length - prefix), offset
+
+    def _up(self, length: int) -> int:
+        return -(-length // self.multiple) * self.multiple
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if (
@@ -58,7 +71,9 @@ class PreallocatedLayer(DynamicLayer):
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, length : length + added] = states
         self.keys, self.values = (buffer[:, :, : length + added] for buffer in self._buffers)
-        return self.keys, self.values
+        if self.multiple == 1:
+            return self.keys, self.values
+        return self._buffers[0][:, :, : self._up(length + added)], self._buffers[1][:, :, : self._up(length + added)]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if not self.is_initialized:  # a layer that nothing was written to
@@ -80,10 +95,11 @@ class PreallocatedLayer(DynamicLayer):
     def _move(self, needed: int) -> None:
         """Move both into buffers for `needed` tokens and some more."""
         length = self.keys.shape[2]
-        size = max(needed, min(self.max_length, length + max(FIRST_ROOM, length // 2)))
+        size = self._up(max(needed, min(self.max_length, length + max(FIRST_ROOM, length // 2))))
         made = []
         for states in (self.keys, self.values):
-            buffer = states.new_empty(*states.shape[:2], size, states.shape[3])
+            make = states.new_empty if self.multiple == 1 else states.new_zeros
+            buffer = make((*states.shape[:2], size, states.shape[3]))
             buffer[:, :, :length] = states
             made.append(buffer)
         self._buffers = (made[0], made[1])
@@ -107,10 +123,12 @@ def select_rows(cache: Any, rows: Tensor) -> None:
         choose(rows)
 
 
-def preallocated_cache(config: Any, max_length: int) -> DynamicCache:
+def preallocated_cache(config: Any, max_length: int, multiple: int = 1) -> DynamicCache:
     """An empty cache for a model; layers that keep less than everything (sliding windows, states) are as they were."""
     cache = DynamicCache(config=config)
-    cache.layers = [PreallocatedLayer(max_length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [
+        PreallocatedLayer(max_length, multiple) if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
     return cache
 
 

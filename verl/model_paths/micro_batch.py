@@ -117,13 +117,35 @@ class MicroBatch:
             found = tuple(x.to(kind) for x, kind in zip(joined, kinds, strict=True))
         return tuple(self.placed(x) for x in found)
 
-    def _predict_left_aligned(self, call: Callable[..., Tensor]) -> Tensor:
-        x = self.tensors
-        attention = x["attention_mask"]
+    def model_tokens(self) -> tuple[Tensor, Tensor]:
+        """Of each token that the model runs on: its entry [n] of the flattened rows [b * S], and how many response
+        tokens on the mask it predicts [n]: several where rows share a prompt, none for padding.
+        """
+        row, t = self.on_mask
+        if self.packing is not None:
+            entries = self.packing.tokens
+            return entries, torch.bincount(self.packing.predictors.index, minlength=len(entries))
+        attention = self.tensors["attention_mask"]
+        width, columns = attention.shape[1], attention.shape[1] - self.response_width - 1 + t
+        first = torch.arange(len(attention), device=attention.device)[:, None] * width
+        source = torch.arange(width, device=attention.device)
+        if self.is_left_aligned:
+            source, _, padding = self._left_aligned()
+            columns = columns - padding[row, 0]
+        return (first + source).flatten(), torch.bincount(row * width + columns, minlength=attention.numel())
+
+    def _left_aligned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Columns [b S] that rows without padding on the left are made of, their mask, and that padding [b 1]."""
+        attention = self.tensors["attention_mask"]
         padding = attention.long().argmax(dim=1, keepdim=True)  # of the prompt
         place = torch.arange(attention.shape[1], device=attention.device)
         source = (place + padding).clamp(max=attention.shape[1] - 1)
-        mask = attention.gather(1, source) * (place + padding < attention.shape[1])
+        return source, attention.gather(1, source) * (place + padding < attention.shape[1]), padding
+
+    def _predict_left_aligned(self, call: Callable[..., Tensor]) -> Tensor:
+        x = self.tensors
+        attention = x["attention_mask"]
+        source, mask, padding = self._left_aligned()
         ids = x["input_ids"].gather(1, source) * mask
         found = call(input_ids=ids, attention_mask=mask)
         row, t = self.on_mask
@@ -191,7 +213,8 @@ def empty_micro_batch(batch: DataProto) -> MicroBatch:
     tensors = {}
     for name, x in batch.batch.items():
         dims = FIELDS[name].dims if name in FIELDS else ("B",)
-        tensors[name] = x.new_zeros(1, *(widths[dim] for dim in dims[1:]))
+        shape = (widths.get(dim, size) for dim, size in zip(dims[1:], x.shape[1:], strict=len(dims) > 1))
+        tensors[name] = x.new_zeros(1, *shape)
     tensors["attention_mask"][:] = 1
     return MicroBatch(torch.zeros(0, dtype=torch.int64), tensors)
 
@@ -218,7 +241,7 @@ def _packed(
 
 def _cut(name: str, x: Tensor, rows: Tensor, windows: dict[str, slice]) -> Tensor:
     dims = FIELDS[name].dims if name in FIELDS else ("B",)
-    return x[rows][(slice(None), *(windows[dim] for dim in dims[1:]))]
+    return x[rows][(slice(None), *(windows.get(dim, slice(None)) for dim in dims[1:]))]
 
 
 def _alike(prompts: Tensor, responses: Tensor) -> list[Tensor]:

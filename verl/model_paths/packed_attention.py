@@ -134,6 +134,8 @@ def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask that transformers asks for: that of `sdpa`, or where a line is packed a description of it."""
     from transformers.masking_utils import sdpa_mask
 
+    if _has_keys_behind(kwargs):
+        kwargs["allow_is_causal_skip"] = False
     record = _record.get()
     if record is None and not _describing.get():
         return sdpa_mask(*args, **kwargs)
@@ -147,6 +149,15 @@ def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=kwargs.get("device", "cpu"))
     mask.shape_of_mask = shape  # type: ignore[attr-defined]
     return mask
+
+
+def _has_keys_behind(asked: dict[str, Any]) -> bool:
+    """Whether keys that are not there yet follow those of the last query, so that a mask is needed in any case."""
+    lengths = [asked.get(name, 0) for name in ("kv_length", "kv_offset", "q_length", "q_offset")]
+    if not all(isinstance(length, int) for length in lengths):
+        return False
+    keys, first_key, queries, first_query = lengths
+    return first_key + keys > first_query + queries
 
 
 def describe_mask(mask_function: Callable[..., Any], length: int) -> MaskShape | None:
@@ -188,10 +199,11 @@ def attend(
         record.modules.add(id(module))
     if packing is not None:
         return _attend_packed(module, query, key, value, attention_mask, scaling, dropout, packing, others), None
-    shared = None if prefix_of is None else _prefix(prefix_of, module)
-    if shared is not None:
+    layer = None if prefix_of is None else _cache_layer(prefix_of, module)
+    if (shared := getattr(layer, "shared", None)) is not None:
+        assert layer is not None
         refuse_unknown({**others, "sliding_window": None})
-        return _attend_shared(query, *shared, key, value, attention_mask, scaling), None
+        return _attend_shared(query, *shared, key, value, attention_mask, scaling, layer.keys.shape[2]), None
     is_per_head = attention_mask is not None and attention_mask.shape[1] != 1
     if query.shape[2] == 1 and not unknown_keywords(others) and not is_per_head:
         return _attend_one(query, key, value, attention_mask, scaling), None
@@ -215,10 +227,10 @@ def refuse_unknown(given: dict[str, Any]) -> None:
         raise NotImplementedError(f"attention with {', '.join(unknown)} has no such form")
 
 
-def _prefix(cache: Any, module: Any) -> tuple[Tensor, Tensor] | None:
-    """Keys and values that all samples of a prompt share in a layer, where they do."""
+def _cache_layer(cache: Any, module: Any) -> Any:
+    """The layer of a cache that a layer of the model uses, if it has one."""
     layer, layers = getattr(module, "layer_idx", None), cache.layers
-    return getattr(layers[layer], "shared", None) if layer is not None and layer < len(layers) else None
+    return layers[layer] if layer is not None and layer < len(layers) else None
 
 
 def _attend_packed(
@@ -288,11 +300,14 @@ def _attend_shared(
     value: Tensor,
     mask: Tensor | None,
     scaling: float | None,
+    own_keys: int,
 ) -> Tensor:
     """A step of decoding, [b n H 1 D] to [b n 1 H D], where n rows share a prefix [b K P D] that is read once.
 
     One softmax over the scores of both parts, so it is the same attention.
 
+    Args:
+        own_keys: of `key`, those that are there; zeros may follow.
     Raises:
         NotImplementedError: keys and values are not those that the cache has.
     """
@@ -309,7 +324,10 @@ def _attend_shared(
         allowed = mask if mask.dtype == torch.bool else mask > -1
         before = before.masked_fill(~allowed[::n, :, :, :width], float("-inf"))
     before = before.reshape(groups, kinds, n, heads, width).transpose(1, 2).reshape(rows, kinds, heads, width)
-    weights = torch.cat([before, own @ key.transpose(2, 3)], dim=3).softmax(dim=3)
+    after = own @ key.transpose(2, 3)
+    if own_keys < key.shape[2]:
+        after[..., own_keys:] = float("-inf")
+    weights = torch.cat([before, after], dim=3).softmax(dim=3)
     head, tail = weights.split([width, key.shape[2]], dim=3)
     head = head.unflatten(0, (groups, n)).transpose(1, 2).reshape(groups, kinds, n * heads, width)
     found = (head @ prefix_value).reshape(groups, kinds, n, heads, depth).transpose(1, 2)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl.component import Description, component
 from verl.errors import ConfigError
+from verl.models.experts import expert_count
 from verl.resharding.layout import Box
 from verl.utils.external_input import ExternalInputError, checked_path, parse_mapping
 
@@ -73,6 +74,12 @@ class ModelSource(Description):
 
     def layer_count(self) -> int | None:
         """The number of layers, or None where it cannot be known without loading."""
+        return None
+
+    def experts(self) -> tuple[str, int | None] | None:
+        """`model_type` and the experts of a layer (None: it has none), or None where that cannot be known without
+        loading.
+        """
         return None
 
     def policy_fault(self) -> str | None:
@@ -337,6 +344,10 @@ class Pretrained(ModelSource):
 
     def layer_count(self) -> int | None:
         return self._config().get("num_hidden_layers")
+
+    def experts(self) -> tuple[str, int | None] | None:
+        config = self._config()
+        return (config["model_type"], expert_count(config)) if "model_type" in config else None
 
     def value_head(self, name: str = VALUE_HEAD_FILE) -> Path | None:
         file = Path(self.path) / name

@@ -111,6 +111,9 @@ class TinyModel(ModelSource):
     def layer_count(self) -> int:
         return self.num_layers
 
+    def experts(self) -> tuple[str, int | None]:
+        return "qwen2", None
+
     def load_config(self) -> Any:
         from transformers import Qwen2Config
 

@@ -24,20 +24,32 @@ class LossTotals:
 
     Attributes:
         tokens: True entries of the mask.
-        sequences: rows of the mask with at least one.
+        sequences: rows of the mask with at least one, or episodes, where one may have several rows.
     """
 
     tokens: float
     sequences: float
 
     @classmethod
-    def of(cls, mask: Tensor) -> LossTotals:
-        """Count a [B, T] bool mask."""
-        return cls(tokens=float(mask.sum()), sequences=float(mask.any(dim=-1).sum()))
+    def of(cls, mask: Tensor, episode_tokens: Tensor | None = None) -> LossTotals:
+        """Count a [B, T] bool mask.
+
+        Args:
+            episode_tokens: [B] of the whole episode that a row is part of; None where each row is one.
+        """
+        if episode_tokens is None:
+            return cls(tokens=float(mask.sum()), sequences=float(mask.any(dim=-1).sum()))
+        own = mask.sum(dim=-1).double()
+        return cls(tokens=float(own.sum()), sequences=float((own / episode_tokens.clamp(min=1)).sum()))
 
 
 def aggregate(
-    per_token: Tensor, mask: Tensor, mode: str, totals: LossTotals, norm_length: float | None = None
+    per_token: Tensor,
+    mask: Tensor,
+    mode: str,
+    totals: LossTotals,
+    norm_length: float | None = None,
+    episode_tokens: Tensor | None = None,
 ) -> Tensor:
     """The share of these rows in the loss of the batch that `totals` counts.
 
@@ -56,6 +68,7 @@ def aggregate(
         mask: [B, T] bool.
         mode: one of AGGREGATIONS.
         totals: of the whole batch, not of these rows.
+        episode_tokens: [B], where a sequence is an episode of several rows: the tokens of all of them.
         norm_length: tokens that a sequence counts for in seq-mean-token-sum-norm, above 0; the others take none.
     Returns:
         A scalar with gradient.
@@ -64,6 +77,8 @@ def aggregate(
     """
     if mode == "token-mean":
         return masked_sum(per_token, mask) / max(totals.tokens, 1.0)
+    if mode == "seq-mean-token-mean" and episode_tokens is not None:
+        return (masked_sum(per_token, mask, dim=-1) / episode_tokens.clamp(min=1)).sum() / max(totals.sequences, 1.0)
     if mode == "seq-mean-token-mean":
         return masked_mean(per_token, mask, dim=-1).sum() / max(totals.sequences, 1.0)
     if mode == "seq-mean-token-sum":

@@ -4,6 +4,7 @@ concat         Concatenation of batches: equality, re-padding, and facts that mu
 data_proto     DataProto: the batch that roles exchange
 equality       Equality of the values of a batch, and where two of them first differ
 fields         The table of batch fields: what each is called, its dims, dtype, unit, meaning
+joined_rows    Episodes that several rows are parts of: joined, and divided again
 provenance     Provenance: which function produced a field of a batch, and the error that says so
 serialization  Serialization of batches: raw buffers for other processes
 validation     Validation of batch fields: column types and row indices always; finite values, masks

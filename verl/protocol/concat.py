@@ -76,7 +76,7 @@ def join_tensors(
     if is_even and places is None:
         return torch.cat([tensor for tensor, _ in columns])
     sizes = {"B": sum(len(tensor) for tensor, _ in columns), "P": prompt, "T": response, "S": prompt + response}
-    shape = [first.shape[place] if letter == _FREE else sizes[letter] for place, letter in enumerate(dims)]
+    shape = [sizes.get(letter, first.shape[place]) for place, letter in enumerate(dims)]
     on_cpu = empty is not None and first.device.type == "cpu"
     joined = empty(tuple(shape), first.dtype) if on_cpu else first.new_empty(shape)  # type: ignore[misc]
     if not is_even:

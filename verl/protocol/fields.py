@@ -1,6 +1,7 @@
 """The table of batch fields: what each is called, its dims, dtype, unit, meaning, producer and padding.
 
-Dims: B responses, P prompt length, T response length, S = P + T. `[b, t]` always belongs to response token t.
+Dims: B responses, P prompt length, T response length, S = P + T, and L layers with experts, of which a token has K in
+each. `[b, t]` always belongs to response token t.
 """
 
 from __future__ import annotations
@@ -15,9 +16,21 @@ import torch
 from verl.errors import DataProtoValidationError
 from verl.protocol.provenance import Source, contract_error
 
-DIMS = {"B": "responses", "P": "prompt length", "T": "response length", "S": "P + T, prompt and response"}
+DIMS = {
+    "B": "responses",
+    "P": "prompt length",
+    "T": "response length",
+    "S": "P + T, prompt and response",
+    "L": "layers with experts",
+    "K": "experts of a token",
+}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {"int64": (torch.int64,), "bool": (torch.bool,), "float": _FLOATS}
+DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
+    "int64": (torch.int64,),
+    "int16": (torch.int16,),
+    "bool": (torch.bool,),
+    "float": _FLOATS,
+}
 
 # dtypes with less than a byte to an entry, with which torch itself can do next to nothing
 _SUB_BYTE = frozenset(
@@ -38,7 +51,7 @@ class Field:
     Args:
         name: its key in a batch.
         dims: letters of `DIMS`, the first of them B.
-        dtype: `int64`, `bool`, or `float` for any floating dtype.
+        dtype: `int64`, `int16`, `bool`, or `float` for any floating dtype.
         unit: such as `nats`; empty where there is none.
         meaning: one phrase for the glossary.
         producer: who makes it, for the glossary.
@@ -59,8 +72,9 @@ class Field:
     def __post_init__(self):
         dims = tuple(self.dims)
         if dims[:1] != ("B",) or not set(dims) <= set(DIMS) or len(set(dims)) < len(dims):
+            others = ", ".join(name for name in DIMS if name != "B")
             raise DataProtoValidationError(
-                f"dims of `{self.name}` are {dims}: expected B first, then different ones of P, T, S."
+                f"dims of `{self.name}` are {dims}: expected B first, then different ones of {others}."
             )
         if self.dtype not in DTYPES:
             raise DataProtoValidationError(
@@ -219,6 +233,15 @@ _add("policy_version", "B", "int64", "optimizer step", "the step whose weights s
 _add("is_replayed", "B", "bool", "", "the row was drawn in an earlier step", "replay buffer", False)
 _add("is_on_policy", "B", "bool", "", "the weights that gave old_log_probs drew the row", "actor", False)
 _add("rollout_log_probs", "BT", "float", "nats", "log-probability by the engine that sampled", "rollout")
+_add(
+    "routed_experts",
+    "BTLK",
+    "int16",
+    "",
+    "experts that each router chose in the forward pass that token t was sampled from; -1 where that is not known",
+    "rollout",
+    -1,
+)
 _add("old_log_probs", "BT", "float", "nats", "log-probability by the trainer's weights before the update", "actor")
 _add("ref_log_probs", "BT", "float", "nats", "log-probability by the frozen reference", "reference")
 _add("log_probs", "BT", "float", "nats", "log-probability by the weights being updated; carries gradient", "actor")
@@ -230,6 +253,15 @@ _add("returns", "BT", "float", "reward", "what the value of token t should have 
 _add("advantages", "BT", "float", "reward", "how much better token t was than expected", "advantage estimator")
 _add("turn_ids", "BT", "int64", "", "turn of an episode that a token belongs to; -1 on padding", "environment", -1)
 _add("episode_ids", "B", "int64", "", "which rows are parts of one episode", "environment")
+_add(
+    "episode_tokens",
+    "B",
+    "int64",
+    "tokens",
+    "on the masks of all rows of the episode, where it may have several; -1 for no part of any",
+    "environment",
+    -1,
+)
 _add("turn_rewards", "BT", "float", "reward", "of the environment, on the last token of each turn", "environment")
 _add("labels", "BS", "int64", "token id", "the token to learn at each place; -100 is ignored", "SFT data", -100)
 _add("loss_mask", "BS", "bool", "", "places that count in the SFT loss", "SFT data", False)

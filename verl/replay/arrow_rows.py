@@ -46,7 +46,7 @@ class RowField:
     """How a field is kept.
 
     Attributes:
-        kind: P or T for one value a token, B for one (or a block of `shape`) a row.
+        kind: P or T for one value (or a block of `shape`) a token, B for one a row.
         column: its column of the record batch, where that is not called as the field is.
     """
 
@@ -57,7 +57,7 @@ class RowField:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """Of kind B: `shape` in the numbers that Arrow has, of which a complex128 takes two."""
+        """`shape` in the numbers that Arrow has, of which a complex128 takes two."""
         return (*self.shape, 2) if self.dtype == torch.complex128 else self.shape
 
     def as_json(self) -> list[Any]:
@@ -99,7 +99,7 @@ class RowSegment:
                 values = column.flatten() if field.block else column
                 values = values if math.prod(field.block) else values.slice(0, 0)
             else:
-                values, ends[field.kind] = column.values, column.offsets.to_numpy()
+                values, ends[field.kind] = column.values, column.offsets.to_numpy() // (math.prod(field.block) or 1)
             flat[name] = values.to_numpy()
         return cls(batch.num_rows, fields, flat, ends, batch.column(OTHERS), batch.nbytes)
 
@@ -113,7 +113,7 @@ class RowSegment:
         begins = {"B": first, **{kind: int(ends[first]) for kind, ends in self.ends.items()}}
         flat = {}
         for name, field in self.fields.items():
-            size = math.prod(field.block) if field.kind == "B" else 1
+            size = math.prod(field.block)
             flat[name] = np.array(self.flat[name][begins[field.kind] * size :])
         ends = {kind: x[first:] - x[first] for kind, x in self.ends.items()}
         num_bytes = self.num_bytes * (self.num_rows - first) // max(self.num_rows, 1)
@@ -167,7 +167,10 @@ def rows_to_arrow(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.Recor
             arrays[column] = _blocks(values) if field.block else pa.array(values)
         else:
             flat = _unpadded(values, counts[field.kind], is_right=field.kind == "P")
-            arrays[column] = pa.ListArray.from_arrays(offsets[field.kind], pa.array(flat))
+            ends, lists = offsets[field.kind], pa.ListArray
+            if field.block:
+                ends, lists = ends.astype(np.int64) * math.prod(field.block), pa.LargeListArray
+            arrays[column] = lists.from_arrays(ends, pa.array(flat))
     arrays |= {name: pa.array(values) for name, values in index.items()}
     arrays[OTHERS] = pa.array(_json_rows(batch), type=pa.large_string())
     schema_text = json.dumps({name: field.as_json() for name, field in fields.items()})
@@ -201,7 +204,7 @@ def rows_from_arrow(
     tensors: dict[str, Tensor] = {}
     for name, field in fields.items():
         pad: Any = FIELDS[name].pad if name in FIELDS else 0
-        shape = field.shape if field.kind == "B" else (longest[field.kind],)
+        shape = field.shape if field.kind == "B" else (longest[field.kind], *field.shape)
         tensors[name] = torch.full((count, *shape), pad_token_id if pad == "pad_token" else pad, dtype=field.dtype)
     objects: list[dict[str, Any]] = [{}] * count
     for part in parts:
@@ -237,7 +240,7 @@ def _common_fields(parts: Sequence[SegmentRows]) -> dict[str, RowField]:
 
 def _described(field: RowField) -> str:
     dims = "".join(f" {size}" for size in field.shape)
-    return f"[B{dims if field.kind == 'B' else f' {field.kind}'}] {str(field.dtype).removeprefix('torch.')}"
+    return f"[B{'' if field.kind == 'B' else f' {field.kind}'}{dims}] {str(field.dtype).removeprefix('torch.')}"
 
 
 def _rebuilt(tensors: Mapping[str, Tensor], lengths: Mapping[str, np.ndarray], longest: Mapping[str, int]) -> dict:
@@ -272,7 +275,7 @@ def _fill(target: Tensor, field: RowField, name: str, part: SegmentRows) -> None
     if field.kind == "B":
         bits[places] = values.reshape(segment.num_rows, *field.block)[rows]
         return
-    ends = segment.ends[field.kind]
+    ends, values = segment.ends[field.kind], values.reshape(-1, *field.block)
     begins, stops = ends[rows].tolist(), ends[rows + 1].tolist()
     for place, begin, stop in zip(places.tolist(), begins, stops):
         if field.kind == "P":
@@ -289,6 +292,7 @@ def _fill_from_device(target: Tensor, field: RowField, flat: Tensor, part: Segme
         chosen = flat.view(segment.num_rows, *field.block)[torch.from_numpy(rows).to(flat.device)]
         bits[at] = chosen.cpu().to(bits.dtype)
         return
+    flat = flat.view(-1, *field.block)
     ends, width = torch.from_numpy(segment.ends[field.kind].astype(np.int64)), target.shape[1]
     begins, lengths = ends[rows], ends[rows + 1] - ends[rows]
     shift = width - lengths if field.kind == "P" else torch.zeros_like(lengths)
@@ -307,11 +311,11 @@ def _field_of(name: str, tensor: Tensor, taken: Collection[str]) -> RowField:
     column_name = None if column == name else column
     if known is None or known.dims == ("B",):
         return RowField("B", tensor.dtype, tuple(tensor.shape[1:]), column_name)
-    kind = known.dims[-1]
-    if len(known.dims) != 2 or kind not in "PT":
-        expected = "dims [B], [B P] or [B T]: the replay buffer keeps prompts and responses apart"
+    kind = known.dims[1]
+    if kind not in "PT" or set(known.dims[2:]) & {"P", "T", "S"}:
+        expected = "dims [B], [B P ...] or [B T ...]: the replay buffer keeps prompts and responses apart"
         raise contract_error(name, expected, f"dims {known.shape}", None)
-    return RowField(kind, tensor.dtype, (), column_name)
+    return RowField(kind, tensor.dtype, tuple(tensor.shape[2:]), column_name)
 
 
 def _plain(name: str, tensor: Tensor) -> np.ndarray:
@@ -343,7 +347,8 @@ def _unpadded(values: np.ndarray, counts: np.ndarray, is_right: bool) -> np.ndar
     width = values.shape[1]
     if not len(counts) or int(counts.min()) == width:
         return values.reshape(-1)
-    return np.concatenate([row[width - n :] if is_right else row[:n] for row, n in zip(values, counts.tolist())])
+    rows = [row[width - n :] if is_right else row[:n] for row, n in zip(values, counts.tolist())]
+    return np.concatenate(rows).reshape(-1)
 
 
 def _json_rows(batch: DataProto) -> list[str]:

@@ -23,10 +23,13 @@ class Mesh:
     Args:
         dims: (name, size), from the slowest to the fastest: `(("dp", 2), ("tp", 4))` puts ranks 0-3 into one tp group.
         order: the ranks in that arrangement; by default 0, 1, 2, ...
+        joined: (name, dimensions next to each other) that are also seen as one: tensors may be split over each, or over
+            all of them in equal pieces.
     """
 
     dims: tuple[tuple[str, int], ...]
     order: tuple[int, ...] = ()
+    joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.dims]
@@ -43,7 +46,12 @@ class Mesh:
 
     def extent(self, name: str) -> int:
         """The size of a dimension; 1 for one that the mesh does not have."""
-        return dict(self.dims).get(name, 1)
+        return (
+            prod(self.extent(part) for part in parts) if (parts := self._parts(name)) else dict(self.dims).get(name, 1)
+        )
+
+    def _parts(self, name: str) -> tuple[str, ...]:
+        return dict(self.joined).get(name, ())
 
     @cached_property
     def _places(self) -> dict[int, dict[str, int]]:
@@ -57,7 +65,10 @@ class Mesh:
 
     def coordinate(self, rank: int, name: str) -> int:
         """Where a rank stands along a dimension; 0 along one that the mesh does not have."""
-        return self._places[rank].get(name, 0)
+        place = self._places[rank].get(name, 0)
+        for part in self._parts(name):
+            place = place * self.extent(part) + self._places[rank][part]
+        return place
 
     def coordinates(self, name: str) -> np.ndarray:
         """`coordinate` of every rank, [size]."""

@@ -20,6 +20,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from verl.component import BuildContext, component
+from verl.data.chat_template import pinned_date
 from verl.errors import ConfigError, faults_below
 from verl.model_paths.classifier import text_batches_for
 from verl.models.heads import RewardHeadModel, label_fault
@@ -140,7 +141,7 @@ class RewardTokenizer:
         turns = [*(messages or [{"role": "user", "content": prompts[row]}])]
         turns.append({"role": "assistant", "content": responses[row]})
         try:
-            return self.tokenizer.apply_chat_template(turns, tokenize=False)
+            return self.tokenizer.apply_chat_template(turns, tokenize=False, **pinned_date(self.tokenizer))
         except Exception as error:  # a template raises whatever it likes
             roles = ", ".join(str(turn["role"]) for turn in turns)
             expected = f"a chat template that takes the roles {roles} (or set reads=text)"

@@ -37,11 +37,12 @@ class AutoRollout(Rollout):
     takes_stages: ClassVar[bool] = True
 
     can_rest: ClassVar[bool] = True
+    draws_turns: ClassVar[bool] = True
 
     max_model_len: int | None = None
 
-    def with_room_for(self, prompt: int) -> AutoRollout:
-        asked = prompt + self.max_new_tokens
+    def with_room_for(self, prompt: int, response: int | None = None) -> AutoRollout:
+        asked = prompt + (self.max_new_tokens if response is None else response)
         return self if self.max_model_len is not None else replace(self, max_model_len=asked)
 
     def attach(

@@ -37,6 +37,8 @@ class Rollout(Description):
         max_new_tokens: a response is cut after so many tokens.
         min_new_tokens: no stop token is drawn before so many tokens.
         stop_token_ids: end a response, in addition to the model's own end-of-text tokens; kept in the response.
+        router_replay: the experts that routers chose for sampled tokens are recorded (`routed_experts`), and used
+            again where the actor scores and learns from these tokens.
     Attributes:
         runs_ahead: the engine has its own copy of the weights, so it can generate while the trainer updates them.
         can_rest: the engine can give back GPU memory between the last response of a step and the next sync.
@@ -46,6 +48,7 @@ class Rollout(Description):
         call_timeout_s: how long an engine in another process may make no progress; 0 for an engine in this process.
         draws_turns: the engine can generate single turns of an episode, as `environment` needs; see
             `RolloutEngine.turns`.
+        tells_experts: the engine can record which experts were chosen, as `router_replay` needs.
     """
 
     runs_ahead: ClassVar[bool] = False
@@ -55,6 +58,7 @@ class Rollout(Description):
     takes_stages: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 0.0
     draws_turns: ClassVar[bool] = False
+    tells_experts: ClassVar[bool] = False
 
     temperature: PositiveFloat = 1.0
     top_k: NonNegativeInt = 0
@@ -62,8 +66,14 @@ class Rollout(Description):
     max_new_tokens: PositiveInt = 128
     min_new_tokens: NonNegativeInt = 0
     stop_token_ids: tuple[int, ...] = ()
+    router_replay: bool = False
 
     def faults(self) -> Iterator[str]:
+        if self.router_replay and not self.tells_experts:
+            yield (
+                f"router_replay is true: {type(self).__name__} does not tell which experts were chosen. Set it to "
+                "false, or rollout=hf."
+            )
         if self.min_new_tokens > self.max_new_tokens:
             limit = self.max_new_tokens
             yield f"min_new_tokens is {self.min_new_tokens}: must lie between 0 and max_new_tokens {limit}."
@@ -83,8 +93,12 @@ class Rollout(Description):
             ConfigError: it is not installed on this machine.
         """
 
-    def with_room_for(self, prompt: int) -> Rollout:
-        """A copy for prompts of at most this many tokens, for engines that allocate memory by sequence length."""
+    def with_room_for(self, prompt: int, response: int | None = None) -> Rollout:
+        """A copy for prompts of at most this many tokens, for engines that allocate memory by sequence length.
+
+        Args:
+            response: tokens after the prompt, those of a whole episode; None for `max_new_tokens`.
+        """
         return self
 
     def attach(
@@ -279,6 +293,8 @@ def assemble(
     log_probs: Tensor,
     pad_id: int,
     attended: Tensor | None = None,
+    routed: Tensor | None = None,
+    sample_ids: Tensor | None = None,
 ) -> DataProto:
     """Join prompts and their responses into the rows that training reads.
 
@@ -288,6 +304,8 @@ def assemble(
         pad_id: fills the places without a token.
         attended: [b * num_samples, T], True on all tokens of the response, including those that the policy did not
             sample; None if it sampled all of them.
+        routed: [b * num_samples, T layers k], experts of each token, -1 off the mask; None if not recorded.
+        sample_ids: [b * num_samples]; None to count them.
     Returns:
         B = b * num_samples rows with the fields of prompts, and `sample_ids`, `input_ids`, `attention_mask`,
         `position_ids`, `responses`, `response_mask`, `rollout_log_probs`; T is the longest response.
@@ -302,7 +320,7 @@ def assemble(
     attention = torch.cat([rows.batch["prompt_mask"], attended], dim=1).long()
     made = DataProto.from_dict(
         {
-            "sample_ids": torch.arange(num_samples).repeat(len(prompts)),
+            "sample_ids": torch.arange(num_samples).repeat(len(prompts)) if sample_ids is None else sample_ids,
             "input_ids": torch.cat([rows.batch["prompts"], responses], dim=1),
             "attention_mask": attention,
             "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),
@@ -311,6 +329,8 @@ def assemble(
             "rollout_log_probs": log_probs[:, :width].masked_fill(~mask, 0.0),
         }
     )
+    if routed is not None:
+        made = made.union(DataProto.from_dict({"routed_experts": routed[:, :width].clone()}))
     made = rows.union(made)
     refuse_wrong_responses(made)
     return made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor
 
 from verl.component import BuildContext, component
 from verl.model_paths.check import paths_for
-from verl.model_paths.decode import Choose, Decoder
+from verl.model_paths.decode import Choose, Decoder, allowed, key_multiple, padded_keys_distance
+from verl.model_paths.expert_routing import routing_of
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.protocol import DataProto
 from verl.rollout.base import (
@@ -24,6 +27,8 @@ from verl.rollout.base import (
     stop_tokens,
 )
 from verl.rollout.token_sampler import TokenSampler
+
+log = logging.getLogger(__name__)
 
 NOISE_TOKENS = 64  # positions whose noise is made at a time
 
@@ -42,6 +47,7 @@ class HFRollout(Rollout):
     may_change: ClassVar[bool] = True
     takes_stages: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
+    tells_experts: ClassVar[bool] = True
 
     max_rows: PositiveInt = 512
     share_prefix: bool = True
@@ -60,8 +66,10 @@ class HFSampler(RolloutEngine):
         self.options, self.model, self.seed, self.autocast = options, model, seed, autocast
         self.pad_id = tokenizer.pad_token_id
         self.device = compute_device(model)
+        self.routing = routing_of(model) if options.router_replay else None
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
         self._stops = tuple(self.stop_ids.tolist())
+        self._key_multiple: int | None = None  # of lengths of keys, on another device than a CPU; found with the first
         self._keeps_slots: bool | None = None  # whether turns may keep keys and values; found with the first episode
 
     @torch.no_grad()
@@ -86,8 +94,11 @@ class HFSampler(RolloutEngine):
         responses = torch.full(shape, self.pad_id, dtype=torch.int64)
         mask = torch.zeros(shape, dtype=torch.bool)
         log_probs = torch.zeros(shape, dtype=torch.promote_types(self.model.dtype, torch.float32))
-        lengths = prompts.batch["prompt_mask"].sum(dim=1)
-        decoder = self._decoder(int(lengths.max()) if len(prompts) else 0)
+        lengths, routed = prompts.batch["prompt_mask"].sum(dim=1), None
+        if self.routing is not None:
+            routed = torch.full((*shape, self.routing.layers, self.routing.top_k), -1, dtype=torch.int16)
+        longest = int(lengths.max()) if len(prompts) else 0
+        decoder = replace(self._decoder(longest), key_multiple=self._proven_key_multiple(longest))
         for rows in decoder.batches(lengths, options.max_rows // n):
             part = prompts[rows].to(self.device)
             width = int(lengths[rows].max())
@@ -95,9 +106,11 @@ class HFSampler(RolloutEngine):
             with computing_in(self.autocast, self.model):
                 out = decoder.decode(tokens, attention, n, self.chooser(part, request))
             target = (rows[:, None] * n + torch.arange(n)).flatten()
-            for whole, made in ((responses, out.responses), (mask, out.mask), (log_probs, out.log_probs)):
-                whole[target] = made.to(whole.device)
-        return assemble(prompts, n, responses, mask, log_probs, self.pad_id)
+            pairs = [(responses, out.responses), (mask, out.mask), (log_probs, out.log_probs), (routed, out.routed)]
+            for whole, made in pairs:
+                if whole is not None:
+                    whole[target] = made.to(whole.device)
+        return assemble(prompts, n, responses, mask, log_probs, self.pad_id, routed=routed)
 
     def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
         """See `RolloutEngine.turns`; the draws depend on (seed, stream, step, prompt, sample, turn, position) alone."""
@@ -111,6 +124,24 @@ class HFSampler(RolloutEngine):
         slots = num_slots(self.model, limits, self.options.max_rows) if self._keeps_slots else 0
         return turn_engine(self.model, self.autocast, decoder, sampler, self.stop_ids, slots, self._keeps_slots)
 
+    def _proven_key_multiple(self, longest_prompt: int) -> int:
+        """Of which lengths of keys are: on a GPU 64, where that was shown to be right for this model."""
+        if self._key_multiple is None:
+            self._key_multiple = key_multiple(self.device)
+            if self._key_multiple > 1:
+                decoder = replace(self._decoder(longest_prompt), key_multiple=self._key_multiple)
+                longest = longest_prompt + self.options.max_new_tokens
+                try:
+                    with computing_in(self.autocast, self.model):
+                        far = padded_keys_distance(decoder, self.device, longest)
+                    fault = None if far <= allowed(self.model, self.autocast) else f"log-probs differ by {far:.3g} nats"
+                except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
+                    fault = f"{type(error).__name__}: {error}"
+                if fault is not None:
+                    log.warning("Each new token has a length of keys of its own: %s.", fault)
+                    self._key_multiple = 1
+        return self._key_multiple
+
     def _decoder(self, longest_prompt: int) -> Decoder:
         options = self.options
         return Decoder(
@@ -123,6 +154,7 @@ class HFSampler(RolloutEngine):
             is_exact=self.autocast is None and self.model.dtype in (torch.float32, torch.float64),
             shares=options.share_prefix,
             drops=options.drop_finished,
+            routing=self.routing,
         )
 
     def chooser(self, prompts: DataProto, request: GenerationRequest) -> Choose:

@@ -23,9 +23,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from verl.errors import ConfigError
-from verl.model_paths.decode import Decoder
+from verl.model_paths.decode import Decoder, allowed, key_multiple
 from verl.models.call import call_model
-from verl.models.parallel_info import Autocast, computing_in
+from verl.models.parallel_info import Autocast, compute_device, computing_in
 from verl.ops.logprobs import log_probs_of
 from verl.rollout.base import DrawnTurn, TurnEngine, TurnLimits, TurnRequest
 from verl.rollout.token_sampler import TokenSampler
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 PREFILL_TOKENS = 8192  # of one forward pass, padding included
 FIRST_LENGTH = 64  # tokens of a slot; it grows by half
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # nats between slots and a plain forward pass; others 0.3
 
 
 class SlotLayer(DynamicLayer):
@@ -107,7 +106,7 @@ class SlotModel:
 
     def __init__(self, model: Any, autocast: Autocast, num_slots: int):
         self.model, self.autocast = model, autocast
-        self.device = model.device
+        self.device = compute_device(model)
         self.cache = SlotCache(model.config, num_slots)
 
     def read(self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -131,6 +130,8 @@ class SlotModel:
         targets = rows[:, None].expand_as(ids).masked_fill(is_pad, self.cache.num_slots)
         width = max(start + length for start, length in zip(starts, lengths, strict=True))
         width = max(FIRST_LENGTH, width) if self.cache.layers[0].keys is None else width
+        multiple = key_multiple(self.device)
+        width = -(-width // multiple) * multiple
         rows, targets, positions, ids = (x.to(self.device) for x in (rows, targets, positions, ids))
         self.cache.place(rows, targets, positions, width)
         mask = (torch.arange(width, device=self.device) <= positions[:, :, None])[:, None]
@@ -164,6 +165,7 @@ def slots_distance(model: Any, autocast: Autocast) -> float:
     size = model.config.get_text_config().vocab_size
     rows = [[(7 * i + 3 * row) % size for i in range(length)] for row, length in enumerate((11, 5))]
     slots = SlotModel(model, autocast, 3)
+    device = compute_device(model)
     found = [
         slots.read([2, 0], [0, 0], [rows[0][:6], rows[1][:2]]),
         slots.read([0, 2], [2, 6], [rows[1][2:], rows[0][6:]]),
@@ -172,7 +174,7 @@ def slots_distance(model: Any, autocast: Autocast) -> float:
     worst = 0.0
     for step, cuts in enumerate(((6, 2), (11, 5))):
         for row, cut in enumerate(cuts):
-            ids = torch.tensor([rows[row][:cut]], device=model.device)
+            ids = torch.tensor([rows[row][:cut]], device=device)
             with computing_in(autocast, model):
                 plain = call_model(model, input_ids=ids, use_cache=False).logits[0, -1]
             gap = plain.float().log_softmax(-1) - found[step][row].float().log_softmax(-1)
@@ -439,9 +441,7 @@ def prove_slots(model: Any, autocast: Autocast, decoder: Decoder) -> bool:
         except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
             fault = f"{type(error).__name__}: {error}"
         else:
-            narrow = autocast is not None
-            allowed = 0.3 if narrow else TOLERANCE.get(model.dtype, 0.3)
-            fault = None if distance <= allowed else f"log-probs differ by {distance:.3g} nats"
+            fault = None if distance <= allowed(model, autocast) else f"log-probs differ by {distance:.3g} nats"
     if fault is not None:
         log.warning("Each turn of an episode is computed from its whole row: %s.", fault)
     return fault is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import marshal
 import os
 import select
@@ -22,11 +23,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl.errors import ConfigError
 from verl.sandbox import seccomp
 from verl.sandbox.base import CodeRunner, ExecutionResult, Outcome, Program, closed_error, outcome_of
+from verl.sandbox.cgroup import CgroupError, JailGroup, JailGroups
 
 if TYPE_CHECKING:
     from verl.sandbox.jail import Jail, JailCommand
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0  # of one jail; 10 ms on an idle machine
 END_TIMEOUT_S = 10.0  # from SIGKILL to the end of a jail
@@ -44,12 +49,18 @@ class _JailProcess:
     Attributes:
         process: bubblewrap outside of the jail, which ends with it.
         control: connection to the first process of the jail.
-        first: process id of the jail's first process, as info_reader from outside.
+        first: process id of the jail's first process, as seen from outside.
+        group: its cgroup, made by `groups`; None without.
     """
 
     process: subprocess.Popen
     control: socket.socket
     first: int
+    groups: JailGroups | None = None
+    group: JailGroup | None = None
+
+    def ran_out_of_memory(self) -> bool:
+        return self.group is not None and self.group.ran_out_of_memory()
 
     def kill(self) -> None:
         """Kill the whole jail and wait for its end."""
@@ -64,6 +75,9 @@ class _JailProcess:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+        if self.groups is not None and self.group is not None:
+            self.groups.remove(self.group)
+            self.group = None
 
 
 class JailFailed(Exception):
@@ -78,6 +92,7 @@ class JailPool(CodeRunner):
     def __init__(self, described: Jail, command: JailCommand):
         super().__init__(described)
         self._command, self._filter = command, seccomp.program()
+        self.groups = _groups_for(described)
         self._slots = threading.BoundedSemaphore(described.max_concurrency)
         self._changed = threading.Condition()
         self._warm: deque[_JailProcess] = deque()
@@ -118,6 +133,8 @@ class JailPool(CodeRunner):
             maker.join(START_TIMEOUT_S)
         while self._warm:
             self._warm.pop().kill()
+        if self.groups is not None:
+            self.groups.close()
 
     # Jails that stand ready
 
@@ -210,7 +227,40 @@ class JailPool(CodeRunner):
             said = process.stderr.read(2000).decode(errors="replace").strip()
             jail.kill()
             raise JailFailed(f"a jail cannot be made on this machine: {said or f'exit status {process.returncode}'}")
+        if self.groups is not None:
+            self._put_in_group(jail, self.groups)
         return jail
+
+    def _put_in_group(self, jail: _JailProcess, groups: JailGroups) -> None:
+        described = self.described
+        try:
+            jail.groups = groups
+            jail.group = groups.make(group_bytes(described, described.memory_mib), described.max_processes + 1)
+            jail.group.add(jail.first)
+        except CgroupError as error:
+            jail.kill()
+            raise JailFailed(f"a jail has no cgroup: {error}") from error
+
+
+def _groups_for(described: Jail) -> JailGroups | None:
+    """Raises ConfigError: groups are required, and this process may make none."""
+    if described.cgroups == "off":
+        return None
+    found = JailGroups.find()
+    if isinstance(found, JailGroups):
+        return found
+    if described.cgroups == "required":
+        raise ConfigError(
+            f"cgroups is required: {found}. Run as root, or in a group that is yours (systemd-run --user --scope), or "
+            "set auto."
+        )
+    log.info("Jails have no cgroups (%s): memory of all processes of one is looked at, not limited.", found)
+    return None
+
+
+def group_bytes(described: Jail, memory_mib: int) -> int:
+    """What the processes of a jail may use together, with what they write to /tmp, which is memory."""
+    return (memory_mib + INTERPRETER_MIB + described.disk_mib) * 2**20
 
 
 class _Execution:
@@ -221,6 +271,7 @@ class _Execution:
         self._timeout_s, self._memory_mib = pool.limits(program)
         self._texts: dict[int, bytearray] = {}
         self._cut: Outcome | None = None
+        self._ran_out = False
 
     def result(self, started: float) -> ExecutionResult:
         jail = self._jail
@@ -228,7 +279,8 @@ class _Execution:
             self._hand_over()
             self._watch(time.monotonic() + self._timeout_s)
             report = self._report()
-            if report is None and self._cut is None:
+            self._ran_out = jail.ran_out_of_memory()
+            if report is None and self._cut is None and not self._ran_out:
                 raise JailFailed("a jail ended without a report of its program")
         finally:
             jail.kill()
@@ -241,8 +293,10 @@ class _Execution:
         program = {"code": self._program.code, "files": contents, "limits": self._limits()}
         text = marshal.dumps(program, 2)  # the form of any Python 3
         try:
+            if self._jail.group is not None:
+                self._jail.group.limit_memory(group_bytes(self._described, self._memory_mib))
             self._jail.control.sendall(len(text).to_bytes(8, "little") + text)
-        except OSError as error:
+        except (OSError, CgroupError) as error:
             raise JailFailed(f"a jail ended before it had its program ({error})") from error
 
     def _limits(self) -> dict[str, int]:
@@ -283,7 +337,7 @@ class _Execution:
                 return
             if now >= look:
                 look = now + LOOK_EVERY_S
-                if memory_mib(self._jail.first) > self._memory_mib + INTERPRETER_MIB:
+                if self._is_above_memory():
                     self._cut = "memory"
                     return
             for fd, _ in poll.poll(max(1.0, 1000 * (min(look, deadline) - now))):
@@ -312,8 +366,13 @@ class _Execution:
         while self._cut is None and not select.select([self._jail.control], [], [], LOOK_EVERY_S)[0]:
             if time.monotonic() >= deadline:
                 self._cut = "timeout"
-            elif memory_mib(self._jail.first) > self._memory_mib + INTERPRETER_MIB:
+            elif self._is_above_memory():
                 self._cut = "memory"
+
+    def _is_above_memory(self) -> bool:
+        if self._jail.ran_out_of_memory():
+            return True
+        return memory_mib(self._jail.first) > self._memory_mib + INTERPRETER_MIB
 
     def _is_too_much(self, text: bytearray, piece: bytes) -> bool:
         most = self._described.max_output_kib * 1024
@@ -332,6 +391,8 @@ class _Execution:
             return None
 
     def _outcome(self, report: tuple[int, float] | None, stderr: str) -> tuple[Outcome, int | None]:
+        if self._ran_out:  # a process of it was ended, whatever became of the others
+            return "memory", None
         if self._cut is not None or report is None:
             return self._cut or "infra", None
         status = os.waitstatus_to_exitcode(report[0])

@@ -14,6 +14,7 @@ from verl.cluster.placement import Placement
 from verl.component import Description, component
 from verl.monitoring.config import Monitoring
 from verl.trainer.timers import Profile
+from verl.utils import torchrun
 
 LONGEST_NAME = 200  # bytes, of 255 that file systems allow: suffixes follow
 
@@ -83,9 +84,9 @@ class LoopSettings(Description):
     @property
     def spans_machines(self) -> bool:
         """Whether workers may be on other machines than the driver."""
-        return False
+        return torchrun.joined_hosts() is not None
 
-    machines_advice: ClassVar[str] = ""
+    machines_advice: ClassVar[str] = ", or start the run with `torchrun --nnodes=N` on each machine (docs/hosts.md)"
 
     def num_steps(self, steps_per_epoch: int) -> int:
         """Steps of the whole run."""
@@ -122,13 +123,16 @@ class PPOSettings(LoopSettings):
             yield "rollout_ahead is 1: with repeat_first_batch every batch is the first. Set rollout_ahead=0."
 
     machines_advice: ClassVar[str] = (
-        ", or join machines with Ray: `ray start --head` on one, `ray start --address=HEAD:6379` on the others, "
+        ", or start the run with `torchrun --nnodes=N` on each machine (docs/hosts.md), or join machines with Ray: "
+        "`ray start --head` on one, `ray start --address=HEAD:6379` on the others, "
         "and trainer=ray trainer.placement.address=auto on the first (docs/ray.md)"
     )
 
     @property
     def spans_machines(self) -> bool:
-        return self.placement is not None and self.placement.spans_machines
+        if self.placement is None:
+            return torchrun.joined_hosts() is not None
+        return self.placement.spans_machines
 
 
 @component

@@ -32,6 +32,7 @@ from verl.monitoring.ppo_metrics import evaluation_metrics, experience_metrics, 
 from verl.ops.counter_rng import EVALUATION, TRAINING
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
+from verl.protocol.joined_rows import divided, joined_episodes, last_parts, rows_by_episode
 from verl.rollout.base import GenerationRequest
 from verl.trainer.ppo_lifecycle import PPOLifecycle
 from verl.utils.seeding import derive_seed
@@ -40,6 +41,7 @@ PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
 EPISODE_FIELDS = ["turn_ids", "turn_rewards", "episode_ids"]
 DRIVER_FIELDS = [*PROMPT_FIELDS, *EPISODE_FIELDS, "is_replayed", "is_on_policy"]  # that no role reads in an update
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+ROUTED_FIELDS = ["routed_experts", "rollout_log_probs"]  # that the actor reads before an update, under router replay
 
 
 class PPOTrainer(PPOLifecycle):
@@ -107,7 +109,8 @@ class PPOTrainer(PPOLifecycle):
         found = []
         if self.algorithm.needs_old_log_probs:
             with self.stages.stage("old") as note:
-                drawn = rollout.select([*SEQUENCE_FIELDS, "policy_version"], non_tensor_batch_keys=[])
+                routed = ROUTED_FIELDS if "routed_experts" in rollout else []
+                drawn = rollout.select([*SEQUENCE_FIELDS, "policy_version", *routed], non_tensor_batch_keys=[])
                 found.append(self.actor.compute_log_probs(drawn).result())
                 note.say("log-probs of the responses under the present policy")
         if self.reference is not None:
@@ -126,12 +129,14 @@ class PPOTrainer(PPOLifecycle):
         """Compute advantages: subtract the KL penalty from the scores and assign credit to tokens."""
         kl = copy.copy(self.kl)  # a step that is skipped leaves its coefficient as it was
         with self.stages.stage("adv") as note:
-            rewards, metrics = self.kl.shape_rewards(scored)
-            scored = scored.union(DataProto.from_dict({"token_level_rewards": rewards}))
-            credit = self.algorithm.advantage(scored)
-            weights, found = self.reuse.weights(scored)
+            episodes = joined_episodes(scored)  # the rows themselves, unless an episode has several
+            rewards, metrics = self.kl.shape_rewards(episodes)
+            shaped = DataProto.from_dict({"token_level_rewards": rewards})
+            episodes = episodes.union(shaped)
+            credit = self.algorithm.advantage(episodes)
+            weights, found = self.reuse.weights(episodes)
             credit, metrics = (credit if weights is None else weight_advantages(credit, weights)), metrics | found
-            experience = scored.union(credit)
+            experience = scored.union(divided(shaped, scored), divided(credit, scored))
             note.say(type(self.algorithm.advantage).__name__)
         try:
             self.guard.inspect(experience, "credit")
@@ -144,13 +149,15 @@ class PPOTrainer(PPOLifecycle):
         """Update the critic, then the actor, on shuffled mini-batches."""
         metrics: dict[str, float] = {}
         self.saving.wait_copied()
-        rows = experience.select([name for name in experience.batch if name not in DRIVER_FIELDS], [])
+        read = experience.select([name for name in experience.batch if name not in DRIVER_FIELDS], [])
         for name, role in (("critic", self.critic), ("actor", self.actor)):
             if role is None:
                 continue
+            unread = () if name == "actor" else ("routed_experts",)  # of the actor's routers
+            rows = read.select([field for field in read.batch if field not in unread], [])
             with self.stages.stage(f"update_{name}") as note:
                 updates = []
-                for part in self._mini_batches(len(rows), step):
+                for part in self._mini_batches(experience, step):
                     updates.append(role.update(self.guard.planted(rows[part])).result())
                     self.guard.judge(name, updates[-1], lambda part=part: experience[part])
                 metrics |= {key if "/" in key else f"{name}/{key}": x for key, x in mean_of(updates).items()}
@@ -188,11 +195,11 @@ class PPOTrainer(PPOLifecycle):
         return rollout
 
     def _judge(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        return self._rated(self._respond(prompts, request))
+        return last_parts(self._rated(self._respond(prompts, request)))
 
     def _rated(self, rows: DataProto) -> DataProto:
-        """Rows with their rewards; the only caller of the reward, in training and evaluation."""
-        return rows.union(self.reward.score(rows))
+        """Rows with their rewards: the one place where the reward is asked, in training and in evaluation."""
+        return rows.union(divided(self.reward.score(joined_episodes(rows)), rows))
 
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Rows with responses, the data columns, and the response texts."""
@@ -207,7 +214,7 @@ class PPOTrainer(PPOLifecycle):
         if is_training:
             self.lengths.note(rows)
         texts: Any = response_texts(rows, self.tokenizer)
-        columns = prompts.select([], list(prompts.non_tensor_batch)).repeat(request.num_samples)
+        columns = prompts.select([], list(prompts.non_tensor_batch))[rows["group_ids"]]
         return kept_rows(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
 
     def _rest(self) -> None:
@@ -229,11 +236,13 @@ class PPOTrainer(PPOLifecycle):
         columns = list(prompts.non_tensor_batch) if self.description.environment is not None else []
         return self.lengths.beside(prompts.select(PROMPT_FIELDS, columns), request.num_samples)
 
-    def _mini_batches(self, rows: int, step: int) -> Iterator[Tensor]:
+    def _mini_batches(self, experience: DataProto, step: int) -> Iterator[Tensor]:
+        episodes = rows_by_episode(experience)  # of which none is cut
         for epoch in range(self.algorithm.epochs):
             generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "mini-batches", step, epoch))
-            order = torch.randperm(rows, generator=generator)
-            yield from (part for part in order.tensor_split(self.algorithm.mini_batches) if len(part))
+            order = torch.randperm(len(experience if episodes is None else episodes), generator=generator)
+            parts = (part for part in order.tensor_split(self.algorithm.mini_batches) if len(part))
+            yield from parts if episodes is None else (torch.cat([episodes[i] for i in part]) for part in parts)
 
 
 def _grouped(prompts: DataProto) -> DataProto:

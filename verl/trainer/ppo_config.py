@@ -11,6 +11,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.config import Checkpointing
 from verl.component import BuildContext, Description, component
 from verl.data.base import PromptSource
+from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.sharding import Sharding
 from verl.environments.base import EnvironmentDescription
 from verl.environments.episode_loop import environment_faults
@@ -24,6 +25,7 @@ from verl.tracking.base import Trackers
 from verl.trainer.config import PPOSettings
 from verl.trainer.one_step_off import ahead_faults
 from verl.trainer.setup import RoleSharding, resume_faults, saving_faults, sharding_faults
+from verl.utils import torchrun
 from verl.workers.actor import Actor
 from verl.workers.base import TrainedRole
 from verl.workers.colocated import reference_sharding
@@ -110,12 +112,31 @@ def _rollout_faults(run: Any) -> Iterator[str]:
             f"environment is {type(run.environment).__name__}: episodes were not tried with an actor in {stages} "
             "pipeline stages (sharding.pp). Set sharding.pp=1."
         )
+    if run.rollout.router_replay:
+        yield from _router_replay_faults(run, shardings["actor"].degrees(_processes(run, shardings)["actor"]))
     limit_s = getattr(shardings["actor"], "timeout_s", float("inf"))
     if is_divided and run.rollout.call_timeout_s >= limit_s:
         yield (
             f"rollout.call_timeout_s is {run.rollout.call_timeout_s:g}: while a process waits so long for its engine, "
             f"its siblings give it up after sharding.timeout_s {limit_s:g}. Set rollout.call_timeout_s lower, or "
             "sharding.timeout_s higher."
+        )
+
+
+def _router_replay_faults(run: Any, degrees: ParallelDegrees) -> Iterator[str]:
+    kind = run.actor.model.experts()
+    if kind is not None and kind[1] is None:
+        yield f"rollout.router_replay is true: actor.model is a {kind[0]}, which has no experts. Set it to false."
+    for name in ("tp", "pp"):
+        if (size := getattr(degrees, name)) > 1:
+            yield (
+                f"rollout.router_replay is true: it was not tried with {name} {size}, where a process does not see all "
+                "that routers choose. Set it to false, or divide the actor by FSDP and sharding.ep."
+            )
+    if run.environment is not None:
+        yield (
+            f"rollout.router_replay is true: it was not tried with episodes (environment is "
+            f"{type(run.environment).__name__}). Set it to false."
         )
 
 
@@ -139,6 +160,11 @@ def _placement_faults(run: Any) -> Iterator[str]:
     if placement is None:
         return
     size = settings.n_gpus_per_node * settings.nnodes
+    if torchrun.joined_hosts() is not None:
+        yield (
+            f"trainer.placement is a {type(placement).__name__}: torchrun has started a worker of all roles for each "
+            "of its processes on several hosts. Set trainer=local, or start the run by itself."
+        )
     for fault in placement.faults_with(run.shardings(), size):
         yield f"trainer.placement.{fault}"
     if settings.profile is not None:

@@ -36,6 +36,7 @@ from verl.trainer.state.driver_state import (
     load_parts,
     states_of,
 )
+from verl.trainer.state.run_date import go_on_from, run_date, with_day
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import TrainResult, fit
 from verl.utils.seeding import derive_seed, seed_everything
@@ -57,7 +58,7 @@ class PPOLifecycle:
 
     def __init__(self, run: PPORun, context: BuildContext):
         self.restarts: list[str] = []
-        self._context = context
+        self._context = context = with_day(context)  # the same where it is built anew
         self._build(run, context)
 
     def _build(self, run: PPORun, context: BuildContext) -> None:
@@ -80,14 +81,11 @@ class PPOLifecycle:
                 context,
                 chat_template=getattr(run.data, "chat_template", None),
                 tools=() if run.environment is None else run.environment.tool_schemas(),
+                prompts=None if run.environment is None else run.environment.prompts,
             )
-            with faults_below("data"):
-                splits = run.data.build(context)
-            self.train_data, self.eval_data = splits.train, splits.eval
+            self.date = run_date(context, context.chat_template)
+            self._load_data(run, context)
             self._refuse_missing_columns(run.reward)
-            self.data_counts = report_counts(splits)
-            self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
-            self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
             if run.reward_as_role is None:
                 with faults_below("reward"):
                     self.reward = in_time(run.reward.build(context))
@@ -96,6 +94,10 @@ class PPOLifecycle:
             self.saving = prepare_saving(
                 run, context, "actor/loss", ("ref_log_probs",) if run.algorithm.needs_reference else ()
             )
+            if go_on_from(self.date, self.saving.resumed, self.tokenizer):
+                context = replace(context, day=self.date.day)
+                self.context = replace(self.context, day=self.date.day)
+                self._load_data(run, context)
             self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, self.tokenizer)
             self.kl = run.algorithm.kl.build(context)
             self.reuse = ReplayMixing(run, context, self.saving.directory)
@@ -111,6 +113,14 @@ class PPOLifecycle:
         except BaseException:
             self.close()
             raise
+
+    def _load_data(self, run: PPORun, context: BuildContext) -> None:
+        with faults_below("data"):
+            splits = run.data.build(context)
+        self.train_data, self.eval_data = splits.train, splits.eval
+        self.data_counts = report_counts(splits)
+        self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
+        self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
 
     def _refuse_other_tokenizers(self, run: PPORun) -> None:
         """Refuse other tokenizers of critic and reference, because they get the actor's token ids."""
@@ -140,7 +150,7 @@ class PPOLifecycle:
             actor=run.actor,
             critic=run.critic if run.algorithm.needs_values else None,
             reference=run.reference if run.algorithm.needs_reference else None,
-            rollout=self._with_room_for_prompts(run.rollout),
+            rollout=self._with_room_for_rows(run),
             environment=run.environment,
             algorithm=run.algorithm,
             sharding=run.sharding,
@@ -181,10 +191,11 @@ class PPOLifecycle:
         longest = self._longest_prompt() or getattr(run.data, "max_prompt_length", None)
         return None if longest is None else longest + run.response_tokens
 
-    def _with_room_for_prompts(self, rollout: Rollout) -> Rollout:
-        """The rollout with room for every prompt of the data, if their lengths are known."""
+    def _with_room_for_rows(self, run: PPORun) -> Rollout:
+        """With room for every prompt of the data and its response or episode, as far as the data tell how long those
+        are."""
         longest = self._longest_prompt()
-        return rollout if longest is None else rollout.with_room_for(longest)
+        return run.rollout if longest is None else run.rollout.with_room_for(longest, run.response_tokens)
 
     @property
     def parts(self) -> dict[str, Stateful]:
@@ -197,6 +208,7 @@ class PPOLifecycle:
             "lengths": self.lengths,
             "safety": self.guard,
             **ahead,
+            **self.date.parts,
             "replay_buffer": self.reuse,
             "rng": GeneratorStates(self._cluster, self.actor, self.settings.seed),
         }

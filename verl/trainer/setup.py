@@ -24,6 +24,7 @@ from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.resume_point import find
+from verl.cluster.hosts.worker_group import HostsWorkerGroup
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
 from verl.cluster.placement import Placement
 from verl.cluster.rpc import WorkerGroup
@@ -195,16 +196,18 @@ def start_cluster(
     divided = {role: sharding for role, sharding in host.shardings().items() if sharding.needs_processes}
     if not divided:
         return InlineWorkerGroup(host, context)
-    if context.device.startswith("cuda") and torch.cuda.device_count() < world_size:
+    if context.device.startswith("cuda") and torch.cuda.device_count() < settings.n_gpus_per_node:
+        wanted, count = settings.n_gpus_per_node, torch.cuda.device_count()
         raise ConfigError(
-            f"trainer.n_gpus_per_node is {world_size}: this machine has {torch.cuda.device_count()} GPUs. "
-            "Set it lower, or trainer.device=cpu."
+            f"trainer.n_gpus_per_node is {wanted}: this machine has {count} GPUs. Set it lower, or trainer.device=cpu."
         )
     if world_size == 1:
         names = ", ".join(dict.fromkeys(type(sharding).__name__ for sharding in divided.values()))
         _log.warning("trainer.n_gpus_per_node is 1: %s has one process, so nothing is sharded.", names)
-    num_threads = max(1, torch.get_num_threads() // world_size)
+    num_threads = max(1, torch.get_num_threads() // settings.n_gpus_per_node)
     timeout_s = min(sharding.call_timeout_s for sharding in divided.values())
+    if (place := torchrun.joined_hosts()) is not None:
+        return HostsWorkerGroup(place, host, context, num_threads, timeout_s)
     return LocalWorkerGroup(host, context, world_size, num_threads, call_timeout_s=timeout_s)
 
 
@@ -252,6 +255,9 @@ def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_pl
         layers = None if role.model is None else role.model.layer_count()
         if layers is not None and (fault := role.sharding.layers_fault(layers, role.count)) is not None:
             heads.setdefault(role.path, f"{role.path}.{fault} (layers of {role.model_path})")
+        kind = None if role.model is None else role.model.experts()
+        if kind is not None and (fault := role.sharding.experts_fault(*kind, role.count)) is not None:
+            heads.setdefault(role.path, f"{role.path}.{fault} (experts of {role.model_path})")
     return list(heads.values())
 
 

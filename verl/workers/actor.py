@@ -30,6 +30,9 @@ from verl.workers.base import TrainedRole, TrainedWorker
 from verl.workers.first_batch_check import FirstBatchCheck
 from verl.workers.load_state import RestoreSource
 
+UNREPLAYED_ROWS = 8  # of each process, of which the log-probs without router replay are computed too
+REPLAYED, UNREPLAYED = "rollout/log_prob_gap_nats", "rollout/log_prob_gap_without_replay_nats"
+
 
 @component
 class Actor(TrainedRole):
@@ -59,6 +62,8 @@ class Actor(TrainedRole):
         )
         parallel.shard_model(model, self.autocast)
         engine = self.engine(model, parallel, total_updates)
+        if rollout.router_replay:
+            engine.replay_routing("actor.model")
         if restore is not None:
             restore.optimizer(engine, "actor")
         sampler = rollout.attach(model, context.tokenizer, context.seed, self.autocast, context)
@@ -91,6 +96,7 @@ class ActorWorker(TrainedWorker):
         self._version_sampled: int | None = None
         self._engine_follows = True
         self._gap = LogProbGap()
+        self._unreplayed: dict[str, float] = {}  # gap of the rows of this step without router replay
 
     @property
     def model(self) -> Any:
@@ -142,6 +148,7 @@ class ActorWorker(TrainedWorker):
         """
         self.sampler.rest()
         self.first_batch.look(batch)
+        self._unreplayed = self._gap_without_replay(batch)
         found = self.engine.infer(batch, self._score)
         if found and (is_on_policy := self._is_on_policy(batch.batch)) is not None:
             found["is_on_policy"] = is_on_policy
@@ -156,11 +163,25 @@ class ActorWorker(TrainedWorker):
         """
         self.sampler.rest()
         self.first_batch.look(batch)
-        self._gap = LogProbGap()
+        self._gap, is_first = LogProbGap(), "old_log_probs" not in batch
+        if is_first:
+            self._unreplayed = self._gap_without_replay(batch)
         metrics = self.engine.update(batch, self._loss)
-        if "old_log_probs" not in batch:
+        if is_first:
             metrics |= LogProbGap.metrics(*self.engine.parallel.of_each(self._gap.sums()))
-        return metrics
+        return metrics | self._unreplayed
+
+    def _gap_without_replay(self, batch: DataProto) -> dict[str, float]:
+        """How far log-probs are from those of the engine where routers choose by themselves, in some rows."""
+        if not self.engine.replays_routing or "routed_experts" not in batch:
+            return {}
+        rows, gap = batch[:UNREPLAYED_ROWS], LogProbGap()
+        found = self.engine.infer(rows, self._score, replays=False)
+        if found:
+            x = rows.batch
+            gap.add(x["rollout_log_probs"], found["old_log_probs"], x["response_mask"], self._is_on_policy(x))
+        metrics = LogProbGap.metrics(*self.engine.parallel.of_each(gap.sums()))
+        return {UNREPLAYED: metrics[REPLAYED]} if REPLAYED in metrics else {}
 
     @on_all
     def sync(self) -> SyncResult:
@@ -216,7 +237,8 @@ class ActorWorker(TrainedWorker):
         if has_entropy_bonus:
             per_token = per_token - algorithm.entropy_coef * scores.entropies
             stats["entropy"] = scores.entropies
-        loss = aggregate(per_token, mask, algorithm.aggregation, totals, algorithm.norm_length)
+        of_episodes = x.get("episode_tokens")
+        loss = aggregate(per_token, mask, algorithm.aggregation, totals, algorithm.norm_length, of_episodes)
         return loss, {name: aggregate(stat, mask, "token-mean", totals) for name, stat in stats.items()}
 
     @property

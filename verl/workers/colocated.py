@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.algorithms.algorithm import Algorithm
 from verl.component import BuildContext, Description, component
+from verl.data.chat_template import pin_date
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import NoSharding, Sharding
 from verl.environments.base import EnvironmentDescription
@@ -194,4 +195,8 @@ def reference_sharding(reference: Reference, actor: Actor) -> Sharding | None:
 
 def with_tokenizer(context: BuildContext, role: TrainedRole) -> BuildContext:
     """The context with the role's tokenizer, loaded unless it is there already."""
-    return context if context.tokenizer is not None else replace(context, tokenizer=role.model.load_tokenizer())
+    if context.tokenizer is None:
+        context = replace(context, tokenizer=role.model.load_tokenizer())
+    if context.day:
+        pin_date(context.tokenizer, context.day)
+    return context

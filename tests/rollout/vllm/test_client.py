@@ -10,13 +10,16 @@ import signal
 import pytest
 import torch
 from cluster.processes_of import is_running
+from environments.episodes import REQUEST, Scripted, first_differences, long_turns, prompts_of, tokens_by_sample
 from rollout.engines import agreement, by_row, random_prompts, save_family, shake
 
 from verl.component import BuildContext
 from verl.engines.optimizer import AdamW
+from verl.environments.episode_loop import EpisodeEngine
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.ops.counter_rng import EVALUATION
-from verl.rollout.base import GenerationRequest
+from verl.ops.logprobs import log_probs_of, response_positions
+from verl.rollout.base import GenerationRequest, TurnLimits, TurnRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.config import VLLMRollout
 
@@ -43,7 +46,7 @@ def engines(tmp_path_factory):
             found.append(engine.generate(prompts, request))
         return found
 
-    both.vllm, both.ours, both.model = vllm, ours, model
+    both.vllm, both.ours, both.model, both.tokenizer = vllm, ours, model, tokenizer
     yield both
     vllm.close()
 
@@ -161,13 +164,97 @@ def test_torchs_own_generator_is_neither_used_nor_changed(engines):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def kill_after_sending(vllm, monkeypatch) -> list[int]:
+TEXTS = ["1 + 2 =", "what is 6 * 7? " * 9, "9 -", "a b c d " * 20]
+
+
+@pytest.fixture(scope="module")
+def play(engines):
+    """Episodes of three turns, by vLLM or by our own loop."""
+    tokenizer, context = engines.tokenizer, BuildContext(seed=5)
+
+    def played(engine, texts=TEXTS, ids=None):
+        environment = Scripted(answer=long_turns, max_tokens=60)
+        loop = EpisodeEngine(environment, engine, engine.options, tokenizer, engines.vllm.stop_ids, context)
+        prompts = prompts_of(tokenizer, texts, ids)
+        try:
+            return loop.generate(prompts, REQUEST)
+        finally:
+            loop._calls.close()
+
+    return played
+
+
+TURNS = {"max_new_tokens": 10, "stop_token_ids": tuple(range(7, 30))}
+
+
+def test_episodes_are_the_same_alone_in_another_order_and_by_our_own_loop(engines, play):
+    for engine in (engines.vllm, engines.ours):
+        engine.options = dataclasses.replace(engine.options, **TURNS)
+    engines.vllm.sync()
+    whole = play(engines.vllm)
+    expected = tokens_by_sample(whole)
+    assert max(len(record["turns"]) for record in whole["episode"]) == 3
+    with torch.no_grad():
+        fields = {name: whole[name] for name in ("input_ids", "attention_mask", "position_ids")}
+        logits = response_positions(engines.model(**fields, use_cache=False).logits, whole["responses"].shape[1])
+    mask = whole["response_mask"]
+    own = log_probs_of(logits, whole["responses"], 1.0)
+    assert torch.allclose(whole["rollout_log_probs"][mask], own[mask], atol=2e-4)
+
+    backwards = play(engines.vllm, TEXTS[::-1], [3, 2, 1, 0])
+    alone = play(engines.vllm, TEXTS[1:2], [1])
+    for found in (backwards, alone):
+        same = [ids == expected[key][0] for key, (ids, _) in tokens_by_sample(found).items()]
+        assert sum(same) >= len(same) - 1  # rounding may turn one
+
+    # By our own loop: where a token differs, the number that chose it lies on the bound between two tokens.
+    differing = first_differences(play(engines.ours), whole, engines.model, 5, REQUEST)
+    assert len(differing) <= 2
+    assert all(margin < 1e-5 for _, margin in differing.values())
+
+
+@pytest.mark.exhaustive
+def test_an_engine_killed_between_turns_is_started_again_and_draws_the_same_episodes(
+    engines, play, monkeypatch, caplog
+):
+    engines.vllm.options = dataclasses.replace(engines.vllm.options, **TURNS)
+    engines.vllm.sync()
+    expected = tokens_by_sample(play(engines.vllm))
+    killed = kill_after_sending(engines.vllm, monkeypatch, "advance_turns")
+    with caplog.at_level(logging.WARNING):
+        outlived = tokens_by_sample(play(engines.vllm))
+    assert len(killed) == 1
+    assert "the same samples are drawn again" in caplog.text
+    assert sum(ids == expected[key][0] for key, (ids, _) in outlived.items()) >= len(expected) - 1
+
+
+def test_later_turns_take_keys_and_values_from_the_prefix_cache_until_a_sync(engines):
+    request, limits = GenerationRequest(1), TurnLimits(250, 0.0)
+    tokens = list(range(3, 90)) * 2
+
+    def cached(turn):
+        drawing = engines.vllm.turns(request, limits)
+        drawing.add(TurnRequest(0, tokens + [5] * turn, 7, 0, turn, 4))
+        while drawing.num_pending:
+            drawing.advance()
+        drawing.close()
+        return drawing.cached_tokens
+
+    engines.vllm.sync()
+    assert [cached(0), cached(1)] == [0, 128]  # a block is 128 tokens on a CPU
+    engines.vllm.sync()
+    assert cached(2) == 128  # the sync itself has asked for the row, and found nothing of it
+    with pytest.raises(ConfigError, match=r"environment.max_tokens makes episodes of up to 300 tokens, .* holds 256"):
+        engines.vllm.turns(request, TurnLimits(300, 0.0))
+
+
+def kill_after_sending(vllm, monkeypatch, what="draw") -> list[int]:
     """Let the engine's process be killed as soon as it has its next call to draw; gives the ids of those killed."""
     killed, send = [], vllm._process.send
 
     def deadly(method, *args):
         send(method, *args)
-        if method == "draw" and not killed:
+        if method == what and not killed:
             killed.append(vllm.process_id)
             os.kill(vllm.process_id, signal.SIGKILL)
 

@@ -28,7 +28,7 @@ def outcomes(directory: Path, *cases: str) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    cases = ("no room", "little room", "room", "strange", "lora", "qwen2_tied", "qwen3_moe")
+    cases = ("no room", "little room", "room", "strange", "stale cache", "lora", "qwen2_tied", "qwen3_moe")
     return outcomes(tmp_path_factory.mktemp("engines"), *cases)
 
 
@@ -60,6 +60,12 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_size_that_fits(f
         assert error.startswith("ConfigError: rollout.kv_cache_gib is 0.000")
         assert "one sequence of 256 tokens alone take 0.0004 GiB. Set it to at least that, or rollout.max_mod" in error
     assert found["room"]["error"] is None
+
+
+def test_keys_and_values_that_outlive_a_change_of_the_weights_are_found(found):
+    assert found["stale cache"]["moved"]
+    assert "told to forget" in found["stale cache"]["error"]
+    assert "took 128 of the 129 tokens of an earlier row from its prefix cache" in found["stale cache"]["error"]
 
 
 def test_an_architecture_that_vllm_lacks_is_refused_with_the_engine_that_has_it(found):

@@ -25,15 +25,17 @@ from rollout.engines import agreement, random_prompts, save_family, shake
 
 from verl.models.lora import LoRA
 from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, assemble
+from verl.rollout.base import GenerationRequest, TurnRequest, assemble
 from verl.rollout.hf import HFRollout
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import as_config_error, engine_args, write_model_directory
 from verl.rollout.vllm.client.engine_process import EngineError
 from verl.rollout.vllm.config import VLLMRollout
-from verl.rollout.vllm.messages import FeedPlan, LoadRequest, plan_chunks
+from verl.rollout.vllm.messages import FeedPlan, LoadRequest, NumberedTurn, TurnOutput, plan_chunks
 from verl.rollout.vllm.shm_stream import StreamWriter
 from verl.rollout.vllm.state_dict import weights_of
+from verl.weight_verification.fingerprint import ProbeVectors
+from verl.weight_verification.verifier import VerifyRequest
 
 ROOMS = {"no room": 0.0001, "little room": 0.0002, "room": 0.0004}  # of the cache, in GiB
 OPTIONS = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16, max_num_batched_tokens=128)
@@ -115,11 +117,47 @@ def refused(options: VLLMRollout, directory: Path, **changes: Any) -> dict[str, 
     return {"error": None}
 
 
+def stale_cache(directory: Path) -> dict[str, Any]:
+    """A prefix cache that outlives a change of the weights, since its reset does nothing and says that it did."""
+    source = save_family(directory / "model", "qwen2")
+    model = source.load_causal_lm("cpu")
+    engine = engine_of(model, directory / "engine")
+    load(engine, model)
+    request = GenerationRequest(1)
+    question = VerifyRequest(ProbeVectors(), ((3, 4, 5),), weights=False)
+    prompt = [3 + i % 80 for i in range(150)]
+
+    def drawn() -> list[int]:
+        engine.begin_turns(TokenSampler.of(OPTIONS, request, 0, [1]), 10)
+        turn, found = NumberedTurn(4, TurnRequest(0, prompt, 0, 0, 0, 10)), TurnOutput([], [], [], 0)
+        while not found.numbers:
+            found = engine.advance_turns([turn] if turn else [], 1.0)
+            turn = None
+        engine.end_turns()
+        return found.tokens[0]
+
+    first = drawn()
+    shake(model, 0.2)
+    load(engine, model)
+    engine.prove(question)
+    second = drawn()
+    engine.llm.reset_prefix_cache = lambda: True
+    shake(model, 0.2, 2)
+    load(engine, model)
+    try:
+        engine.prove(question)
+    except Exception as error:  # noqa: BLE001 - told to the test
+        return {"error": f"{type(error).__name__}: {error}", "moved": first != second}
+    return {"error": None, "moved": first != second}
+
+
 def case(name: str, directory: Path) -> dict[str, Any]:
     """One case by its name, in a new directory."""
     directory.mkdir()
     if name == "lora":
         return family("qwen2", directory, LoRA(rank=4, alpha=8.0))
+    if name == "stale cache":
+        return stale_cache(directory)
     if name == "strange":
         return refused(OPTIONS, directory, model_type="strange")
     if name in ROOMS:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 from verl.cluster.rpc import versions
 from verl.cluster.serialization import Serialized, deserialize, serialize
+from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.progress import Progress, report, report_to
 
 
@@ -26,32 +26,6 @@ class RayReply(NamedTuple):
 
     serialized: Serialized | None
     error: str | None = None
-
-
-LOOPBACK = "127.0.0.1"
-_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
-
-
-def free_address(host: str) -> str:
-    """A free rendezvous address on this machine."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
-
-
-def interface_of(address: str) -> str:
-    """The network interface of this machine that has an address of IPv4; empty where none does."""
-    if sys.platform != "linux":
-        return ""
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # one without an address
-                told = fcntl.ioctl(asking, _ADDRESS_OF_INTERFACE, name.encode()[:15].ljust(256, b"\0"))
-                if socket.inet_ntoa(told[20:24]) == address:
-                    return name
-    return ""
 
 
 def own_gpu(ids: Sequence[str], visible: str | None) -> int:
@@ -103,8 +77,9 @@ class RoleWorker:
             os.environ.update(env)
             sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
             torch.set_num_threads(num_threads)
-            host, context = pickle.loads(payload)
-            self._host = host.build(context)
+            with rare_garbage_collection():
+                host, context = pickle.loads(payload)
+                self._host = host.build(context)
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             return RayReply(None, traceback.format_exc())
         return RayReply(serialize(None))

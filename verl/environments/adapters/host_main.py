@@ -183,7 +183,9 @@ def main():
             missing = [name for name in ("reset", "step") if not hasattr(kind, name)]
             if missing:
                 raise TypeError(f"{options['path']} has no {' and no '.join(missing)}")
-            replies.send({"id": 0, "value": None})
+            arguments = options.get("arguments", {})
+            described = kind.describe(options.get("describe", 0), **arguments) if hasattr(kind, "describe") else None
+            replies.send({"id": 0, "value": described})
     except BaseException as error:  # noqa: BLE001 - code of the user
         replies.send({"id": 0, "error": f"{type(error).__name__}: {error}"[:2000], "kind": "infra"})
         return

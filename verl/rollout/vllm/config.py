@@ -46,6 +46,7 @@ class VLLMRollout(Rollout):
     runs_ahead: ClassVar[bool] = True
     can_rest: ClassVar[bool] = True
     may_change: ClassVar[bool] = True
+    draws_turns: ClassVar[bool] = True
 
     kv_cache_gib: PositiveFloat | None = None
     max_num_seqs: PositiveInt = 256
@@ -90,8 +91,8 @@ class VLLMRollout(Rollout):
         """Whether the model runs as written, neither compiled nor captured."""
         return not is_on_gpu if self.enforce_eager is None else self.enforce_eager
 
-    def with_room_for(self, prompt: int) -> VLLMRollout:
-        asked = prompt + self.max_new_tokens
+    def with_room_for(self, prompt: int, response: int | None = None) -> VLLMRollout:
+        asked = prompt + (self.max_new_tokens if response is None else response)
         return self if self.max_model_len is not None else replace(self, max_model_len=asked)
 
     def attach(

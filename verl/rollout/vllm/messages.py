@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from verl.resharding.layout import Box
+from verl.rollout.base import TurnRequest
 from verl.rollout.vllm.state_dict import block_of
 from verl.weight_verification.verifier import VerifyRequest
 
@@ -66,6 +67,28 @@ class SampleOutput:
     lengths: np.ndarray
     tokens: np.ndarray
     log_probs: torch.Tensor
+
+
+@dataclass(frozen=True)
+class NumberedTurn:
+    """A turn of an episode to draw; its number comes back with it."""
+
+    number: int
+    request: TurnRequest
+
+
+@dataclass(frozen=True)
+class TurnOutput:
+    """Turns that have ended: their numbers, tokens, and log-probs of those.
+
+    Attributes:
+        cached_tokens: of their prompts, which came from the prefix cache.
+    """
+
+    numbers: list[int]
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+    cached_tokens: int
 
 
 @dataclass(frozen=True)

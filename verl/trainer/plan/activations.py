@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from verl.engines.chunked_logprobs import logits_at_a_time
+from verl.engines.chunked_logprobs import logits_at_a_time, score_in_parts
 from verl.models.model_stats import model_stats
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what configurations call their number
 CAUSAL = "verl_causal"  # attention without a mask, as packed rows have it
 
 
@@ -106,6 +107,11 @@ class Activations:
     logits: int
     why_counted: str | None = None
 
+    @property
+    def bytes(self) -> tuple[int, int, int]:
+        """What the number of experts of a token changes."""
+        return self.training, self.kept, self.scoring
+
 
 def trace_activations(
     config: Any,
@@ -116,18 +122,21 @@ def trace_activations(
     siblings: int = 1,
     exact: bool = False,
     device_type: str = "cpu",
+    expert_load: float | None = None,
 ) -> Activations:
     """Trace a packed sequence of this many tokens through a model with this Hugging Face configuration.
 
     Args:
         recomputed: with gradient checkpointing.
-        siblings: tensor-parallel processes, each with a part of MLP and attention.
-        exact: run all layers, rather than one and two. All layers are also run if they differ in their parameters.
-        device_type: on which it will run: chunks of logits are larger on a GPU.
+        siblings: processes that share each layer (tensor parallelism): each has its part of MLP and attention.
+        exact: run all layers, rather than one and two. They are run too where layers differ in their parameters.
+        device_type: on which it will run: parts of the logits are larger on a GPU.
+        expert_load: of experts that are divided over processes, how many times its share of the tokens this one's get:
+            1 where routing is balanced. None where each process has all experts, or there are none.
     """
-    key = (config.to_json_string(), tokens, dtype, recomputed, siblings, exact, device_type)
+    key = (config.to_json_string(), tokens, dtype, recomputed, siblings, exact, device_type, expert_load)
     if key not in _found:
-        _found[key] = _trace_or_count(config, tokens, dtype, recomputed, siblings, exact, device_type)
+        _found[key] = _trace_or_count(config, tokens, dtype, recomputed, siblings, exact, device_type, expert_load)
     return _found[key]
 
 
@@ -135,7 +144,14 @@ _found: dict[tuple[Any, ...], Activations] = {}  # a plan with its changes asks 
 
 
 def _trace_or_count(
-    config: Any, tokens: int, dtype: torch.dtype, recomputed: bool, siblings: int, exact: bool, device_type: str
+    config: Any,
+    tokens: int,
+    dtype: torch.dtype,
+    recomputed: bool,
+    siblings: int,
+    exact: bool,
+    device_type: str,
+    expert_load: float | None,
 ) -> Activations:
     layers = config.get_text_config().num_hidden_layers
     logits = _logits(config, tokens, dtype, siblings, device_type)
@@ -144,7 +160,16 @@ def _trace_or_count(
     log.setLevel(logging.CRITICAL)
     try:
         depths = [layers] if exact or layers < 3 or not _are_alike(config) else [1, 2]
-        return _trace(config, depths, tokens, dtype, recomputed, siblings, logits)
+        if expert_load is None:
+            return _trace(config, depths, tokens, dtype, recomputed, siblings, logits)
+        share = config.get_text_config().num_experts_per_tok * expert_load / siblings  # of a token's experts, here
+        one, two = (
+            _trace(_with_chosen(config, chosen, siblings), depths, tokens, dtype, recomputed, siblings, logits)
+            for chosen in (1, 2)
+        )
+        return Activations(
+            *(int(a + (share - 1) * (b - a)) for a, b in zip(one.bytes, two.bytes, strict=True)), logits=logits
+        )
     except Exception as error:  # noqa: BLE001 - a model's own code on tensors without data may fail in any way
         sizes = model_stats(config)
         kept = sizes.activation_elements(tokens, recomputed) * dtype.itemsize // siblings
@@ -175,6 +200,27 @@ def _trace(
         scoring=_at([peak for peak, _ in scored], layers),
         logits=logits,
     )
+
+
+def num_experts(config: Any) -> int:
+    """Of each layer of a mixture of experts whose routers choose some for each token; 0 of any other model."""
+    text = config.get_text_config()
+    if not getattr(text, "num_experts_per_tok", None):
+        return 0
+    return next((count for name in EXPERTS if (count := getattr(text, name, None))), 0)
+
+
+def _with_chosen(config: Any, chosen: int, siblings: int) -> Any:
+    """The same with so many experts for each token, among those of one of some processes."""
+    found = deepcopy(config)
+    text = found.get_text_config()
+    for name in EXPERTS:
+        if getattr(text, name, None):
+            setattr(text, name, max(2, getattr(text, name) // siblings))
+    text.num_experts_per_tok = chosen
+    if not hasattr(text, "moe_intermediate_size") and getattr(text, "intermediate_size", None):
+        text.intermediate_size *= siblings  # experts are whole: `_with_layers` divides the widths of dense layers
+    return found
 
 
 def _are_alike(config: Any) -> bool:
@@ -246,20 +292,18 @@ def _with_layers(config: Any, layers: int, siblings: int) -> Any:
 
 
 def _logits(config: Any, tokens: int, dtype: torch.dtype, siblings: int, device_type: str) -> int:
-    """Of one part of the tokens: logits, their log-softmax in float32, and gradients of both."""
+    """Of one part of the tokens: logits, their log-softmax in float32, and gradients of both; where there are several
+    parts, with the sum of their gradients of the head, as far as it takes more than the gradient itself."""
     text = config.get_text_config()
     count = max(1, min(tokens, logits_at_a_time(device_type) // text.vocab_size))
+    num_parts = 1 + (count < tokens)
     from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from verl.ops.logprobs import log_probs_of
 
     with FakeTensorMode():
         head = nn.Linear(text.hidden_size, text.vocab_size, bias=False, dtype=dtype)
-        hidden = torch.empty(count, text.hidden_size, dtype=dtype, requires_grad=True)
-        chosen = torch.zeros(count, 1, dtype=torch.long)
+        hidden = torch.empty(num_parts * count, text.hidden_size, dtype=dtype, requires_grad=True)
+        chosen = torch.zeros(num_parts * count, dtype=torch.long)
         with LiveBytes() as counted:
             counted.watch(head)
-            logits = head(hidden)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            log_probs_of(logits[:, None], chosen, 1.0).sum().backward()
+            score_in_parts(head, hidden, chosen, count)[0].sum().backward()
         return counted.peak // siblings

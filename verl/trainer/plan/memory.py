@@ -12,11 +12,12 @@ from verl.errors import ConfigError
 from verl.models.model_stats import ModelStats, model_stats
 from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.config import PPOSettings
-from verl.trainer.plan.activations import Activations, trace_activations
+from verl.trainer.plan.activations import Activations, num_experts, trace_activations
 from verl.trainer.plan.devices import DeviceRates
 from verl.trainer.plan.memory_estimate import GIB, MemoryEstimate, RoleMemory, estimate_ppo, estimate_sft
 from verl.utils.memory import DeviceMemory
 
+EXPERT_LOADS = 1.0, 2.0  # times its share of the tokens that the experts of a process get
 WORTH_PACKING = 0.85  # of the tokens of padded rows, from which down the rows are packed
 _HEADS = {"critic": "backbone", "reward": "classifier"}  # models that give no logits over the vocabulary
 
@@ -27,10 +28,12 @@ class RolePlan:
 
     Attributes:
         config: Hugging Face configuration of its model.
-        sizes: of that model, including the role's head.
-        tokens: maximum tokens of a micro-batch.
-        dtype: data type of its computation.
-        activations: of that micro-batch.
+        sizes: of that model, with the head that the role has.
+        tokens: of a micro-batch, at most.
+        dtype: that it computes in.
+        activations: of that micro-batch; of a mixture whose experts are divided over processes, where each gets its
+            share of the tokens.
+        unbalanced: likewise, where the experts of this process get twice their share; None without such experts.
     """
 
     memory: RoleMemory
@@ -40,6 +43,7 @@ class RolePlan:
     dtype: torch.dtype
     recomputed: bool
     activations: Activations
+    unbalanced: Activations | None = None
 
     @property
     def name(self) -> str:
@@ -82,15 +86,25 @@ def role_plans(run: Any, estimate: MemoryEstimate, device: DeviceRates, exact: b
         recomputed = bool(getattr(role, "gradient_checkpointing", False))
         device_type = "cuda" if device.is_gpu else "cpu"
         siblings = memory.layout.siblings
-        made = trace_activations(
-            config, tokens, kind, recomputed=recomputed, siblings=siblings, exact=exact, device_type=device_type
-        )
         more = min(role.micro_batch_tokens, micro_batch_limit(run, memory, scores=True)) / tokens
-        made = replace(made, scoring=int(more * made.scoring))
-        if memory.name in _HEADS:
-            made = replace(made, logits=0)
+        experts = num_experts(config)
+        are_divided = experts > 0 and memory.layout.expert_ways > 1 and experts % memory.layout.expert_ways == 0
+        made = []
+        for load in EXPERT_LOADS if are_divided else (None,):
+            one = trace_activations(
+                config,
+                tokens,
+                kind,
+                recomputed=recomputed,
+                siblings=siblings,
+                exact=exact,
+                device_type=device_type,
+                expert_load=load,
+            )
+            one = replace(one, scoring=int(more * one.scoring))
+            made.append(replace(one, logits=0) if memory.name in _HEADS else one)
         sizes = model_stats(config, kind=_HEADS.get(memory.name, "causal_lm"))
-        found.append(RolePlan(memory, config, sizes, tokens, kind, recomputed, made))
+        found.append(RolePlan(memory, config, sizes, tokens, kind, recomputed, made[0], *made[1:]))
     return found
 
 
@@ -130,9 +144,11 @@ class MemoryPlan:
 
     Attributes:
         phases: of every group of processes that hold roles.
-        host: bytes of main memory on each machine, if the roles run on GPUs.
-        limit: bytes available to a process on its device.
-        beside_engine: bytes that the actor's processes need on the device while their engine is awake.
+        host: bytes of main memory on each machine, where the device is another.
+        limit: bytes that a process has on its device.
+        beside_engine: bytes that the actor's processes need there while an engine beside them is awake.
+        unbalanced: the phases where the experts of this process get twice their share of the tokens; none without
+            experts that are divided over processes.
     """
 
     estimate: MemoryEstimate
@@ -141,10 +157,16 @@ class MemoryPlan:
     host: int
     limit: int
     beside_engine: int = 0
+    unbalanced: tuple[PhaseMemory, ...] = ()
 
     @property
     def peak(self) -> PhaseMemory:
         return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def unbalanced_peak(self) -> PhaseMemory | None:
+        """The most with twice the balanced load; None without experts that are divided over processes."""
+        return max(self.unbalanced, key=lambda phase: phase.total, default=None)
 
     @property
     def fits(self) -> bool:
@@ -160,6 +182,12 @@ class MemoryPlan:
                     mark = "*" if phase is self.peak else " "
                     yield f" {mark}{phase.name:<15}{phase.total / unit:>9.2f}   {phase.words(unit)}"
         yield f"* the most; a process has {self.limit / GIB:.1f} GiB"
+        for balanced, twice in zip(self.phases, self.unbalanced, strict=False):
+            if twice.total != balanced.total:
+                yield (
+                    f"With twice the balanced load on its experts {twice.name} takes {twice.total / unit:.2f} {name}"
+                    + ("." if twice.total <= self.limit else ", which does not fit.")
+                )
         for role in self.roles:
             if (why := role.activations.why_counted) is not None:
                 yield f"Activations of {role.name} are counted as those of Llama, not traced ({why[:100]})."
@@ -178,16 +206,22 @@ def memory_plan(run: Any, device: DeviceRates, exact: bool = False, limit: int |
     if limit is None:
         limit = device.memory if device.is_gpu else device.memory // max(1, estimate.processes)
     phases: list[PhaseMemory] = []
+    unbalanced: list[PhaseMemory] = []
     beside = 0
     for group in sorted({role.memory.group for role in roles}):
         members = [role for role in roles if role.memory.group == group]
         found = list(_phases(run, members, estimate, device, is_ppo, {}))
-        if is_ppo and any(role.name == "actor" for role in members):
+        holds_actor, engine = is_ppo and any(role.name == "actor" for role in members), {}
+        if holds_actor:
             beside = _beside_engine(found, members, estimate)
             engine = _engine_parts(run, members, estimate, device, beside, limit)
             found = list(_phases(run, members, estimate, device, is_ppo, engine))
         phases += found
-    return MemoryPlan(estimate, tuple(roles), tuple(phases), estimate.host, limit, beside)
+        worst = [role if role.unbalanced is None else replace(role, activations=role.unbalanced) for role in members]
+        unbalanced += _phases(run, worst, estimate, device, is_ppo, engine)
+    if all(role.unbalanced is None for role in roles):
+        unbalanced = []
+    return MemoryPlan(estimate, tuple(roles), tuple(phases), estimate.host, limit, beside, tuple(unbalanced))
 
 
 def _beside_engine(phases: Sequence[PhaseMemory], members: Sequence[RolePlan], estimate: MemoryEstimate) -> int:
@@ -258,7 +292,7 @@ def _engine_parts(
     found = {"sampling": 3 * 4 * min(rows or 1, run.trainer.prompts_per_step * run.trainer.group_size) * vocabulary}
     if not hasattr(rollout, "kv_cache_gib"):
         return {"keys and values": estimate.cache, **found}
-    room = rollout.with_room_for(getattr(run.data, "max_prompt_length", 0))
+    room = rollout.with_room_for(getattr(run.data, "max_prompt_length", 0), run.response_tokens)
     shape = engine_shape(room, actor.config, actor.dtype, device.is_gpu)
     memory = None
     if device.is_gpu:

@@ -51,6 +51,11 @@ class RoleLayout:
         """Processes that share each layer."""
         return self.sharding.mesh_sizes(self.processes)[2]
 
+    @property
+    def expert_ways(self) -> int:
+        """Processes that the experts of a layer are divided over."""
+        return max(self.siblings, self.sharding.degrees(self.processes).ep)
+
 
 @dataclass(frozen=True)
 class RoleMemory:

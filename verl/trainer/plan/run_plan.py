@@ -132,6 +132,13 @@ class RunPlan:
                 f"Main memory may not suffice: what is saved and offloaded needs about {estimate.host / GIB:.1f} GiB "
                 f"on this machine, and {host / GIB:.1f} GiB are free. Set {' or '.join(settings)}."
             )
+        twice = self.memory.unbalanced_peak
+        if self.fits and twice is not None and twice.total > limit:
+            yield (
+                f"Memory may not suffice where the experts of a process get twice their share of the tokens: "
+                f"{twice.name} then needs about {twice.total / GIB:.1f} GiB, and {limit / GIB:.1f} are free. Lower "
+                f"{twice.name.split()[-1]}.micro_batch_tokens."
+            )
         if disk is not None and estimate.saving * estimate.kept > disk:
             yield (
                 f"Disk may not suffice: {estimate.kept} checkpoints of {estimate.saving / GIB:.1f} GiB, and "
@@ -151,6 +158,7 @@ class RunPlan:
                 {"name": phase.name, "roles": list(phase.roles), "bytes": phase.total, "parts": phase.parts}
                 for phase in self.memory.phases
             ],
+            "unbalanced_phases": [{"name": phase.name, "bytes": phase.total} for phase in self.memory.unbalanced],
             "host_bytes": self.memory.host,
             "batch": list(self.batch),
             "step_seconds": self.step_s,

@@ -36,6 +36,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "algorithm.replay_max_staleness": 16,
     "data.final_assistant": "error",
     "environment": None,
+    "environment.history": "append",
     "algorithm.advantage.discount": "token",
 }
 # Of a reward, settings that decide how it is asked, and nothing about what it gives.
@@ -138,9 +139,12 @@ def content_of(value: Any) -> Any:
         return [content_of(item) for item in value]
     if not isinstance(value, str) or "\0" in value or len(value) > 4096:
         return value
-    path = Path(value).expanduser()
-    if path.is_file():
-        return {DIGEST: _file_digest(path)}
+    try:
+        path = Path(value).expanduser()
+        if path.is_file():
+            return {DIGEST: _file_digest(path)}
+    except (OSError, RuntimeError):  # a text that no path can be, such as a chat template
+        return value
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         return {DIGEST: _digest("".join(f"{name} {_file_digest(path / name)}\n" for name in names).encode())}

@@ -54,6 +54,11 @@ class Channel:
         """For `multiprocessing.connection.wait`."""
         return self._socket.fileno()
 
+    @property
+    def own_address(self) -> str:
+        """Of this machine on a connection over a network."""
+        return self._socket.getsockname()[0]
+
     def send(
         self, message: Any, files: Sequence[int] = (), look: Look | None = None, *, timeout_s: float | None = None
     ) -> None:

@@ -10,7 +10,6 @@ that ends; if it is stopped then, the system continues it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -28,10 +27,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from verl.utils.child_process.channel import STUCK_S, Channel, ChannelClosed, Look
 from verl.utils.child_process.exit_report import LogExcerpt, describe_exit, excerpt, log_size, memory_kills
+from verl.utils.child_process.interpreter import exit_without_freeing, rare_garbage_collection
 from verl.utils.orphan_cleanup import CLEANUP, kill_group
 from verl.utils.progress import STARTER_VARIABLE, Progress, is_stopped, report_to_starter, state_of
 
@@ -273,25 +273,13 @@ def run_child(module: str, *, on_parent_end: Callable[[], object] | None = None,
     progress = report_to_starter()
     assert progress is not None
     channel = Channel(socket.socket(fileno=int(os.environ.pop(CHANNEL_VARIABLE))), is_parent_alive)
-    serve = importlib.import_module(module).serve
+    with rare_garbage_collection():
+        serve = importlib.import_module(module).serve
     with contextlib.suppress(ChannelClosed):
         start: ChildStart = channel.receive()
         sys.path[:] = [*start.sys_path, *(path for path in sys.path if path not in start.sys_path)]
         serve(channel, pickle.loads(start.setting), progress)
     exit_without_freeing()
-
-
-def exit_without_freeing() -> NoReturn:
-    """End this process with status 0 as the interpreter does, but without freeing each object that was imported.
-
-    With torch and transformers that takes more than a second of processor time, for which the parent would wait.
-    """
-    threading._shutdown()  # type: ignore[attr-defined] - waits for threads that are no daemons
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(0)
 
 
 def resume_without_parent() -> None:

@@ -26,7 +26,15 @@ from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.models.parallel_info import Autocast, compute_device
 from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, RolloutEngine, SyncResult, assemble, stop_tokens
+from verl.rollout.base import (
+    GenerationRequest,
+    RolloutEngine,
+    SyncResult,
+    TurnEngine,
+    TurnLimits,
+    assemble,
+    stop_tokens,
+)
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import (
     EngineArgs,
@@ -43,6 +51,7 @@ from verl.rollout.vllm.client.engine_process import (
     EngineProcess,
     message_after_log,
 )
+from verl.rollout.vllm.client.turns import VLLMTurns
 from verl.rollout.vllm.messages import (
     ChunkPlan,
     FeedPlan,
@@ -132,7 +141,7 @@ class VLLMClient(RolloutEngine):
             variables = environment(options, context, self.setting.num_threads, self.setting.dtype, self.gpus)
             limit_s = options.call_timeout_s
             self._process = EngineProcess(self.setting, variables, self._files, _log_file(context), limit_s)
-            self._with_restart(self._start, is_start=True)
+            self.outliving_death(self._start, is_start=True)
             self._threads_while_both_work = _threads_while_both_work(self.setting, context)
             vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
             self._prover = SyncVerifier(model, self.setting.dtype, vocabulary, self.engine_info.max_model_len, autocast)
@@ -148,8 +157,23 @@ class VLLMClient(RolloutEngine):
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
         asked = self._question(prompts, request)
-        drawn = self._with_restart(lambda: self._call("draw", *asked)) if asked else None
+        drawn = self.outliving_death(lambda: self.call("draw", *asked)) if asked else None
         return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
+
+    def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
+        """See `RolloutEngine.turns`; the draws depend on (seed, stream, step, prompt, sample, turn, position) alone.
+
+        Raises:
+            ConfigError: an episode is too long for the engine.
+        """
+        held = self.engine_info.max_model_len
+        if limits.row_tokens > held:
+            raise ConfigError(
+                f"environment.max_tokens makes episodes of up to {limits.row_tokens} tokens, their prompts included, "
+                f"and the engine holds {held} (rollout.max_model_len, or the model's own limit). Lower it, or raise "
+                "that."
+            )
+        return VLLMTurns(self, request)
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Start generating. The engine's weights must not change until `finish`; both sides use fewer threads if
@@ -157,7 +181,7 @@ class VLLMClient(RolloutEngine):
         assert self._begun is None
         asked = self._question(prompts, request)
         if asked:
-            self._with_restart(lambda: self._ask(asked))
+            self.outliving_death(lambda: self._ask(asked))
             self._while_drawing.enter_context(using_threads(self._threads_while_both_work))
         self._begun = prompts, request, asked
 
@@ -171,9 +195,9 @@ class VLLMClient(RolloutEngine):
 
         def anew() -> SampleOutput:
             self.has_redrawn = True
-            return self._call("draw", *asked)
+            return self.call("draw", *asked)
 
-        drawn = self._with_restart(lambda: next(answers, anew)()) if asked else None
+        drawn = self.outliving_death(lambda: next(answers, anew)()) if asked else None
         return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
 
     def _question(self, prompts: DataProto, request: GenerationRequest) -> tuple[Any, ...]:
@@ -193,7 +217,7 @@ class VLLMClient(RolloutEngine):
     def sync(self) -> SyncResult:
         """Stream the present weights into the engine."""
         assert self._begun is None, "weights may not change while responses are drawn"
-        return self._with_restart(self._sync)
+        return self.outliving_death(self._sync)
 
     def rest(self) -> None:
         """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
@@ -227,7 +251,7 @@ class VLLMClient(RolloutEngine):
                 raise death from error
             raise as_config_error(error, self.setting, self.model) from error
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         """A call to an engine that holds the present weights."""
         if not self._is_synced:
             self._sync()
@@ -238,7 +262,7 @@ class VLLMClient(RolloutEngine):
             self._is_synced = False
             raise
 
-    def _with_restart(self, action: Callable[[], T], *, is_start: bool = False) -> T:
+    def outliving_death(self, action: Callable[[], T], *, is_start: bool = False) -> T:
         """Do something; if the engine dies of it, or makes no progress, do it once more with a new one."""
         try:
             return action()

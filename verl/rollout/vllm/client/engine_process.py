@@ -101,6 +101,9 @@ TIMEOUT_SETTING = "rollout.call_timeout_s"
 ASKED = {  # a call, as messages say it
     "start": "start",
     "draw": "generate",
+    "begin_turns": "generate",
+    "advance_turns": "generate",
+    "end_turns": "give up its turns",
     "connect": "take the layout of its weights",
     "load": "load weights",
     "adopt": "load an adapter",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import secrets
@@ -22,6 +23,7 @@ from typing import Any
 from verl.rollout.vllm.client.engine_process import CORES_VARIABLE, DIRECTORIES_VARIABLE, NAME_VARIABLE
 from verl.rollout.vllm.messages import EngineCall, EngineReply
 from verl.utils.child_process.channel import Channel, ChannelClosed
+from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.child_process.process import is_parent_alive, run_child
 from verl.utils.orphan_cleanup import remove_shared_memory
 from verl.utils.progress import Progress, report, report_to
@@ -30,6 +32,7 @@ PROGRESS_PATH_VARIABLE = "VERL_ENGINE_PROGRESS_PATH"  # for workers that are spa
 WORK = {"import", "compile", "exec", "open", "subprocess.Popen"}  # audit events of a process that starts or compiles
 STAGES = {
     "draw": "generating",
+    "advance_turns": "generating",
     "load": "loading weights",
     "adopt": "loading an adapter",
     "prove": "proving the weights",
@@ -54,7 +57,9 @@ def _serve(channel: Channel, setting: Any) -> None:
     engine: Any = None
     try:
         report("starting: importing vLLM")
-        from verl.rollout.vllm.server.engine_server import EngineServer
+        with rare_garbage_collection():
+            from verl.rollout.vllm.server.engine_server import EngineServer
+        gc.freeze()  # vLLM collects garbage several times as it starts: not among all that was imported
 
         report("starting: making the engine")
         engine = EngineServer(setting)

@@ -13,15 +13,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm import LLM, ModelRegistry, SamplingParams
+from vllm import LLM, ModelRegistry
 from vllm.lora.request import LoRARequest
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from verl.errors import RolloutError
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import EngineArgs
-from verl.rollout.vllm.messages import EngineInfo, FeedPlan, LoadRequest, SampleOutput, WantedSlices
-from verl.rollout.vllm.server.logits_processor import WHOSE
+from verl.rollout.vllm.messages import (
+    EngineInfo,
+    FeedPlan,
+    LoadRequest,
+    NumberedTurn,
+    SampleOutput,
+    TurnOutput,
+    WantedSlices,
+)
+from verl.rollout.vllm.server.logits_processor import NO_TURN
+from verl.rollout.vllm.server.turns import EngineTurns, PrefixCacheCheck, greedy_params
 from verl.utils.child_process.exit_report import describe_exit, memory_kills
 from verl.utils.progress import report
 from verl.weight_verification.verifier import VerifyRequest
@@ -77,6 +86,9 @@ class EngineServer:
         )
         self._lora_request: Any = None
         self._purpose = Purpose()
+        self._turns: EngineTurns | None = None
+        self._cache_check = PrefixCacheCheck(self.llm)
+        self._max_num_seqs = setting.options.max_num_seqs
         self._report_steps(self.llm.llm_engine)
         if setting.options.runs_eager(setting.is_on_gpu):  # what is compiled runs no hooks
             self.llm.collective_rpc("verl_report_layers")
@@ -110,7 +122,7 @@ class EngineServer:
         Returns the seconds spent without waiting, and why vLLM reloaded its whole model, if it did.
         """
         found = self.llm.collective_rpc("verl_load", args=(loading,))
-        self._forget_keys_and_values()
+        self._cache_check.forget()
         return max(loaded.seconds for loaded in found), next((loaded.anew for loaded in found if loaded.anew), None)
 
     def adopt(self, directory: str, number: int) -> float:
@@ -122,12 +134,13 @@ class EngineServer:
         self._lora_request = LoRARequest(f"adapter_{number}", number, directory)
         if not engine.add_lora(self._lora_request):
             raise RolloutError(f"vLLM did not take adapter {number}")
-        self._forget_keys_and_values()
+        self._cache_check.forget()
         return time.perf_counter() - start
 
     def prove(self, question: VerifyRequest) -> Any:
         """Fingerprints of the engine's weights; see `verl.weight_verification.verifier`."""
         self._purpose.text = "proving the weights"
+        self._cache_check.assert_forgotten(self._lora_request)
         return answer_request(self.llm, question, self._lora_request, rpc="prove_on_rank")
 
     def draw(
@@ -148,18 +161,8 @@ class EngineServer:
         rows = len(prompts) * n
         self.llm.collective_rpc("verl_begin", args=(drawing, rows, max(limits), num_threads))
         asked = [prompt for prompt in prompts for _ in range(n)]
-        whose = [(i, prompt_ids[i // n], i % n) for i in range(rows)]
-        params = [
-            SamplingParams(
-                temperature=0.0,
-                max_tokens=limit,
-                ignore_eos=True,
-                detokenize=False,
-                stop_token_ids=list(drawing.stop_ids),
-                extra_args={WHOSE: own},
-            )
-            for own, limit in zip(whose, limits, strict=True)
-        ]
+        whose = [(i, prompt_ids[i // n], i % n, NO_TURN) for i in range(rows)]
+        params = [greedy_params(limit, drawing.stop_ids, own) for own, limit in zip(whose, limits, strict=True)]
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in asked],
             params,
@@ -168,10 +171,31 @@ class EngineServer:
         )
         tokens = [output.outputs[0].token_ids for output in outputs]
         lengths = np.array([len(line) for line in tokens])
+        for prompt, line in zip(asked, tokens, strict=True):
+            self._cache_check.note(prompt, line)
         log_probs = self.llm.collective_rpc("verl_log_probs")[0]
         return SampleOutput(
             lengths, np.concatenate([np.asarray(line) for line in tokens]), log_probs[:, : lengths.max()]
         )
+
+    def begin_turns(self, drawing: TokenSampler, width: int) -> None:
+        """Be ready to draw turns of episodes, each of so many tokens at most; those of before are given up."""
+        self.end_turns()
+        self._purpose.text = "generating"
+        self.llm.collective_rpc("verl_begin", args=(drawing, self._max_num_seqs, width, None))
+        self._turns = EngineTurns(self.llm, drawing, self._max_num_seqs, self._lora_request, self._cache_check)
+
+    def advance_turns(self, new: list[NumberedTurn], budget_s: float) -> TurnOutput:
+        """Take new turns, and draw for a while; see `EngineTurns.advance`."""
+        assert self._turns is not None
+        return self._turns.advance(new, budget_s)
+
+    def end_turns(self) -> None:
+        """Give up the turns under way. May be called again."""
+        if self._turns is not None:
+            self._turns.close()
+            self._turns = None
+            self.llm.collective_rpc("verl_log_probs")
 
     def sleep(self) -> None:
         """Free GPU memory, which discards the weights and the key-value cache."""
@@ -202,7 +226,3 @@ class EngineServer:
     @property
     def _num_workers(self) -> int:
         return self.llm.llm_engine.vllm_config.parallel_config.world_size
-
-    def _forget_keys_and_values(self) -> None:
-        if not self.llm.reset_prefix_cache():
-            raise RolloutError("vLLM did not reset its prefix cache after the weights changed")

@@ -20,7 +20,8 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from verl.rollout.token_sampler import TokenSampler
 
 NOISE_TOKENS = 64  # positions whose noise is made at a time, in main memory
-WHOSE = "verl_row"  # in a request's extra_args: its row among the responses, its prompt's and its sample's number
+WHOSE = "verl_row"  # in a request's extra_args: its row among the responses, its prompt's, sample's and turn's number
+NO_TURN = -1  # of a response that is no turn of an episode
 
 
 @dataclass
@@ -51,11 +52,11 @@ class CounterNoiseProcessor(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         size = vllm_config.scheduler_config.max_num_seqs
         self.device, self._pins = device, is_pin_memory
-        self._whose = np.zeros((3, size), dtype=np.int64)
+        self._whose = np.zeros((4, size), dtype=np.int64)
         self._drawn: list[list[int] | None] = [None] * size  # vLLM's own lists of the tokens so far
         self._noise = np.zeros((size, NOISE_TOKENS))  # of each row, from a position on
         self._noise_for: TokenSampler | None = None
-        self._noise_of = np.full((4, size), -1, dtype=np.int64)  # whose, and which part of the response
+        self._noise_of = np.full((5, size), -1, dtype=np.int64)  # whose, and which part of the response
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
@@ -112,8 +113,10 @@ class CounterNoiseProcessor(LogitsProcessor):
         if self._noise_for is not drawing:
             self._noise_for, self._noise_of[:] = drawing, -1
         if (stale := np.flatnonzero((wanted != self._noise_of[:, :rows]).any(axis=0))).size:
-            _, prompt_ids, sample_ids, part = torch.from_numpy(wanted[:, stale])[:, :, None]
+            _, prompt_ids, sample_ids, turns, part = torch.from_numpy(wanted[:, stale])[:, :, None]
             at = part * NOISE_TOKENS + torch.arange(NOISE_TOKENS)
-            self._noise[stale] = drawing.noise(prompt_ids, sample_ids, at).numpy()
+            # All rows of one drawing are turns of episodes, or none is.
+            of_turns = None if bool((turns == NO_TURN).all()) else turns
+            self._noise[stale] = drawing.noise(prompt_ids, sample_ids, at, of_turns).numpy()
             self._noise_of[:, stale] = wanted[:, stale]
         return self._noise[np.arange(rows), positions % NOISE_TOKENS]

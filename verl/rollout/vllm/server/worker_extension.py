@@ -50,6 +50,12 @@ class WorkerExtension:
         assert under_way is not None
         return under_way.log_probs.cpu()
 
+    def verl_rows_of_log_probs(self, rows: list[int], width: int) -> Tensor:
+        """The log-probs [rows, width] of some rows, of tokens that were drawn."""
+        under_way = CounterNoiseProcessor.under_way
+        assert under_way is not None
+        return under_way.log_probs[torch.tensor(rows, device=self.device), :width].cpu()
+
     def verl_report_layers(self) -> None:
         """Report progress at each layer, because a single step over long prompts may take minutes on a CPU."""
         for module in self.model_runner.get_model().modules():

@@ -1,0 +1,268 @@
+"""Started by test_second_device.py in a process of its own: the trainer's parts on a device that is not the CPU.
+
+The device is pretended: torch's Python backend under the name `fakegpu`, with tensors without data, and a group of two
+processes of which one is there. Operations on tensors of two devices raise, as they do on a GPU. It has one device and
+streams that do nothing, and FSDP's backward pass does not run on it.
+
+Writes {name of a check: "" or what was wrong} as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from verl.component import BuildContext
+from verl.engines import chunked_logprobs, engine
+from verl.engines.chunked_logprobs import token_log_probs
+from verl.engines.engine import BLOCK_MULTIPLE, TrainingEngine
+from verl.engines.fsdp import units_of
+from verl.engines.sharding import FSDP
+from verl.model_paths import packed_attention
+from verl.model_paths.micro_batch import cut_into_micro_batches
+from verl.model_paths.paths import FAST
+from verl.model_paths.trial import TrialRow, as_batch
+from verl.models import heads
+from verl.models.heads import LMHead
+from verl.models.parallel_info import compute_device
+from verl.rollout.vllm import state_dict
+from verl.rollout.vllm.sync.weight_transfer import TransferInProgress, WeightTransfer
+from verl.weight_verification import fingerprint, logprob_probe
+from verl.weight_verification.fingerprint import ProbeVectors
+from verl.weight_verification.logprob_probe import probe_rows, trainer_log_probs
+
+NAME = "fakegpu"
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, use_cache=False,
+)  # fmt: skip
+
+
+class Stream:
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return Event()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Event(Stream):
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Backend(backend_registration._DummyBackendModule):
+    Stream, Event = Stream, Event
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return Stream()
+
+    def stream(self, stream: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def set_device(self, device: Any) -> None:
+        pass
+
+    def synchronize(self, device: Any = None) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+
+def pretend() -> None:
+    backend_registration._setup_privateuseone_for_python_backend(NAME, Backend())
+    make = torch.tensor  # which builds its numbers on the device itself
+
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        made = make(data, **options)
+        is_there = device is not None and torch.device(device).type == NAME
+        return torch.empty(made.shape, dtype=made.dtype, device=device) if is_there else made
+
+    torch.tensor = tensor
+
+
+class Answers(TorchDispatchMode):
+    """What is asked of a tensor is answered with 1: there are no numbers. One that has some loses them on its way."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        if func is torch.ops.aten._to_copy.default and not isinstance(args[0], FakeTensor):
+            options = {name: x for name, x in (kwargs or {}).items() if name in ("dtype", "device")}
+            return torch.empty_strided(args[0].size(), args[0].stride(), **{"dtype": args[0].dtype, **options})
+        return func(*args, **(kwargs or {}))
+
+
+class NoFiles:
+    """Weights of the right shapes, in the place of a checkpoint's."""
+
+    def read(self, name: str, box: Any = None) -> Tensor:
+        return torch.empty([stop - start for start, stop in box])
+
+    def name_of(self, name: str) -> None:
+        return None
+
+
+class Checks:
+    """Of an actor over two processes whose weights rest on the device, or in main memory.
+
+    Attributes:
+        found: of each check, what was wrong, or nothing.
+    """
+
+    def __init__(self, offload: bool):
+        self.found: dict[str, str] = {}
+        self.offload = offload
+        parallel = FSDP(cpu_offload=offload).build(BuildContext(device=f"{NAME}:0", rank=0, world_size=2))
+        with torch.device("meta"):
+            self.model: Any = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32, attn_implementation="sdpa")
+        self.model.weight_files = NoFiles()
+        self.batch = as_batch([TrialRow(torch.arange(4, 24), torch.arange(4, 4 + n)) for n in (9, 20, 14)])
+        made = cut_into_micro_batches(self.batch, 1000, FAST, None, BLOCK_MULTIPLE)
+        self.micros = [replace(micro, places=micro.on_mask) for micro in made]
+        with self.device():
+            parallel.shard_model(self.model, "bfloat16")
+            self.engine = TrainingEngine(self.model, parallel, 1000, None, autocast="bfloat16")
+        self.parallel = parallel
+
+    @contextlib.contextmanager
+    def device(self) -> Iterator[None]:
+        with FakeTensorMode(allow_non_fake_inputs=True), Answers():
+            yield
+
+    def __call__(self, name: str, work: Callable[[], Any]) -> None:
+        try:
+            work()
+            self.found[name] = ""
+        except Exception as error:  # noqa: BLE001 - told to the test
+            place = traceback.extract_tb(error.__traceback__)[-6:]
+            self.found[name] = f"{type(error).__name__}: {str(error)[:300]} {[(x.filename, x.lineno) for x in place]}"
+
+    def run(self) -> None:
+        self("weights rest where they should", self.rests)
+        self("the model computes on the device", self.computes)
+        self("rows are packed", self.packs)
+        for number in ("first", "second"):  # what the first leaves behind is found by the second
+            self(f"log-probs, {number}", self.scores)
+            self(f"weights go to an engine, {number}", self.sends)
+            self(f"the probe, {number}", self.probes)
+            self(f"nothing stays gathered, {number}", self.rests)
+
+    def rests(self) -> None:
+        here = {p.device.type for p in self.model.parameters()}
+        assert here == ({"cpu"} if self.offload else {NAME}), here
+        assert all(unit._get_fsdp_state()._fsdp_param_group.is_sharded for unit in units_of(self.model))
+
+    def computes(self) -> None:
+        assert compute_device(self.model) == self.engine.device == torch.device(NAME, 0)
+        tokens = torch.tensor([[5, 6, 7]])
+        with self.device():
+            assert self.model(input_ids=tokens.to(NAME), use_cache=False).logits.device.type == NAME
+            self.model.divided.settle()
+            try:
+                torch.ones(3) + torch.ones(3, device=NAME)
+            except RuntimeError:
+                return
+        raise AssertionError("tensors of two devices were mixed")
+
+    def packs(self) -> None:
+        """Decided by a small copy of the model, on the CPU; then all tensors of a packed line come to the device."""
+        assert self.engine.paths(self.batch).scoring == "packed", self.engine.paths(self.batch)
+        with self.device():
+            for micro in self.micros:
+                packing = micro.to(self.engine.device).packing
+                assert packing is not None
+                taken = [packing.queries, packing.keys, packing.out, packing.predictors]
+                devices = {x.device.type for how in taken for x in (how.index, *how.uses)}
+                assert devices | {packing.tokens.device.type, packing.positions.device.type} == {NAME}, devices
+
+    def scores(self) -> None:
+        assert packed_attention.is_enabled(self.model)
+        engine.cut_into_micro_batches = lambda *given: iter(self.micros)
+        packed_attention._are_equal = lambda block: False  # reads numbers
+        packed_attention.describe_mask = lambda function, length: packed_attention.MaskShape()
+        LMHead._is_all_there_is = lambda self: True
+        with self.device():
+            head = LMHead(self.model)
+            self.engine.paths = lambda batch: FAST
+            for at_a_time in (2**24, 64 * 16):
+                chunked_logprobs.LOGITS_AT_A_TIME = at_a_time // 8
+                found = self.engine.infer(
+                    self.batch, lambda model, micro: {"found": token_log_probs(model, head, micro).log_probs}
+                )["found"]
+                assert found.device.type == "cpu", found.device
+
+    def sends(self) -> None:
+        with self.device():
+            sources = dict(state_dict._live(self.model, True))  # `weights_of` asks for addresses
+            shapes = {name: tuple(source.tensor.shape) for name, source in sources.items()}
+            whole = {name: tuple((0, size) for size in shape) for name, shape in shapes.items()}
+            wants: list[Any] = [whole, {}]  # the first of both feeds the engine
+            transfer = WeightTransfer(self.model.divided, list(sources.values()), wants, torch.bfloat16, set())
+            under_way = TransferInProgress(ProbeVectors(3), lambda name: True)
+            made = dict(transfer.tensors(sources, under_way))
+        assert {x.device.type for x in made.values()} == {NAME}
+        assert {name: tuple(x.shape) for name, x in made.items()} == shapes
+        assert len(under_way.shards) > 10
+
+    def probes(self) -> None:
+        rows = probe_rows(64)
+        with self.device():
+            trainer_log_probs(self.model, rows, "bfloat16")
+
+
+def checked(offload: bool) -> dict[str, str]:
+    checks = Checks(offload)
+    checks.run()
+    return checks.found
+
+
+def main() -> None:
+    for module in (fingerprint, logprob_probe):
+        module.as_array = lambda x: x.detach().float().to("cpu")
+    found = {"on the device": checked(False), "offloaded": checked(True)}
+    before = logprob_probe.release_gathered
+    logprob_probe.release_gathered = lambda model: None
+    found["planted: the probe keeps what it gathers"] = checked(True)
+    logprob_probe.release_gathered = before
+    for module in (engine, heads, logprob_probe):
+        module.compute_device = lambda model: next(model.parameters()).device
+    found["planted: it computes where weights rest"] = checked(True)
+    with open(sys.argv[1], "w") as file:
+        json.dump(found, file)
+
+
+if __name__ == "__main__":
+    pretend()
+    dist.init_process_group(f"cpu:fake,{NAME}:fake", store=FakeStore(), rank=0, world_size=2)
+    main()

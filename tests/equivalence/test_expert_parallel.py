@@ -1,0 +1,149 @@
+"""Processes that share the experts of a layer learn what one process learns, to float64 rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from equivalence.courses import assert_same, run_course
+from equivalence.laboratory import laboratory
+from equivalence.one_update import one_update, rows_with_holes
+from random_models import save_random_model
+from safetensors.torch import load_file
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
+
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.checkpoint import open_checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.lazy_tensors import as_tensor
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.component import BuildContext
+from verl.engines.expert_parallel import PROVEN
+from verl.engines.sharding import NoSharding, Parallel
+from verl.models.lora import LoRA
+from verl.models.model_stats import model_stats
+from verl.models.pretrained import Pretrained
+
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive]
+
+SHARED = rows_with_holes([9, 3, 1], 4, [14, 3, 6, 1])  # shared prompts, uneven rows, a row of one token
+SINGLE = rows_with_holes([1], 1, [2])  # of one row, one share is empty
+
+
+@pytest.fixture(scope="module")
+def bench():
+    with laboratory(2) as bench:
+        yield bench
+
+
+@pytest.fixture(scope="module")
+def four():
+    with laboratory(4) as bench:
+        yield bench
+
+
+def made(path, family, **options):
+    return Pretrained(path=str(save_random_model(path / family, family, torch.float64, **options)), dtype="float64")
+
+
+def assert_equal_updates(bench, model, rows, sharding, tolerance=1e-9, **options):
+    """What every process scores, and the loss and the gradients that all come to, are those of one process."""
+    options["exact"] = tolerance < 1e-6
+    wanted = one_update(model, NoSharding().build(BuildContext()), rows, **options)
+    seen = set()
+    for found in bench.updated(model, sharding, rows, options).result(timeout=120):
+        gaps = {name: float((x - wanted[name]).abs().max()) for name, x in found.items()}
+        assert {name: gap for name, gap in gaps.items() if not gap <= tolerance} == {}
+        seen |= found.keys()
+    assert seen == wanted.keys()
+
+
+def test_loss_gradients_and_scores_are_those_of_one_process(bench, tmp_path):
+    sharding, model = Parallel(ep=2), made(tmp_path, "qwen3_moe")
+    for rows in (SHARED, SINGLE):
+        assert_equal_updates(bench, model, rows, sharding)
+    assert_equal_updates(
+        bench, model, SHARED, sharding, tokens=10, lora=LoRA(rank=2, target_modules=("q_proj", "v_proj"))
+    )  # many micro-batches
+    assert_equal_updates(bench, model, SHARED, sharding, 1e-6, checkpointing=True)  # recomputed norms pass float32
+
+
+def test_steps_of_ppo_and_grpo_are_those_of_one_process(bench, tmp_path):
+    model = made(tmp_path, "qwen3_moe")
+    for name, algorithm, group, prompts in (
+        ("ppo", PPO_ALGORITHM, 1, [[0, 1, 2, 3, 4], [3]]),
+        ("grpo", GRPO_ALGORITHM, 3, [[2, 0, 5], [1]]),
+    ):
+        alone = run_course(ppo_run(model, algorithm, group_size=group), prompts, tmp_path / name / "one")
+        run = ppo_run(
+            model, algorithm, group_size=group, sharding=Parallel(ep=2), n_gpus_per_node=2, micro_batch_tokens=40
+        )
+        assert_same(alone, bench.course(run, prompts, tmp_path / name / "two").result(timeout=120))
+
+
+@pytest.mark.parametrize("family", sorted(PROVEN))
+def test_models_of_every_family_that_is_not_refused_train_the_same(family, bench, tmp_path):
+    model = made(tmp_path, family)
+    for rows in (SHARED, SINGLE):
+        assert_equal_updates(bench, model, rows, Parallel(ep=2))
+    assert_equal_updates(bench, model, SHARED, Parallel(ep=2), 1e-6, checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        Parallel(ep=4),
+        Parallel(ep=2),  # and the experts of a process over two
+        Parallel(ep=2, dp_replicate=2),
+        Parallel(ep=2, cp=2),
+        Parallel(ep=2, cp=2, dp_replicate=2, cp_style="ulysses", strategy="SHARD_GRAD_OP"),
+        Parallel(ep=4, cp=2),
+    ],
+    ids=lambda x: x.degrees(4).overrides() + " " + x.cp_style,
+)
+def test_four_processes_of_several_kinds_train_the_same(sharding, four, tmp_path):
+    model = made(tmp_path, "qwen3_moe")
+    for rows in (SHARED, SINGLE):
+        assert_equal_updates(four, model, rows, sharding, tokens=30)
+    alone = run_course(ppo_run(model, PPO_ALGORITHM, group_size=1), [[0, 1, 2], [3]], tmp_path / "one")
+    run = ppo_run(model, PPO_ALGORITHM, group_size=1, sharding=sharding, n_gpus_per_node=4, micro_batch_tokens=40)
+    assert_same(alone, four.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120))
+
+
+def test_what_one_process_saves_is_loaded_bit_by_bit_and_given_away_whole(bench, tmp_path):
+    model = made(tmp_path, "qwen3_moe")
+    checkpoint = Checkpointing(save_dir=str(tmp_path / "checkpoints"), save_interval=1, save_async=False)
+    run = dataclasses.replace(ppo_run(model, PPO_ALGORITHM, total_steps=1, save_final=False), checkpoint=checkpoint)
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        trainer.fit()
+    spread = dataclasses.replace(
+        run, sharding=Parallel(ep=2), trainer=dataclasses.replace(run.trainer, n_gpus_per_node=2)
+    )
+    states = bench.loaded(spread, tmp_path / "checkpoints/global_step_1").result(timeout=120)
+    reader = CheckpointReader(open_checkpoint(FileSystem(), tmp_path / "checkpoints/global_step_1"), FileSystem())
+    for role, state in states.items():
+        there = {tensor.name: tensor for tensor in reader.tensors(role)}
+        assert state.model.tensors.keys() == there.keys()
+        moments = {tensor.name: tensor for tensor in reader.tensors("optimizer") if tensor.name.startswith(f"{role}.")}
+        assert {f"{role}.{name}" for name in state.optimizer} == moments.keys()
+        for component, found, kept in (("", state.model.tensors, there), ("optimizer", state.optimizer, moments)):
+            for name, x in found.items():
+                full = f"{role}.{name}" if component else name
+                assert torch.equal(x, as_tensor(reader.tensor(component or role, full), kept[full])), name
+    given = bench.sent(spread, [2, 0, 5], tmp_path).result(timeout=120)
+    saved = load_file(tmp_path / "0/actor/model.safetensors")
+    assert given.keys() == saved.keys()
+    assert all(torch.equal(x, saved[name]) for name, x in given.items())
+    assert any("experts.3." in name for name in saved)
+
+
+@pytest.mark.parametrize("sharding", [Parallel(ep=4), Parallel(ep=2)], ids=["ep=4", "ep=2"])
+def test_weights_and_moments_of_experts_are_held_once(sharding, four, tmp_path):
+    options = {"num_experts": 8, "moe_intermediate_size": 64}
+    model = Pretrained(path=str(save_random_model(tmp_path / "model", "qwen3_moe", torch.float32, **options)))
+    cost = sharding.cost(4, model_stats(model.load_config()))
+    run = ppo_run(model, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1), sharding=sharding, n_gpus_per_node=4)
+    for held in four.held(run, [0, 1], tmp_path / "runs").result(timeout=120):
+        assert held["weights"] == pytest.approx(cost.weights, rel=0.05)
+        assert held["optimizer"] == pytest.approx(cost.optimizer, rel=0.05)

@@ -1,0 +1,94 @@
+"""Expert parallelism: each process holds some of the experts of a layer, and runs the tokens of others for them.
+
+router ──> (token, expert) pairs, by expert ── all-to-all ──> own experts, grouped ── all-to-all ──> weighted sum
+
+Exchange and division are those of transformers (`ep_dispatch_experts`, `grouped_gemm`). The experts of a process are
+divided further, by FSDP, over the processes that have the same ones; for generation they are put together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.errors import ConfigError
+from verl.models.experts import expert_layers
+
+EXPERT_SHARD, EXPERT = "expert_shard", "expert"  # dimensions of the mesh that experts are laid out over
+DISPATCH, DIVIDED = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
+# `model_type` of the families whose gradients were compared with those of one process (tests/equivalence)
+PROVEN = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
+
+
+def experts_fault(model_type: str, experts: int | None, size: int) -> str | None:
+    """Why experts cannot be divided over `size` processes, as the rest of a sentence; None if they can."""
+    if experts is None:
+        return f"is {size}: a {model_type} has no experts."
+    if model_type not in PROVEN:
+        return f"is {size}: expert parallelism was not tried with {model_type}, only with {', '.join(sorted(PROVEN))}."
+    if experts % size:
+        return f"is {size}: it does not divide the {experts} experts of a layer."
+    return None
+
+
+def divide_experts(model: Any, mesh: Any) -> list[nn.Module]:
+    """Leave this process its experts, and let it exchange tokens with the others of a one-dimensional mesh, in place.
+
+    Every process has loaded the model whole, or on the meta device.
+
+    Returns:
+        The modules that hold experts.
+    Raises:
+        ConfigError: the model is not one that this was tried with.
+    """
+    from transformers.distributed.tensor_parallel import apply_expert_parallelism
+
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    config, found = base.config.get_text_config(), expert_layers(base)
+    counts = {module.num_experts for module in found.values()}
+    fault = experts_fault(config.model_type, max(counts, default=None), mesh.size())
+    plan = {name: style for name, style in (base.ep_plan or {}).items() if style in (DISPATCH, DIVIDED)}
+    if fault is None and DISPATCH not in plan.values():
+        fault = f"is {mesh.size()}: transformers has no plan for the experts of a {type(base).__name__}."
+    if fault is not None:
+        raise ConfigError(f"sharding.ep {fault} Set sharding.ep=1.")
+    if any("base_layer" in name for name in found):
+        raise ConfigError(
+            f"lora.target_modules reaches the experts, and sharding.ep is {mesh.size()}: adapters of experts are not "
+            "divided over processes. Name layers of attention, such as [q_proj,k_proj,v_proj,o_proj], or set "
+            "sharding.ep=1."
+        )
+    apply_expert_parallelism(base, mesh, None, plan)  # type: ignore[arg-type]
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def experts_gathered(modules: list[nn.Module]) -> Iterator[None]:
+    """All experts in this process, which runs its tokens alone. All processes enter and leave together.
+
+    What FSDP divides has been gathered already.
+    """
+    before: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in modules:
+            parts: dict[str, Any] = dict(module._parameters)
+            before.append((module, parts, dict(vars(module))))
+            with torch.no_grad():
+                for name, part in parts.items():
+                    whole = nn.Parameter(part.detach().full_tensor(), requires_grad=False)
+                    module._parameters[name] = whole
+                    module.num_experts = len(whole)  # type: ignore[assignment]
+            del module.forward  # of the class is the one without the exchange
+            module._is_expert_parallel = False  # type: ignore[assignment]
+        yield
+    finally:
+        for module, parts, attributes in before:
+            module._parameters.update(parts)
+            module.num_experts, module._is_expert_parallel = (
+                attributes[n] for n in ("num_experts", "_is_expert_parallel")
+            )
+            module.forward = attributes["forward"]

@@ -1,0 +1,169 @@
+"""Weights of a pipeline stage that are sharded over processes, and whole while micro-batches pass through the stage.
+
+at rest      a part of every weight, its gradient and its optimizer state
+for a step   gather all weights of the stage ──> every micro-batch, forward and backward ──> reduce-scatter gradients
+
+A stage runs many small micro-batches, so weights are gathered once for all of them, and gradients are added up where
+they are and sent once: for the time of a step a process holds the weights and gradients of its stage. (`fully_shard` of
+torch gathers for every micro-batch instead, and its hooks expect a forward pass that comes to its end.)
+
+Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO), with the sharing of the first stage at rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from verl.resharding.dtensor import at_stage_of, is_elsewhere, local
+from verl.utils.progress import report
+
+BUCKET_BYTES = 25 * 2**20  # of what one exchange gathers for a process
+
+
+@dataclass(frozen=True)
+class _ShardedWeight:
+    """A parameter in its place, or places where it is tied."""
+
+    parameter: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+
+    @property
+    def rows(self) -> int:
+        """Of the part of each process, but perhaps the last ones."""
+        return -(-self.parameter.shape[0] // self.parameter.device_mesh.size())  # type: ignore[attr-defined]
+
+    @property
+    def part_numel(self) -> int:
+        """Numbers of the part of a process, padded to `rows`."""
+        return self.rows * self.parameter.shape[1:].numel()
+
+
+def shard_rows(data: Tensor, mesh: Any, device: torch.device | str) -> Tensor:
+    """A tensor that every process has whole, or none has, sharded by its first dimension over a mesh; nothing is sent.
+
+    Args:
+        data: whole; one on the meta device gives memory without content.
+        device: where the part will lie.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    count, rank = mesh.size(), mesh.get_local_rank()
+    rows = -(-data.shape[0] // count)
+    first = min(rank * rows, data.shape[0])
+    own = data[first : min(first + rows, data.shape[0])].detach()
+    own = torch.empty_like(own, device=device) if own.is_meta else own.to(device, copy=True).contiguous()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=data.shape, stride=data.stride())
+
+
+class StageShards:
+    """The sharded weights of one stage of a model.
+
+    Args:
+        model: whose parameters on the mesh, by `shard_rows`, these are; other parameters are left alone.
+        mesh: of one dimension.
+        device: where the model computes.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Any, device: torch.device):
+        self._group, self._size, self._device = mesh.get_group(), mesh.size(), device
+        found: dict[int, _ShardedWeight] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and getattr(parameter, "device_mesh", None) == mesh:
+                    weight = found.setdefault(id(parameter), _ShardedWeight(parameter, []))
+                    weight.places.append((module, name))
+        self._weights = list(found.values())
+
+    @contextlib.contextmanager
+    def whole(self, trains: bool = False) -> Iterator[None]:
+        """Within, the parameters of the stage are whole in this process. All that share it enter and leave together.
+
+        Args:
+            trains: gradients are wanted; afterwards every process has its part of their sum over all of them.
+        """
+        own = [weight for weight in self._weights if not is_elsewhere(weight.parameter)]
+        made = dict(zip(map(id, own), self._gather([weight.parameter for weight in own]), strict=True))
+        wholes: list[tuple[_ShardedWeight, nn.Parameter]] = []
+        try:
+            for weight in self._weights:
+                p = weight.parameter
+                data = made[id(weight)] if id(weight) in made else torch.empty(p.shape, dtype=p.dtype, device="meta")
+                whole = nn.Parameter(data, requires_grad=p.requires_grad and trains)
+                at_stage_of(p, whole)
+                wholes.append((weight, whole))
+                for module, name in weight.places:
+                    module._parameters[name] = whole
+            made.clear()
+            yield
+            if trains:
+                self._reduce([(w.parameter, x) for w, x in wholes if not is_elsewhere(x) and x.requires_grad])
+        finally:
+            for weight, _ in wholes:
+                for module, name in weight.places:
+                    module._parameters[name] = weight.parameter
+
+    @torch.no_grad()
+    def _gather(self, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
+        """Each of them whole."""
+        for bucket in _buckets(parameters):
+            weights = [_ShardedWeight(parameter, []) for parameter in bucket]
+            sent = torch.cat([_padded(local(w.parameter), w.part_numel) for w in weights])
+            found = sent.new_empty(self._size * len(sent))
+            dist.all_gather_single(found, sent, group=self._group)
+            parts = found.view(self._size, -1).split([w.part_numel for w in weights], dim=1)
+            for weight, x in zip(weights, parts, strict=True):
+                shape = weight.parameter.shape
+                yield x.reshape(self._size * weight.rows, *shape[1:])[: shape[0]].contiguous()
+            report()
+
+    @torch.no_grad()
+    def _reduce(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Add up gradients over the processes, each its part; zeros where a process has none."""
+        whole_of = {id(parameter): whole for parameter, whole in pairs}
+        for bucket in _buckets([parameter for parameter, _ in pairs]):
+            weights, columns = [_ShardedWeight(parameter, []) for parameter in bucket], []
+            for weight in weights:
+                whole = whole_of[id(weight.parameter)]
+                grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
+                whole.grad = None
+                columns.append(_padded(grad, self._size * weight.part_numel).view(self._size, -1))
+            sent = torch.cat(columns, dim=1).flatten()
+            own = sent.new_empty(len(sent) // self._size)
+            dist.reduce_scatter_single(own, sent, group=self._group)
+            for weight, x in zip(weights, own.split([w.part_numel for w in weights]), strict=True):
+                _add_gradient(weight.parameter, x)
+            report()
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """In their order, of one type each."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if bucket and (bucket[0].dtype != parameter.dtype or size >= BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    if bucket:
+        yield bucket
+
+
+def _padded(x: Tensor, numel: int) -> Tensor:
+    flat = x.reshape(-1)
+    return flat if len(flat) == numel else torch.cat([flat, flat.new_zeros(numel - len(flat))])
+
+
+def _add_gradient(parameter: nn.Parameter, part: Tensor) -> None:
+    """Add this process's part of a gradient, which may be padded."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    own = local(parameter.grad)
+    own += part[: own.numel()].view_as(own)

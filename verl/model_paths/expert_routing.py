@@ -1,0 +1,240 @@
+"""Which experts the routers of a model choose: counted, recorded while sampling, and chosen again in training.
+
+forward pass ──> router of a layer ──> (logits, weights, experts) ──> this module ──> experts of the layer
+                                                                       │ counts, entropy    `ExpertLoad`
+                                                                       │ recorded           [tokens layers k]
+                                                                       └ replaced by what was recorded (router replay)
+
+A token whose experts are replaced gets the weights that the router would have given to those, by the logits of now: how
+a router makes weights of its logits is found by trying the known ways on a router of the same kind.
+
+Source of router replay: Ma et al. 2025, arXiv:2510.11370.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.errors import ConfigError
+from verl.model_paths.micro_batch import MicroBatch
+from verl.models.call import unwrapped
+from verl.models.experts import routers
+
+UNKNOWN = -1  # in place of an expert: the router chooses
+TRIED_TOKENS, TOLERANCE = 64, 1e-6
+
+
+@dataclass(frozen=True)
+class RouterWeights:
+    """How a router makes the weights of the chosen experts of its logits.
+
+    Attributes:
+        score: of all logits.
+        normalised: weights of a token are divided by their sum.
+        scale: that they are multiplied with.
+    """
+
+    score: Callable[[Tensor], Tensor]
+    normalised: bool
+    scale: float
+
+    def of(self, logits: Tensor, experts: Tensor) -> Tensor:
+        """Weights [n k] of experts [n k]."""
+        found = self.score(logits.float()).gather(-1, experts)  # as models do, whatever their type
+        if self.normalised:
+            found = found / found.sum(dim=-1, keepdim=True)
+        return found * self.scale
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(dim=-1)
+
+
+class ExpertLoad:
+    """How often each expert was chosen, and how sure the routers were, over the tokens that predicted a response token.
+
+    Args:
+        layers, experts: of the model.
+    """
+
+    def __init__(self, layers: int, experts: int, device: torch.device):
+        self.chosen = torch.zeros(layers, experts, dtype=torch.float64, device=device)
+        self.entropy, self.tokens = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+
+    def tensors(self) -> Tensor:
+        """All numbers in one line: those of several processes may be added."""
+        return torch.cat([self.chosen.flatten(), torch.stack([self.entropy, self.tokens])])
+
+    @staticmethod
+    def metrics(summed: Tensor, layers: int) -> dict[str, float]:
+        """Of `tensors`, added up: the load of the busiest expert over the mean, the share of experts without a token,
+        both as means over layers, and the entropy of a router's distribution, as a mean over tokens and layers.
+        """
+        chosen, (entropy, tokens) = summed[:-2].view(layers, -1), summed[-2:].tolist()
+        if not tokens:
+            return {}
+        busiest = chosen.amax(dim=1) / chosen.mean(dim=1)
+        return {
+            "expert_load_max_ratio": float(busiest.mean()),
+            "expert_idle_share": float((chosen == 0).double().mean()),
+            "router_entropy_nats": entropy / tokens,
+        }
+
+
+class ExpertRouting:
+    """The routers of a model, in the order of its layers.
+
+    Attributes:
+        layers, experts, top_k: how many there are, and experts of a token.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._found = routers(model)
+        self.layers = len(self._found)
+        self.experts, self.top_k = self._found[0].num_experts, self._found[0].top_k
+        self._weights: RouterWeights | None = None
+        self._forced: Tensor | None = None
+        self._predicted: Tensor | None = None
+        self._records: list[Tensor | None] | None = None
+        self._load: ExpertLoad | None = None
+        self._counted: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        for layer, router in enumerate(self._found):
+            router.register_forward_hook(lambda module, _, output, layer=layer: self._routed(layer, output))
+
+    def prove_replay(self, name: str) -> None:
+        """Find how the routers weigh experts.
+
+        Raises:
+            ConfigError: in no way that is known.
+        """
+        self._weights = weights_of_router(self._found[0])
+        if self._weights is None:
+            raise ConfigError(
+                f"{name}: how {type(self._found[0]).__name__} weighs the experts of a token is not known, so that its "
+                "choices cannot be replayed. Set rollout.router_replay=false."
+            )
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within, `last_chosen` tells what was chosen in the last forward pass."""
+        self._records = [None] * self.layers
+        try:
+            yield
+        finally:
+            self._records = None
+
+    def last_chosen(self, rows: int) -> Tensor:
+        """Experts of the last token of each row of the last forward pass, [rows layers k] int16."""
+        assert self._records is not None
+        found = [record.view(rows, -1, self.top_k)[:, -1] for record in self._records if record is not None]
+        return torch.stack(found, dim=1).to(torch.int16)
+
+    def begin(self, micro: MicroBatch, *, replays: bool = False, counts: bool = False) -> None:
+        """For the forward pass of a micro-batch, and for what its backward pass repeats of it.
+
+        Args:
+            replays: the sampled tokens have the experts that they had when they were sampled, where that is known.
+            counts: for `end`.
+        """
+        self._add()
+        entries, predicted = micro.model_tokens()
+        self._predicted = predicted if counts else None
+        is_known = replays and "routed_experts" in micro.tensors
+        self._forced = _by_token(micro, entries) if is_known else None
+
+    def end(self, device: torch.device) -> ExpertLoad:
+        """What was counted since the last call; routers choose by themselves from here on."""
+        self._add()
+        load, self._load, self._forced, self._predicted = self._load, None, None, None
+        return ExpertLoad(self.layers, self.experts, device) if load is None else load
+
+    def _add(self) -> None:
+        """The counts of a micro-batch, once its backward pass, which may have repeated its forward pass, is over."""
+        for layer, (chosen, entropy, tokens) in self._counted.items():
+            if self._load is None:
+                self._load = ExpertLoad(self.layers, self.experts, chosen.device)
+            self._load.chosen[layer] += chosen
+            self._load.entropy += entropy
+            self._load.tokens += tokens
+        self._counted.clear()
+
+    def _routed(self, layer: int, output: Any) -> Any:
+        logits, weights, experts, *others = output
+        if self._forced is not None:
+            wanted = self._forced[:, layer].to(experts.dtype)
+            known = wanted[:, :1] != UNKNOWN
+            wanted = torch.where(known, wanted, experts)
+            assert self._weights is not None
+            weights = torch.where(known, self._weights.of(logits, wanted).to(weights.dtype), weights)
+            experts = wanted
+        if self._records is not None:
+            self._records[layer] = experts
+        if self._predicted is not None:
+            with torch.no_grad():
+                self._counted[layer] = _count(logits, experts, self._predicted, self.experts)
+        return logits, weights, experts, *others
+
+
+def _count(logits: Tensor, experts: Tensor, predicted: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    weight = predicted.double()
+    chosen = torch.zeros(count, dtype=torch.float64, device=logits.device)
+    chosen.scatter_add_(0, experts.reshape(-1), weight.repeat_interleave(experts.shape[1]))
+    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+    entropies = -(log_probs.exp() * log_probs).sum(dim=-1).double()
+    return chosen, (entropies * weight).sum(), weight.sum()
+
+
+def _by_token(micro: MicroBatch, entries: Tensor) -> Tensor:
+    """Experts of the tokens that the model runs on, [n layers k]: those that predict a sampled token had them."""
+    routed = micro.tensors["routed_experts"]
+    rows, width, *shape = routed.shape
+    prompt = micro.tensors["input_ids"].shape[1] - width
+    whole = routed.new_full((rows, prompt + width, *shape), UNKNOWN)
+    whole[:, prompt - 1 : prompt - 1 + width] = routed
+    return whole.flatten(0, 1)[entries]
+
+
+def routing_of(model: Any) -> ExpertRouting | None:
+    """The routers of a model, watched from the first call on; None for a model without experts."""
+    base = unwrapped(model)
+    if "_verl_routing" not in vars(base):
+        vars(base)["_verl_routing"] = ExpertRouting(base) if routers(base) else None
+    return vars(base)["_verl_routing"]
+
+
+@torch.no_grad()
+def weights_of_router(router: Any) -> RouterWeights | None:
+    """How routers of a kind make weights of logits; None if in no known way."""
+    try:
+        twin = _router_like(router)
+    except Exception:  # noqa: BLE001 - whatever a model's own code asks for
+        return None
+    states = torch.randn(TRIED_TOKENS, twin.weight.shape[-1], generator=torch.Generator().manual_seed(0))
+    logits, weights, experts, *_ = twin(states)
+    scales = {1.0, float(getattr(twin, "routed_scaling_factor", 1.0))}
+    for score in (_softmax, torch.sigmoid):
+        for normalised in (False, True):
+            for scale in scales:
+                way = RouterWeights(score, normalised, scale)
+                if torch.allclose(way.of(logits, experts), weights, atol=TOLERANCE, rtol=TOLERANCE):
+                    return way
+    return None
+
+
+def _router_like(router: Any) -> Any:
+    """A router of the same kind with random weights."""
+    twin = copy.copy(router)
+    twin._parameters = {
+        name: nn.Parameter(torch.randn(tuple(p.shape), generator=torch.Generator().manual_seed(1)), requires_grad=False)
+        for name, p in router._parameters.items()
+    }
+    twin._buffers = {name: torch.rand(tuple(x.shape)) for name, x in router._buffers.items() if x is not None}
+    twin._forward_hooks = type(router._forward_hooks)()
+    return twin.float()

@@ -1,0 +1,146 @@
+"""Turns of episodes in the vLLM process: requests that come and go, beside vLLM's cache of prefixes.
+
+A turn is a request whose prompt is its episode so far; vLLM finds the blocks of keys and values that earlier turns left
+in its prefix cache. `PrefixCacheCheck` asserts that none of those outlive a change of the weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from verl.errors import RolloutError
+from verl.rollout.base import TurnRequest
+from verl.rollout.token_sampler import TokenSampler
+from verl.rollout.vllm.messages import NumberedTurn, TurnOutput
+from verl.rollout.vllm.server.logits_processor import WHOSE
+
+
+def greedy_params(limit: int, stop_ids: Sequence[int], whose: tuple[int, ...]) -> SamplingParams:
+    """How a row is asked for: greedily, since `CounterNoiseProcessor` leaves one token to choose."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=limit,
+        ignore_eos=True,
+        detokenize=False,
+        stop_token_ids=list(stop_ids),
+        extra_args={WHOSE: whose},
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+class EngineTurns:
+    """Turns under way in an engine.
+
+    Args:
+        capacity: turns at a time; further ones wait here.
+    """
+
+    def __init__(self, llm: Any, drawing: TokenSampler, capacity: int, lora_request: Any, check: PrefixCacheCheck):
+        self.llm, self.drawing, self.lora_request, self.check = llm, drawing, lora_request, check
+        self._free = list(range(capacity - 1, -1, -1))
+        self._waiting: deque[NumberedTurn] = deque()
+        self._open: dict[str, tuple[NumberedTurn, int]] = {}  # request -> turn and its row of log-probs
+
+    def advance(self, new: Sequence[NumberedTurn], budget_s: float) -> TurnOutput:
+        """Take new turns, and draw until one has ended or so many seconds have gone."""
+        self._waiting.extend(new)
+        engine, deadline = self.llm.llm_engine, time.monotonic() + budget_s
+        ended: list[Any] = []
+        self._admit()
+        while self._open and not ended:
+            ended = [output for output in engine.step() if output.finished]
+            if time.monotonic() > deadline:
+                break
+        return self._output(ended)
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._waiting.clear()
+        if self._open:
+            self.llm.llm_engine.abort_request(list(self._open))
+            self._open.clear()
+
+    def _admit(self) -> None:
+        while self._free and self._waiting:
+            turn, row = self._waiting.popleft(), self._free.pop()
+            request: TurnRequest = turn.request
+            name = f"turn-{turn.number}"
+            whose = (row, request.prompt_id, request.sample_id, request.turn)
+            self.llm.llm_engine.add_request(
+                name,
+                {"prompt_token_ids": request.tokens},
+                greedy_params(request.max_new_tokens, self.drawing.stop_ids, whose),
+                lora_request=self.lora_request,
+            )
+            self._open[name] = turn, row
+
+    def _output(self, ended: Sequence[Any]) -> TurnOutput:
+        turns = [self._open.pop(output.request_id) for output in ended]
+        tokens = [list(output.outputs[0].token_ids) for output in ended]
+        log_probs: list[list[float]] = []
+        if ended:
+            rows = [row for _, row in turns]
+            found = self.llm.collective_rpc("verl_rows_of_log_probs", args=(rows, max(map(len, tokens))))[0]
+            log_probs = [line[: len(own)].tolist() for line, own in zip(found, tokens, strict=True)]
+        for (turn, row), own in zip(turns, tokens, strict=True):
+            self._free.append(row)
+            self.check.note(turn.request.tokens, own)
+        cached = sum(output.num_cached_tokens or 0 for output in ended)
+        return TurnOutput([turn.number for turn, _ in turns], tokens, log_probs, cached)
+
+
+class PrefixCacheCheck:
+    """Sees to it that the prefix cache is empty after a change of the weights.
+
+    A row that was drawn before is asked for again: tokens of it that come from the cache belong to former weights.
+    """
+
+    def __init__(self, llm: Any):
+        self.llm = llm
+        self._block = int(llm.llm_engine.vllm_config.cache_config.block_size)
+        self._row: list[int] = []  # the beginning of what was drawn last, longer than a block
+        self._is_due = False
+
+    def note(self, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """A row was drawn; its keys and values may be in the cache."""
+        if len(prompt) + len(response) > self._block:
+            self._row = [*prompt[: self._block + 1], *response[: max(0, self._block + 1 - len(prompt))]]
+
+    def forget(self) -> None:
+        """Have vLLM forget all keys and values.
+
+        Raises:
+            RolloutError: it says that it did not.
+        """
+        if not self.llm.reset_prefix_cache():
+            raise RolloutError("vLLM did not forget the keys and values of the former weights")
+        self._is_due = True
+
+    def assert_forgotten(self, lora_request: Any) -> None:
+        """After `forget`, before anything is drawn by the new weights.
+
+        Raises:
+            RolloutError: keys and values of former weights would be used.
+        """
+        is_due, self._is_due = self._is_due, False
+        row, self._row = self._row, []
+        if not is_due or not row:
+            return
+        (output,) = self.llm.generate(
+            [{"prompt_token_ids": row}],
+            SamplingParams(temperature=0.0, max_tokens=1, detokenize=False),
+            use_tqdm=False,
+            lora_request=lora_request,
+        )
+        if output.num_cached_tokens:
+            raise RolloutError(
+                "vLLM was told to forget the keys and values of the former weights, and took "
+                f"{output.num_cached_tokens} of the {len(row)} tokens of an earlier row from its prefix cache. Set "
+                "rollout.prefix_caching=false."
+            )

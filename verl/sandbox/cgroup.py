@@ -1,0 +1,267 @@
+"""Control groups for jails: limits of memory and processes that hold for all processes of a jail together.
+
+The first process of a jail is put into a group of its own before it has a program, and what it starts is in it too.
+Groups are made below the group of this process under cgroup v1, and under v2 where a group without processes may have
+limited ones: below or beside the group of this process.
+
+    v1   /sys/fs/cgroup/{memory,pids}/<own group>/verl-jail-<pid>-<start>-<number>
+    v2   /sys/fs/cgroup/<own group, or the one above it>/verl-jail-<pid>-<start>-<number>
+
+Where this process may not make groups (most containers), there are none, and `find` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import subprocess
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+CONTROLLERS: tuple[str, ...] = ("memory", "pids")
+PREFIX = "verl-jail-"
+REMOVE_S = 2.0  # for a group whose last process has just ended
+_NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-\d+")
+
+
+class CgroupError(Exception):
+    """A group could not be made or limited."""
+
+
+@dataclass(frozen=True)
+class JailGroup:
+    """The group of one jail.
+
+    Attributes:
+        paths: of its directory, by controller; one directory under v2.
+        version: 1 or 2.
+    """
+
+    paths: Mapping[str, Path]
+    version: int
+
+    def limit_memory(self, limit: int) -> None:
+        """Bytes that its processes may use together, swap included.
+
+        Raises:
+            CgroupError: it could not be set.
+        """
+        group = self.paths["memory"]
+        if self.version == 2:
+            _write(group / "memory.max", limit)
+            if (group / "memory.swap.max").exists():
+                _write(group / "memory.swap.max", 0)
+            _write(group / "memory.oom.group", 1)
+            return
+        swap = group / "memory.memsw.limit_in_bytes"
+        if swap.exists() and int(swap.read_text()) < limit:  # the two limits never cross
+            _write(swap, limit)
+        _write(group / "memory.limit_in_bytes", limit)
+        if swap.exists():
+            _write(swap, limit)
+
+    def limit_processes(self, limit: int) -> None:
+        """Raises CgroupError: it could not be set."""
+        _write(self.paths["pids"] / "pids.max", limit)
+
+    def add(self, pid: int) -> None:
+        """Put a process into it, with all that it will start.
+
+        Raises:
+            CgroupError: the process has ended, or may not be moved.
+        """
+        for path in set(self.paths.values()):
+            _write(path / "cgroup.procs", pid)
+
+    def ran_out_of_memory(self) -> bool:
+        """Whether the kernel has ended a process of it for memory."""
+        name = "memory.events" if self.version == 2 else "memory.oom_control"
+        with contextlib.suppress(OSError), open(self.paths["memory"] / name, "rb") as file:
+            return any(line.startswith(b"oom_kill ") and int(line.split()[1]) > 0 for line in file)
+        return False
+
+    def remove(self) -> bool:
+        """Remove it; False where a process of it has not ended yet."""
+        is_gone = True
+        for path in set(self.paths.values()):
+            try:
+                path.rmdir()
+            except FileNotFoundError:
+                continue
+            except OSError:
+                is_gone = False
+        return is_gone
+
+
+class JailGroups:
+    """Makes groups for the jails of one pool.
+
+    Args:
+        bases: directories in which they are made, by controller.
+        version: of cgroups, 1 or 2.
+    """
+
+    numbers = itertools.count()
+
+    def __init__(self, bases: Mapping[str, Path], version: int):
+        self.bases, self.version = bases, version
+        self._left: deque[JailGroup] = deque()
+
+    @classmethod
+    def find(cls) -> JailGroups | str:
+        """Groups for this process, or in words why it may make none. Removes those of processes that were killed."""
+        reason = "this kernel has no cgroups with controllers for memory and processes"
+        for version, bases in _candidates():
+            made = cls(bases, version)
+            if (fault := made._fault()) is None:
+                made.remove_stale()
+                return made
+            reason = fault
+        return reason
+
+    def _fault(self) -> str | None:
+        """Why a process cannot be put into a group; found by trying."""
+        try:
+            group = self.make(64 << 20, 8)
+        except CgroupError as error:
+            return str(error)
+        try:
+            with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+                group.add(process.pid)
+        except (CgroupError, OSError) as error:
+            return f"no process can be put into a cgroup ({error})"
+        finally:
+            self.remove(group)
+            self.close()
+        return None
+
+    def make(self, memory: int, processes: int) -> JailGroup:
+        """A group without processes.
+
+        Args:
+            memory: bytes.
+        Raises:
+            CgroupError: it could not be made.
+        """
+        self._remove_left()
+        name = f"{PREFIX}{os.getpid()}-{_start_of(os.getpid())}-{next(self.numbers)}"
+        group = JailGroup({controller: base / name for controller, base in self.bases.items()}, self.version)
+        try:
+            for path in set(group.paths.values()):
+                path.mkdir()
+            group.limit_memory(memory)
+            group.limit_processes(processes)
+        except (OSError, CgroupError) as error:
+            self.remove(group)
+            raise CgroupError(f"no cgroup can be made or limited ({error})") from error
+        return group
+
+    def remove(self, group: JailGroup) -> None:
+        """Remove a group whose processes have ended, or are about to: with the next one that is made, or at the end."""
+        self._left.append(group)
+
+    def close(self) -> None:
+        """Remove what is left."""
+        deadline = time.monotonic() + REMOVE_S
+        self._remove_left()
+        while self._left and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self._remove_left()
+
+    def _remove_left(self) -> None:
+        for _ in range(len(self._left)):
+            with contextlib.suppress(IndexError):  # another thread was faster
+                group = self._left.popleft()
+                if not group.remove():
+                    self._left.append(group)
+
+    def remove_stale(self) -> None:
+        """Remove groups of processes that ended without removing them."""
+        for base in set(self.bases.values()):
+            for path in base.glob(f"{PREFIX}*"):
+                found = _NAME.fullmatch(path.name)
+                if found and _start_of(int(found[1])) != int(found[2]):
+                    with contextlib.suppress(OSError):
+                        path.rmdir()
+
+
+def _write(path: Path, value: int) -> None:
+    try:
+        with open(path, "w") as file:
+            file.write(str(value))
+    except OSError as error:
+        raise CgroupError(f"{path}: {error.strerror}") from error
+
+
+def _start_of(pid: int) -> int:
+    """When a process began, in clock ticks; 0 where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _candidates() -> list[tuple[int, Mapping[str, Path]]]:
+    """Where groups could be made, the better first."""
+    own, mounts = _own_groups(), _mounts()
+    found: list[tuple[int, Mapping[str, Path]]] = []
+    if "" in own and "" in mounts:
+        root, mount = mounts[""]
+        group = _below(mount, root, own[""])
+        found += [
+            (2, dict.fromkeys(CONTROLLERS, base))
+            for base in dict.fromkeys((group, group.parent))
+            if base.is_relative_to(mount) and set(CONTROLLERS) <= set(_words(base / "cgroup.subtree_control"))
+        ]
+    if all(name in own and name in mounts for name in CONTROLLERS):
+        found.append((1, {name: _below(mounts[name][1], mounts[name][0], own[name]) for name in CONTROLLERS}))
+    return found
+
+
+def _below(mount: Path, root: str, group: str) -> Path:
+    """The directory of a group, of a file system of which the mount shows what is below `root`."""
+    inside = os.path.relpath(group, root)
+    return mount if inside.startswith("..") else mount / inside
+
+
+def _own_groups() -> dict[str, str]:
+    """The groups of this process, by controller; of v2 under the empty name."""
+    groups = {}
+    for line in _lines(Path("/proc/self/cgroup")):
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        groups |= dict.fromkeys(names.split(","), path)
+    return groups
+
+
+def _mounts() -> dict[str, tuple[str, Path]]:
+    """Root and directory of each mounted hierarchy, by controller; of v2 under the empty name."""
+    mounts = {}
+    for line in _lines(Path("/proc/self/mountinfo")):
+        before, _, after = line.partition(" - ")
+        fields, kinds = before.split(), after.split()
+        if len(fields) < 6 or len(kinds) < 3:
+            continue
+        place = fields[3], Path(fields[4])
+        if kinds[0] == "cgroup2":
+            mounts[""] = place
+        elif kinds[0] == "cgroup":
+            mounts |= {name: place for name in kinds[2].split(",") if name in CONTROLLERS}
+    return mounts
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
