@@ -14,7 +14,7 @@ CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ([CORRECTION], "HFRollout samples with the very tensors that train"),
+        ([CORRECTION], "HFRollout generates with the tensors that are being trained"),
         ([], "requires importance weights"),
         ([CORRECTION, "algorithm=dapo"], "selection draws further batches"),
         ([CORRECTION, "algorithm=remax"], "greedy baseline"),
