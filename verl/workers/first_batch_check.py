@@ -76,8 +76,7 @@ class FirstBatchCheck:
             words = (way.replace("_", " ") for way in (before, scoring))
             _log.warning(
                 "%s is a %s: as %s batches, rows of the first batch have different results than each row alone "
-                "(%.2g on "
-                "average). From here on rows are run as %s batches.",
+                "(%.2g on average). From here on rows are run as %s batches.",
                 self.name,
                 type(self.engine.model).__name__,
                 next(words),
