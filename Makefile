@@ -85,6 +85,7 @@ docs: install
 	$(BIN)/python scripts/make_glossary.py
 	$(BIN)/python scripts/make_results_table.py
 	$(BIN)/python scripts/make_fault_table.py
+	$(BIN)/python scripts/make_environment_fault_table.py
 	$(BIN)/python scripts/make_scaling_table.py
 	$(BIN)/python scripts/make_plan_table.py
 	$(BIN)/python scripts/make_models_table.py

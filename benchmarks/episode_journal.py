@@ -1,9 +1,11 @@
-"""What the journal of episodes takes of the time in which they are drawn.
+"""What the journal of episodes and the typed calls of environments take of a training step.
 
 python benchmarks/episode_journal.py [--small]
 
-Episodes of guess_number with the embedded model, random weights, and `rollout=hf`. The journal's calls are timed inside
-of the call that draws, in CPU seconds of the thread that does both: on a busy machine any call may wait.
+Steps of the game of `environment=guess_number` with random weights: 256 games of several turns, drawn by `rollout=hf`,
+and their update. Time is processor time, so that a busy machine changes little: of the methods of the journal and of
+`CallRunner` in the thread that draws, and of all of the thread in which calls run (the environment's own code is in
+it), as shares of the processor time of the process in the same step. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -13,67 +15,94 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-from environments.episodes import engine_of, prompts_of, tiny  # noqa: E402
-
-from verl.environments.guess_number import GuessNumber  # noqa: E402
+from verl.component import BuildContext  # noqa: E402
+from verl.compose.compose import compose_root  # noqa: E402
+from verl.compose.validate import validate  # noqa: E402
+from verl.environments.calls import CallRunner  # noqa: E402
 from verl.environments.journal import EpisodeJournal  # noqa: E402
-from verl.rollout.base import GenerationRequest  # noqa: E402
+from verl.trainer.ppo import PPOTrainer  # noqa: E402
+
+METHODS = {
+    "journal": (EpisodeJournal, ("open", "key", "answer", "write_turn", "write_answer", "write_end", "has_ended")),
+    "calls": (CallRunner, ("reset", "step", "take", "end")),
+}
+STOPS = f"[{','.join(map(str, range(20, 60)))}]"  # an untrained model ends its turns by chance
 
 
-def timed(journal: EpisodeJournal, spent: list[float]) -> None:
-    """Add up the seconds of what the loop asks of a journal."""
-    for name in ("open", "key", "answer", "write_turn", "write_answer", "write_end", "has_ended"):
-        method = getattr(journal, name)
+def timed(spent: Counter[str]) -> None:
+    """Add up the processor seconds of what the loop asks of the journal and of the calls."""
+    for name, (kind, methods) in METHODS.items():
+        for method in methods:
+            setattr(kind, method, _timed(getattr(kind, method), name, spent))
 
-        def call(*args: Any, method: Any = method, **kwargs: Any) -> Any:
-            began = time.thread_time()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                spent[-1] += time.thread_time() - began
 
-        setattr(journal, name, call)
+def _timed(method: Any, name: str, spent: Counter[str]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            spent[name] += time.thread_time() - began
+
+    return call
+
+
+def thread_s() -> float:
+    """Processor seconds of the thread in which calls of environments run."""
+    idents = [thread.ident for thread in threading.enumerate() if thread.name == "environments"]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents if ident is not None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--small", action="store_true", help="few episodes, to see that it runs")
-    groups, rounds = (2, 2) if parser.parse_args().small else (16, 6)
-    torch.set_num_threads(1)
-    model = tiny()
-    engine = engine_of(
-        GuessNumber(max_turns=4, max_tokens=128), model=model, max_new_tokens=16, stop_token_ids=tuple(range(20, 60))
-    )
-    prompts = prompts_of(model[1], [f"{number}+1=" for number in range(groups)], secret=[7] * groups)
-    spent, whole = [], []
+    small = parser.parse_args().small
+    groups, steps = (2, 2) if small else (16, 7)
+    overrides = [
+        "environment=guess_number", "data=guess_number", "reward=environment", "algorithm=grpo", "critic=none",
+        "actor=tiny_scratch", "actor.model.context_length=160", "trainer.group_size=16",
+        f"rollout.stop_token_ids={STOPS}", "trainer.device=cpu",
+        f"trainer.prompts_per_step={groups}", "trainer.eval_samples=0", "tracker=none", "trainer.num_threads=1",
+        "trainer.save_final=false", "trainer.total_steps=1000",
+    ]  # fmt: skip
+    spent: Counter[str] = Counter()
+    timed(spent)
+    rows = []
     with tempfile.TemporaryDirectory() as directory:
-        engine.journal = EpisodeJournal(Path(directory) / "episode_journal", "benchmark", 0)
-        spent.append(0.0)
-        timed(engine.journal, spent)
-        for step in range(rounds + 1):
-            spent.append(0.0)
-            began = time.thread_time()
-            engine.generate(prompts, GenerationRequest(step, 8))
-            whole.append(time.thread_time() - began)
-        engine.close()
-    shares = [part / all_of_it for part, all_of_it in zip(spent[2:], whole[1:], strict=True)]
-    found = {
-        "share_of_drawing": {"median": median(shares), "worst": max(shares)},
-        "journal_ms_per_episode": 1e3 * median(spent[2:]) / (8 * groups),
-        "drawing_s": median(whole[1:]),
-        "episodes": 8 * groups,
-        "load_average": os.getloadavg()[0],
+        run = validate(compose_root("ppo", [*overrides, f"checkpoint.save_dir={directory}/checkpoints"]))
+        with PPOTrainer(run, BuildContext(run_dir=Path(directory))) as trainer:
+            for step in range(1, steps + 1):
+                batch = trainer.train_data.collate(trainer.sampler.next_batch())
+                spent.clear()
+                began, calls = time.process_time(), thread_s()
+                trainer.step(batch, step)
+                whole = time.process_time() - began
+                rows.append({**spent, "thread": thread_s() - calls, "step": whole})
+    rows = rows[1:]
+    episodes = groups * run.trainer.group_size
+    shares = {name: [row[name] / row["step"] for row in rows] for name in ("journal", "calls", "thread")}
+    found: dict[str, Any] = {
+        "share_of_step": {name: round(median(values), 4) for name, values in shares.items()},
+        "share_of_step_in_all": round(median(map(sum, zip(*shares.values(), strict=True))), 4),
+        "journal_ms_per_episode": round(1e3 * median(row["journal"] for row in rows) / episodes, 3),
+        "step_cpu_s": round(median(row["step"] for row in rows), 3),
+        "episodes": episodes,
+        "load": round(os.getloadavg()[0], 1),
     }
-    print(json.dumps(found))
+    share = found["share_of_step"]
+    told = f"{100 * share['journal']:.1f} %, {100 * share['calls']:.1f} %"
+    what = f"journal, and typed calls, of a step of {episodes} guessing games, processor time"
+    print(json.dumps(found | {"rows": [[what, told, "target 2 % in all"]]}))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -45,7 +46,7 @@ def main() -> None:
     finally:
         pool.close()
     assert {result.outcome for result in results} == {"ok"}
-    found = {
+    found: dict[str, Any] = {
         "start_ms": {"median": 1e3 * median(starts), "worst": 1e3 * max(starts)},
         "run_ms": {"median": 1e3 * median(runs), "worst": 1e3 * max(runs)},
         "programs_per_s": rate,
@@ -53,7 +54,12 @@ def main() -> None:
         "load_average": os.getloadavg()[0],
         "cores": len(os.sched_getaffinity(0)),
     }
-    print(json.dumps(found))
+    start = f"{1e3 * median(starts):.1f} ms until it begins, at worst {1e3 * max(starts):.1f}"
+    rows = [
+        ["a program in a fresh jail of a warm pool", start, "target 20 ms"],
+        [f"trivial programs in jails, {found['cores']} cores", f"{rate:.0f} a second", "target 50"],
+    ]
+    print(json.dumps(found | {"rows": rows}))
 
 
 if __name__ == "__main__":

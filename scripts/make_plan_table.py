@@ -1,4 +1,4 @@
-"""Write the table of plans between the marks in docs/scaling.md: three models on 1, 8 and 64 GPUs.
+"""Write the tables of plans between the marks in docs/scaling.md: three models on 1, 8 and 64 GPUs, and long rows.
 
     python scripts/make_plan_table.py
 
@@ -46,6 +46,17 @@ SHARDINGS = {
         "++trainer.prompts_per_step=128",
     ],
 }  # fmt: skip
+ROW = 32768  # tokens of a long row
+EIGHT = ["++trainer.n_gpus_per_node=8", "rollout.max_new_tokens=31744", "++trainer.prompts_per_step=16"]
+LONG = [  # model, GPUs, what the table calls it, micro-batch tokens of a process, further arguments
+    ("8B", 8, "fsdp", ROW, ["sharding=fsdp", *EIGHT]),
+    ("8B", 8, "dp_shard=4 cp=2", ROW // 2, ["sharding=parallel", "sharding.cp=2", *EIGHT]),
+    ("8B", 8, "dp_shard=1 cp=8", ROW // 8, ["sharding=parallel", "sharding.cp=8", *EIGHT]),
+]
+LONG_HEAD = (
+    "| model | GPUs | layout | tokens of a micro-batch | update, GiB | of it activations | seconds | most memory in |\n"
+    "|---|---|---|---|---|---|---|---|\n"
+)
 HEAD = (
     "| model | GPUs | sharding | most memory in | GiB | seconds of a step | mostly |\n|---|---|---|---|---|---|---|\n"
 )
@@ -69,6 +80,19 @@ def rows(directory: Path) -> Iterator[str]:
             yield row(name, count, plan_run(run, device_named("h100")))
 
 
+def long_rows(directory: Path) -> Iterator[str]:
+    for name, count, layout, tokens, more in LONG:
+        engine = () if "rollout=hf" not in more else ("rollout=vllm", "rollout.kv_cache_gib=8")
+        words = [word for word in (*RUN, *more) if word not in engine]
+        words += [f"actor.model.path={directory / name}", f"actor.micro_batch_tokens={tokens}"]
+        plan = plan_run(validate(compose_root("ppo", words)), device_named("h100"))
+        update = next(phase for phase in plan.memory.phases if phase.name == "update actor")
+        seconds = next(stage.seconds for stage in plan.stages if stage.name == "update actor")
+        sizes = [f"{size / GIB:.1f}" for size in (update.total, update.parts.get("activations", 0))]
+        peak = f"{plan.memory.peak.name}, {plan.memory.peak.total / GIB:.1f}" + ("" if plan.fits else ", does not fit")
+        yield f"| {name} | {count} | {layout} | {tokens} | {' | '.join(sizes)} | {seconds:.0f} | {peak} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
@@ -77,6 +101,7 @@ def main() -> None:
     old = document.read_text()
     with tempfile.TemporaryDirectory() as directory:
         new = between(old, "plan", HEAD + "\n".join(rows(Path(directory))) + "\n")
+        new = between(new, "long plan", LONG_HEAD + "\n".join(long_rows(Path(directory))) + "\n")
     if args.check and new != old:
         sys.exit("docs/scaling.md is not up to date: run scripts/make_plan_table.py")
     document.write_text(new)

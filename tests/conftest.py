@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -40,6 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # as the interpreter ends, libraries complain of what is not freed
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import threading
 import time
@@ -120,19 +121,26 @@ def of_kind(name: str) -> list[Any]:
     return [pytest.param(command, id=str(command)) for command in COMMANDS if kind(command) == name]
 
 
-@pytest.fixture
-def users_files(tmp_path: Path) -> Path:
-    """A working directory with the files that the documents name."""
+@pytest.fixture(scope="module")
+def made_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that the documents name."""
+    directory = tmp_path_factory.mktemp("files")
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "response": str(n + 1), "solution": "2"} for n in range(64)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     for name in ("train.jsonl", "answers.jsonl", "easy.jsonl", "hard.jsonl", "a.jsonl"):
-        (tmp_path / name).write_text(lines)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
-    save_random_model(tmp_path / "outputs/quickstart/sft/actor", "qwen2", torch.float32)
+        (directory / name).write_text(lines)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), directory / "train.parquet")
+    save_random_model(directory / "outputs/quickstart/sft/actor", "qwen2", torch.float32)
     rule = "def score(**columns):\n    return [0.0 for _ in columns['responses']]\n\n\nreward = score\n"
     for name in ("my.py", "rule.py"):
-        (tmp_path / name).write_text(rule)
-    return tmp_path
+        (directory / name).write_text(rule)
+    return directory
+
+
+@pytest.fixture
+def users_files(made_files: Path, tmp_path: Path) -> Path:
+    """A working directory with these files."""
+    return shutil.copytree(made_files, tmp_path, dirs_exist_ok=True)
 
 
 def filled(word: str) -> str:

@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+LABORATORY = "TESTS_LABORATORY"  # set for processes that many tests share
+
 
 def workers_of(driver: int) -> list[int]:
     """Process ids of the worker processes that this driver started and that still run, zombies left out.
 
-    The processes that write checkpoints for a worker are none.
+    The processes that write checkpoints for a worker are none, nor are those of a laboratory.
     """
     return _children_of(driver, b"verl.cluster.worker")
 
@@ -26,7 +28,8 @@ def _children_of(parent: int, module: bytes) -> list[int]:
     for directory in Path("/proc").glob("[0-9]*"):
         try:
             is_module = module in (directory / "cmdline").read_bytes().split(b"\0")
-            if is_module and mark in (directory / "environ").read_bytes().split(b"\0"):
+            variables = (directory / "environ").read_bytes().split(b"\0") if is_module else []
+            if mark in variables and f"{LABORATORY}=1".encode() not in variables:
                 found.append(int(directory.name))
         except OSError:
             continue

@@ -60,6 +60,7 @@ NEEDED = {  # what an option leaves to the user
     "data=guess_number": ["reward=environment", "environment=guess_number"],
     "data=episodes": ["reward=environment", "environment=function", "environment.path=rule.py:World"],
     "environment=function": ["environment.path=rule.py:World"],
+    "environment=agent_program": ["environment.path=rule.py:World"],
     "environment=python_tools": ["environment.path=rule.py"],
     "environment=python_sandbox": ["sandbox=none"],
     "environment=gymnasium": ["environment.env_id=FrozenLake-v1"],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl.component import BuildContext
-from verl.data.arithmetic import ArithmeticPrompts, ArithmeticSFT, _shuffled
+from verl.data.arithmetic import ArithmeticPrompts, ArithmeticSFT, permutation
 from verl.data.files import PromptFiles, SFTFiles
 from verl.data.readers import RowErrors, read_rows
 from verl.errors import ConfigError
@@ -72,7 +72,7 @@ GOLDEN = ["85+99=", "78+29=", "47+87="]
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_visits_every_number_once(seed):
-    order = list(_shuffled(200, seed))
+    order = list(permutation(200, seed))
     assert sorted(order) == list(range(200))
     assert order != list(range(200))
 

@@ -65,7 +65,7 @@ def test_longer_blocks_change_no_number_but_by_rounding(prompts, monkeypatch):
 def key_shapes(monkeypatch):
     """Rows and keys of attention while a token is decoded, apart for prefixes that samples share and for their own."""
     found = set()
-    one, shared = packed_attention._attend_one, packed_attention._attend_shared
+    one, shared = packed_attention._attend_one, packed_attention.attend_shared
 
     def attend_one(query, key, *others):
         found.add(("whole", len(query), key.shape[2]))
@@ -76,7 +76,7 @@ def key_shapes(monkeypatch):
         return shared(query, prefix, prefix_value, key, *others)
 
     monkeypatch.setattr(packed_attention, "_attend_one", attend_one)
-    monkeypatch.setattr(packed_attention, "_attend_shared", attend_shared)
+    monkeypatch.setattr(packed_attention, "attend_shared", attend_shared)
     return found
 
 
@@ -96,9 +96,11 @@ def drawn(width, options, monkeypatch, multiple, before=lambda: None):
     return actor, actor.generate(DataProto.from_dict(asked), GenerationRequest(0, 3))
 
 
-@pytest.mark.parametrize(
-    ("width", "options"), [(20, {}), (90, {}), (90, {"share_prefix": False, "drop_finished": False})]
-)
+ALL_ROWS = {"share_prefix": False, "drop_finished": False}
+OTHERS = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((20, {}), (90, ALL_ROWS))]
+
+
+@pytest.mark.parametrize(("width", "options"), [(90, {}), *OTHERS])
 def test_decoding_meets_one_length_of_keys_per_64_tokens_and_draws_the_same(width, options, monkeypatch, key_shapes):
     found = {}
     for multiple in (1, KEY_MULTIPLE):

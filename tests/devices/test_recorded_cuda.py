@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 from verl.checkpoint.save import host_buffer
 from verl.checkpoint.save.host_buffer import HostBuffer, HostBufferPool
 from verl.checkpoint.save.save_request import CopyRegion
-from verl.checkpoint.save.snapshot import Snapshot, _pin
+from verl.checkpoint.save.snapshot import Snapshot, pin_memory
 from verl.component import BuildContext
 from verl.engines import engine as engine_module
 from verl.engines.parallel_dims import DataParallelism
@@ -59,7 +59,7 @@ def calls(monkeypatch):
 def test_host_memory_is_pinned_for_every_context_on_the_process_own_device_and_released_with_the_buffer(calls):
     buffer = HostBuffer()
     region = buffer.fit(4 * mmap.PAGESIZE)
-    buffer.before_release = _pin(torch.frombuffer(region, dtype=torch.uint8), torch.device("cuda:3"))
+    buffer.before_release = pin_memory(torch.frombuffer(region, dtype=torch.uint8), torch.device("cuda:3"))
     assert calls == [("device", "cuda:3"), ("register", buffer.num_bytes, 1), ("device", "left")]
     calls.clear()
     buffer.release()

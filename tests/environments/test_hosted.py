@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import textwrap
+from pathlib import Path
 
 import pytest
+from environments import planted_faults
 from environments.episodes import engine_of, prompts_of, tiny
 
 from verl.environments.base import InfraError
@@ -14,54 +16,7 @@ from verl.environments.hosted import FunctionEnvironment, HostPool, PythonTools
 from verl.environments.tool_calls import ToolCall
 from verl.rollout.base import GenerationRequest
 
-EACH = tuple(range(6, 100))  # every character ends a turn
-
-WORLD = '''
-import os, sys, time
-
-class World:
-    """Does what the row says with its second turn, once for each file that is named."""
-
-    def reset(self, row, seed):
-        self.row, self.turn = row, 0
-        print("noise on stdout")
-
-    def step(self, action):
-        self.turn += 1
-        fault = self.row["fault"]
-        if self.turn == 2 and (self.row["always"] or not os.path.exists(self.row["mark"])):
-            open(self.row["mark"], "w").close()
-            if fault == "dies":
-                os._exit(3)
-            if fault == "hangs":
-                time.sleep(60)
-            if fault == "raises":
-                raise ValueError("a bug of the environment")
-            if fault == "bad json":
-                os.write(replies.file.fileno(), b"{not json\\n")
-                time.sleep(60)
-            if fault == "answers twice":
-                import json
-                wrong = {"observation": "twice", "reward": 9.0, "terminated": False, "truncated": False, "info": {}}
-                replies.send({"id": replies.last + 100000, "value": wrong})
-            if fault == "returns 100 MB":
-                return "x" * 100_000_000, 1.0, False, False, {}
-            if fault == "no tuple":
-                return 5
-        return "ok", 1.0, self.turn >= 3, False, {}
-
-class Watched:
-    last = 0
-    file = None
-    def send(self, reply):
-        pass
-
-import gc
-for found in gc.get_objects():
-    if type(found).__name__ == "Replies":
-        replies = found
-        replies.last = 0
-'''
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -72,54 +27,30 @@ def model():
 @pytest.fixture
 def world(tmp_path):
     file = tmp_path / "world.py"
-    file.write_text(WORLD)
+    file.write_text(planted_faults.WORLD)
     return f"{file}:World"
 
 
-# fault -> what the record of the episode says when it happens once, and when it happens always
-FAULTS = {
-    "none": ("terminated", "", "terminated"),
-    "dies": ("terminated", "has ended", "dropped"),
-    "hangs": ("timeout", "", "timeout"),
-    "raises": ("terminated", "ValueError: a bug of the environment", "dropped"),
-    "bad json": ("terminated", "no JSON", "dropped"),
-    "answers twice": ("terminated", "", "terminated"),
-    "returns 100 MB": ("terminated", "the answer has 95 MiB, and 8 may pass", "dropped"),
-    "no tuple": ("terminated", "step gave int", "dropped"),
-}
-
-
-@pytest.mark.parametrize("always", [False, True], ids=["once", "always"])
-def test_each_planted_fault_has_its_outcome_and_never_a_wrong_reward(model, world, tmp_path, always):
-    names = list(FAULTS)
-    texts = [f"{place}=" for place in range(len(names))]
-    marks = [str(tmp_path / f"mark{place}") for place in range(len(names))]
-    prompts = prompts_of(model[1], texts, fault=names, mark=marks, always=[always] * len(names))
-    environment = FunctionEnvironment(path=world, step_timeout_s=8.0, retries=2 if not always else 1, processes=1)
-    found = {}
-    for place, name in enumerate(names):  # each alone, so that a process that dies takes no other with it
-        engine = engine_of(environment, model=model, stop_token_ids=EACH)
-        try:
-            rows = engine.generate(prompts[[place]], GenerationRequest(1, 1))
-        finally:
-            engine.close()
-        found[name] = rows["episode"][0]
-        assert not rows["turn_rewards"].any() or found[name]["end"] != "dropped"
-    for name, (once, why, when_always) in FAULTS.items():
-        record = found[name]
-        assert record["end"] == (when_always if always else once), (name, record)
+def test_each_planted_fault_has_its_outcome_and_never_a_wrong_reward_and_the_document_says_so(tmp_path):
+    table, once, always = planted_faults.made(tmp_path)
+    for name, (_, ends_once, ends_always, why) in planted_faults.FAULTS.items():
+        (record, _), (each, _) = once[name], always[name]
+        assert (record["end"], each["end"]) == (ends_once, ends_always), (name, record, each)
         if why:
             assert why in record["infra"][0], name
             assert record["attempts"] == 2
-        if record["end"] == "terminated":
-            assert record["reward"] == 3.0
+        for found in (record, each):
+            assert found["end"] != "terminated" or found["reward"] == 3.0
+    assert table in (ROOT / "docs/environments.md").read_text(), "run scripts/make_environment_fault_table.py"
 
 
 def test_a_process_that_dies_costs_other_episodes_nothing_but_time(model, world, tmp_path):
     faults = ["dies", "none", "none", "none", "none"]
     marks = [str(tmp_path / f"mark{place}") for place in range(5)]
     prompts = prompts_of(model[1], [f"{i}=" for i in range(5)], fault=faults, mark=marks, always=[False] * 5)
-    engine = engine_of(FunctionEnvironment(path=world, step_timeout_s=20.0), model=model, stop_token_ids=EACH)
+    engine = engine_of(
+        FunctionEnvironment(path=world, step_timeout_s=20.0), model=model, stop_token_ids=planted_faults.EACH
+    )
     try:
         rows = engine.generate(prompts, GenerationRequest(1, 2))
     finally:

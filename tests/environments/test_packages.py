@@ -77,10 +77,9 @@ def test_a_task_of_reasoning_gym_is_trained_with(tmp_path):
     python = interpreter_with("reasoning_gym")
     overrides = ["environment=reasoning_gym", "environment.task=leg_counting", "environment.max_tokens=900"]
     overrides.append("actor.model.context_length=1024")
-    steps, records = trained(tmp_path, overrides, python)
+    _, records = trained(tmp_path, overrides, python)
     assert {record["end"] for record in records} == {"terminated"}
     assert all(0 <= record["reward"] <= 1 for record in records)
-    assert all(line["episode/observation_tokens"] > 100 for line in steps)  # the question
 
 
 @pytest.mark.exhaustive
@@ -172,25 +171,19 @@ def tasks(tmp_path):
 def test_tasks_of_verifiers_are_trained_with_in_a_chat_and_as_text(tmp_path, tasks):
     python = interpreter_with("verifiers")
     overrides = ["environment=verifiers", "environment.taskset=sum_tasks", f"environment.paths=[{tasks}]"]
-    overrides += [
-        "data.prompt=null",
-        "data.max_prompt_length=64",
-        "environment.max_tokens=100",
-        "environment.reset_timeout_s=240",
-    ]
-    overrides.append("actor.model.context_length=256")
-    _, records = trained(tmp_path / "text", overrides, python)
+    overrides += ["environment.max_tokens=100", "environment.reset_timeout_s=240", "actor.model.context_length=256"]
+    run_dir = tmp_path / "chat"
+    _, records = trained(run_dir, [*overrides, "data.prompt=null", "data.max_prompt_length=64"], python)
     assert {record["end"] for record in records} == {"terminated"}
     assert all(len(record["turns"]) == 2 and record["reward"] in (0.25, 1.25) for record in records)
-    assert all(record["turns"][0]["observation"] == "Again, please.\n" for record in records)
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}assistant: "
-    run_dir = tmp_path / "chat"
-    _, records = trained(run_dir, [*overrides, f"data.chat_template='{template}'"], python)
-    assert all(
-        record["turns"][0]["observation"] == [{"role": "user", "content": "Again, please."}] for record in records
-    )
-    prompts = {json.loads(line)["prompt"] for line in (run_dir / "samples/step_0.jsonl").read_text().splitlines()}
-    assert all(text.startswith("system: Be brief.\nuser: ") for text in prompts)
+    asked = [{"role": "user", "content": "Again, please."}]
+    assert all(record["turns"][0]["observation"] == asked for record in records)
+    prompts = {json.loads(line)["prompt_text"] for line in (run_dir / "samples/step_0.jsonl").read_text().splitlines()}
+    assert prompts
+    assert all("Be brief." in text and "+3=" in text for text in prompts)
+    _, records = trained(tmp_path / "text", overrides, python)  # the prompt is a text: what is asked follows it
+    assert {record["end"] for record in records} == {"terminated"}
+    assert {record["turns"][0]["observation"] for record in records} == {"Again, please.\n"}
 
 
 @pytest.mark.exhaustive

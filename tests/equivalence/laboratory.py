@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cluster.processes_of import LABORATORY
 from equivalence.courses import Course, run_course
 from equivalence.one_update import one_update
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import verl.trainer.ppo_lifecycle as ppo_lifecycle
 from verl.cluster.batch_partition import BatchPartition
@@ -26,8 +28,15 @@ from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles, row_assignment
 from verl.component import BuildContext, Description, component
 from verl.dispatch import dispatch_of, on_all, on_each
+from verl.engines.chunked_logprobs import token_log_probs
+from verl.engines.engine import TrainingEngine
+from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, Sharding
+from verl.model_paths.check import paths_for
+from verl.models.experts import routers
+from verl.models.heads import LMHead
+from verl.ops.loss_aggregation import aggregate
 from verl.protocol import DataProto
 from verl.resharding.dtensor import is_elsewhere, local
 from verl.rollout.vllm.state_dict import weights_of
@@ -35,6 +44,24 @@ from verl.trainer.ppo_config import PPORun
 from verl.weight_verification.vllm_params import adapter_tensors
 from verl.workers.colocated import RLHost
 from verl.workers.load_state import RestoreSource, RoleState
+
+
+class SentByAllToAll(TorchDispatchMode):
+    """Counts the bytes of floating-point numbers that this process sends to others by all-to-all.
+
+    Args:
+        place: of this process in its group.
+    """
+
+    def __init__(self, place: int):
+        super().__init__()
+        self.place, self.bytes = place, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_to_all_single.default and args[0].is_floating_point():
+            rows = sum(args[2]) - args[2][self.place]
+            self.bytes += rows * args[0].shape[1] * args[0].itemsize
+        return func(*args, **(kwargs or {}))
 
 
 class InStep:
@@ -102,12 +129,60 @@ class Bench:
             ppo_lifecycle.start_cluster = before
 
     @on_each
+    def drawn(self, run: PPORun, prompts: Sequence[int], directory: Path) -> list[int]:
+        """How many prompts this process has drawn responses to, call by call, in a step of a run."""
+        before, ppo_lifecycle.start_cluster = ppo_lifecycle.start_cluster, self._start
+        try:
+            (own := directory / str(self.context.rank)).mkdir(parents=True)
+            with run.build(BuildContext(run_dir=own)) as trainer:
+                sampler = trainer._cluster.host.workers["actor"].sampler
+                counts, generate = [], sampler._generate
+                sampler._generate = lambda rows, request: counts.append(len(rows)) or generate(rows, request)
+                trainer.step(trainer.train_data.collate(prompts), 1)
+                return counts
+        finally:
+            ppo_lifecycle.start_cluster = before
+
+    @on_each
     def updated(self, source: Any, sharding: Sharding, rows: DataProto, options: dict[str, Any]) -> dict[str, Tensor]:
         """See `one_update`."""
         parallel = sharding.build(self.context)
         degrees = sharding.degrees(self.context.world_size)
         shares = {"share": degrees.row_share(self.context.rank), "shares": degrees.row_shares}
         return one_update(source, parallel, rows, **shares, **options)
+
+    @on_each
+    def exchanged(self, source: Any, sharding: Sharding, rows: DataProto) -> tuple[int, int]:
+        """Bytes that this process sends to experts and back in an update in which each is chosen equally often, and
+        tokens that its model ran.
+        """
+        model = source.load_causal_lm("cpu")
+        tokens: list[int] = []
+
+        def balanced(router: Any, _: Any, output: Any) -> Any:
+            logits, weights, experts = output
+            each = torch.arange(experts.numel()).view_as(experts) % router.num_experts
+            return logits, weights, each
+
+        for router in routers(model):
+            router.register_forward_hook(balanced)
+        routers(model)[0].register_forward_hook(lambda _, x, __: tokens.append(x[0].numel() // x[0].shape[-1]))
+        parallel = sharding.build(self.context)
+        degrees = sharding.degrees(self.context.world_size)
+        paths_for(model, 64)
+        parallel.shard_model(model)
+        engine = TrainingEngine(model, parallel, 200, AdamW(lr=1e-3), total_updates=1)
+        own = BatchPartition(rows, degrees.row_shares).rows[degrees.row_share(self.context.rank)]
+        head = LMHead(model)
+
+        def loss(model: Any, micro: Any, totals: Any) -> Any:
+            found = token_log_probs(model, head, micro)
+            return -aggregate(found.log_probs, micro.tensors["response_mask"], "token-mean", totals), {}
+
+        tokens.clear()
+        with SentByAllToAll(self.context.rank % sharding.ep) as sent:
+            engine.update(rows[own], loss)
+        return sent.bytes, sum(tokens)
 
     @on_each
     def summed(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -128,7 +203,8 @@ class Bench:
                 trainer.step(trainer.train_data.collate(prompts), 1)
                 model = trainer._cluster.host.workers["actor"].model
                 given = {weight.name: weight.make().detach() for weight in weights_of(model)}
-                given |= {name: x.detach() for name, x in adapter_tensors(model)}
+                if hasattr(model, "peft_config"):
+                    given |= {name: x.detach() for name, x in adapter_tensors(model)}
                 trainer.save(own)
                 return given
         finally:
@@ -192,9 +268,13 @@ class Laboratory(Description):
 
 @contextmanager
 def laboratory(world_size: int) -> Iterator[Any]:
-    """A bench in so many processes."""
+    """A bench in so many processes, which `workers_of` leaves out."""
     host = Laboratory()
-    cluster = LocalWorkerGroup(host, BuildContext(), world_size, num_threads=1)
+    os.environ[LABORATORY] = "1"
+    try:
+        cluster = LocalWorkerGroup(host, BuildContext(), world_size, num_threads=1)
+    finally:
+        del os.environ[LABORATORY]
     try:
         yield role_handles(cluster, host)["bench"]
     finally:

@@ -20,6 +20,7 @@ from verl.models.parallel_info import full_tensor
 from verl.models.pretrained import ModelSource
 from verl.ops.loss_aggregation import aggregate
 from verl.protocol import DataProto
+from verl.workers.base import load_unsharded
 
 
 def rows_with_holes(prompts: list[int], group: int, responses: list[int], vocabulary: int = 40) -> DataProto:
@@ -45,6 +46,9 @@ def rows_with_holes(prompts: list[int], group: int, responses: list[int], vocabu
             "advantages": torch.randn(count, t, generator=draw, dtype=torch.float64) * mask,
         }
     )
+
+
+METRICS = ("loss", "grad_norm", "router_aux_loss")
 
 
 class Float64Alone(TorchFunctionMode):
@@ -73,9 +77,9 @@ def _one_update(
 
     Args:
         share, shares: which rows are this process's.
-        options: `lora`, `checkpointing`, `tokens` of a micro-batch.
+        options: `lora`, `checkpointing`, `tokens` of a micro-batch, `router_aux_loss_coef`.
     """
-    model = source.load_causal_lm("cpu")
+    model = load_unsharded(source, "causal_lm", "cpu", parallel, sliced=False)
     if (lora := options.get("lora")) is not None:
         torch.manual_seed(0)
         model = lora.apply(model, causal_lm=True)
@@ -90,6 +94,7 @@ def _one_update(
         model, parallel, options.get("tokens", 100), AdamW(lr=1e-3, max_grad_norm=None), total_updates=1
     )
     head, own = LMHead(model), BatchPartition(rows, shares).rows[share]
+    engine.balance_routers(options.get("router_aux_loss_coef", 0.0), head)
 
     def loss(model, micro, totals):
         scores = token_log_probs(model, head, micro, 0.9, entropy="grad", parts=3)
@@ -102,7 +107,7 @@ def _one_update(
 
     found = {f"row {row} {k}": x[i] for k, x in engine.infer(rows[own], score).items() for i, row in enumerate(own)}
     metrics = engine.update(rows[own], loss)
-    found |= {name: torch.tensor(metrics[name], dtype=torch.float64) for name in ("loss", "grad_norm")}
+    found |= {name: torch.tensor(metrics[name], dtype=torch.float64) for name in METRICS if name in metrics}
     for name, parameter in engine.parameters.items():
         if parameter.requires_grad:
             found[f"gradient of {name}"] = full_tensor(parameter.grad).detach().clone()

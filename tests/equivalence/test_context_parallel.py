@@ -16,6 +16,7 @@ from verl.errors import ConfigError
 from verl.model_paths.check import paths_for
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
+from verl.rollout.hf import HFRollout
 
 pytestmark = pytest.mark.xdist_group("two processes")
 
@@ -29,12 +30,6 @@ SINGLE = rows_with_holes([1], 1, [2])  # a line of two tokens, of which one pred
 @pytest.fixture(scope="module")
 def bench():
     with laboratory(2) as bench:
-        yield bench
-
-
-@pytest.fixture(scope="module")
-def four():
-    with laboratory(4) as bench:
         yield bench
 
 
@@ -75,6 +70,12 @@ def test_steps_of_ppo_and_grpo_are_those_of_one_process(style, bench, model64, t
         alone = run_course(ppo_run(model64, algorithm, group_size=group), prompts, tmp_path / name / "one")
         run = ppo_run(model64, algorithm, group_size=group, sharding=sharding, n_gpus_per_node=2, micro_batch_tokens=40)
         assert_same(alone, bench.course(run, prompts, tmp_path / name / "two").result(timeout=120))
+
+
+def test_processes_that_share_tokens_divide_the_rows_that_they_generate(bench, model64, tmp_path):
+    rollout = HFRollout(max_new_tokens=5)
+    run = ppo_run(model64, GRPO_ALGORITHM, rollout=rollout, group_size=2, sharding=Parallel(cp=2), n_gpus_per_node=2)
+    assert bench.drawn(run, [0, 1, 2], tmp_path).result(timeout=120) == [[1], [2]]
 
 
 def test_a_model_whose_tokens_meet_outside_of_attention_is_refused_by_name(tmp_path):
@@ -124,9 +125,9 @@ def test_models_of_many_families_train_the_same(family, options, style, bench, t
     ],
     ids=lambda x: x.degrees(4).overrides() + " " + x.cp_style,
 )
-def test_four_processes_of_several_kinds_train_the_same(sharding, four, model64, tmp_path):
+def test_four_processes_of_several_kinds_train_the_same(sharding, four_processes, model64, tmp_path):
     for rows in (SHARED, SINGLE):  # of one row, one share is empty
-        assert_equal_updates(four, model64, rows, sharding, tokens=30)
+        assert_equal_updates(four_processes, model64, rows, sharding, tokens=30)
     alone = run_course(ppo_run(model64, PPO_ALGORITHM, group_size=1), [[0, 1, 2], [3]], tmp_path / "one")
     run = ppo_run(model64, PPO_ALGORITHM, group_size=1, sharding=sharding, n_gpus_per_node=4, micro_batch_tokens=40)
-    assert_same(alone, four.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120))
+    assert_same(alone, four_processes.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120))

@@ -24,6 +24,7 @@ from verl.engines.sharding import NoSharding, Parallel
 from verl.models.lora import LoRA
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
+from verl.rollout.hf import HFRollout
 
 pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive]
 
@@ -67,6 +68,13 @@ def test_loss_gradients_and_scores_are_those_of_one_process(bench, tmp_path):
         bench, model, SHARED, sharding, tokens=10, lora=LoRA(rank=2, target_modules=("q_proj", "v_proj"))
     )  # many micro-batches
     assert_equal_updates(bench, model, SHARED, sharding, 1e-6, checkpointing=True)  # recomputed norms pass float32
+
+
+def test_the_balance_loss_is_that_of_all_processes_together(bench, tmp_path):
+    for options in ({"tokens": 100}, {"tokens": 10}, {"tokens": 100, "checkpointing": True}):
+        tolerance = 1e-6 if "checkpointing" in options else 1e-9
+        model = made(tmp_path, "qwen3_moe")
+        assert_equal_updates(bench, model, SHARED, Parallel(ep=2), tolerance, router_aux_loss_coef=0.5, **options)
 
 
 def test_steps_of_ppo_and_grpo_are_those_of_one_process(bench, tmp_path):
@@ -131,6 +139,7 @@ def test_what_one_process_saves_is_loaded_bit_by_bit_and_given_away_whole(bench,
             for name, x in found.items():
                 full = f"{role}.{name}" if component else name
                 assert torch.equal(x, as_tensor(reader.tensor(component or role, full), kept[full])), name
+    spread = ppo_run(model, PPO_ALGORITHM, sharding=Parallel(ep=2), n_gpus_per_node=2)
     given = bench.sent(spread, [2, 0, 5], tmp_path).result(timeout=120)
     saved = load_file(tmp_path / "0/actor/model.safetensors")
     assert given.keys() == saved.keys()
@@ -147,3 +156,23 @@ def test_weights_and_moments_of_experts_are_held_once(sharding, four, tmp_path):
     for held in four.held(run, [0, 1], tmp_path / "runs").result(timeout=120):
         assert held["weights"] == pytest.approx(cost.weights, rel=0.05)
         assert held["optimizer"] == pytest.approx(cost.optimizer, rel=0.05)
+
+
+def test_sampled_tokens_have_the_experts_again_that_they_were_sampled_with(bench, tmp_path):
+    model, rollout = made(tmp_path, "qwen3_moe"), HFRollout(max_new_tokens=6, router_replay=True)
+    alone = run_course(ppo_run(model, PPO_ALGORITHM, group_size=2, rollout=rollout), [[2, 0], [1]], tmp_path / "one")
+    options = {"sharding": Parallel(ep=2), "n_gpus_per_node": 2, "micro_batch_tokens": 40}
+    run = ppo_run(model, PPO_ALGORITHM, group_size=2, rollout=rollout, **options)
+    found = bench.course(run, [[2, 0], [1]], tmp_path / "two").result(timeout=120)
+    assert all(metrics["rollout/log_prob_gap_nats"] < 1e-6 for metrics in found.metrics)
+    assert_same(alone, found, 1e-6)  # weights of experts are made of logits in float32, and so is the sampled gap
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_exchange_sends_what_the_cost_model_computes(size, bench, four, tmp_path):
+    model, sharding = made(tmp_path, "qwen3_moe"), Parallel(ep=size)
+    sizes, rows = model_stats(model.load_config()), rows_with_holes([9, 5, 7, 2], 6, [14, 3, 6, 1])
+    found = (bench if size == 2 else four).exchanged(model, sharding, rows).result(timeout=120)
+    sent, tokens = (sum(x) for x in zip(*found, strict=True))  # a process sends back what others have sent to it
+    assert sent == pytest.approx(8 * sharding.expert_exchange_elements(sizes, tokens), rel=0.01)
+    assert sent > 100_000

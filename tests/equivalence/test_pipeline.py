@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 from equivalence.courses import assert_same, run_course
-from equivalence.laboratory import laboratory
 from equivalence.one_update import one_update, rows_with_holes
 from random_models import save_random_model
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
@@ -41,9 +40,8 @@ PROMPTS = [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]
 
 
 @pytest.fixture(scope="module")
-def bench():
-    with laboratory(4) as bench:
-        yield bench
+def bench(four_processes):
+    return four_processes
 
 
 def saved_model(directory, family="qwen2", **options):

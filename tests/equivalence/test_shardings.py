@@ -8,7 +8,6 @@ import pytest
 import torch
 from cases import short_where
 from equivalence.courses import assert_rounding_alone, assert_same, run_course
-from equivalence.laboratory import laboratory
 from random_models import save_random_model
 from safetensors.torch import load_file
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
@@ -48,9 +47,8 @@ PROMPTS = [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]
 
 
 @pytest.fixture(scope="module")
-def bench():
-    with laboratory(4) as bench:
-        yield bench
+def bench(four_processes):
+    return four_processes
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +65,7 @@ def alone(model64, tmp_path_factory):
     return run_course(ppo_run(model64, PPO_ALGORITHM, group_size=1), PROMPTS, tmp_path_factory.mktemp("one"))
 
 
-@names(*SHARDINGS, short=("fsdp", "hsdp", "tp_fsdp"))
+@names(*SHARDINGS, short=("hsdp", "tp_fsdp"))
 def test_four_processes_train_as_one_does(name, bench, alone, model64, tmp_path):
     run = ppo_run(
         model64, PPO_ALGORITHM, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40
@@ -78,7 +76,7 @@ def test_four_processes_train_as_one_does(name, bench, alone, model64, tmp_path)
 @pytest.mark.parametrize(
     ("actor", "critic", "reference"),
     [
-        ("fsdp", "tp", "ddp"),
+        pytest.param("fsdp", "tp", "ddp", marks=pytest.mark.exhaustive),  # test_two_processes.py has two of them
         pytest.param("tp", "hsdp", None, marks=pytest.mark.exhaustive),
         pytest.param(None, "tp_fsdp", "tp", marks=pytest.mark.exhaustive),
     ],

@@ -6,16 +6,19 @@ import os
 import signal
 
 import pytest
+import torch
 from cluster.processes_of import wait_until_gone, workers_of
-from random_models import save_random_classifier
+from faults.exchange_losses import StruckInExchange
+from random_models import save_random_classifier, save_random_model
 from rewards.rated import described
-from trainer.runs import PPO_ALGORITHM
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM
 from trainer.saved_runs import course, fit, newest
 
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.placement import DeviceMesh
 from verl.engines.sharding import DDP, Parallel
 from verl.errors import WorkerDied, WorkerHung
+from verl.models.pretrained import Pretrained
 
 pytestmark = pytest.mark.xdist_group("two processes")
 
@@ -96,6 +99,26 @@ def test_a_worker_that_shares_tokens_and_is_lost_is_named(sent, call, error, str
         fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
     assert wait_until_gone(workers_of(os.getpid())) == []
     assert newest(tmp_path).step == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("sent", "timeout_s", "call_timeout_s", "error", "told"),
+    [
+        (signal.SIGKILL, 600.0, 600.0, WorkerDied, "SIGKILL"),
+        (signal.SIGSTOP, 600.0, 20.0, WorkerHung, "(does not react at all|it is stopped)"),
+        (signal.SIGSTOP, 20.0, 600.0, WorkerHung, "(does not react at all|it is stopped)"),
+    ],
+)
+def test_a_worker_lost_inside_of_an_exchange_between_experts_is_named(
+    sent, timeout_s, call_timeout_s, error, told, tmp_path
+):
+    model = Pretrained(path=str(save_random_model(tmp_path / "mixture", "qwen3_moe", torch.float32)))
+    struck = StruckInExchange(ep=2, number=int(sent), timeout_s=timeout_s, call_timeout_s=call_timeout_s)
+    run = course(model, tmp_path, GRPO_ALGORITHM, sharding=struck, n_gpus_per_node=2)
+    with pytest.raises(error, match=rf"rank 1 failed in actor\.update at step 1[\s\S]*{told}"):
+        fit(run, tmp_path / "run")
+    assert wait_until_gone(workers_of(os.getpid())) == []
 
 
 @pytest.mark.exhaustive

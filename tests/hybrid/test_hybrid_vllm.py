@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -14,10 +15,12 @@ from random_models import save_random_model
 from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
 from verl.hybrid.benchmark import measure_switch_overhead
+from verl.rollout.vllm.config import VLLMRollout
 
-options = pytest.importorskip("verl.rollout.vllm.config", reason="this version has no rollout=vllm")
-pytest.importorskip("vllm", reason="vLLM is not installed")
-pytestmark = pytest.mark.xdist_group("vllm")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.xdist_group("vllm"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,7 @@ def actors(tmp_path_factory):
     """vLLM and our own loop on one model; heads of 32 numbers, since its kernels for the CPU take no smaller ones."""
     path = save_random_model(tmp_path_factory.mktemp("model"), "qwen2", torch.float32, hidden_size=128)
     own = HybridActor.from_pretrained(path, device="cpu")
-    rollout = options.VLLMRollout(max_num_seqs=16, max_num_batched_tokens=64, kv_cache_gib=0.05)
+    rollout = VLLMRollout(max_num_seqs=16, max_num_batched_tokens=64, kv_cache_gib=0.05)
     actor = HybridActor(own.model, own.tokenizer, rollout=rollout)
     yield actor, own
     actor.close()

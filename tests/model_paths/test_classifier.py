@@ -119,7 +119,7 @@ def test_texts_below_the_length_at_which_frequencies_change_are_scored_together(
 
 
 def test_a_model_whose_scores_depend_on_what_was_scored_before_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(heads, "_forget_lengths", lambda rotary: None)
+    monkeypatch.setattr(heads, "forget_lengths", lambda rotary: None)
     family, options = BY_LENGTH["dynamic"]
     path = save_random_classifier(tmp_path / family, family, **options)
     model = AutoModelForSequenceClassification.from_pretrained(path)

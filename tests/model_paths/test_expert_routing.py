@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from equivalence.one_update import rows_with_holes
+from cases import short_where
+from equivalence.one_update import one_update, rows_with_holes
 from random_models import save_random_model
 from trainer.runs import GRPO_ALGORITHM, ppo_run
 
@@ -23,6 +24,7 @@ from verl.models.experts import routers
 from verl.models.heads import LMHead
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
+from verl.rollout.auto import AutoRollout
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.scripted import ScriptedRollout
@@ -46,7 +48,7 @@ def scored(model, rows, micro_batch_tokens=100, packing="auto", **options):
     return engine.infer(rows, score, **options)["log_probs"]
 
 
-@pytest.mark.parametrize("family", sorted(PROVEN))
+@pytest.mark.parametrize("family", short_where(sorted(PROVEN), {"deepseek_v3", "qwen3_moe"}.__contains__))
 def test_how_routers_of_every_family_weigh_experts_is_found(family, tmp_path):
     model = made(tmp_path, family, torch.float32).load_causal_lm("cpu")
     for router in routers(model):
@@ -126,5 +128,35 @@ def test_router_replay_is_refused_where_it_was_not_tried(tmp_path, model64):
     for sharding in (TP(), Parallel(pp=2)):
         with pytest.raises(ConfigError, match="rollout.router_replay is true: it was not tried with [tp]p 2"):
             ppo_run(model, GRPO_ALGORITHM, group_size=3, rollout=rollout, sharding=sharding, n_gpus_per_node=2)
+    with pytest.raises(ConfigError, match="rollout is a AutoRollout: it was not tried with an actor whose experts are"):
+        ppo_run(model, GRPO_ALGORITHM, group_size=3, rollout=AutoRollout(), sharding=Parallel(ep=2), n_gpus_per_node=2)
     with pytest.raises(ConfigError, match="router_replay is true: ScriptedRollout does not tell which experts"):
         ScriptedRollout(router_replay=True)
+
+
+def test_the_balance_loss_is_that_of_transformers_whatever_the_micro_batches(tmp_path):
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    found = [
+        one_update(made(tmp_path / name, "qwen3_moe"), Parallelism(), ROWS, tokens=tokens, router_aux_loss_coef=coef)
+        for name, tokens, coef in (("a", 1000, 0.5), ("b", 15, 0.5), ("c", 1000, 0.0))
+    ]
+    model = made(tmp_path / "d", "qwen3_moe").load_causal_lm("cpu")
+    names = ("input_ids", "attention_mask", "position_ids")
+    with torch.no_grad():
+        logits = model(**{name: ROWS[name] for name in names}, output_router_logits=True).router_logits
+    predicts = torch.zeros_like(ROWS["attention_mask"])
+    width = ROWS["responses"].shape[1]
+    predicts[:, -width - 1 : -1] = ROWS["response_mask"]
+    expected = load_balancing_loss_func(logits, 4, 2, predicts)
+    assert float(found[0]["router_aux_loss"]) == pytest.approx(float(expected), abs=1e-6)
+    gate = "gradient of model.layers.1.mlp.gate.weight"
+    assert float((found[0][gate] - found[2][gate]).abs().max()) > 1e-3
+    for name, x in found[0].items():
+        torch.testing.assert_close(found[1][name], x, rtol=0, atol=1e-6)
+    assert float(found[0]["loss"] - found[2]["loss"]) == pytest.approx(0.5 * float(expected), abs=1e-6)
+
+
+def test_a_balance_loss_that_a_model_does_not_define_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="router_aux_loss_coef is 0.1: transformers defines no load balancing loss"):
+        one_update(made(tmp_path, "deepseek_v3"), Parallelism(), ROWS, router_aux_loss_coef=0.1)

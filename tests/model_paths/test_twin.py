@@ -34,7 +34,7 @@ def test_each_planted_fault_is_told_apart(family):
     model = default_model(family)
     small = make_twin(model, EVERY_LENGTH)
     examination = Examination(small, model, EVERY_LENGTH)
-    assert examination._blind_for() is None
+    assert examination.blind_for() is None
     planted = {name: far for name, far in examination.distances.items() if name.startswith("planted")}
     assert {"planted: visible padding", "planted: a leaked segment"} <= planted.keys()
     moved = [name for name in planted if "that comes at" in name]
@@ -72,14 +72,14 @@ def weak(model: Any) -> None:
 
 @pytest.mark.parametrize(("family", "weaken"), [("llama", weak)])
 def test_a_twin_that_is_blind_to_a_planted_fault_does_not_count(family, weaken, monkeypatch):
-    model, sharpen = default_model(family), twin._sharpen
+    model, sharpen = default_model(family), twin.sharpen
     assert examine(model, EVERY_LENGTH).paths == FAST
 
     def blind(model: Any, *given: Any) -> None:
         sharpen(model, *given)
         weaken(model)
 
-    monkeypatch.setattr(twin, "_sharpen", blind)
+    monkeypatch.setattr(twin, "sharpen", blind)
     finding = examine(model, EVERY_LENGTH)
     assert finding.refusal is None
     assert finding.paths.scoring == PLAIN.scoring

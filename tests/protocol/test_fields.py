@@ -27,7 +27,7 @@ def own_field():
 
     yield add
     for name in added:
-        fields._TABLE.pop(name, None)
+        fields.TABLE.pop(name, None)
 
 
 def bind(name: str, tensor, bound: dict) -> dict:

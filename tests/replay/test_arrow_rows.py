@@ -80,3 +80,26 @@ def test_blocks_of_numbers_and_missing_columns_survive():
     found = rows_from_arrow(parts, 0)
     assert torch.equal(found["block"][0], batch["block"][3])
     assert list(found["length"]) == [3, None]
+
+
+def test_experts_of_each_token_survive():
+    """A block of numbers for each token, -1 where nothing is known."""
+    batches, generator = [scored_rows(6, seed=seed) for seed in (1, 2)], torch.Generator().manual_seed(0)
+    for place, batch in enumerate(batches):
+        mask = batch["response_mask"][:, :, None, None]
+        drawn = torch.randint(0, 128, (*batch["responses"].shape, 3, 2), generator=generator)
+        routed = torch.where(mask, drawn, -1).to(torch.int16)
+        batches[place] = batch.union(DataProto.from_dict({"routed_experts": routed}))
+    segments = [RowSegment.of(packed(batch)) for batch in batches]
+    parts = [
+        SegmentRows(segments[0], np.array([5, 0]), np.array([1, 0])),
+        SegmentRows(segments[1].last(2), np.array([1]), np.array([2])),
+    ]
+    found = rows_from_arrow(parts, 0)
+    width = found["responses"].shape[1]
+    assert found["routed_experts"].dtype == torch.int16
+    for row, (batch, own) in enumerate([(0, 0), (0, 5), (1, 5)]):
+        expected = batches[batch]["routed_experts"][own]
+        kept = min(width, len(expected))
+        assert torch.equal(found["routed_experts"][row, :kept], expected[:kept])
+        assert (found["routed_experts"][row, kept:] == -1).all()

@@ -36,8 +36,8 @@ def long_prompts(padding: list[int]) -> DataProto:
 @pytest.mark.parametrize("stops", [(), (30, 31, 32, 33, 34, 35)], ids=["together", "rows leave"])
 def test_it_is_the_same_generation(padding, stops, monkeypatch):
     calls = []
-    plain = packed_attention._attend_shared
-    monkeypatch.setattr(packed_attention, "_attend_shared", lambda *given: calls.append(1) or plain(*given))
+    plain = packed_attention.attend_shared
+    monkeypatch.setattr(packed_attention, "attend_shared", lambda *given: calls.append(1) or plain(*given))
     found = {}
     for share in (True, False):
         rollout = HFRollout(max_new_tokens=20, share_prefix=share, stop_token_ids=stops)
@@ -50,5 +50,5 @@ def test_it_is_the_same_generation(padding, stops, monkeypatch):
 
 
 def test_short_prompts_are_not_worth_it(prompts, monkeypatch):
-    monkeypatch.setattr(packed_attention, "_attend_shared", lambda *given: pytest.fail("shared"))
+    monkeypatch.setattr(packed_attention, "attend_shared", lambda *given: pytest.fail("shared"))
     start_actor(MODEL).generate(prompts(), GenerationRequest(1, 4))

@@ -388,7 +388,7 @@ def processes_of_jails_besides(pool) -> list[int]:
     deadline = time.monotonic() + 10
     while True:
         kept = {pid for ready in list(pool._warm) for pid in (ready.process.pid, ready.first)}
-        found = [pid for pid in jail_pool._descendants(os.getpid()) if pid not in kept and pid != os.getpid()]
+        found = [pid for pid in jail_pool.descendants_of(os.getpid()) if pid not in kept and pid != os.getpid()]
         found = [pid for pid in found if "sleep" in _command(pid)]
         if not found or time.monotonic() > deadline:
             return found

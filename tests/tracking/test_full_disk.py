@@ -121,7 +121,7 @@ def test_a_disk_that_stays_full_stops_the_training_of_nothing_and_tears_no_line(
 
 
 def test_lines_that_waited_are_written_in_order_and_the_oldest_go_when_memory_runs_out(disk, caplog, monkeypatch):
-    monkeypatch.setattr("verl.tracking.jsonl._KEPT_BYTES", 400)
+    monkeypatch.setattr("verl.tracking.jsonl.KEPT_BYTES", 400)
     trackers = TrackerSet({"jsonl": JsonLinesTracker()})
     trackers.start("run", {}, disk, None)
     trackers.log({"a": 0.0}, 0)

@@ -16,15 +16,15 @@ from verl.tracking.base import Trackers
 from verl.tracking.console import Console
 from verl.tracking.logging_setup import setup_logging
 from verl.trainer import train_loop
-from verl.trainer.setup import _last_of, fit_with_restarts
+from verl.trainer.setup import fit_with_restarts, last_checkpoint_of
 
 
 def test_a_run_goes_on_from_its_own_checkpoints_and_never_from_those_of_an_earlier_run(model32, tmp_path):
     fit(course(model32, tmp_path, stop_after=3), tmp_path / "earlier")
     with course(model32, tmp_path, stop_after=2).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        assert _last_of(trainer.saving) is None
+        assert last_checkpoint_of(trainer.saving) is None
         assert trainer.fit().checkpoints
-        assert _last_of(trainer.saving) == str(tmp_path / "checkpoints/global_step_2-2")
+        assert last_checkpoint_of(trainer.saving) == str(tmp_path / "checkpoints/global_step_2-2")
 
 
 def test_a_trainer_is_built_anew_in_the_same_place_and_ends_as_if_nothing_had_been(model32, tmp_path):

@@ -86,7 +86,7 @@ def test_activations_are_those_that_a_real_model_keeps(tmp_path, family, recompu
 def test_a_model_that_cannot_be_traced_is_counted_and_the_plan_says_so(tmp_path, monkeypatch):
     from verl.trainer.plan import activations
 
-    monkeypatch.setattr(activations, "_traced", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(activations, "traced_activations", lambda *_, **__: 1 / 0)
     path = save_random_model(tmp_path, "llama", torch.float32, num_hidden_layers=4, hidden_size=40)
     roles = ["actor=pretrained", f"actor.model.path={path}", "critic=none", "algorithm=grpo"]
     plan = plan_run(run_of(*roles, "++data.max_prompt_length=16"), device_named("cpu"))

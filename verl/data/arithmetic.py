@@ -67,7 +67,7 @@ class Arithmetic(Description):
         """
         if split not in ("train", "eval"):
             raise ConfigError(f"split is {split!r}: expected one of train, eval.")
-        order = _shuffled(self._count**2, self.seed)
+        order = permutation(self._count**2, self.seed)
         held_out = [next(order) for _ in range(self.held_out)]
         if split == "eval":
             return [self._row(problem) for problem in held_out]
@@ -146,7 +146,7 @@ class ArithmeticSFT(Arithmetic, TextSource):
         )
 
 
-def _shuffled(total: int, seed: int) -> Iterator[int]:
+def permutation(total: int, seed: int) -> Iterator[int]:
     """Yield 0 to total - 1 in a seeded order without listing them all first.
 
     A Fisher-Yates shuffle that remembers only the places it has exchanged, drawn with `random()`, the one method whose

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
 from verl.errors import ConfigError
 from verl.model_paths.check import paths_for
-from verl.model_paths.expert_routing import ExpertLoad, routing_of
+from verl.model_paths.expert_routing import ExpertLoad, defines_balance_loss, routing_of
 from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, empty_micro_batch
 from verl.model_paths.paths import PLAIN, ModelPaths, Scoring
+from verl.models.call import call_model, unwrapped
+from verl.models.heads import LMHead
 from verl.models.parallel_info import Autocast, compute_device, computing_in
 from verl.ops.loss_aggregation import LossTotals
 from verl.protocol import DataProto
@@ -82,6 +84,8 @@ class TrainingEngine:
         self._limit: Scoring | None = None
         self.routing = routing_of(getattr(model, "backbone", model)) if parallel.routers_are_whole else None
         self.replays_routing = False
+        self._balance_coef = 0.0
+        self._head: LMHead | None = None
 
     @torch.no_grad()
     def infer(
@@ -134,6 +138,8 @@ class TrainingEngine:
         assert self.recipe is not None, "this engine only infers"
         assert self.optimizer is not None
         totals = self._totals(batch)
+        if self.routing is not None and self._balance_coef:
+            self.routing.balance(self._load_of(batch))
         self.model.train(self.paths(batch).trains)
         self.optimizer.zero_grad(set_to_none=True)
         shares: dict[str, Tensor] = {}
@@ -142,6 +148,9 @@ class TrainingEngine:
             if self.routing is not None:
                 self.routing.begin(micro, replays=self.replays_routing, counts=True)
             value, stats = loss(self.model, micro, totals)
+            if self.routing is not None and self._balance_coef:
+                stats["router_aux_loss"] = self.routing.balance_loss()
+                value = value + self._balance_coef * stats["router_aux_loss"].to(value.dtype)
             if "plant_nan" in batch.meta_info:  # to try out what a run does then; see verl.monitoring
                 value = value * math.nan
             for name, x in {"loss": value, **stats}.items():
@@ -162,6 +171,7 @@ class TrainingEngine:
         if self.routing is not None:
             load = self.parallel.sum_of_tokens(self.routing.end(self.device).tensors())
             metrics |= ExpertLoad.metrics(load, self.routing.layers)
+            self.routing.balance(None)
         lr = self.recipe.learning_rate(self.updates, self.total_updates)
         if not all(math.isfinite(x) for x in metrics.values()):
             self.optimizer.zero_grad(set_to_none=True)
@@ -275,6 +285,43 @@ class TrainingEngine:
             )
         self.routing.prove_replay(name)
         self.replays_routing = True
+
+    def balance_routers(self, coef: float, head: LMHead) -> None:
+        """From here on add the load balancing loss of routers to every loss, over all rows of an update.
+
+        It needs the load of the whole update, so a forward pass goes before each.
+
+        Raises:
+            ConfigError: there is no such loss for the model.
+        """
+        model = self.model
+        if coef and (self.routing is None or not defines_balance_loss(model)):
+            raise ConfigError(
+                f"actor.router_aux_loss_coef is {coef:g}: transformers defines no load balancing loss for a "
+                f"{type(unwrapped(model)).__name__}, or a process does not see all routers (tp, pp). Set it to 0."
+            )
+        self._balance_coef, self._head = coef, head
+
+    @torch.no_grad()
+    def _load_of(self, batch: DataProto) -> Tensor:
+        """`ExpertLoad.tensors` of a batch, in all processes together."""
+        routing, head = self.routing, self._head
+        assert routing is not None
+        assert head is not None
+
+        def last_states(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
+            return call_model(self.model, **inputs, use_cache=False, logits_to_keep=logits_to_keep).logits
+
+        def count_one(micro: MicroBatch) -> None:
+            routing.begin(micro, replays=self.replays_routing, counts=True)
+            with head.left_out() if head.is_separable else contextlib.nullcontext():
+                micro.predict(last_states)
+
+        with computing_in(self.autocast, self.model):
+            micros = self._micro_batches(batch)
+            self.parallel.run_micro_batches(micros, count_one, contextlib.nullcontext, model=self.model)
+        self.parallel.settle(self.model)
+        return self.parallel.sum_of_tokens(routing.end(self.device).tensors())
 
     def limit(self, scoring: Scoring) -> None:
         """From here on run rows in this way, since the first batch has shown the other to be wrong."""

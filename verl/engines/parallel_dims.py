@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,11 +27,14 @@ from torch import Tensor, nn
 from verl.component import BuildContext
 from verl.engines.expert_parallel import EXPERT, EXPERT_SHARD, divide_experts, experts_gathered
 from verl.engines.fsdp import gathered, load_own_slices, settle, shard_fully
+from verl.engines.own_module import OwnModuleParts
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.tensor_parallel import shard_over
+from verl.errors import ConfigError
 from verl.model_paths.context_attention import ContextGroup, ContextStyle
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import head_of
+from verl.models.own_module import ModulePlace, OwnModule
 from verl.models.parallel_info import Autocast, ParallelInfo
 from verl.resharding.dtensor import is_divided, local, mesh_dims, tensor_layout
 from verl.resharding.layout import Mesh
@@ -50,6 +54,7 @@ class Parallelism:
         in_step: whether every forward pass needs all siblings, so that they must run equally many.
         divides_weights: whether `shard_model` leaves a process a part of the model alone.
         least_micro_batches: into which the rows of a step are cut, if they have tokens enough.
+        module_place: for which a module of the user's is made.
         routers_are_whole: each process sees what the routers of all layers choose for its tokens.
     """
 
@@ -61,6 +66,7 @@ class Parallelism:
     in_step = False
     divides_weights = False
     least_micro_batches = 1
+    module_place = ModulePlace()
     routers_are_whole = True
 
     @property
@@ -283,6 +289,10 @@ class ShardedParallelism(DataParallelism):
             ranks, group = degrees.context_ranks(self.rank), self._group(degrees.context_ranks)
             self.context = ContextGroup(group, len(ranks), ranks.index(self.rank), cp_style)
         self._partial_over_tensor: set[int] = set()  # ids of parameters
+        if degrees.tp > 1:
+            tensors = self._device_mesh[TENSOR]
+            self.module_place = ModulePlace(tensors.get_local_rank(), degrees.tp, tensors.get_group())
+        self._own_modules: dict[int, OwnModuleParts] = {}  # by id of the model
 
     def _group(self, key: Callable[[int], Any]) -> Any:
         """The group of the processes that have the key of this one; all make all groups, in one order."""
@@ -294,6 +304,9 @@ class ShardedParallelism(DataParallelism):
     def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
         """See `Parallelism.shard_model`. A head that stands on a backbone (a critic's) is small and stays whole."""
         core: Any = head_of(model).backbone
+        if isinstance(core, OwnModule) and self.mesh.extent(TENSOR) > 1:
+            self._lay_out(core)
+            return
         partial = shard_over(core, self._device_mesh[TENSOR]) if self.mesh.extent(TENSOR) > 1 else []
         experts = [] if self._expert_mesh is None else divide_experts(core, self._expert_mesh[EXPERT])
         if self.fully:
@@ -321,9 +334,17 @@ class ShardedParallelism(DataParallelism):
         named = dict(core.named_parameters())
         self._partial_over_tensor |= {id(named[name]) for name in partial}
         whole = functools.partial(self._gathered, core, experts) if self.fully else contextlib.nullcontext
+        model.divided = replace(  # type: ignore[assignment]
+            self._info(),
+            casts_weights=self.fully and autocast is not None,
+            gathered=whole,
+            settle=functools.partial(settle, core) if self.fully else lambda: None,
+        )
+
+    def _info(self) -> ParallelInfo:
         siblings = self.degrees.siblings
         first = self.rank // siblings * siblings
-        model.divided = ParallelInfo(  # type: ignore[assignment]
+        return ParallelInfo(
             device=self.device,
             mesh=self.mesh,
             rank=self.rank,
@@ -331,10 +352,33 @@ class ShardedParallelism(DataParallelism):
             sibling_group=self._sibling_group,
             layout_of=tensor_layout,
             local=local,
-            casts_weights=self.fully and autocast is not None,
-            gathered=whole,
-            settle=functools.partial(settle, core) if self.fully else lambda: None,
+            generation_groups=() if self.context is None else (self.context.group,),
         )
+
+    def _lay_out(self, model: OwnModule) -> None:
+        """Take in a module that was made for this process."""
+        if self.fully:
+            raise ConfigError(
+                f"sharding.tp is {self.degrees.tp}: the weights of a {type(model.module).__name__}, which divides "
+                "itself, are not divided by dp_shard or cp as well. Set dp_shard=1 and use dp_replicate."
+            )
+        parts = self._own_modules[id(model)] = OwnModuleParts(model, self._device_mesh[TENSOR])
+        self._partial_over_tensor |= {id(p) for p in parts.summed}
+        model.divided = replace(self._info(), gathered=parts.running)  # type: ignore[assignment]
+
+    def run_micro_batches(
+        self,
+        micros: Iterable[MicroBatch],
+        forward: Callable[[MicroBatch], Tensor | None],
+        computing: Callable[[], AbstractContextManager[None]],
+        *,
+        model: nn.Module,
+        trains: bool = False,
+    ) -> None:
+        """See `Parallelism.run_micro_batches`."""
+        parts = self._own_modules.get(id(model))
+        with contextlib.nullcontext() if parts is None else parts.running(trains):
+            super().run_micro_batches(micros, forward, computing, model=model, trains=trains)
 
     @contextlib.contextmanager
     def _gathered(self, core: nn.Module, experts: list[nn.Module]) -> Iterator[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ from verl.errors import ConfigError
 from verl.model_paths.context_attention import ContextStyle
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import head_of
-from verl.models.parallel_info import Autocast, ParallelInfo
-from verl.resharding.dtensor import at_stage, is_elsewhere, local, mesh_dims, tensor_layout
+from verl.models.parallel_info import Autocast
+from verl.resharding.dtensor import at_stage, is_elsewhere, mesh_dims
 
 
 class PipelineParallelism(ShardedParallelism):
@@ -100,16 +101,11 @@ class PipelineParallelism(ShardedParallelism):
         shards = StageShards(model, self._device_mesh[SHARD], self.device)
         stages = WholeWeights(model, cut, self.stage_group, self.device)
         self._models[id(model)] = (runner, dtype, shards)
-        first = self.rank // self.degrees.siblings * self.degrees.siblings
-        model.divided = ParallelInfo(  # type: ignore[assignment]
-            device=self.device,
-            mesh=self.mesh,
-            rank=self.rank,
-            siblings=tuple(range(first, first + self.degrees.siblings)),
-            sibling_group=self._sibling_group,
-            layout_of=tensor_layout,
-            local=local,
+        info = self._info()
+        model.divided = replace(  # type: ignore[assignment]
+            info,
             stage_group=self.stage_group,
+            generation_groups=(self.stage_group, *info.generation_groups),
             gathered=lambda: _both(shards, stages),
         )
 

@@ -474,7 +474,10 @@ class Parallel(FSDP):
         cost = super().cost(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
         if self.pp > 1 and self.degrees(world_size).shards > 1:
             cost = self._cost_of_sharded_stage(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
-        sent = self.context_elements(sizes, tokens, trains) * (compute_bytes or weight_bytes)
+        compute = compute_bytes or weight_bytes
+        sent = self.context_elements(sizes, tokens, trains) * compute
+        if self.ep > 1 and sizes.expert_elements:
+            return self._with_experts_apart(cost, world_size, sizes, tokens, weight_bytes, compute, trains, int(sent))
         return replace(cost, per_micro_batch=cost.per_micro_batch + int(sent))
 
     def _cost_of_sharded_stage(
@@ -497,6 +500,38 @@ class Parallel(FSDP):
             gathered=(held + trained) * weight_bytes + cast,
             per_update=cost.per_update + int(_part(shards) * (held + trained) * weight_bytes),
         )
+
+    def _with_experts_apart(
+        self,
+        cost: ShardingCost,
+        world_size: int,
+        sizes: ModelStats,
+        tokens: int,
+        weight_bytes: int,
+        compute: int,
+        trains: bool,
+        sent: int,
+    ) -> ShardingCost:
+        """The cost of FSDP, but that a process gathers its own experts alone, over those that have the same."""
+        degrees, twice = self.degrees(world_size), self.strategy == "FULL_SHARD"
+        whole, own = sizes.expert_elements, sizes.expert_elements // self.ep
+        spared = (whole - own) // (sizes.expert_layers if twice else 1)
+        passes = (1 + (twice and trains)) * compute
+        passes += weight_bytes if trains and sizes.trained == sizes.parameters else 0
+        fewer = (_part(degrees.shards) * whole - _part(degrees.expert_shards) * own) * passes
+        sent += int(self.expert_exchange_elements(sizes, tokens, trains) * compute)
+        return replace(
+            cost,
+            gathered=cost.gathered - spared * compute,
+            per_micro_batch=cost.per_micro_batch - int(fewer) + sent,
+        )
+
+    def expert_exchange_elements(self, sizes: ModelStats, tokens: int, trains: bool = True) -> float:
+        """Numbers that a process sends to experts and back in a micro-batch in which it has so many tokens, where all
+        experts are chosen equally often; with recomputed activations half as many more.
+        """
+        once = 2 * tokens * sizes.top_k * _part(self.ep) * sizes.hidden
+        return sizes.expert_layers * once * (2 if trains else 1)
 
     def context_elements(self, sizes: ModelStats, tokens: int, trains: bool = True) -> float:
         """Numbers that a process sends for attention in a micro-batch in which it has so many tokens.

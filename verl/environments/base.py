@@ -190,6 +190,17 @@ class EnvironmentDescription(Description):
         """JSON schemas of its tools, which the chat template writes into the prompt."""
         return ()
 
+    def engine(
+        self, engine: Any, rollout: Any, tokenizer: Any, stop_ids: tuple[int, ...], context: BuildContext
+    ) -> Any:
+        """The rollout engine whose responses are episodes, in place of `EpisodeEngine`; None for that.
+
+        Args:
+            engine, rollout: a `RolloutEngine` that draws turns, and its description.
+            stop_ids: tokens that end a turn.
+        """
+        return None
+
     def prompts(self, count: int) -> Sequence[Sequence[Mapping[str, Any]]]:
         """Chat messages with which its first tasks begin, at most so many; empty where it has no prompts of its own."""
         return ()

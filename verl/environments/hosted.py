@@ -69,7 +69,13 @@ class Host:
         """
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
-            self.python, str(ADAPTERS / "host_main.py"), stdin=pipe, stdout=pipe, stderr=pipe, limit=MAX_LINE
+            self.python,
+            str(ADAPTERS / "host_main.py"),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            limit=MAX_LINE,
+            start_new_session=True,  # Ctrl-C is the trainer's, which ends its step first; it ends with its stdin
         )
         future = self._expect(0)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._read_errors())]

@@ -195,7 +195,7 @@ class Examination:
     def run(self) -> PathFinding:
         if (refusal := self._leaves_out() or self._not_causal()) is not None:
             return PathFinding(PLAIN, refusal, self.distances)
-        if (blind := self._blind_for()) is not None:
+        if (blind := self.blind_for()) is not None:
             why = f"a small model of its kind does not tell {blind} from what is right"
             return PathFinding(replace(PLAIN, reasons=(why,)), None, self.distances)
         scoring = self._batched_rows()
@@ -254,7 +254,7 @@ class Examination:
             )
         return NOT_A_POLICY
 
-    def _blind_for(self) -> str | None:
+    def blind_for(self) -> str | None:
         """A planted fault that is too small to be seen. One that changes nothing at all is none for this model."""
         for name, least, found in self._planted():
             report()

@@ -14,6 +14,7 @@ Source of router replay: Ma et al. 2025, arXiv:2510.11370.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ class ExpertRouting:
         self._records: list[Tensor | None] | None = None
         self._load: ExpertLoad | None = None
         self._counted: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._shares: Tensor | None = None
+        self._balance: list[Tensor] = []
         for layer, router in enumerate(self._found):
             router.register_forward_hook(lambda module, _, output, layer=layer: self._routed(layer, output))
 
@@ -121,10 +124,30 @@ class ExpertRouting:
                 "choices cannot be replayed. Set rollout.router_replay=false."
             )
 
+    def balance(self, load: Tensor | None) -> None:
+        """From here on the load balancing loss of each micro-batch is computed, by the load that a whole batch has.
+
+        Args:
+            load: `ExpertLoad.tensors` of it, added up over all processes; None ends it.
+        """
+        self._shares = None
+        if load is not None:
+            rows = load[-1].clamp_min(1.0)  # tokens of all layers
+            self._shares = load[:-2].view(self.layers, -1).sum(dim=0) * self.experts / rows**2
+
+    def balance_loss(self) -> Tensor:
+        """The share of the micro-batch under way in E sum_e f_e P_e, for f_e the share of the tokens of all layers that
+        expert e was chosen for, and P_e its mean probability.
+
+        Source: Fedus et al. 2021, arXiv:2101.03961, eq. 4-6, over all layers, as transformers computes it.
+        """
+        return torch.stack(self._balance).sum()
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Within, `last_chosen` tells what was chosen in the last forward pass."""
-        self._records = [None] * self.layers
+        records: list[Tensor | None] = [None] * self.layers
+        self._records = records
         try:
             yield
         finally:
@@ -144,15 +167,18 @@ class ExpertRouting:
             counts: for `end`.
         """
         self._add()
+        self._balance, self._predicted, self._forced = [], None, None
+        is_known = replays and "routed_experts" in micro.tensors
+        if not (counts or is_known):
+            return
         entries, predicted = micro.model_tokens()
         self._predicted = predicted if counts else None
-        is_known = replays and "routed_experts" in micro.tensors
         self._forced = _by_token(micro, entries) if is_known else None
 
     def end(self, device: torch.device) -> ExpertLoad:
         """What was counted since the last call; routers choose by themselves from here on."""
         self._add()
-        load, self._load, self._forced, self._predicted = self._load, None, None, None
+        load, self._load, self._forced, self._predicted, self._balance = self._load, None, None, None, []
         return ExpertLoad(self.layers, self.experts, device) if load is None else load
 
     def _add(self) -> None:
@@ -179,6 +205,9 @@ class ExpertRouting:
         if self._predicted is not None:
             with torch.no_grad():
                 self._counted[layer] = _count(logits, experts, self._predicted, self.experts)
+            if self._shares is not None and torch.is_grad_enabled():
+                probabilities = logits.softmax(dim=-1).double() * self._predicted[:, None]
+                self._balance.append((probabilities.sum(dim=0) * self._shares).sum())
         return logits, weights, experts, *others
 
 
@@ -201,24 +230,29 @@ def _by_token(micro: MicroBatch, entries: Tensor) -> Tensor:
     return whole.flatten(0, 1)[entries]
 
 
+def defines_balance_loss(model: Any) -> bool:
+    """Whether transformers defines a load balancing loss for the routers of a model."""
+    kinds = type(unwrapped(model)).__mro__  # FSDP puts a class of its own before
+    return any(hasattr(sys.modules.get(kind.__module__), "load_balancing_loss_func") for kind in kinds)
+
+
 def routing_of(model: Any) -> ExpertRouting | None:
-    """The routers of a model, watched from the first call on; None for a model without experts."""
+    """The routers of a model, watched from the first call on; None for one without routers of a known form."""
     base = unwrapped(model)
     if "_verl_routing" not in vars(base):
-        vars(base)["_verl_routing"] = ExpertRouting(base) if routers(base) else None
+        found = routers(base)
+        is_known = bool(found) and all(_tried(router) is not None for router in found)
+        is_even = len({(router.num_experts, router.top_k) for router in found}) == 1
+        vars(base)["_verl_routing"] = ExpertRouting(base) if is_known and is_even else None
     return vars(base)["_verl_routing"]
 
 
-@torch.no_grad()
 def weights_of_router(router: Any) -> RouterWeights | None:
     """How routers of a kind make weights of logits; None if in no known way."""
-    try:
-        twin = _router_like(router)
-    except Exception:  # noqa: BLE001 - whatever a model's own code asks for
+    if (answer := _tried(router)) is None:
         return None
-    states = torch.randn(TRIED_TOKENS, twin.weight.shape[-1], generator=torch.Generator().manual_seed(0))
-    logits, weights, experts, *_ = twin(states)
-    scales = {1.0, float(getattr(twin, "routed_scaling_factor", 1.0))}
+    logits, weights, experts = answer
+    scales = {1.0, float(getattr(router, "routed_scaling_factor", 1.0))}
     for score in (_softmax, torch.sigmoid):
         for normalised in (False, True):
             for scale in scales:
@@ -226,6 +260,20 @@ def weights_of_router(router: Any) -> RouterWeights | None:
                 if torch.allclose(way.of(logits, experts), weights, atol=TOLERANCE, rtol=TOLERANCE):
                     return way
     return None
+
+
+@torch.no_grad()
+def _tried(router: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Logits, weights and experts by a router of the same kind for random tokens; None if it gives something else."""
+    try:
+        twin = _router_like(router)
+        states = torch.randn(TRIED_TOKENS, twin.weight.shape[-1], generator=torch.Generator().manual_seed(0))
+        logits, weights, experts, *_ = twin(states.to(twin.weight.dtype))
+        is_known = logits.shape == (TRIED_TOKENS, twin.num_experts) and not experts.is_floating_point()
+        is_known = is_known and weights.shape == experts.shape == (TRIED_TOKENS, twin.top_k)
+    except Exception:  # noqa: BLE001 - whatever a model's own code asks for
+        return None
+    return (logits, weights, experts) if is_known else None
 
 
 def _router_like(router: Any) -> Any:

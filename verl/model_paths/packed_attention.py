@@ -203,7 +203,7 @@ def attend(
     if (shared := getattr(layer, "shared", None)) is not None:
         assert layer is not None
         refuse_unknown({**others, "sliding_window": None})
-        return _attend_shared(query, *shared, key, value, attention_mask, scaling, layer.keys.shape[2]), None
+        return attend_shared(query, *shared, key, value, attention_mask, scaling, layer.keys.shape[2]), None
     is_per_head = attention_mask is not None and attention_mask.shape[1] != 1
     if query.shape[2] == 1 and not unknown_keywords(others) and not is_per_head:
         return _attend_one(query, key, value, attention_mask, scaling), None
@@ -292,7 +292,7 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     return heads.flatten(1, 2).unsqueeze(1)
 
 
-def _attend_shared(
+def attend_shared(
     query: Tensor,
     prefix_key: Tensor,
     prefix_value: Tensor,

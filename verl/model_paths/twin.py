@@ -394,12 +394,12 @@ def _built(kind: type, config: Any, sharpness: float) -> Any:
             twin = without_dropout(kind(config).float()).eval()
         finally:
             torch.set_default_dtype(before)
-        _sharpen(twin, sharpness)
+        sharpen(twin, sharpness)
     return twin.requires_grad_(False)
 
 
 @torch.no_grad()
-def _sharpen(model: Any, sharpness: float) -> None:
+def sharpen(model: Any, sharpness: float) -> None:
     """Random weights of the size at which tokens and positions matter."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head = None if output is None else getattr(output, "weight", None)

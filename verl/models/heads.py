@@ -236,7 +236,7 @@ class RewardHeadModel(nn.Module):
     ) -> RewardHeadOutput:
         """Score B texts, [B S], padded on either side; each has a token at least."""
         for module in self._rotary:
-            _forget_lengths(module)
+            forget_lengths(module)
         order = attention_mask.long().argsort(dim=1, descending=True, stable=True)  # padding to the right
         mask = attention_mask.gather(1, order)
         ids = input_ids.gather(1, order).masked_fill(~mask.bool(), self.pad_id)
@@ -251,7 +251,7 @@ class RewardHeadModel(nn.Module):
         return RewardHeadOutput(chosen if chosen.dtype == torch.float64 else chosen.float())
 
 
-def _forget_lengths(rotary: nn.Module) -> None:
+def forget_lengths(rotary: nn.Module) -> None:
     """Let dynamic rotary frequencies be those of the next texts alone; transformers keeps those of the longest one."""
     for name in [*vars(rotary), *rotary._buffers]:
         if name.endswith("max_seq_len_cached"):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.models.heads import head_of
+from verl.models.own_module import OwnModule
 from verl.models.pretrained import quiet_transformers
 from verl.utils.temporary_directory import TemporaryDirectory
 
@@ -151,6 +152,8 @@ def _in_order(adapter_config: bytes) -> bytes:
 
 def _weights(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state as `save_pretrained` names it: tied weights once, and conversions made at loading undone."""
+    if isinstance(model, OwnModule):
+        return model.saved(tensors)
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 

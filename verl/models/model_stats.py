@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verl.models.experts import expert_layers, routers
 from verl.models.lora import LoRA
 
 
@@ -20,6 +21,8 @@ class ModelStats:
         keys: width of the keys of a layer, and of its values.
         mlp: inner width of a layer's MLP.
         tied: the output head is the embedding, or there is none over the vocabulary.
+        expert_elements: numbers in the routed experts of all layers.
+        expert_layers, experts, top_k: layers that have experts, how many each, and how many of them a token is sent to.
     """
 
     parameters: int
@@ -31,6 +34,10 @@ class ModelStats:
     keys: int
     mlp: int
     tied: bool = False
+    expert_elements: int = 0
+    expert_layers: int = 0
+    experts: int = 0
+    top_k: int = 0
 
     @property
     def embedding_elements(self) -> int:
@@ -67,6 +74,8 @@ def model_stats(config: Any, lora: LoRA | None = None, kind: str = "causal_lm") 
         lora: the adapter that is trained in place of the weights.
         kind: `causal_lm`, `backbone` without an output head, or `classifier`.
     """
+    if not type(config).model_type:
+        raise ValueError("the sizes of a module of one's own are not known without making it")
     key = (type(config), config.to_json_string(), lora, kind)
     if key not in _counted:
         _counted[key] = _count(config, lora, kind)
@@ -88,6 +97,9 @@ def _count(config: Any, lora: LoRA | None, kind: str) -> ModelStats:
             model: Any = wanted.get(kind, AutoModel).from_config(config)
         except ValueError:  # a family without such a head
             model = AutoModel.from_config(config)
+        mixtures = list(expert_layers(model).values())
+        routed = routers(model)
+        expert_elements = sum(x.numel() for module in mixtures for x in module.parameters())
         if lora is not None:
             model = lora.apply(model, causal_lm=kind == "causal_lm")
     text = config.get_text_config()
@@ -103,4 +115,8 @@ def _count(config: Any, lora: LoRA | None, kind: str) -> ModelStats:
         keys=(getattr(text, "num_key_value_heads", None) or heads) * head,
         mlp=getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size,
         tied=kind != "causal_lm" or bool(getattr(config, "tie_word_embeddings", False)),
+        expert_elements=expert_elements,
+        expert_layers=len(mixtures),
+        experts=mixtures[0].num_experts if mixtures else 0,
+        top_k=routed[0].top_k if routed else 0,
     )

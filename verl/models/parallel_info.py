@@ -24,6 +24,8 @@ class ParallelInfo:
         device: where it computes; weights may rest elsewhere.
         stage_group: of torch.distributed, the processes that hold the stages of its pipeline, in order; with one, it
             cannot be called before it is `gathered`. None where each process has all layers.
+        generation_groups: of torch.distributed, groups of processes that have the same rows, and each the whole weights
+            while it is `gathered`: they divide the rows that are to be generated.
         casts_weights: it computes in the narrower type that it was told, without being asked each time.
         settle: lets go of weights that the last forward pass has gathered.
         gathered: a context in which its weights are whole in this process, so that a forward pass needs no sibling.
@@ -46,6 +48,7 @@ class ParallelInfo:
     gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     settle: Callable[[], None] = lambda: None
     stage_group: Any = None
+    generation_groups: tuple[Any, ...] = ()
 
 
 def compute_device(model: Any) -> torch.device:

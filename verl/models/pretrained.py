@@ -56,6 +56,10 @@ class ModelSource(Description):
         """
         return None
 
+    def at(self, path: str) -> ModelSource:
+        """The same model with the weights of a directory that a run has saved."""
+        return Pretrained(path=path, dtype=self.dtype)
+
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, padding on the left, with a pad token."""
         raise NotImplementedError
@@ -191,6 +195,9 @@ class Pretrained(ModelSource):
     tokenizer_path: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+
+    def at(self, path: str) -> Pretrained:
+        return replace(self, path=path, revision=None)
 
     def faults(self) -> Iterator[str]:
         yield from _path_faults("path", self.path)

@@ -60,7 +60,7 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     is_sound = (probs.gather(-1, index) > 0) & torch.isfinite(total)
     if bool(is_sound.all()):
         return index.squeeze(-1)
-    return _inverse_cdf_by_scan(probs, cumulative, u)
+    return inverse_cdf_by_scan(probs, cumulative, u)
 
 
 BLOCK_WIDTHS = (1024, 512, 256, 128, 64)
@@ -91,7 +91,7 @@ def _first_with_mass(exceeds: Tensor, has_mass: Tensor) -> Tensor:
     return torch.where(both.any(-1, keepdim=True), both.to(torch.uint8).argmax(-1, keepdim=True), last)
 
 
-def _inverse_cdf_by_scan(probs: Tensor, cumulative: Tensor, u: Tensor) -> Tensor:
+def inverse_cdf_by_scan(probs: Tensor, cumulative: Tensor, u: Tensor) -> Tensor:
     """The same where a parallel sum on an accelerator rounded an entry of probability zero above its neighbour."""
     cumulative = cumulative.masked_fill(probs == 0, 0.0)
     total = cumulative.amax(-1, keepdim=True)

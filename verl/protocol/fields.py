@@ -90,8 +90,8 @@ class Field:
         return f"[{' '.join(self.dims)}]"
 
 
-_TABLE: dict[str, Field] = {}
-FIELDS: Mapping[str, Field] = MappingProxyType(_TABLE)
+TABLE: dict[str, Field] = {}
+FIELDS: Mapping[str, Field] = MappingProxyType(TABLE)
 
 
 def register(field: Field) -> Field:
@@ -100,7 +100,7 @@ def register(field: Field) -> Field:
     Raises:
         DataProtoValidationError: the name is taken by a different contract.
     """
-    if (known := _TABLE.setdefault(field.name, field)) != field:
+    if (known := TABLE.setdefault(field.name, field)) != field:
         raise DataProtoValidationError(
             f"`{field.name}` is registered already, as {known.shape} {known.dtype}: choose another name."
         )
@@ -116,7 +116,7 @@ def check_tensor(name: str, tensor: Any, bound: Bound, sources: Mapping[str, Sou
         DataProtoValidationError: naming the field, what was expected and found, and who made it.
     """
     _check_name(name, sources)
-    field = _TABLE.get(name)
+    field = TABLE.get(name)
     if not isinstance(tensor, torch.Tensor):
         raise contract_error(name, "a torch.Tensor", f"{type(tensor).__name__}{_hint(tensor)}", sources.get(name))
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.dtype in _SUB_BYTE:
@@ -145,8 +145,8 @@ def check_tensor(name: str, tensor: Any, bound: Bound, sources: Mapping[str, Sou
 def check_rows(name: str, rows: int, bound: Bound, sources: Mapping[str, Source]) -> None:
     """Check and bind B for a column of Python objects, which may not take the name of a registered field."""
     _check_name(name, sources)
-    if name in _TABLE:
-        raise contract_error(name, f"a tensor {_TABLE[name].shape}", "a column that is no tensor", sources.get(name))
+    if name in TABLE:
+        raise contract_error(name, f"a tensor {TABLE[name].shape}", "a column that is no tensor", sources.get(name))
     if bound.setdefault("B", (rows, name))[0] != rows:
         raise _size_error(name, ("B",), "B", [rows], bound, sources)
 

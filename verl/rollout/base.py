@@ -45,6 +45,7 @@ class Rollout(Description):
         generates_here: on the machines of the trainer, rather than on a server's.
         may_change: the engine reads `options` at every call, so they may be replaced between calls.
         takes_stages: the engine takes weights from an actor whose layers are pipeline stages.
+        takes_experts: likewise from one whose experts are divided by `sharding.ep`.
         call_timeout_s: how long an engine in another process may make no progress; 0 for an engine in this process.
         draws_turns: the engine can generate single turns of an episode, as `environment` needs; see
             `RolloutEngine.turns`.
@@ -56,6 +57,7 @@ class Rollout(Description):
     generates_here: ClassVar[bool] = True
     may_change: ClassVar[bool] = False
     takes_stages: ClassVar[bool] = False
+    takes_experts: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 0.0
     draws_turns: ClassVar[bool] = False
     tells_experts: ClassVar[bool] = False
@@ -236,12 +238,14 @@ class RolloutEngine:
     Attributes:
         has_redrawn: the last `finish` returned responses that were generated again with newer weights, because the
             engine died after `begin`.
+        row_tokens: length limit of a row in the engine; None: that of the model alone.
         compute_type: data type of its computation, as named by `verl.models.parallel_info.compute_type`; None: that
             of the trainer.
     """
 
     has_redrawn: bool = False
     compute_type: str | None = None
+    row_tokens: int | None = None
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""

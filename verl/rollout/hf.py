@@ -46,6 +46,7 @@ class HFRollout(Rollout):
 
     may_change: ClassVar[bool] = True
     takes_stages: ClassVar[bool] = True
+    takes_experts: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
     tells_experts: ClassVar[bool] = True
 
@@ -77,16 +78,17 @@ class HFSampler(RolloutEngine):
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
         self.model.eval()
         divided = getattr(self.model, "divided", None)
-        stages = None if divided is None else divided.stage_group
+        groups = () if divided is None else divided.generation_groups
         with weights_gathered(self.model):
-            if stages is None:
-                return self._generate(prompts, request)
-            count, place = torch.distributed.get_world_size(stages), torch.distributed.get_rank(stages)
-            cuts = [len(prompts) * stage // count for stage in range(count + 1)]
-            own = self._generate(prompts[cuts[place] : cuts[place + 1]], request)
-        rows: list[Any] = [None] * count
-        torch.distributed.all_gather_object(rows, own, group=stages)
-        return DataProto.concat(rows)
+            for group in groups:
+                count, place = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+                prompts = prompts[len(prompts) * place // count : len(prompts) * (place + 1) // count]
+            found = self._generate(prompts, request)
+        for group in reversed(groups):
+            parts: list[Any] = [None] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(parts, found, group=group)
+            found = DataProto.concat(parts)
+        return found
 
     def _generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         n, options = request.num_samples, self.options

@@ -404,7 +404,7 @@ class _Execution:
 
 def memory_mib(first: int) -> float:
     """Memory of a process and its descendants; shared pages are counted once if the kernel reports them."""
-    resident, pids = 0, _descendants(first)
+    resident, pids = 0, descendants_of(first)
     for pid in pids:
         with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/statm", "rb") as file:
             resident += int(file.read().split()[1]) * PAGE
@@ -425,7 +425,7 @@ def memory_mib(first: int) -> float:
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def _descendants(first: int) -> list[int]:
+def descendants_of(first: int) -> list[int]:
     found, ahead = [], [first]
     while ahead:
         pid = ahead.pop()

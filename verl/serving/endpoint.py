@@ -18,7 +18,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from verl.environments.tool_calls import ToolCall, format_of, parse_calls
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import DrawnTurn, TurnEngine, TurnRequest
 from verl.serving.conversations import KnownConversation, KnownConversations, Message, RecordedTurn, text_of
+from verl.serving.sessions import Session
 
 log = logging.getLogger(__name__)
 
@@ -101,23 +102,31 @@ class PolicyEndpoint:
         max_tokens: int | None = None,
         sample: int | None = None,
         timeout_s: float | None = None,
+        session: Session | None = None,
     ) -> Completion:
         """Generate the next turn of a chat.
 
         Args:
             sample: key of the noise of a new conversation; None: the number of earlier conversations with the same
             first tokens.
+            session: that of the agent program that asks; None for any other client.
         Raises:
             ConfigError: the chat template rejects the messages, or they are too long.
             RolloutError: the engine failed, or did not finish the turn within `timeout_s`.
         """
+        conversations = self._known if session is None else session.known
         with self._lock:
-            before, continues = self._place_of(messages, tools, sample)
+            before, continues = self._place_of(messages, tools, sample, conversations)
         room = self.row_tokens - len(before.ids)
         if room < 1:
+            if session is not None:
+                session.cut = "tokens"
             raise ConfigError(f"messages: {len(before.ids)} tokens, and a conversation has at most {self.row_tokens}.")
         limit = min(max_tokens or self.max_new_tokens, self.max_new_tokens, room)
         ids = list(before.ids)
+        if session is not None:
+            turn = session.turn_key(ids, sample)
+            before = replace(before, prompt_id=session.prompt_id, sample_id=session.sample_id, num_turns=turn)
         request = TurnRequest(before.number, ids, before.prompt_id, before.sample_id, before.num_turns, limit)
         drawn = self._drawn(request, timeout_s)
         turn = RecordedTurn(
@@ -126,12 +135,17 @@ class PolicyEndpoint:
         message, finish_reason = self._message(drawn, tools)
         after = KnownConversation(before.number, before.prompt_id, before.sample_id, turn.ids, before.num_turns + 1)
         with self._lock:
-            self._known.add([*messages, message], tools, after)
-            self.recorded.append(turn)
+            conversations.add([*messages, message], tools, after)
+            (self.recorded if session is None else session.recorded).append(turn)
             if self._record is not None:
                 self._record.write(json.dumps(asdict(turn) | {"continues": continues}) + "\n")
                 self._record.flush()
         return Completion(turn, message, finish_reason, continues)
+
+    @property
+    def failure(self) -> str | None:
+        """Why no more turns are drawn; None while they are."""
+        return self._failure
 
     def close(self) -> None:
         """Stop the thread; pending requests fail. Idempotent."""
@@ -141,9 +155,11 @@ class PolicyEndpoint:
         if self._record is not None:
             self._record.close()
 
-    def _place_of(self, messages: Sequence[Message], tools: Any, sample: int | None) -> tuple[KnownConversation, bool]:
-        """The tokens before the turn, and whether they continue an earlier one."""
-        if (found := self._known.find(messages, tools)) is not None:
+    def _place_of(
+        self, messages: Sequence[Message], tools: Any, sample: int | None, conversations: KnownConversations
+    ) -> tuple[KnownConversation, bool]:
+        """The tokens before the turn, and whether they go on from those of an earlier one."""
+        if (found := conversations.find(messages, tools)) is not None:
             known, new = found
             texts = [{"role": message["role"], "content": text_of(message)} for message in new]
             ids = self.encoder.encode(texts, is_chat=True, last=known.ids[-1])

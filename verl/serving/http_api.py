@@ -18,10 +18,12 @@ from typing import Any
 from verl.errors import ConfigError, RolloutError
 from verl.serving.conversations import text_of
 from verl.serving.endpoint import Completion, PolicyEndpoint
+from verl.serving.sessions import Session
 
 log = logging.getLogger(__name__)
 
 MAX_BODY = 64 * 2**20
+SESSION = "/sessions/"  # before the name of a session, in a path
 UNDERSTOOD = {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "logprobs", "seed"}
 IGNORED = {"user", "metadata", "store", "parallel_tool_calls", "stream_options", "service_tier", "safety_identifier"}
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # values under which a field changes nothing
@@ -58,6 +60,7 @@ class PolicyServer(ThreadingHTTPServer):
     ):
         self.endpoint, self.model, self.sampling = endpoint, model, dict(sampling)
         self.ignores_sampling, self.timeout_s = ignores_sampling, timeout_s
+        self.sessions: dict[str, Session] = {}
         super().__init__((host, port), _Handler)
 
     @property
@@ -66,8 +69,12 @@ class PolicyServer(ThreadingHTTPServer):
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}/v1"
 
-    def complete(self, body: Any) -> dict[str, Any]:
-        """The reply to the body of a request.
+    def session_url(self, name: str) -> str:
+        """The `base_url` for the requests of one session."""
+        return f"{self.url.removesuffix('/v1')}{SESSION}{name}/v1"
+
+    def complete(self, body: Any, session: Session | None = None) -> dict[str, Any]:
+        """The answer to the body of a request.
 
         Raises:
             BadRequest: the request is not supported; says why.
@@ -75,7 +82,7 @@ class PolicyServer(ThreadingHTTPServer):
         messages, tools = self._checked(body)
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         try:
-            found = self.endpoint.complete(messages, tools, limit, body.get("seed"), self.timeout_s)
+            found = self.endpoint.complete(messages, tools, limit, body.get("seed"), self.timeout_s, session)
         except (ConfigError, ValueError) as error:
             raise BadRequest(str(error)) from error
         return self._answer(found, bool(body.get("logprobs")))
@@ -178,7 +185,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(413, f"a body of {length or 'unknown'} bytes: at most {MAX_BODY} are read")
             return
         content = self.rfile.read(int(length))
-        if self.path.partition("?")[0].rstrip("/") != "/v1/chat/completions":
+        path, session = self.path.partition("?")[0].rstrip("/"), None
+        if path.startswith(SESSION):
+            name, _, rest = path.removeprefix(SESSION).partition("/")
+            path, session = f"/{rest}", self.server.sessions.get(name)
+            if session is None:
+                self._refuse(404, f"there is no session {name}")
+                return
+        if path != "/v1/chat/completions":
             self._refuse(404, f"there is no {self.path}: this endpoint has /v1/chat/completions")
             return
         try:
@@ -187,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(400, f"the body is no JSON ({error})")
             return
         try:
-            self._send(200, self.server.complete(body))
+            self._send(200, self.server.complete(body, session))
         except BadRequest as error:
             self._refuse(400, str(error))
         except RolloutError as error:

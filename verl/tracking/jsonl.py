@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
 
-_KEPT_BYTES = 64 * 2**20  # of records that wait for room; the oldest go first
+KEPT_BYTES = 64 * 2**20  # of records that wait for room; the oldest go first
 
 
 @component
@@ -76,7 +76,7 @@ class JsonLinesTracker(Tracker):
 
     def _write(self, record: _Record) -> None:
         self._waiting.append(record)
-        while sum(len(kept.data) for kept in self._waiting) > _KEPT_BYTES and len(self._waiting) > 1:
+        while sum(len(kept.data) for kept in self._waiting) > KEPT_BYTES and len(self._waiting) > 1:
             self._waiting.popleft()
             self.num_lost += 1
         self._write_waiting()

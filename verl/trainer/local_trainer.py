@@ -68,7 +68,7 @@ class LocalPPOTrainer(BaseTrainer):
         console = rich.get_console()
         short = read_short_file(config_path) if config_path is not None else {}
         given = _given(train_dataset, reward_fn)
-        chosen, notes = _sharding_for_devices(short, overrides, device_mesh)
+        chosen, notes = sharding_for_devices(short, overrides, device_mesh)
         composed = _compose(short, given, [*overrides, *chosen], device_mesh)
         for note in [*notes, *composed.notes]:
             console.print(note, markup=False, soft_wrap=True)
@@ -83,7 +83,7 @@ class LocalPPOTrainer(BaseTrainer):
 SHARDINGS = ("sharding", "trainer.backend", "actor_rollout.fsdp_config.sharding_strategy")  # keys that name one
 
 
-def _sharding_for_devices(
+def sharding_for_devices(
     short: Mapping[str, Any], overrides: Sequence[str], device_mesh: DeviceMesh | None
 ) -> tuple[list[str], list[str]]:
     """What several devices need where no backend is named: data parallelism, or one process where there are none.

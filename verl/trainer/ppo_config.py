@@ -16,6 +16,7 @@ from verl.engines.sharding import Sharding
 from verl.environments.base import EnvironmentDescription
 from verl.environments.episode_loop import environment_faults
 from verl.errors import ConfigError
+from verl.models.own_module import ModuleModel
 from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription, missing_columns
 from verl.rollout.base import Rollout
@@ -101,6 +102,11 @@ def _rollout_faults(run: Any) -> Iterator[str]:
     shardings, adapter = run.shardings(), run.actor.lora
     is_divided = shardings["actor"].parameter_shards(_processes(run, shardings)["actor"]) > 1
     yield from run.rollout.faults_beside(None if adapter is None else adapter.rank, is_divided)
+    if isinstance(run.actor.model, ModuleModel) and not run.rollout.takes_stages:
+        yield (
+            f"rollout is a {type(run.rollout).__name__}: it takes models of transformers alone, and actor.model is a "
+            f"{type(run.actor.model).__name__}. Set rollout=hf, where its own forward draws the responses."
+        )
     stages = shardings["actor"].degrees(_processes(run, shardings)["actor"]).pp
     if stages > 1 and not run.rollout.takes_stages:
         yield (
@@ -111,6 +117,12 @@ def _rollout_faults(run: Any) -> Iterator[str]:
         yield (
             f"environment is {type(run.environment).__name__}: episodes were not tried with an actor in {stages} "
             "pipeline stages (sharding.pp). Set sharding.pp=1."
+        )
+    ep = shardings["actor"].degrees(_processes(run, shardings)["actor"]).ep
+    if ep > 1 and not run.rollout.takes_experts:
+        yield (
+            f"rollout is a {type(run.rollout).__name__}: it was not tried with an actor whose experts are divided over "
+            f"{ep} processes (sharding.ep). Set rollout=hf, or sharding.ep=1."
         )
     if run.rollout.router_replay:
         yield from _router_replay_faults(run, shardings["actor"].degrees(_processes(run, shardings)["actor"]))
@@ -188,6 +200,11 @@ def _model_faults(run: Any) -> Iterator[str]:
     """Faults of models that are not decoders, by path."""
     for role in ("actor", "critic", "reference"):
         model = getattr(getattr(run, role), "model", None) if role in run.roles else None
+        if role == "critic" and isinstance(model, ModuleModel):
+            yield (
+                f"critic.model is a {type(model).__name__}: a value head needs a model of transformers. Choose an "
+                "algorithm without a critic, such as algorithm=grpo, or give critic.model."
+            )
         if model is not None and (fault := model.policy_fault()) is not None:
             yield f"{role}.model.{fault}"
 

@@ -176,6 +176,10 @@ def _like(found: DataProto, new: DataProto) -> DataProto:
     found = found.select([name for name in found.batch if name != "group_ids"]).union(
         DataProto.from_dict({"group_ids": found["group_ids"] + 1 + int(new["group_ids"].max())})
     )
+    if "routed_experts" in new and "routed_experts" not in found:  # sampled before their routers were told
+        shape = (*found["responses"].shape, *new["routed_experts"].shape[2:])
+        unknown = torch.full(shape, -1, dtype=new["routed_experts"].dtype)
+        found = found.union(DataProto.from_dict({"routed_experts": unknown}))
     columns = found.non_tensor_batch
     empty = np.full(len(found), None, dtype=object)  # another reward may tell more of a row than the one before
     same = DataProto.from_dict(

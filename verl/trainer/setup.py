@@ -295,7 +295,7 @@ def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], 
             if (reason := _restart_fault(trainer, max_restarts)) is not None:
                 raise type(error)(error.rank, error.call, error.step, f"{error.detail}\n{reason}") from error
             why = str(error).splitlines()[0].rstrip(":")
-            resume = _last_of(trainer.saving) or trainer.description.resume
+            resume = last_checkpoint_of(trainer.saving) or trainer.description.resume
             where = "the beginning, for it had saved nothing yet" if resume is None else resume
             number = len(trainer.restarts) + 1
             _log.warning("Restart %d of at most %d, from %s: %s", number, max_restarts, where, why)
@@ -310,8 +310,8 @@ def _restart_fault(trainer: Restartable, max_restarts: int) -> str | None:
     return None
 
 
-def _last_of(saving: CheckpointSaver) -> str | None:
-    """The last checkpoint that this run published; checkpoints of other runs in the same directory do not count."""
+def last_checkpoint_of(saving: CheckpointSaver) -> str | None:
+    """The checkpoint that this run published last; another run's in the same directory is none of its own."""
     try:
         complete = CheckpointDirectory(saving.directory).complete()
     except CheckpointNotFound:

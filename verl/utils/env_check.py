@@ -91,6 +91,16 @@ BACKENDS: dict[str, tuple[BackendInterface, ...]] = {
         BackendInterface("torch", "torch.distributed.fsdp:fully_shard"),
         BackendInterface("torch", "torch.distributed.checkpoint.state_dict:get_model_state_dict"),
     ),
+    "cp": (
+        BackendInterface("torch", "torch.distributed:all_gather_single"),
+        BackendInterface("torch", "torch.distributed:reduce_scatter_single"),
+        BackendInterface("torch", "torch.distributed:all_to_all_single"),
+    ),
+    "pp": (
+        BackendInterface("torch", "torch.distributed.pipelining:PipelineStage.backward_one_chunk"),
+        BackendInterface("torch", "torch.distributed.pipelining:Schedule1F1B"),
+        BackendInterface("torch", "torch.distributed.pipelining:ScheduleGPipe"),
+    ),
     "ray": (
         BackendInterface("ray", "ray:init"),
         BackendInterface("ray", "ray.util.placement_group:placement_group"),
@@ -152,7 +162,7 @@ def check_env(backends: Sequence[str] = ("hf", "ddp"), exit_on_failure: bool = T
 def requirements() -> Iterator[CheckLine]:
     """Python and every distribution of REQUIREMENTS, by what is installed; nothing is imported."""
     python = platform.python_version()
-    if _new_enough(python, PYTHON.removeprefix(">=")):
+    if is_new_enough(python, PYTHON.removeprefix(">=")):
         yield CheckLine(MET, f"python {python}")
     else:
         yield CheckLine(MISSING, f"python {python} is too old: needs {PYTHON}", "python3.11 -m venv .venv")
@@ -164,7 +174,7 @@ def interfaces(backends: Sequence[str]) -> Iterator[CheckLine]:
     commands = {needed.name: needed.command for needed in (*REQUIREMENTS, *EXTRAS)}
     yield from (_found(needed) for needed in EXTRAS if any(_calls(backend, needed) for backend in backends))
     if "vllm" in backends:
-        fault = vllm_fault(_has_gpu())
+        fault = vllm_fault(has_gpu())
         yield CheckLine(MET, f"vllm {VLLM}") if fault is None else CheckLine(MISSING, *_split(fault))
     for backend in (name for name in backends if BACKENDS[name]):
         present = [one for one in BACKENDS[backend] if installed(one.package) is not None]
@@ -186,7 +196,7 @@ def machine() -> Iterator[CheckLine]:
     if installed("torch") is not None:
         yield CheckLine(None, f"accelerator: {_accelerator()}")
     if installed("torch") is not None:
-        yield CheckLine(None, f"optional: vllm, for rollout=vllm: {vllm_fault(_has_gpu()) or VLLM}")
+        yield CheckLine(None, f"optional: vllm, for rollout=vllm: {vllm_fault(has_gpu()) or VLLM}")
     for extra in EXTRAS:
         yield CheckLine(None, f"optional: {extra.name} {installed(extra.name) or 'is not installed'}")
 
@@ -219,7 +229,7 @@ def _found(needed: Requirement) -> CheckLine:
     found = installed(needed.name)
     if found is None:
         return CheckLine(MISSING, f"{needed.name} is missing: needs >={needed.oldest}", needed.command)
-    if not _new_enough(found, needed.oldest):
+    if not is_new_enough(found, needed.oldest):
         return CheckLine(MISSING, f"{needed.name} {found} is too old: needs >={needed.oldest}", needed.command)
     return CheckLine(MET, f"{needed.name} {found}")
 
@@ -228,7 +238,7 @@ def _calls(backend: str, needed: Requirement) -> bool:
     return any(one.package == needed.name for one in BACKENDS[backend])
 
 
-def _new_enough(version: str, oldest: str) -> bool:
+def is_new_enough(version: str, oldest: str) -> bool:
     try:
         from packaging.version import InvalidVersion, Version
     except ImportError:  # it is in the table too; until it is there, the leading numbers must do
@@ -284,7 +294,7 @@ def _accelerator() -> str:
     return f"CPU only, {fast} AMX for bf16"
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     try:
         import torch
     except Exception:  # noqa: BLE001 - the line of the accelerator says so

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 
 from verl import config
@@ -36,7 +37,16 @@ REPLAYED, UNREPLAYED = "rollout/log_prob_gap_nats", "rollout/log_prob_gap_withou
 
 @component
 class Actor(TrainedRole):
-    """The policy pi(response | prompt): any Hugging Face causal language model. See `TrainedRole` for the arguments."""
+    """The policy pi(response | prompt): any Hugging Face causal language model.
+
+    Args:
+        router_aux_loss_coef: weight of the load balancing loss of a mixture of experts, as transformers defines it for
+            the model, over the forward passes that predict the tokens of an update, in all processes together; 0 leaves
+            it out, and else each update counts the load in a forward pass of its own before. See `TrainedRole` for the
+            others.
+    """
+
+    router_aux_loss_coef: NonNegativeFloat = 0.0
 
     def start(
         self,
@@ -69,8 +79,11 @@ class Actor(TrainedRole):
         sampler = rollout.attach(model, context.tokenizer, context.seed, self.autocast, context)
         if environment is not None:
             stops = tuple(stop_tokens(model, context.tokenizer, rollout.stop_token_ids).tolist())
-            sampler = EpisodeEngine(environment, sampler, rollout, context.tokenizer, stops, context)
-        return ActorWorker(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
+            own = environment.engine(sampler, rollout, context.tokenizer, stops, context)
+            sampler = own or EpisodeEngine(environment, sampler, rollout, context.tokenizer, stops, context)
+        worker = ActorWorker(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
+        engine.balance_routers(self.router_aux_loss_coef, worker.head)
+        return worker
 
 
 class ActorWorker(TrainedWorker):

@@ -18,6 +18,7 @@ from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Sharding
 from verl.models.hf_state_dict import HFStateDict, hf_state_dict, live_tensors, load_adapter, tokenizer_files
 from verl.models.lora import LoRA
+from verl.models.own_module import ModuleModel
 from verl.models.parallel_info import Autocast
 from verl.models.pretrained import ModelSource, quiet_transformers
 from verl.utils.seeding import RngState, derive_seed, rng_state, seed_everything, set_rng_state
@@ -70,6 +71,8 @@ class TrainedRole(Description):
     sharding: Sharding | None = None
 
     def faults(self) -> Iterator[str]:
+        if self.lora is not None and isinstance(self.model, ModuleModel):
+            yield f"lora is set: a {type(self.model).__name__} has no adapters of peft. Set lora=null."
         if self.lora is None and self.model.dtype in ("bfloat16", "float16"):
             yield (
                 f"model.dtype is {self.model.dtype}: training all weights in it silently loses updates that are small "
@@ -117,6 +120,10 @@ def load_unsharded(
         device: where it is whole if weights are not divided; main memory otherwise.
         sliced: False for a model that has to have its weights at once, such as one under an adapter.
     """
+    if isinstance(source, ModuleModel):
+        if kind != "causal_lm":
+            source.load_backbone(device)
+        return source.load_part(str(parallel.device) if parallel.divides_weights else device, parallel.module_place)
     if not parallel.divides_weights:
         return getattr(source, f"load_{kind}")(device)
     model = source.load_skeleton(kind) if sliced else None

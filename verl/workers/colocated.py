@@ -162,7 +162,7 @@ class RLHost(Description):
 class SFTHost(Description):
     """The learner of supervised fine-tuning, alone in each process."""
 
-    learner: TrainedRole
+    learner: Actor
     sharding: Sharding
     total_updates: int
     restore: RestoreSource | None = None

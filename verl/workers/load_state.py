@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +132,8 @@ class RestoreSource:
         return CheckpointReader(open_checkpoint(disk, self.directory), disk, self.verify, writable=True)
 
     def model(self, described: ModelSource, component: str) -> ModelSource:
-        """Local path of a role's weights, after every byte was verified."""
-        path = str(self.plain(component))
-        if isinstance(described, Pretrained):
-            return replace(described, path=path, revision=None)
-        return Pretrained(path=path, dtype=described.dtype)
+        """Where a role's weights are now, once every byte of them is what was written."""
+        return described.at(str(self.plain(component)))
 
     def plain(self, component: str) -> Path:
         """A component as a directory that other libraries open, once every byte of it is what was written."""

@@ -16,7 +16,8 @@ from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
-from verl.workers.base import TrainedRole, TrainedWorker
+from verl.workers.actor import Actor
+from verl.workers.base import TrainedWorker
 from verl.workers.first_batch_check import FirstBatchCheck
 from verl.workers.load_state import RestoreSource
 
@@ -35,7 +36,7 @@ class SFTWorker(TrainedWorker):
     @classmethod
     def start(
         cls,
-        role: TrainedRole,
+        role: Actor,
         context: BuildContext,
         parallel: Parallelism,
         total_updates: int,
@@ -48,7 +49,9 @@ class SFTWorker(TrainedWorker):
         engine = role.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "actor")
-        return cls(engine, context.tokenizer)
+        worker = cls(engine, context.tokenizer)
+        engine.balance_routers(role.router_aux_loss_coef, worker.head)
+        return worker
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:

@@ -20,7 +20,7 @@ from golden_run import flip_bit
 from verl.checkpoint.commit.store import OWN_BYTES, CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
-from verl.checkpoint.export import _in_use, export, materialize, plain_directory
+from verl.checkpoint.export import export, held_directories, materialize, plain_directory
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.compare import compare
 from verl.checkpoint.read.reader import CheckpointReader
@@ -432,8 +432,8 @@ def test_a_copy_that_was_altered_meanwhile_is_not_used(how, tmp_path, monkeypatc
     *_, newest = save_all(tmp_path / "checkpoints", 2)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     copy = plain_directory(newest, "actor")
-    (before,) = [_in_use.pop(path) for path in list(_in_use) if path == copy]
-    held = _in_use.pop(copy, None)
+    (before,) = [held_directories.pop(path) for path in list(held_directories) if path == copy]
+    held = held_directories.pop(copy, None)
     assert held is None
     weights = copy / "model.safetensors"
     if how == "bytes":

@@ -6,6 +6,8 @@ import dataclasses
 import logging
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from verl.ops.logprobs import log_probs_of, response_positions
 from verl.rollout.base import GenerationRequest, TurnLimits, TurnRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.config import VLLMRollout
+from verl.serving.endpoint import PolicyEndpoint
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -211,6 +214,31 @@ def test_episodes_are_the_same_alone_in_another_order_and_by_our_own_loop(engine
     differing = first_differences(play(engines.ours), whole, engines.model, 5, REQUEST)
     assert len(differing) <= 2
     assert all(margin < 1e-5 for _, margin in differing.values())
+
+
+def test_the_endpoint_of_a_policy_goes_on_from_the_tokens_of_an_engine_in_another_process(engines):
+    engines.vllm.options = dataclasses.replace(engines.vllm.options, **TURNS)
+    engines.vllm.sync()
+    chat = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + ';' }}{% endfor %}a:"
+    turns = partial(engines.vllm.turns, GenerationRequest(0, stream=EVALUATION), TurnLimits(200, 0.0))
+    endpoint = PolicyEndpoint(turns, engines.tokenizer, chat, engines.vllm.stop_ids, 10, 200)
+    messages = [{"role": "user", "content": "1+2="}]
+    try:
+        first = endpoint.complete(messages, timeout_s=60)
+        more = [*messages, first.message, {"role": "user", "content": "and now?"}]
+        second = endpoint.complete(more, timeout_s=60)
+        with ThreadPoolExecutor(3) as pool:  # side by side, the first again
+            others = list(pool.map(lambda n: endpoint.complete(messages, sample=n, timeout_s=60), (0, 1, 2)))
+    finally:
+        endpoint.close()
+    assert second.continues
+    assert second.turn.prompt_ids[: len(first.turn.ids)] == first.turn.ids
+    assert others[0].turn.token_ids == first.turn.token_ids
+    with torch.no_grad():
+        logits = engines.model(torch.tensor([second.turn.ids]), use_cache=False).logits[:, :-1]
+    ids = torch.tensor([second.turn.ids[1:]])
+    own = log_probs_of(logits, ids, 1.0)[0, -len(second.turn.token_ids) :]
+    assert torch.allclose(torch.tensor(second.turn.log_probs), own, atol=2e-4)
 
 
 @pytest.mark.exhaustive

@@ -72,9 +72,9 @@ def test_an_engine_that_is_not_there_is_told_with_the_line_that_installs_it(dir3
 def test_its_process_gets_its_share_of_the_cores_only_where_the_engines_fill_the_machine(monkeypatch):
     monkeypatch.setattr(engine_args, "num_cores", lambda: 4)
     monkeypatch.setattr(engine_args.os, "sched_getaffinity", lambda pid: {8, 9, 10, 11})
-    shares = [engine_args._cores(engine_args.BuildContext(rank=rank, world_size=2), 2) for rank in range(2)]
+    shares = [engine_args.engine_cores(engine_args.BuildContext(rank=rank, world_size=2), 2) for rank in range(2)]
     assert shares == [[8, 9], [10, 11]]
-    assert engine_args._cores(engine_args.BuildContext(), 2) == []
+    assert engine_args.engine_cores(engine_args.BuildContext(), 2) == []
 
 
 def test_gpus_of_an_engine_begin_with_the_trainers_own(monkeypatch):

@@ -146,13 +146,13 @@ def test_two_devices_in_a_short_file_are_used_where_there_are_devices_and_else_o
     from verl.trainer import local_trainer
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    chosen, notes = local_trainer._sharding_for_devices({"trainer": {"n_gpus_per_node": 2}}, [], None)
+    chosen, notes = local_trainer.sharding_for_devices({"trainer": {"n_gpus_per_node": 2}}, [], None)
     assert (chosen, notes[0]) == (
         ["sharding=ddp"],
         "trainer.n_gpus_per_node is 2, and no backend is named: sharding=ddp.",
     )
     for named in ({"trainer": {"backend": "fsdp", "n_gpus_per_node": 2}}, {"sharding": "none"}, {}):
-        assert local_trainer._sharding_for_devices(named, [], None) == ([], [])
+        assert local_trainer.sharding_for_devices(named, [], None) == ([], [])
 
 
 # HybridActor

@@ -52,7 +52,9 @@ class Snapshot:
         assert memory is not None
         assert host_buffer.num_bytes >= num_bytes
         if self._ready and host_buffer.before_release is None:
-            host_buffer.before_release = _pin(torch.frombuffer(memory, dtype=torch.uint8), next(iter(self._ready)))
+            host_buffer.before_release = pin_memory(
+                torch.frombuffer(memory, dtype=torch.uint8), next(iter(self._ready))
+            )
         target = torch.frombuffer(memory, dtype=torch.uint8)
         waiting = self._start_device_copies(target)
         # What lies on a device comes when it comes: nothing is told before it is there.
@@ -147,7 +149,7 @@ def _event(device: torch.device) -> torch.cuda.Event:
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, whichever device copies into it
 
 
-def _pin(memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None:
+def pin_memory(memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None:
     """Let a device copy into this memory by itself.
 
     Args:

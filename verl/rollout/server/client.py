@@ -90,7 +90,7 @@ class ServerSampler(RolloutEngine):
         self.autocast: Autocast = autocast
         self._begun: _PendingResponses | None = None
         self._before: np.ndarray | None = None  # the trainer's log-probs of the probe at the last sync
-        self.compute_type = self._compute_type()
+        self.compute_type, self.row_tokens = self._compute_type(), parts.limit
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`.

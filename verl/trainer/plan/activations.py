@@ -188,9 +188,9 @@ def _trace(
     def at(depth: int, recomputed: bool, trains: bool) -> tuple[int, int]:
         part = _with_layers(config, depth, siblings)
         try:
-            return _traced(part, tokens, dtype, recomputed, CAUSAL, trains=trains)
+            return traced_activations(part, tokens, dtype, recomputed, CAUSAL, trains=trains)
         except Exception:  # noqa: BLE001 - a family that does not take another attention: by its own
-            return _traced(part, tokens, dtype, recomputed, None, trains=trains)
+            return traced_activations(part, tokens, dtype, recomputed, None, trains=trains)
 
     trained = [at(depth, recomputed, True) for depth in depths]
     scored = [at(depth, False, False) for depth in depths]
@@ -241,7 +241,7 @@ def _at(found: list[int], layers: int) -> int:
     return found[0] + (layers - 1) * (found[1] - found[0]) if len(found) == 2 else found[0]
 
 
-def _traced(
+def traced_activations(
     config: Any, tokens: int, dtype: torch.dtype, recomputed: bool, attention: str | None, *, trains: bool
 ) -> tuple[int, int]:
     """Bytes at the peak, and at the end of the forward pass."""

@@ -100,10 +100,12 @@ def _work(role: RolePlan, device: DeviceRates) -> _Work:
 
 
 def active_parameters(config: Any, sizes: ModelStats) -> int:
-    """Parameters used in the matrix products of one token: with the output head and the selected experts, without the
-    embedding table."""
-    text = config.get_text_config()
+    """Parameters in the products of one token: the output head, but not the table of embeddings; of the experts those
+    that are chosen."""
     count = sizes.parameters - (0 if sizes.tied else sizes.vocabulary * sizes.hidden)
+    if sizes.top_k:
+        return count - sizes.expert_elements * (sizes.experts - sizes.top_k) // sizes.experts
+    text = config.get_text_config()  # of a family whose experts are in no common form
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     chosen = getattr(text, "num_experts_per_tok", None)
     if experts and chosen and chosen < experts:

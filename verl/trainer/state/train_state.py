@@ -99,7 +99,7 @@ def _frozen_models(config: Mapping[str, Any], uses: Collection[str]) -> dict[str
     found: dict[str, str] = {}
     if "ref_log_probs" in uses:
         model = (config.get("reference") or {}).get("model") or config["actor"]["model"]
-        found["reference_model"] = model.get("path", model.get("_target_"))
+        found["reference_model"] = model.get("path") or model.get("_target_")
     reward = config.get("reward") or {}
     described = [part.get("model") for part in _parts_of(reward)]
     models = [model["path"] for model in described if isinstance(model, Mapping)]  # of a remote judge it is a name

@@ -150,6 +150,10 @@ class VLLMClient(RolloutEngine):
             raise
 
     @property
+    def row_tokens(self) -> int | None:  # type: ignore[override]
+        return self.engine_info.max_model_len
+
+    @property
     def process_id(self) -> int | None:
         """Process id of the vLLM process."""
         return self._process.process_id

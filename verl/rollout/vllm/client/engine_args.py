@@ -176,7 +176,7 @@ def environment(
         return found
     # Weights are packed into new memory with every sync, which is slow to get in small pages
     found["GLIBC_TUNABLES"] = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"]))
-    if cores := _cores(context, num_threads):
+    if cores := engine_cores(context, num_threads):
         found[CORES_VARIABLE] = ",".join(map(str, cores))
     return found
 
@@ -202,7 +202,7 @@ def _lora_rank(model: Any) -> int | None:
     return model.peft_config[model.active_adapter].r if hasattr(model, "peft_config") else None
 
 
-def _cores(context: BuildContext, num_threads: int) -> list[int]:
+def engine_cores(context: BuildContext, num_threads: int) -> list[int]:
     """The cores for this process's engine; empty (the system chooses) if the engines do not fill the machine."""
     if not hasattr(os, "sched_getaffinity") or context.world_size * num_threads < num_cores():
         return []

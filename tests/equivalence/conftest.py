@@ -1,0 +1,16 @@
+"""Processes that several files of tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from equivalence.laboratory import laboratory
+
+
+@pytest.fixture(scope="session")
+def four_processes() -> Iterator[Any]:
+    """A laboratory of four."""
+    with laboratory(4) as bench:
+        yield bench

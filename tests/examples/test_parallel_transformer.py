@@ -1,0 +1,134 @@
+"""A hand-written transformer that divides itself over processes is trained, saved and loaded as any other model."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from equivalence.courses import assert_same, run_course
+from equivalence.laboratory import laboratory
+from equivalence.one_update import one_update, rows_with_holes
+from equivalence.test_sharding_chain import tensors_of
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
+
+from verl.checkpoint.config import Checkpointing
+from verl.component import BuildContext
+from verl.engines.sharding import DDP, TP, NoSharding, Parallel
+from verl.errors import ConfigError
+from verl.models.lora import LoRA
+from verl.models.own_module import ModulePlace
+from verl.rollout.vllm.config import VLLMRollout
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))  # of the workers too
+
+from parallel_transformer import ParallelTransformer  # noqa: E402
+
+MODEL = ParallelTransformer(dtype="float64")
+
+
+def test_the_parts_of_all_processes_are_the_whole():
+    whole = dict(MODEL.build_part(ModulePlace()).module.named_parameters())
+    made = [MODEL.build_part(ModulePlace(rank, 2)) for rank in range(2)]
+    num_divided = 0
+    for name, x in whole.items():
+        parts = [dict(one.module.named_parameters())[name] for one in made]
+        dim = made[0].parts[name].dim
+        num_divided += dim is not None
+        assert torch.equal(parts[0] if dim is None else torch.cat(parts, dim), x), name
+    assert num_divided == 2 * 6
+
+
+def test_it_is_trained_saved_and_resumed_in_one_process(tmp_path):
+    checkpoint = Checkpointing(save_dir=str(tmp_path / "checkpoints"), save_interval=1)
+
+    def weights_after(directory, steps, **parts):
+        run = ppo_run(MODEL, GRPO_ALGORITHM, group_size=3, total_steps=3, stop_after=steps)
+        run = dataclasses.replace(run, checkpoint=checkpoint, **parts)
+        with run.build(BuildContext(run_dir=tmp_path / directory)) as trainer:
+            assert trainer.fit().steps == steps
+        return tensors_of(tmp_path / f"checkpoints/global_step_{steps}")
+
+    first = weights_after("one", 1)
+    assert first["actor/layers.0.query.weight"].shape == (64, 64)
+    resumed = weights_after("two", 2, resume="latest")
+    checkpoint = dataclasses.replace(checkpoint, save_dir=str(tmp_path / "again"))
+    with dataclasses.replace(
+        ppo_run(MODEL, GRPO_ALGORITHM, group_size=3, total_steps=3, stop_after=2), checkpoint=checkpoint
+    ).build(BuildContext(run_dir=tmp_path / "three")) as trainer:
+        trainer.fit()
+    straight = tensors_of(tmp_path / "again/global_step_2")
+    assert straight.keys() == resumed.keys()
+    assert all(torch.equal(x, resumed[name]) for name, x in straight.items())
+    assert not torch.equal(straight["actor/layers.0.query.weight"], first["actor/layers.0.query.weight"])
+    loaded = MODEL.at(str(tmp_path / "checkpoints/global_step_2/actor")).load_part("cpu", ModulePlace(1, 2))
+    assert torch.equal(loaded.module.layers[0].out.weight, straight["actor/layers.0.out.weight"][:, 32:])
+
+
+def test_what_needs_a_model_of_transformers_is_refused_by_name():
+    run = ppo_run(MODEL, GRPO_ALGORITHM)
+    for parts, told in (
+        ({"rollout": VLLMRollout(max_new_tokens=4)}, "rollout is a VLLMRollout: it takes models of transformers alone"),
+        ({"algorithm": PPO_ALGORITHM}, "critic.model is a ParallelTransformer: a value head needs"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            dataclasses.replace(run, **parts)
+    with pytest.raises(ConfigError, match="lora is set: a ParallelTransformer has no adapters"):
+        dataclasses.replace(run.actor, lora=LoRA(rank=2))
+
+
+@pytest.fixture(scope="module")
+def bench():
+    with laboratory(2) as bench:
+        yield bench
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize(
+    "sharding", [TP(), Parallel(tp=2), DDP(), Parallel(dp_replicate=2), Parallel(dp_shard=2)], ids=repr
+)
+def test_processes_that_share_its_layers_learn_what_one_process_learns(sharding, bench, tmp_path):
+    rows = rows_with_holes([9, 3], 2, [8, 5])
+    wanted = one_update(MODEL, NoSharding().build(BuildContext()), rows)
+    for found in bench.updated(MODEL, sharding, rows, {}).result(timeout=120):
+        gaps = {key: float((x - wanted[key]).abs().max()) for key, x in found.items()}
+        assert {key: gap for key, gap in gaps.items() if not gap <= 1e-9} == {}
+    prompts = [[2, 0, 5], [1]]
+    alone = run_course(ppo_run(MODEL, GRPO_ALGORITHM, group_size=3), prompts, tmp_path / "one")
+    together = ppo_run(MODEL, GRPO_ALGORITHM, group_size=3, sharding=sharding, n_gpus_per_node=2)
+    assert_same(alone, bench.course(together, prompts, tmp_path / "two").result(timeout=120))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("two processes")
+def test_a_chain_of_layouts_ends_where_one_process_does(tmp_path):
+    layouts = [(NoSharding(), 1), (TP(), 2), (DDP(), 2), (Parallel(tp=2, dp_replicate=2), 4), (NoSharding(), 1)]
+    for name in ("chain", "alone"):
+        for step, (sharding, count) in enumerate(layouts, start=1):
+            layout = {"sharding": sharding, "n_gpus_per_node": count} if name == "chain" else {}
+            run = ppo_run(MODEL, GRPO_ALGORITHM, group_size=3, total_steps=len(layouts), stop_after=step, **layout)
+            checkpoint = Checkpointing(save_dir=str(tmp_path / name), save_interval=1, keep_last_n=None)
+            run = dataclasses.replace(run, checkpoint=checkpoint, resume=None if step == 1 else "latest")
+            with run.build(BuildContext(run_dir=tmp_path / f"run_{name}_{step}")) as trainer:
+                assert trainer.fit().steps == step
+    of_chain, alone = (tensors_of(tmp_path / name / f"global_step_{len(layouts)}") for name in ("chain", "alone"))
+    assert of_chain.keys() == alone.keys()
+    gaps = {name: float((x.double() - alone[name].double()).abs().max()) for name, x in of_chain.items()}
+    assert {name: gap for name, gap in gaps.items() if not gap <= 1e-9} == {}
+
+
+@pytest.mark.exhaustive
+def test_the_example_trains_with_two_processes_and_goes_on_with_one(tmp_path):
+    words = [sys.executable, str(EXAMPLES / "parallel_transformer.py")]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rewards = [
+        float(line.split("reward ")[1].split()[0]) for line in done.stdout.splitlines() if line.startswith("step ")
+    ]
+    assert "Resuming from" in done.stdout + done.stderr
+    assert rewards[0] < 0.3 < 0.8 < rewards[-1]

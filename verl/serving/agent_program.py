@@ -1,0 +1,294 @@
+"""`environment=agent_program`: an unchanged program plays an episode against an endpoint that is exact in tokens.
+
+    row, base_url ──> the program, in a process beside ── chat completions ──> endpoint ──> the run's rollout engine
+    reward        <──┘                                                           │
+    rows          <── requests of its session, joined where their tokens go on ──┘
+
+Each request is recorded with its token ids and log-probs. Requests become one row only where the prompt of the later
+one begins with exactly the tokens of the earlier one; others are rows of their own, and credit is given to the episode.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import PositiveFloat
+
+from verl.component import BuildContext, component
+from verl.environments.base import Observation
+from verl.environments.calls import CallResult, CallRunner
+from verl.environments.episode_loop import End, Episode, EpisodeEngine, Turn
+from verl.environments.hosted import ADAPTERS, HostedDescription
+from verl.environments.rows import EpisodeSample, episode_record, rows_of_samples
+from verl.errors import RolloutError
+from verl.ops.counter_rng import EVALUATION
+from verl.protocol import DataProto
+from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnLimits
+from verl.serving.conversations import RecordedTurn, merge_turns
+from verl.serving.endpoint import PolicyEndpoint
+from verl.serving.http_api import PolicyServer
+from verl.serving.sessions import Session
+from verl.utils.progress import report
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+
+
+@component
+class AgentProgram(HostedDescription):
+    """A program of the user that speaks to an OpenAI-compatible endpoint; see docs/environments.md.
+
+    Args:
+        path: `file.py:function` or `module:function`, called as `function(row, base_url)`, a coroutine function or not;
+            it gives the reward of the episode, a number, or None where `reward` rates the last turn.
+        command: in place of `path`, a program and its arguments: the row is JSON on its standard input, OPENAI_BASE_URL
+            and OPENAI_API_KEY are in its environment, and the reward is the last line that it prints.
+        program_timeout_s: for one episode.
+        turn_timeout_s: for the answer to one request.
+        ignore_sampling: draw as the rollout does where a request asks for another temperature or top_p.
+    """
+
+    has_rewards: ClassVar[bool] = True
+
+    path: str | None = None
+    command: tuple[str, ...] = ()
+    program_timeout_s: PositiveFloat = 600.0
+    turn_timeout_s: PositiveFloat = 300.0
+    ignore_sampling: bool = False
+
+    def faults(self) -> Iterator[str]:
+        if (self.path is None) is not bool(self.command):
+            yield "path and command: give one of the two."
+        if self.path is not None and not self.path.rpartition(":")[0]:
+            yield f"path is {self.path!r}: expected file.py:function or module:function."
+        if self.history != "append":
+            yield "history is rerender: the program writes its messages itself. Set it to append."
+
+    def faults_here(self) -> Iterator[str]:
+        yield from super().faults_here()
+        file = (self.path or "").rpartition(":")[0]
+        if file.endswith(".py") and not Path(file).is_file():
+            yield f"path is {self.path!r}: there is no file {file}."
+
+    def host_options(self) -> dict[str, Any]:
+        arguments = {"path": self.path, "command": list(self.command), "timeout_s": self.program_timeout_s}
+        return {"kind": "class", "path": f"{ADAPTERS / 'program_adapter.py'}:Program", "arguments": arguments}
+
+    def engine(
+        self, engine: RolloutEngine, rollout: Rollout, tokenizer: Any, stop_ids: tuple[int, ...], context: BuildContext
+    ) -> RolloutEngine:
+        return AgentProgramEngine(self, engine, rollout, tokenizer, stop_ids, context)
+
+
+class AgentProgramEngine(EpisodeEngine):
+    """A rollout engine whose responses are episodes that programs play; it draws with the engine below it."""
+
+    options: AgentProgram
+
+    @property
+    def calls(self) -> CallRunner:
+        """The processes of the programs, started with the first episode."""
+        if self._calls is None:
+            options = replace(self.options, reset_timeout_s=self.options.program_timeout_s)
+            self._calls = CallRunner(self.options.factory(self._context), options)
+        return self._calls
+
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """One episode per sample; see `RolloutEngine.generate`."""
+        episodes = self._episodes(prompts, request)
+        runs = _Programs(self, request, episodes)
+        if episodes:
+            longest = max(len(episode.prompt) for episode in episodes)
+            limits = TurnLimits(longest + self.options.max_tokens, self.options.kv_cache_gib)
+            runs.run(limits)
+        samples = [runs.samples(episode) for episode in episodes]
+        records = [episode_record(episode) for episode in episodes]
+        return rows_of_samples(prompts, request, samples, records, self.tokenizer.pad_token_id, runs.dtype)
+
+
+class _Programs:
+    """The episodes of one call, each a program."""
+
+    def __init__(self, engine: AgentProgramEngine, request: GenerationRequest, episodes: Sequence[Episode]):
+        self.engine, self.request, self.episodes, self.options = engine, request, episodes, engine.options
+        self.sessions: dict[int, Session] = {}
+        self.dtype: Any = None
+        self.num_open = len(episodes)
+
+    def run(self, limits: TurnLimits) -> None:
+        """Play all of them.
+
+        Raises:
+            RolloutError: the engine failed, or programs keep failing under `on_infra=stop`.
+        """
+        engine, options = self.engine, self.options
+        calls = engine.calls
+        turns = engine.engine.turns(self.request, limits)
+        self.dtype = turns.dtype
+        endpoint = PolicyEndpoint(
+            lambda: turns,
+            engine.tokenizer,
+            engine.chat.template,
+            engine.stop_ids,
+            engine.rollout.max_new_tokens,
+            limits.row_tokens,
+        )
+        sampling = {"temperature": engine.rollout.temperature, "top_p": engine.rollout.top_p}
+        timeout_s = options.turn_timeout_s
+        server = PolicyServer(endpoint, LOOPBACK, 0, "policy", sampling, options.ignore_sampling, timeout_s)
+        serving = threading.Thread(target=server.serve_forever, args=(0.05,), name="verl endpoint", daemon=True)
+        serving.start()
+        try:
+            for episode in self.episodes:
+                self._start(server, episode)
+            while self.num_open:
+                for result in calls.take(0.2):
+                    self._ended(server, result)
+                if endpoint.failure is not None:
+                    raise RolloutError(f"environment: {endpoint.failure}")
+                report(f"programs left: {self.num_open}")
+        finally:
+            for session in self.sessions.values():
+                session.is_closed = True
+            server.shutdown()
+            server.server_close()
+            endpoint.close()
+            serving.join(10.0)
+
+    def samples(self, episode: Episode) -> list[EpisodeSample]:
+        """The rows of an episode: its requests, joined where their tokens go on."""
+        if episode.end == "dropped":
+            return []
+        turns = self.sessions[episode.number].recorded
+        numbers = {turn.request_id: number for number, turn in enumerate(turns)}
+        made = []
+        for row in merge_turns(turns):
+            own = [turns[numbers[name]] for name in row.request_ids]
+            start, ids = len(own[0].prompt_ids), list(row.ids)
+            turn_of, rewards = [0] * len(ids), [0.0] * len(ids)
+            for turn in own:
+                begin, end = len(turn.prompt_ids), len(turn.ids)
+                turn_of[begin:] = [numbers[turn.request_id]] * (len(ids) - begin)
+                rewards[end - 1] = episode.turns[numbers[turn.request_id]].reward
+            made.append(
+                EpisodeSample(
+                    ids[:start], ids[start:], row.mask[start:], row.log_probs[start:], turn_of[start:], rewards[start:]
+                )
+            )
+        return made
+
+    def _start(self, server: PolicyServer, episode: Episode) -> None:
+        calls = self.engine.calls
+        episode.begin(calls.factory.make())
+        session = Session(episode.prompt_id, episode.sample_key, self.options.max_turns)
+        self.sessions[episode.number] = session
+        name = secrets.token_hex(8)
+        server.sessions[name] = session
+        row = {**episode.row, "base_url": server.session_url(name)}
+        of_step = f"{self.request.stream}.{self.request.step}"
+        call_id = f"{of_step}.{episode.prompt_id}.{episode.sample_key}.{episode.attempt}"
+        calls.reset(episode.number, episode.attempt, call_id, episode.environment, row, episode.seed)
+
+    def _ended(self, server: PolicyServer, result: CallResult) -> None:
+        episode = self.episodes[result.episode]
+        if result.attempt != episode.attempt or episode.end:
+            return
+        session, record = self.sessions[episode.number], result.record
+        session.is_closed = True
+        episode.calls.append(record)
+        self.engine.calls.end(episode.environment)
+        if record.outcome == "ok":
+            try:
+                reward = _reward_of(result.value)
+            except ValueError as error:
+                self._failed(server, episode, f"program: {error}")
+                return
+            if not session.recorded:
+                self._failed(server, episode, "program: it ended without a request")
+                return
+            self._close(episode, session, "terminated", reward)
+        elif session.cut and session.recorded:  # a limit of the run, and not a fault of ours
+            self._close(episode, session, session.cut, 0.0)  # type: ignore[arg-type]
+        else:
+            self._failed(server, episode, f"program: {record.error}")
+
+    def _close(self, episode: Episode, session: Session, end: End, reward: float) -> None:
+        decode = self.engine.tokenizer.decode
+        for number, turn in enumerate(session.recorded):
+            said = turn.token_ids[:-1] if turn.is_complete else turn.token_ids
+            is_last = number == len(session.recorded) - 1
+            episode.turns.append(
+                Turn(
+                    0,
+                    list(turn.token_ids),
+                    list(turn.log_probs),
+                    text=decode(said, skip_special_tokens=False),
+                    is_complete=turn.is_complete,
+                    reward=reward if is_last else 0.0,
+                    observation=None,
+                    observed=_new_tokens(session.recorded, number),
+                )
+            )
+        self._end(episode, end)
+
+    def _end(self, episode: Episode, end: End) -> None:
+        episode.end, episode.seconds = end, time.monotonic() - episode.begun_s
+        self.num_open -= 1
+
+    def _failed(self, server: PolicyServer, episode: Episode, why: str) -> None:
+        """A failure that is not the model's: never a reward."""
+        options = self.options
+        episode.infra.append(why)
+        if episode.tries < options.retries:
+            episode.tries += 1
+            log.info("The program of prompt %d is begun anew: %s", episode.prompt_id, why)
+            self._start(server, episode)
+            return
+        if options.on_infra == "stop":
+            raise RolloutError(
+                f"environment: the program of prompt {episode.prompt_id}, sample {episode.sample_id} failed "
+                f"{episode.tries + 1} times, the last time with {why}. environment.on_infra is stop."
+            )
+        is_evaluation = self.request.stream == EVALUATION
+        if options.on_infra == "refill" and not is_evaluation and not episode.refills:
+            episode.refills, episode.tries = 1, 0
+            episode.sample_key += self.request.num_samples
+            self._start(server, episode)
+            return
+        log.warning("An episode of prompt %d is left out: %s", episode.prompt_id, why)
+        self._end(episode, "dropped")
+        group = [other for other in self.episodes if other.group == episode.group]
+        left = [other for other in group if other.end != "dropped"]
+        is_whole = options.on_infra == "drop_group" or is_evaluation
+        if is_whole or (self.request.num_samples > 1 and len(left) < 2):
+            for other in left:
+                if not other.end:  # what its program still does is not waited for
+                    self.sessions[other.number].is_closed = True
+                    other.attempt += 1
+                    self._end(other, "dropped")
+                other.end = "dropped"
+
+
+def _reward_of(value: Observation) -> float:
+    """The reward that a program gave, as its adapter writes it; 0 where it gave none."""
+    if value is None:
+        return 0.0
+    found = float(str(value))
+    if found != found or found in (float("inf"), float("-inf")):
+        raise ValueError(f"it gave the reward {value}: expected a finite number")
+    return found
+
+
+def _new_tokens(turns: Sequence[RecordedTurn], number: int) -> int:
+    """Tokens that stand between a turn and the next one that goes on from it; 0 where none does."""
+    own = turns[number].ids
+    following = (turn.prompt_ids for turn in turns[number + 1 :] if turn.prompt_ids[: len(own)] == own)
+    return next((len(ids) - len(own) for ids in following), 0)
