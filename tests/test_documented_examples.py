@@ -57,6 +57,8 @@ NOT_RUN = {  # the beginning of a command, and why it is not run here
     "verl ppo --config-dir": "needs files of one's own; tests/test_wheel.py runs it",
     "verl ppo trainer=mesh trainer.placement.devices=[cuda:0,cuda:1]": "needs two GPUs; tests/trainer runs it on cpu:N",
     "python -m pytest": "runs tests",
+    "python -m venv": "makes an environment",
+    ".venv-verifiers/bin/pip": "installs",
 }
 SHOWN_ELSEWHERE = {
     "checkpoints.md": "```console blocks: tests/cli/test_documented.py compares them with what is printed"
@@ -104,7 +106,7 @@ def commands() -> Iterator[Command]:
 
 
 COMMANDS = list(commands())
-TRAINING = re.compile(r"(torchrun --nproc_per_node=\d+ -m verl\.cli|verl) (ppo|sft)\b")
+TRAINING = re.compile(r"(torchrun (?:--\S+ )+-m verl\.cli|verl) (ppo|sft)\b")
 
 
 def kind(command: Command) -> str:
