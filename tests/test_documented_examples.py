@@ -48,6 +48,8 @@ NOT_RUN = {  # the beginning of a command, and why it is not run here
     "make ": "installs, or runs all tests; the targets are those of the Makefile",
     "pip install": "installs; tests/test_wheel.py installs a wheel",
     ". .venv": "activates an environment",
+    "python -m venv": "makes an environment",
+    ".venv-verifiers/bin/pip install": "installs",
     "export ": "sets variables of a service",
     "VLLM_SERVER_DEV_MODE=1 vllm serve": "needs a server with a GPU; tests/rollout/server starts one",
     "python scripts/prepare_gsm8k.py": "needs the hub, or its files; tests/scripts/test_prepare_gsm8k.py",
@@ -57,8 +59,7 @@ NOT_RUN = {  # the beginning of a command, and why it is not run here
     "verl ppo --config-dir": "needs files of one's own; tests/test_wheel.py runs it",
     "verl ppo trainer=mesh trainer.placement.devices=[cuda:0,cuda:1]": "needs two GPUs; tests/trainer runs it on cpu:N",
     "python -m pytest": "runs tests",
-    "python -m venv": "makes an environment",
-    ".venv-verifiers/bin/pip": "installs",
+    "torchrun --nnodes=2": "needs two machines; tests/faults/test_torchrun_hosts.py has two namespaces",
 }
 SHOWN_ELSEWHERE = {
     "checkpoints.md": "```console blocks: tests/cli/test_documented.py compares them with what is printed"

@@ -7,16 +7,20 @@ import json
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 from devices.shapes import GIB, H100, beside, llama_8b, save_llama_8b
 
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
 from verl.errors import ConfigError
+from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.client.engine_args import EngineArgs, as_config_error
 from verl.rollout.vllm.client.engine_process import EngineError
 from verl.rollout.vllm.client.gpu_memory import (
@@ -54,19 +58,33 @@ CASES = {
     "an adapter": (replace(ROLLOUT, lora="adapter"), BUSY, 25 * GIB),
     "a long context": (replace(ROLLOUT, max_model_len=32768), BUSY, 25 * GIB),
     "a GPU of its own": (ROLLOUT, H100, 0),
+    "captured graphs": (replace(ROLLOUT, enforce_eager=False), BUSY, 25 * GIB),
+    "no prefix cache": (replace(ROLLOUT, prefix_caching=False, max_num_batched_tokens=8192), BUSY, 25 * GIB),
+    "an adapter that is merged, over eight GPUs": (replace(ROLLOUT, tensor_parallel_size=8), BUSY, 25 * GIB),
+    "few rows": (replace(ROLLOUT, max_num_seqs=4), BUSY, 25 * GIB),
 }
+ROOT = Path(__file__).parents[2]
+SETTING = re.compile(r"rollout\.(\w+)=([a-z0-9._]+)")
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What vLLM says to each of the cases, and to its own default where a trainer has a third of the GPU."""
-    folder = tmp_path_factory.mktemp("vllm")
-    directory = str(save_llama_8b(folder / "model"))
-    cases = {name: (arguments(*case, directory), case[1]) for name, case in CASES.items()}
-    asked = dict(cases["default"][0])
-    del asked["gpu_memory_utilization"]
-    cases["vLLM's own default"] = (asked, BUSY)
-    cases["too large"] = (arguments(replace(ROLLOUT, kv_cache_gib=60.0), BUSY, 25 * GIB, directory), BUSY)
+def shipped() -> dict[str, VLLMRollout]:
+    """The options of conf/rollout that become a vLLM engine, and settings of it that documents and scripts name."""
+    found = {}
+    for option in ("vllm", "auto"):
+        rollout = validate(compose_root("ppo", [f"rollout={option}"])).rollout
+        found[f"rollout={option}"] = rollout if option == "vllm" else rollout._as(VLLMRollout)
+    own = {field.name for field in fields(VLLMRollout)} - {field.name for field in fields(HFRollout)}
+    files = [*ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("scripts/*.py"), *ROOT.glob("conf/**/*.yaml")]
+    for name, value in {pair for file in files for pair in SETTING.findall(file.read_text())}:
+        value = value.rstrip(".")
+        if name in own and value not in ("t", "n", "null"):
+            given = [f"rollout.{name}={value}"]
+            found[given[0]] = validate(compose_root("ppo", ["rollout=vllm", *given])).rollout
+    return {name: replace(rollout, max_model_len=rollout.max_model_len or 2048) for name, rollout in found.items()}
+
+
+def told_by_vllm(cases: dict[str, tuple[dict, DeviceMemory]], directory: str, folder: Path) -> dict:
+    """What vLLM says to each of some cases, in a process of its own."""
     (folder / "cases").write_bytes(pickle.dumps((directory, cases)))
     script = Path(__file__).with_name("vllm_checks.py")
     done = subprocess.run(
@@ -80,6 +98,19 @@ def told(tmp_path_factory):
     return json.loads((folder / "told").read_text())
 
 
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What vLLM says to each of the cases, and to its own default where a trainer has a third of the GPU."""
+    folder = tmp_path_factory.mktemp("vllm")
+    directory = str(save_llama_8b(folder / "model"))
+    cases = {name: (arguments(*case, directory), case[1]) for name, case in CASES.items()}
+    asked = dict(cases["default"][0])
+    del asked["gpu_memory_utilization"]
+    cases["vLLM's own default"] = (asked, BUSY)
+    cases["too large"] = (arguments(replace(ROLLOUT, kv_cache_gib=60.0), BUSY, 25 * GIB, directory), BUSY)
+    return told_by_vllm(cases, directory, folder)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_vllm_starts_beside_a_trainer_with_what_it_is_asked_for(told, name):
     options, memory, _ = CASES[name]
@@ -90,6 +121,16 @@ def test_vllm_starts_beside_a_trainer_with_what_it_is_asked_for(told, name):
     assert found["eager"] is (options.enforce_eager is True)  # CUDA graphs unless the user says otherwise
     assert found["sleeps"] is options.sleep
     assert found["siblings"] == options.tensor_parallel_size
+
+
+@pytest.mark.exhaustive
+def test_vllm_takes_every_engine_setting_that_is_shipped_or_documented(tmp_path):
+    directory, settings = str(save_llama_8b(tmp_path / "model")), shipped()
+    assert {"rollout=vllm", "rollout=auto", "rollout.tensor_parallel_size=8"} <= settings.keys()
+    cases = {name: (arguments(one, BUSY, 25 * GIB, directory), BUSY) for name, one in settings.items()}
+    found = told_by_vllm(cases, directory, tmp_path)
+    assert {name: said["error"] for name, said in found.items() if "error" in said} == {}
+    assert all(said["requested"] <= BUSY.free for said in found.values())
 
 
 def test_without_a_part_of_its_own_vllm_would_refuse_to_start_beside_that_trainer(told):

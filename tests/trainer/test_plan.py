@@ -94,9 +94,21 @@ def test_a_model_that_cannot_be_traced_is_counted_and_the_plan_says_so(tmp_path,
     assert plan.memory.peak.parts["activations"] > 0
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_an_update_of_the_actor_takes_what_the_plan_says(tmp_path, recomputed):
-    path = save_random_model(tmp_path, "qwen2", torch.float32, **SHAPE)
+QUICKSTART = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}  # actor=tiny
+OF_88M = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
+SIZES = {"narrow": SHAPE, "quickstart": QUICKSTART, "88M": {"family": "llama", **OF_88M}}
+LARGE = pytest.param("88M", False, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("name", "recomputed"), [("narrow", False), ("narrow", True), ("quickstart", False), LARGE])
+def test_an_update_of_the_actor_takes_what_the_plan_says(tmp_path, name, recomputed, record_property):
+    shape = {"family": "qwen2", "max_position_embeddings": 256, **SIZES[name]}
+    path = save_random_model(tmp_path, shape.pop("family"), torch.float32, **shape)
     rollout = HFRollout(max_new_tokens=64, min_new_tokens=64)
     actor = start_actor(Pretrained(path=str(path)), rollout, gradient_checkpointing=recomputed)
     prompts = DataProto.from_dict(
@@ -112,12 +124,19 @@ def test_an_update_of_the_actor_takes_what_the_plan_says(tmp_path, recomputed):
     with LiveBytes() as counted:
         counted.watch(actor.model)
         actor.update(batch)
+    held = [list(actor.model.parameters()), [p.grad for p in actor.model.parameters()]]
+    held.append([x for state in actor.engine.optimizer.state.values() for x in state.values()])
+    resting = sum(x.nbytes for tensors in held for x in tensors)
     roles = ["actor=pretrained", f"actor.model.path={path}", "critic=none", "algorithm=grpo", "reference=none"]
-    sizes = ["trainer.prompts_per_step=8", "trainer.group_size=2", "++data.max_prompt_length=64"]
+    sizes = ["trainer.prompts_per_step=8", "trainer.group_size=2", "++data.max_prompt_length=64", "checkpoint=off"]
     more = ["rollout.max_new_tokens=64", "algorithm.kl.coef=0", f"actor.gradient_checkpointing={recomputed}"]
     plan = plan_run(run_of(*roles, *sizes, *more), device_named("cpu"))
-    parts = next(phase for phase in plan.memory.phases if phase.name == "update actor").parts
-    assert parts["activations"] + parts["logits"] == pytest.approx(counted.peak, rel=0.1)
+    update = next(phase for phase in plan.memory.phases if phase.name == "update actor")
+    record_property(
+        "parameters, tracked and planned bytes", (actor.model.num_parameters(), resting + counted.peak, update.total)
+    )
+    assert update.parts["activations"] + update.parts["logits"] == pytest.approx(counted.peak, rel=0.1)
+    assert update.total == pytest.approx(resting + counted.peak, rel=0.1)
 
 
 def test_8b_fits_on_eight_devices_and_names_its_parts(llama_8b):
@@ -167,7 +186,17 @@ def test_only_the_chosen_experts_are_counted_in_the_products(tmp_path):
     assert active_parameters(config, sizes) == sizes.parameters - sizes.vocabulary * sizes.hidden - unused
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", *exhaustive("mixtral")])
+def test_activations_of_experts_follow_their_load(tmp_path):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(save_random_model(tmp_path, "qwen3_moe", torch.float32))
+    balanced, half, whole = (trace_activations(config, 64, torch.float32, expert_load=x) for x in (1.0, 0.5, None))
+    assert balanced == whole  # where one process has all of them
+    assert half.training < balanced.training
+    assert half.kept < balanced.kept
+
+
+@pytest.mark.parametrize("family", exhaustive("qwen3_moe", "mixtral"))
 def test_experts_with_twice_their_share_of_the_tokens_take_what_twice_as_many_for_each_token_take(tmp_path, family):
     """Two of four experts for each token in two processes: one is computed here on average, and two at the worst."""
     from transformers import AutoConfig, AutoModel
@@ -208,6 +237,23 @@ def test_batch_arithmetic_names_every_remainder():
     told = "\n".join(plan_run(with_architectures(run), device_named("cpu")).batch)
     assert "6 prompts x 2 samples = 12 rows" in told
     assert "12 rows of a mini-batch over 5 processes leave a remainder of 2" in told
+
+
+def test_the_plan_says_when_the_disk_is_full_and_how_long_an_upload_takes(llama_8b):
+    run = run_of("actor=llama8b", f"actor.model.path={llama_8b}", "critic=none", "algorithm=grpo", "rollout=vllm")
+    store = {"storage": run_of("storage=s3", "storage.bucket=checkpoints", "checkpoint.keep_last_n=null").storage}
+    every = replace(run.checkpoint, save_interval=10)
+    found = {}
+    for keep in (3, None):
+        kept = replace(run, checkpoint=replace(every, keep_last_n=keep), **store)
+        found[keep] = plan_run(kept, device_named("h100"), free_disk=200 * GIB, upload_rate=100 * 2**20)
+    size, step_s = found[3].memory.estimate.saving, found[3].step_s
+    assert size == pytest.approx(12 * model_stats(found[3].memory.roles[0].config).parameters, rel=0.01)
+    soon, never = "\n".join(found[3].disk), "\n".join(found[None].disk)
+    assert "200.00 GiB are free there, full with checkpoint 3" in soon
+    assert "The disk is full after 2 of them, in about" in never
+    assert f"Uploading one takes about {size / 100 / 2**20 / 60:.0f} min." in soon
+    assert f"full with checkpoint 3, in about {30 * step_s:.1f} s" in soon
 
 
 def test_the_command_plans_the_default_run_and_gives_its_numbers():

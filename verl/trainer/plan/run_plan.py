@@ -340,7 +340,11 @@ def _disk(run: Any, memory: MemoryPlan, step_s: float, free: int | None, upload_
         kept = saves.keep_last_n + 1
         yield f"A checkpoint takes {size / GIB:.2f} GiB{often}; {saves.keep_last_n} stay: {kept * size / GIB:.2f} GiB."
         if free is not None and kept * size > free:
-            yield f"{free / GIB:.2f} GiB are free there: lower checkpoint.keep_last_n or set checkpoint.save_dir."
+            soon = f", in about {_duration((free // size + 1) * every * step_s)}" if every is not None else ""
+            yield (
+                f"{free / GIB:.2f} GiB are free there, full with checkpoint {free // size + 1}{soon}: lower "
+                "checkpoint.keep_last_n or set checkpoint.save_dir."
+            )
     else:
         yield f"A checkpoint takes {size / GIB:.2f} GiB{often}; all are kept."
         if free is not None and every is not None:
