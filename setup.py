@@ -21,7 +21,7 @@ def pinned(name: str) -> list[str]:
 
 
 REQUIRED = [
-    "torch>=2.13.0,<2.14",
+    "torch>=2.13.0,<2.16",
     "transformers>=5.5.0,<5.24",
     "peft>=0.18.0,<0.22",
     "accelerate>=1.10.0,<2",

@@ -107,7 +107,7 @@ def commands() -> Iterator[Command]:
 
 
 COMMANDS = list(commands())
-TRAINING = re.compile(r"(torchrun --nproc_per_node=\d+ -m verl\.cli|verl) (ppo|sft)\b")
+TRAINING = re.compile(r"(torchrun (?:--\S+ )+-m verl\.cli|verl) (ppo|sft)\b")
 
 
 def kind(command: Command) -> str:

@@ -310,7 +310,7 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 
 class CheckpointFenced(CheckpointError, RuntimeError):
-    """Another trainer has taken over the directory; this one publishes nothing there any more."""
+    """Another trainer has taken over the directory; this one no longer publishes there."""
 
 
 class CheckpointReadFailed(CheckpointError, OSError):

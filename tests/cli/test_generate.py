@@ -220,8 +220,8 @@ def test_python_that_lies_in_a_checkpoint_runs_where_the_command_names_it_and_no
     monkeypatch.chdir(checkpoint / "actor")
     monkeypatch.syspath_prepend(str(checkpoint / "actor"))
     said = refused("eval", checkpoint)
-    assert f"reward.path is '{checkpoint}/actor/evil.py:score': code that the saved configuration of" in said
-    assert "If you trust it, say so: 'data._target_=evil.Evil'." in said
+    assert f"reward.path is '{checkpoint}/actor/evil.py:score': the saved configuration of" in said
+    assert "If you trust it, add: 'data._target_=evil.Evil'." in said
     for arguments in (
         ["generate", checkpoint, "--prompt", "1"],
         ["eval", checkpoint, "reward=length", "data=arithmetic"],

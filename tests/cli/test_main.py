@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import verl
 from verl.cli.main import app
-from verl.compose.launch import starting_words
+from verl.compose.launch import start_message
 
 runner = CliRunner()
 
@@ -104,4 +104,4 @@ def test_the_commands_that_train_take_hydras_words_and_end_with_its_status(monke
     ],
 )
 def test_the_command_that_a_run_proposes_is_the_one_that_started_it(script, count, words):
-    assert starting_words(script, count) == words
+    assert start_message(script, count) == words

@@ -93,9 +93,9 @@ def test_a_chain_of_layouts_keeps_every_bit_and_says_how_often_it_looked(model32
         (["--steps", "2", "--at", "2"], "--at is 2: must lie between 1 and --steps 2, less one."),
         (
             ["--topology", "1,2:zero"],
-            "--topology is '1,2:zero': '2:zero' is no layout. Give a number of processes, then",
+            "--topology is '1,2:zero': '2:zero' is not a layout. Give a number of processes, then",
         ),
-        (["--topology", "2:fsdp"], "--topology is '2:fsdp': one layout is no chain."),
+        (["--topology", "2:fsdp"], "--topology is '2:fsdp': one layout is not a chain."),
         (["--root", "dpo"], "'dpo' is none of the commands that train"),
         (["actor.lr=1"], "the straight run ended with status 2:\nactor.lr is not a known key"),
     ],

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from verl.component import BuildContext
-from verl.data.base import DataSplits, told_counts
+from verl.data.base import DataSplits, report_counts
 from verl.data.files import PromptFiles
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError
 from verl.models.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()
-HINT = "Mend the data, or set on_bad_row to skip."
+HINT = "Fix the data, or set on_bad_row to skip."
 ROWS = [
     {"prompt": "1+1=", "answer": "2", "level": 1},
     {"prompt": "10+20=", "answer": "30", "level": 2},
@@ -275,12 +275,12 @@ def test_rows_that_repeat_another_and_those_in_both_parts_are_counted_and_told_o
     held_out = write(tmp_path / "eval.jsonl", [ROWS[1], {"prompt": "9+9=", "answer": "18"}])
     described = PromptFiles(train_files=(str(train),), eval_files=(str(held_out),))
     splits = described.build(BuildContext(tokenizer=TOKENIZER))
-    assert told_counts(splits) == {
+    assert report_counts(splits) == {
         "train_rows": 5, "eval_rows": 2, "train_duplicates": 1, "eval_duplicates": 0, "eval_rows_in_train": 1
     }  # fmt: skip
     assert [record.getMessage() for record in caplog.records] == [
         "Data: 1 of 5 training rows repeat another one; 1 of 2 evaluation rows are trained on, so evaluations flatter."
     ]
     caplog.clear()
-    assert told_counts(DataSplits(train=splits.eval)) == {"train_rows": 2, "train_duplicates": 0}
+    assert report_counts(DataSplits(train=splits.eval)) == {"train_rows": 2, "train_duplicates": 0}
     assert not caplog.records

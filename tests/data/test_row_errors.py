@@ -63,7 +63,7 @@ def test_all_unusable_rows_are_counted_in_one_error(kind, file):
     with pytest.raises(ConfigError) as refused:
         kind([file], TOKENIZER)
     assert len(refused.value.faults) == 5
-    assert "And 3 further rows of 10. Mend the data, or set on_bad_row to skip." in refused.value.faults[-1]
+    assert "And 3 further rows of 10. Fix the data, or set on_bad_row to skip." in refused.value.faults[-1]
 
 
 @pytest.mark.parametrize("kind", [RLHFDataset, SFTDataset])

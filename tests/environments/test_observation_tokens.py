@@ -102,7 +102,7 @@ def test_a_template_that_rewrites_earlier_turns_is_told_once_with_the_difference
     ids += encoder.encode("more", is_chat=True, last=end) + encoder.plain("c") + [end]
     turns = [("<think>a</think>b", "more"), ("c", None)]
     with caplog.at_level(logging.WARNING):
-        encoder.tell_difference(prompt, turns, ids)
-        encoder.tell_difference(prompt, turns, ids)
+        encoder.warn_of_difference(prompt, turns, ids)
+        encoder.warn_of_difference(prompt, turns, ids)
     assert len(caplog.records) == 1
     assert "would render this conversation differently" in caplog.text

@@ -61,9 +61,9 @@ def test_a_buffer_that_is_left_behind_is_told_of(model32, tmp_path, caplog):
     )  # which keeps rows for others
     fit(run, tmp_path / "first")
     resume = str(tmp_path / "first/checkpoints/global_step_4")
-    assert "left behind" not in caplog.text
+    assert "is ignored" not in caplog.text
     fit(dataclasses.replace(run, replay=None, resume=resume), tmp_path / "second")
-    assert "The replay buffer of global_step_4 is left behind: replay=off keeps no rows." in caplog.text
+    assert "The replay buffer of global_step_4 is ignored: replay=off keeps no rows." in caplog.text
 
 
 @pytest.mark.exhaustive

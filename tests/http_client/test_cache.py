@@ -86,7 +86,7 @@ def test_a_damaged_file_is_told_once_and_costs_nothing_else(tmp_path, caplog):
     cache = AnswerCache(tmp_path, max_gib=1.0)
     cache.put("a", "1")
     assert cache.find(["a"]) == {}
-    assert caplog.text.count("answers are not kept any more, DatabaseError") == 1
+    assert caplog.text.count("responses are no longer cached, DatabaseError") == 1
     cache.close()
 
 
@@ -95,7 +95,7 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path, caplog):
     cache = AnswerCache(tmp_path / "file" / "below", max_gib=1.0)
     cache.put("a", "1")
     assert cache.find(["a"]) == {}
-    assert "answers are not kept any more, NotADirectoryError" in caplog.text
+    assert "responses are no longer cached, NotADirectoryError" in caplog.text
 
 
 def test_a_kill_in_the_middle_of_a_write_leaves_whole_answers(tmp_path):

@@ -228,10 +228,10 @@ def test_settings_that_cannot_be_are_refused_by_their_keys(dir32):
         return faults_of(HybridActor.from_pretrained, dir32, hybrid_config=config)
 
     assert load(tp_size=4) == (
-        "hybrid_config.tp_size is 4: there is 1 process, and it takes a multiple of 4. Start them with `torchrun "
+        "hybrid_config.tp_size is 4: it needs a multiple of 4 processes, and there is 1. Start them with `torchrun "
         "--nproc_per_node=4`, or leave it out."
     )
-    assert load(dp_size=2).startswith("hybrid_config.dp_size is 2: there is 1 process, and it takes 2.")
+    assert load(dp_size=2).startswith("hybrid_config.dp_size is 2: it needs 2 processes, and there is 1.")
     assert load(tp_size=0) == "hybrid_config.tp_size is 0: must be at least 1."
     assert "fsdp_sharding is 'HALF': expected" in load(fsdp_sharding="HALF")
     assert load(contigous=True) == "hybrid_config.contigous is not a known key. Did you mean contiguous?"

@@ -221,7 +221,7 @@ def test_a_change_is_named(change, told, actor, source):
     change(actor, source)
     found = ModelForm.of(actor.model).change_since(before)
     assert found is not None
-    assert re.search(told, found.told), found.told
+    assert re.search(told, found.description), found.description
 
 
 def test_engine_tokenizer_and_seed_may_be_replaced(actor, tokenizer, encoded):
@@ -465,4 +465,4 @@ def test_a_remade_engine_is_told_with_its_reason(actor, source, encoded, caplog)
     with caplog.at_level(logging.INFO):
         actor.model.double()
         actor.generate(**encoded, **ASKED)
-    assert "The rollout engine is made anew, since the model has changed: dtype float32 is now float64" in caplog.text
+    assert "The rollout engine is rebuilt, because the model has changed: dtype float32 is now float64" in caplog.text

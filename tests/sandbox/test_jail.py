@@ -466,7 +466,7 @@ def test_a_machine_without_bubblewrap_is_refused_before_anything_runs(monkeypatc
     (fault,) = Jail().faults_here()
     assert "there is no bubblewrap on this machine" in fault
     assert 'pip install "verl[sandbox]"' in fault
-    with pytest.raises(ConfigError, match="sandbox=none, which protects nothing"):
+    with pytest.raises(ConfigError, match="sandbox=none, which gives no protection"):
         Jail().build(BuildContext())
 
 

@@ -115,7 +115,7 @@ def test_a_plan_that_fails_stops_no_run(model32, tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(run_plan, "memory_plan", failing)
     assert fit(course(model32, tmp_path, total_steps=1), tmp_path / "run").status == "finished"
-    assert "cannot be planned: KeyError" in caplog.text
+    assert "could not be made: KeyError" in caplog.text
 
 
 def test_an_adapter_and_a_divided_model_take_less():

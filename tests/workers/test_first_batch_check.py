@@ -63,7 +63,7 @@ def test_a_model_that_looks_at_padding_is_run_with_padding_on_the_right(model32,
     actor.compute_log_probs(rows)
     (message,) = told(caplog)
     assert message.startswith(
-        "actor.model is a Qwen2ForCausalLM: as packed batches, rows of the first batch have other"
+        "actor.model is a Qwen2ForCausalLM: as packed batches, rows of the first batch have different"
     )
     assert message.endswith("From here on rows are run as right padded batches.")
 
@@ -82,7 +82,7 @@ def test_a_model_that_looks_at_other_rows_is_refused_by_name(model32, prompts):
     rows = actor.generate(prompts(), GenerationRequest(0, 3))
     also_sees(actor.model.model.layers[0], rows_mean)
     with pytest.raises(
-        ConfigError, match="actor.model is a Qwen2ForCausalLM: rows of the first batch have other numbers"
+        ConfigError, match="actor.model is a Qwen2ForCausalLM: rows of the first batch have different results"
     ):
         actor.compute_log_probs(rows)
 

@@ -107,8 +107,8 @@ class Checkpointing(Description):
             return
         if not self.incremental_save:
             yield (
-                f"incremental_base is {self.incremental_base!r}, and incremental_save is false: nothing would be taken "
-                "from it. Set checkpoint=incremental, or leave incremental_base out."
+                f"incremental_base is {self.incremental_base!r}, but incremental_save is false, so it has no "
+                "effect. Set checkpoint=incremental, or leave incremental_base out."
             )
         if not (Path(self.incremental_base) / MANIFEST).is_file():
             yield f"incremental_base is {self.incremental_base!r}: no checkpoint, it has no {MANIFEST}. Give one."

@@ -49,17 +49,17 @@ class CheckpointSummary:
 
     def to_json(self) -> dict[str, Any]:
         """For scripts."""
-        told: dict[str, Any] = {"name": self.name, "path": str(self.directory), "status": self.status}
-        told |= {"is_newest": self.is_newest, "pinned": self.pinned}
-        told |= {"faults": [dataclasses.asdict(fault) for fault in self.faults]}
+        described: dict[str, Any] = {"name": self.name, "path": str(self.directory), "status": self.status}
+        described |= {"is_newest": self.is_newest, "pinned": self.pinned}
+        described |= {"faults": [dataclasses.asdict(fault) for fault in self.faults]}
         if self.published is None:
-            return told
+            return described
         manifest = self.published.manifest
         keys = ("step", "tag", "sequence", "run_id", "saved_at", "verl_version", "metrics")
-        told |= {key: getattr(manifest, key) for key in keys}
-        told |= {"format_version": manifest.version, "epoch": self.state.get("epoch")}
-        told |= {"bytes": self.published.num_bytes, "added_bytes": self.added_bytes}
-        return told | {"num_files": len(manifest.contents), "num_tensors": len(manifest.tensors)}
+        described |= {key: getattr(manifest, key) for key in keys}
+        described |= {"format_version": manifest.version, "epoch": self.state.get("epoch")}
+        described |= {"bytes": self.published.num_bytes, "added_bytes": self.added_bytes}
+        return described | {"num_files": len(manifest.contents), "num_tensors": len(manifest.tensors)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +85,12 @@ def summaries(store: CheckpointStore, name: str | None = None, level: Level = "q
     newest = good[-1].name if good and not any(isinstance(error, CheckpointTooNew) for error in bad) else None
     reasons, seen = pins(store), set()
     added = {published.name: _added_bytes(store.disk, published, seen) for published in good}
-    told = {published.name: _told(store.disk, published) for published in good}
-    told |= {error.directory.name: summary_of(store.disk, error.directory) for error in bad}
+    described = {published.name: _summarize(store.disk, published) for published in good}
+    described |= {error.directory.name: summary_of(store.disk, error.directory) for error in bad}
     directories = [*(published.directory for published in good), *(error.directory for error in bad)]
     return [
         dataclasses.replace(
-            told[directory.name] if level == "quick" else summary_of(store.disk, directory, level),
+            described[directory.name] if level == "quick" else summary_of(store.disk, directory, level),
             added_bytes=added.get(directory.name, 0),
             pinned=reasons.get(directory.name),
             is_newest=directory.name == newest,
@@ -103,17 +103,17 @@ def summaries(store: CheckpointStore, name: str | None = None, level: Level = "q
 def summary_of(disk: FileSystem, directory: Path, level: Level = "quick") -> CheckpointSummary:
     """Summary of one checkpoint; for a damaged one as far as it can be read."""
     try:
-        return _told(disk, open_verified(disk, directory, level))
+        return _summarize(disk, open_verified(disk, directory, level))
     except BadCheckpoint as error:
         bad = error
     try:
-        known = _told(disk, open_checkpoint(disk, directory))
+        known = _summarize(disk, open_checkpoint(disk, directory))
     except BadCheckpoint:
         known = CheckpointSummary(directory=directory, status="corrupt")
     return dataclasses.replace(known, status=status_of(bad), faults=bad.faults)
 
 
-def _told(disk: FileSystem, published: Checkpoint) -> CheckpointSummary:
+def _summarize(disk: FileSystem, published: Checkpoint) -> CheckpointSummary:
     """Summary of a checkpoint that can be opened; its state may be damaged."""
     try:
         state = read_state(disk, published)

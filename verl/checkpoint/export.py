@@ -113,7 +113,7 @@ def plain_directory(published: Checkpoint, component: str, disk: FileSystem | No
         if root not in _roots:
             _roots.add(root)
             CLEANUP.register(shared_directories=[root])  # before anything is made
-            atexit.register(_let_go, disk, root)
+            atexit.register(_release_copies, disk, root)
         lock = _locked(disk, root)
         try:
             _remove_unused(disk, root)
@@ -152,8 +152,8 @@ def _locked(disk: FileSystem, root: Path) -> FileHandle:
             size = sum(files_below(disk, root)[0].values())
             idle_s, written = (idle_s, written) if size == written else (0.0, size)
         if idle_s > LOCK_TIMEOUT_S:
-            told = f"another process has locked it and written nothing for {LOCK_TIMEOUT_S:g} s; is it stopped?"
-            raise OSError(errno.ETIMEDOUT, told, str(root / LOCK))
+            reason = f"another process has locked it and written nothing for {LOCK_TIMEOUT_S:g} s; is it stopped?"
+            raise OSError(errno.ETIMEDOUT, reason, str(root / LOCK))
 
 
 def _is_there(handle: FileHandle) -> bool:
@@ -191,7 +191,7 @@ def _remove_altered(disk: FileSystem, copy: Path) -> None:
             raise OSError(errno.EBUSY, "it was altered, and another process uses it", str(copy))
         disk.close(lock)
     remove_tree(disk, copy)
-    log.warning("%s was altered since it was written: it is written anew", copy)
+    log.warning("%s was modified: it is written again", copy)
 
 
 def _write_component(published: Checkpoint, component: str, copy: Path, disk: FileSystem) -> None:
@@ -209,7 +209,7 @@ def _write_component(published: Checkpoint, component: str, copy: Path, disk: Fi
         raise
 
 
-def _let_go(disk: FileSystem, root: Path) -> None:
+def _release_copies(disk: FileSystem, root: Path) -> None:
     """Exit hook: release this process's copies, and remove those that no other process uses."""
     while held_directories:
         disk.close(held_directories.popitem()[1])

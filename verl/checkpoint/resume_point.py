@@ -241,10 +241,10 @@ def _newest(
 
 
 def _all_damaged(directory: Path) -> ConfigError:
-    """No fresh start over what a person might still mend."""
+    """The error for a directory without an intact checkpoint; the run does not start from the beginning."""
     return ConfigError(
-        f"resume finds damaged checkpoints in {directory} and no whole one; the log names what is wrong. Mend or "
-        "remove them, or start without resume."
+        f"resume finds damaged checkpoints in {directory} and no whole one; the log names what is wrong. Repair "
+        "or remove them, or start without resume."
     )
 
 

@@ -100,20 +100,20 @@ def lineages_of(store: CheckpointStore, complete: list[Checkpoint]) -> list[dict
     """
     lines: dict[str, dict[str, int]] = {}
     newest: dict[str, int] = {}
-    untold: dict[str, int] = {}
+    rootless: dict[str, int] = {}
     for published in complete:
-        run_id, told = published.manifest.run_id, None
+        run_id, recorded = published.manifest.run_id, None
         with contextlib.suppress(BadCheckpoint, FileNotFoundError):
-            told = read_state(store.disk, published).get("lineage")
+            recorded = read_state(store.disk, published).get("lineage")
         newest[run_id] = max(newest.get(run_id, 0), published.sequence)
-        before = told.get("ancestors") if isinstance(told, dict) else None
+        before = recorded.get("ancestors") if isinstance(recorded, dict) else None
         if isinstance(before, dict):
             known = {str(run): number for run, number in before.items() if isinstance(number, int)}
             lines[run_id] = {**known, run_id: sys.maxsize}
         else:
-            untold[run_id] = sys.maxsize
+            rootless[run_id] = sys.maxsize
     leaves = [line for run_id, line in lines.items() if not _is_within(run_id, newest[run_id], lines)]
-    older = [run_id for run_id in untold if run_id not in lines and not _is_within(run_id, newest[run_id], lines)]
+    older = [run_id for run_id in rootless if run_id not in lines and not _is_within(run_id, newest[run_id], lines)]
     return [*leaves, *([dict.fromkeys(older, sys.maxsize)] if older else [])]
 
 

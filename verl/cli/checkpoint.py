@@ -41,18 +41,18 @@ def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSum
     tier, named = find_at(address)
     records = tier.records() if named is None else [named]
     seen: set[str] = set()
-    told = []
+    found = []
     for record in records:
         try:
             published = tier.verified(record, level)
         except BadCheckpoint as error:
-            told.append(
+            found.append(
                 CheckpointSummary(directory=tier.directory(record), status=status_of(error), faults=error.faults)
             )
             continue
         added = [entry for entry in published.manifest.files if f"{entry.blake3}-{entry.size}" not in seen]
         seen |= {f"{entry.blake3}-{entry.size}" for entry in published.manifest.files}
-        told.append(
+        found.append(
             CheckpointSummary(
                 directory=published.directory,
                 status="complete",
@@ -62,7 +62,7 @@ def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSum
                 is_newest=record == records[-1],
             )
         )
-    return told
+    return found
 
 
 def add_to(app: typer.Typer) -> None:
@@ -223,10 +223,10 @@ def health(
     if newest is None:
         _not_ready(f"no complete checkpoint in {path}" + (f" (bad: {names})" if names else ""))
     age = age_s(newest)
-    told = f"{newest.name}, step {newest.step}, saved {duration(age)} ago"
+    saved = f"{newest.name}, step {newest.step}, saved {duration(age)} ago"
     if limit_s is not None and age > limit_s:
-        _not_ready(f"{told}, which is more than {duration(limit_s)}")
-    typer.echo(f"ready: {told}" + (f"; passed over {names}, see verl checkpoint verify" if names else ""))
+        _not_ready(f"{saved}, which is more than {duration(limit_s)}")
+    typer.echo(f"ready: {saved}" + (f"; passed over {names}, see verl checkpoint verify" if names else ""))
 
 
 def _not_ready(reason: str) -> NoReturn:

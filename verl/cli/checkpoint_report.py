@@ -34,15 +34,15 @@ SIDE_BY_SIDE = (
 
 def as_json(summary: CheckpointSummary, component: str | None) -> dict[str, Any]:
     """All of a checkpoint for scripts."""
-    told = summary.to_json()
+    report = summary.to_json()
     if summary.published is None:
-        return told
+        return report
     tensors = [
         {"component": t.component, "name": t.name, "dtype": t.dtype, "shape": t.shape, "bytes": t.num_bytes}
         for t in _tensors(summary.published, component)
     ]
     parts = [dataclasses.asdict(part) for part in components(summary.published)]
-    return told | {"components": parts, "tensors": tensors, "trainer_state": summary.state}
+    return report | {"components": parts, "tensors": tensors, "trainer_state": summary.state}
 
 
 def print_inspection(
@@ -237,9 +237,9 @@ def _print(found: list[FormatFinding], old: Version, new: Version) -> None:
     )
     for version in (old, new):
         row = format_of(version)
-        told = "has no checkpoints of this kind" if row is None else f"writes format {row.writes}"
+        formats = "has no checkpoints of this kind" if row is None else f"writes format {row.writes}"
         later = f" or a later one; it promises to read what verl {verl.__version__} reads" if is_ahead(version) else ""
-        typer.echo(f"verl {version} {told}{later}")
+        typer.echo(f"verl {version} {formats}{later}")
     typer.echo("")
     rows = [
         [f.name, f.format_version, f.verl_version, f"BREAKS: {f.breaks}" if f.breaks else "can be read", f.note]

@@ -36,7 +36,7 @@ def evaluate(
     """
     from verl.compose.load_policy import root_of
 
-    with faults_told(), located(path) as saved, running(saved, root_of(saved), overrides or [], data) as trainer:
+    with faults_reported(), located(path) as saved, running(saved, root_of(saved), overrides or [], data) as trainer:
         if trainer.eval_data is None:
             raise ConfigError("data has no rows that are held out. Give --data FILE, or data.eval_files=[...].")
         metrics, rows = trainer.evaluate(saved.step), len(trainer.eval_data)
@@ -45,7 +45,7 @@ def evaluate(
         source = {"actor": origin, "step": saved.step, "rows": rows}
         typer.echo(json.dumps({**source, "metrics": metrics}, indent=2))
         return
-    typer.echo(f"{f'{path}, step {saved.step}' if is_address(path) else saved.told}, on {rows} rows")
+    typer.echo(f"{f'{path}, step {saved.step}' if is_address(path) else saved.description}, on {rows} rows")
     _print_table(metrics)
 
 
@@ -66,7 +66,7 @@ def generate(
         raise typer.BadParameter("give --prompt or --data, not both", param_hint="--prompt")
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     settings = [f"rollout.{key}={value}" for key, value in given.items() if value is not None]
-    with faults_told(), TemporaryDirectory("verl-prompts-") as directory, located(path) as saved:
+    with faults_reported(), TemporaryDirectory("verl-prompts-") as directory, located(path) as saved:
         if prompt:
             data = Path(directory) / "prompts.jsonl"
             asked = [[{"role": "user", "content": text}] if chat else text for text in prompt]
@@ -124,7 +124,7 @@ def running(saved: SavedPolicy, root: str, overrides: Sequence[str], data: Path 
 
 
 @contextmanager
-def faults_told() -> Iterator[None]:
+def faults_reported() -> Iterator[None]:
     """What is wrong with the question, or with what was saved, is a message and status 2."""
     try:
         yield

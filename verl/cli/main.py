@@ -14,7 +14,7 @@ from verl.cli import checkpoint, train
 from verl.cli.console import one_line_errors
 from verl.cli.generate import evaluate, generate
 from verl.cli.lineage import lineage
-from verl.cli.models import print_families, print_kept, print_summary
+from verl.cli.models import print_cached, print_families, print_summary
 from verl.cli.plan import plan
 from verl.cli.resume_check import resume_check
 from verl.cli.samples import samples
@@ -116,7 +116,7 @@ def env(
         raise typer.BadParameter("families are tried with --models only.", param_hint="FAMILY")
     if models:
         with one_line_errors():
-            print_families(family) if family else print_kept()
+            print_families(family) if family else print_cached()
         return
     try:
         met = check_env(tuple(backend), exit_on_failure=False) if backend else check_env(exit_on_failure=False)

@@ -31,7 +31,7 @@ def print_summary() -> None:
         typer.echo(f"        and {len(slow) - MOST_LINES} more")
 
 
-def print_kept() -> None:
+def print_cached() -> None:
     """The whole table of the models that were tried on this machine."""
     kept = cached_findings()
     if not kept:

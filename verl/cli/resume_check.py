@@ -177,7 +177,7 @@ def topologies(text: str) -> tuple[Topology, ...]:
     """
     found = [_topology(entry.strip(), text) for entry in text.split(",")]
     if len(found) < 2:
-        raise ConfigError(f"--topology is {text!r}: one layout is no chain. Give several, such as 1,2:fsdp,1.")
+        raise ConfigError(f"--topology is {text!r}: one layout is not a chain. Give several, such as 1,2:fsdp,1.")
     return tuple(found)
 
 
@@ -187,7 +187,7 @@ def _topology(entry: str, text: str) -> Topology:
     unknown = [word for word in words if word not in (*SHARDINGS, "ray")]
     if not number.isdigit() or int(number) < 1 or unknown or len(shardings) > 1:
         raise ConfigError(
-            f"--topology is {text!r}: {entry!r} is no layout. Give a number of processes, then a sharding "
+            f"--topology is {text!r}: {entry!r} is not a layout. Give a number of processes, then a sharding "
             f"({', '.join(SHARDINGS)}), ray, or both: 2:fsdp, 2:ray, 4:tp_fsdp:ray."
         )
     count = int(number)

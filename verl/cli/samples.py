@@ -152,8 +152,8 @@ def _of_shard(name: str, data: Any) -> Iterator[DumpedSample]:
             known = json.loads(others)
             texts = str(known.pop("prompt_text", "")), str(known.pop("response_text", ""))
             known.pop("score", None)
-            told = {**dict(zip(OF_BUFFER, (sample, version, advantage), strict=True)), **known}
-            yield DumpedSample(BUFFER, step, *texts, score=score, length=length, prompt_id=prompt, others=told)
+            columns = {**dict(zip(OF_BUFFER, (sample, version, advantage), strict=True)), **known}
+            yield DumpedSample(BUFFER, step, *texts, score=score, length=length, prompt_id=prompt, others=columns)
 
 
 _STYLE = """
@@ -235,8 +235,8 @@ function turnsOf(episode) {
     if (turn.observation === null) return;
     const text = typeof turn.observation === "string" ? turn.observation
       : turn.observation.map((message) => message.content).join("\\n");
-    const told = (call) => `${call.name} ${call.outcome} ${call.seconds.toPrecision(3)} s ${call.error}`;
-    const calls = turn.calls.map(told);
+    const describe = (call) => `${call.name} ${call.outcome} ${call.seconds.toPrecision(3)} s ${call.error}`;
+    const calls = turn.calls.map(describe);
     add("environment", text, ["of the environment, masked", ...calls].join("\\n"));
     parts.push(document.createTextNode("\\n"));
   });
@@ -318,11 +318,11 @@ def page(samples: Sequence[DumpedSample], title: str) -> str:
     """The page. What was drawn never becomes a part of its markup: it is data, and shown as text."""
     data = json.dumps(plain([sample.as_json() for sample in samples]), allow_nan=False)
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    told = html.escape(title)
+    heading = html.escape(title)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{told}</title>\n'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
-        f'<body><h1>{told}</h1><form></form><p id="count"></p>\n'
+        f'<body><h1>{heading}</h1><form></form><p id="count"></p>\n'
         "<table><thead><tr></tr></thead><tbody></tbody></table>\n"
         f'<script id="rows" type="application/json">{data}</script>\n<script>{_SCRIPT}</script></body></html>\n'
     )
@@ -465,8 +465,8 @@ def _print_turns(shown: Sequence[DumpedSample]) -> None:
         raise ConfigError("--turns: none of the chosen rows is an episode. Runs with an environment dump episodes.")
     for sample in episodes:
         record = sample.others[EPISODE]
-        told = f"step {sample.step}  {sample.source}  reward {_number(sample.score)}  ended by {record['end']}"
-        typer.echo(f"{told}  {len(record['turns'])} turns  {record['seconds']:.3g} s")
+        summary = f"step {sample.step}  {sample.source}  reward {_number(sample.score)}  ended by {record['end']}"
+        typer.echo(f"{summary}  {len(record['turns'])} turns  {record['seconds']:.3g} s")
         rows = [["", "prompt", _line(sample.prompt), "", ""]]
         for number, turn in enumerate(record["turns"]):
             cut = "" if turn["is_complete"] else f"{CUT} cut"
@@ -517,10 +517,10 @@ def short_prompts(prompts: Sequence[str], width: int) -> list[str]:
     for one, other in itertools.pairwise(distinct):
         common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
         alike[one], alike[other] = max(alike[one], common), max(alike[other], common)
-    return [_told_apart(line, alike[line], width) for line in lines]
+    return [_distinct_part(line, alike[line], width) for line in lines]
 
 
-def _told_apart(line: str, alike: int, width: int) -> str:
+def _distinct_part(line: str, alike: int, width: int) -> str:
     """A line whose first `alike` characters others share."""
     begin = width // 4
     if len(line) <= width or alike <= width // 2:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from verl.cli.generate import OVERRIDES, PATH, faults_told, located, running
+from verl.cli.generate import OVERRIDES, PATH, faults_reported, located, running
 from verl.errors import ConfigError
 from verl.utils.temporary_directory import TemporaryDirectory
 
@@ -38,7 +38,7 @@ def serve_policy(
     """
     settings = ["reward=length", "data.prompt_key=prompt", *(overrides or [])]  # no response is rated
     with (
-        faults_told(),
+        faults_reported(),
         TemporaryDirectory("verl-prompts-") as directory,
         located(path) as saved,
         running(saved, "ppo", settings, one_prompt(Path(directory))) as trainer,
@@ -46,7 +46,7 @@ def serve_policy(
         if trainer.description.environment is not None:
             raise ConfigError("environment: the endpoint takes the place of environments. Add environment=null.")
         server = server_of(trainer, host, port, record, max_tokens, kv_cache_gib, ignore_sampling, timeout_s)
-        typer.echo(f"{saved.told} at {server.url}")
+        typer.echo(f"{saved.description} at {server.url}")
         # serve_forever cannot be ended from a handler of its own thread
         ends = (signal.SIGINT, signal.SIGTERM)
         before = [

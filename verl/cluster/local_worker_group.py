@@ -70,7 +70,7 @@ class InlineWorkerGroup:
         return self._host.workers[role]
 
     def close(self) -> None:
-        """Let go of the models."""
+        """Free the models."""
         self._host.close()
 
 
@@ -223,7 +223,7 @@ class LocalTransport:
         return WorkerStart(number, payload, self._num_threads, int(core) if kind == "cpu" and core else None)
 
     def _messages(self, number: int, pending: PendingCall) -> list[Message]:
-        """What each rank is sent; those that share their rows are sent one message."""
+        """The message for each rank; ranks with the same rows get the same message."""
         (role, _, method), args, division = pending.name.partition("."), pending.args, pending.division
         heard, size = pending.heard, len(self._children)
         if division is None:
@@ -254,7 +254,7 @@ class LocalTransport:
         return f"the process does not answer{f': {state}' if (state := child.state()) else ''}"
 
     def _listen(self, group: RemoteWorkerGroup, rank: int, start: WorkerStart) -> None:
-        """Have a worker build its roles, and take in its answers until it hangs up."""
+        """Make a worker build its roles, and receive its replies until it disconnects."""
         child, channel = self._children[rank], self._channels[rank]
         try:
             child.begin(start)

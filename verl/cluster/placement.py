@@ -1,4 +1,4 @@
-"""Where roles live: the configuration of it, role groups behind one interface, and a mesh of devices on this machine.
+"""Placement of roles: its configuration, role groups behind one interface, and a device mesh on this machine.
 
 placement.start(roles, context, size) ──> RoleGroups ── actor, reference ──> one group of workers
                                                      ── critic ───────────> another, on other devices

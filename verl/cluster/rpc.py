@@ -41,7 +41,7 @@ GRACE_S = 0.5  # delay before an error is reported, so that a sibling's death th
 
 
 class ColocatedRoles(Protocol):
-    """What a process builds: its roles. Travels to other processes by pickle."""
+    """Description of the roles that a process builds. Picklable."""
 
     def worker_types(self) -> Mapping[str, type]: ...
 
@@ -119,7 +119,7 @@ class RowAssignment:
 
 
 def row_assignment(shardings: Mapping[str, Sharding], world_size: int) -> dict[str, RowAssignment]:
-    """Of each role."""
+    """The row assignment of each role."""
     return {role: RowAssignment(sharding.parts(world_size)) for role, sharding in shardings.items()}
 
 
@@ -133,14 +133,14 @@ _INNER_FRAMES = 5  # below which torch.distributed calls nothing of anybody else
 _EXCHANGE = re.compile(r"torch/distributed/|torch\.distributed\.|/gloo/|NCCL|ProcessGroup|c10d")
 
 
-def gave_up_on_sibling(error: str) -> bool:
+def is_sibling_failure(error: str) -> bool:
     """Whether the traceback of a worker is that of an exchange which another process did not come to, or left."""
     last = error.rpartition("Traceback (most recent call last)")[2]
     return bool(_EXCHANGE.search(last) and _GAVE_UP.search(last))
 
 
 def missed_exchange(rank: int, error: str, stacks: Mapping[int, str]) -> tuple[int, str]:
-    """Who is to blame that a worker gave up on an exchange: the first that does not wait in one as well.
+    """The rank that caused a failed collective operation: the first one that is not waiting in a collective too.
 
     Args:
         rank: that gave up, with its traceback in `error`.
@@ -222,7 +222,7 @@ class PendingCall:
         return self.shares.speakers if self.joins else self.shares.speakers[:1]
 
     def result(self, answers: Mapping[int, Any], empty: Callable[..., Tensor]) -> Any:
-        """One answer from those of all ranks; `empty` gives memory for fields that are joined, by shape and dtype."""
+        """Join the replies of all ranks; `empty` allocates memory for joined fields, by shape and dtype."""
         if self.dispatch.gathers:
             return [answers[rank] for rank in sorted(answers)]
         heard = [answers[rank] for rank in self.heard]
@@ -232,7 +232,7 @@ class PendingCall:
 
 
 class Transport(Protocol):
-    """How calls reach the processes of a group, and how these do.
+    """Sends calls to the processes of a group, and reports the state of the processes.
 
     What they answer goes to the group's `on_reply`, `on_error` and `on_end`, from threads of the transport's own.
 
@@ -267,11 +267,11 @@ class Transport(Protocol):
         ...
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Where the threads of processes stand, by rank; empty of one that does not react."""
+        """Thread stacks of processes, by rank; empty for a process that does not respond."""
         ...
 
     def state(self, rank: int) -> str:
-        """What the system says of a process, as a clause; empty where it does not tell."""
+        """State of a process according to the system, as a clause; empty if unknown."""
         ...
 
     def tail(self, rank: int) -> str:
@@ -424,7 +424,7 @@ class RemoteWorkerGroup:
             state = self._transport.state(inert[0]) or "it does not react at all"
             words = f"the process does nothing: {state}. Rank {rank} failed for it:\n{error}"
             return WorkerHung(inert[0], pending.name, pending.step, words)
-        if gave_up_on_sibling(error):
+        if is_sibling_failure(error):
             blamed, detail = missed_exchange(rank, error, self._transport.stacks(others))
             return WorkerHung(blamed, pending.name, pending.step, detail)
         return WorkerError(rank, pending.name, pending.step, error)
@@ -454,7 +454,7 @@ class RemoteWorkerGroup:
                 report()  # to whoever waits for this process
 
     def _silence(self, ranks: Sequence[int], pending: PendingCall, limit_s: float) -> WorkerHung:
-        """Who of those that do not answer is to blame: first a process that does not react at all."""
+        """The rank to blame among those without a reply: first a process that does not respond at all."""
         stacks, waited = self._transport.stacks(ranks), f"no answer within {limit_s:g} s, and "
         states = {rank: self._transport.state(rank) for rank in ranks if not stacks[rank]}
         if states:
@@ -476,7 +476,7 @@ class RemoteWorkerGroup:
             pending.future.set_exception(failure)
 
     def _withdraw(self, failure: VerlError) -> list[PendingCall] | None:
-        """Let no call through from here on. Returns those under way; None if something had failed before."""
+        """Reject further calls. Returns pending ones; None if a failure was reported before."""
         with self._lock:
             if self._failure is not None:
                 return None

@@ -39,7 +39,7 @@ class RowSelection(NamedTuple):
         return len(self.rows) * (self.tensor[:1].numel() if len(self.tensor) else 0) * self.tensor.element_size()
 
     def write(self, into: np.ndarray) -> None:
-        """Take the rows, into memory of as many bytes."""
+        """Copy the rows into memory of this size."""
         shape = (len(self.rows), *self.tensor.shape[1:])
         tensor, rows = self.tensor.detach().resolve_conj().resolve_neg(), self.rows.to(self.tensor.device)
         place = torch.frombuffer(into, dtype=self.tensor.dtype).view(shape)
@@ -74,7 +74,7 @@ def deserialize(serialized: Serialized | tuple[bytes, Sequence[Any]]) -> Any:
 
 
 class _KeptBuffers:
-    """What a pickle leaves out.
+    """Buffers that are kept out of a pickle.
 
     It knows nothing of the pickler: a pickler that held its own method would be a reference cycle, and every batch that
     was sent would stay in memory until the cyclic collector runs.

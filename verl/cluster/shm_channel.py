@@ -79,7 +79,7 @@ class ShmBlockPool:
             return block
 
     def give_back(self, number: int) -> None:
-        """One holder has done with a block."""
+        """Release a block for one holder."""
         with self._lock:
             if (block := self._all.get(number)) is not None:
                 block.holders -= 1
@@ -90,7 +90,7 @@ class ShmBlockPool:
             return set(self._all)
 
     def close(self) -> None:
-        """Let go of all of them; what somebody else still reads stays until he has done."""
+        """Release all blocks; blocks that another process still reads are freed when it is done."""
         with self._lock:
             for block in self._all.values():
                 self._end(block)
@@ -161,7 +161,7 @@ class Message:
 
 @dataclass(frozen=True)
 class _MessageHeader:
-    """What goes through the socket, with an open file for each block that is new to the receiver."""
+    """Message sent through the socket, with an open file for each block that is new to the receiver."""
 
     head: bytes
     inline: list[bytes]
@@ -199,7 +199,7 @@ class MessagePacker:
         return Message(head, [], block, tuple(spans))
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self.blocks.close()
 
 
@@ -259,11 +259,11 @@ class ShmChannel:
         return deserialize((envelope.head, [area[start:end] for start, end in envelope.spans]))
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._channel.close()
 
     def _lease(self, number: int) -> np.ndarray:
-        """One of the sender's blocks, which he is told of once nothing that lies on it is left."""
+        """A lease on one of the sender's blocks; the sender is notified when no object uses it any more."""
         return lease(self._theirs[number], lambda: self._done_with.append(number))
 
 

@@ -21,7 +21,7 @@ from verl.utils.progress import Progress, report
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What a worker is started with.
+    """Start message of a worker.
 
     Attributes:
         number: of the answer to it.
@@ -53,7 +53,7 @@ class WorkerCall:
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """What became of a call; `error` is the traceback if it failed."""
+    """Reply to a call; `error` is the traceback if it failed."""
 
     number: int
     result: Any = None

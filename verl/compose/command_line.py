@@ -386,9 +386,9 @@ def composition_faults(root: str, error: Exception) -> Iterator[str]:
         yield _unknown(root, found[1] or found[2])
     else:
         matches = ((re.search(pattern, text, re.DOTALL), words) for pattern, words in _WORDS)
-        told = next((words.format(*found.groups()) for found, words in matches if found is not None), None)
+        explanation = next((words.format(*found.groups()) for found, words in matches if found is not None), None)
         other = _of_other_root(root, text)
-        yield other or told or _in_brief(root, error)
+        yield other or explanation or _in_brief(root, error)
 
 
 def _of_other_root(root: str, text: str) -> str | None:

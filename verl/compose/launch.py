@@ -163,7 +163,7 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
                 script, given, count = sys.argv[0], sys.argv[1:], torchrun.counts()[0]
                 arguments, assigned = command_line(root, given)
-                set_command([*starting_words(script, count), *given])
+                set_command([*start_message(script, count), *given])
                 take_over(arguments, assigned)
                 for note in assigned.notes:
                     _tell(note)
@@ -222,7 +222,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         job = LaunchedRun(config, root, choices, run_dir, rich.get_console(), name, overrides, list(faults))
         if is_sweep:
             job.swept = swept_paths(sys.argv[1:], running.sweeper)
-            set_command([*starting_words(sys.argv[0]), *overrides])
+            set_command([*start_message(sys.argv[0]), *overrides])
         try:
             with _clean_end(run_dir):
                 try:
@@ -266,7 +266,7 @@ def _of_hydra_itself(error: Exception) -> str:
     return f"{given}: Hydra does not take it ({type(error).__name__}{reason}). `--cfg hydra` shows what there is."
 
 
-def starting_words(script: str, count: int = 1) -> list[str]:
+def start_message(script: str, count: int = 1) -> list[str]:
     """What a person types before the arguments.
 
     Args:
@@ -309,8 +309,8 @@ def _with_log(main: Callable[[LaunchedRun], Any], job: LaunchedRun) -> None:
         main(job)
     except Exception as error:
         if job.is_recorded and not getattr(error, IN_RUN_LOG, False):
-            told = {"console": False}  # `_clean_end` says it, once
-            logging.getLogger(__name__).error("The run has ended.", exc_info=True, extra=told)
+            extra = {"console": False}  # `_clean_end` says it, once
+            logging.getLogger(__name__).error("The run has ended.", exc_info=True, extra=extra)
         raise
 
 
@@ -333,11 +333,11 @@ def _clean_end(run_dir: Path | None = None) -> Iterator[None]:
         sys.exit(INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - the end of the program: all that is left is to tell, without secrets
         log = None if run_dir is None else run_dir / "run.log"
-        _tell(ending_words(error, log if log is not None and log.is_file() else None))
+        _tell(end_message(error, log if log is not None and log.is_file() else None))
         sys.exit(1)
 
 
-def ending_words(error: BaseException, log: Path | None = None) -> str:
+def end_message(error: BaseException, log: Path | None = None) -> str:
     """What ended a run: a sentence, and one traceback where it leads to a line of code.
 
     An error that verl raises on purpose says all in its message, unless code of the user's is its cause.
@@ -350,7 +350,7 @@ def ending_words(error: BaseException, log: Path | None = None) -> str:
         cause = below
     sentence, _, detail = str(error).strip().partition("\n")
     if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the worker's own
-        if (said := _said_on_purpose(detail)) is not None:
+        if (said := _is_user_message(detail)) is not None:
             return f"{sentence.partition(' verl.errors.')[0]} {said}{_in_log(log)}"
         last = next(line for line in reversed(detail.splitlines()) if line.strip())
         return f"{sentence} {last.strip()}\n\n{detail[detail.rindex(_TRACEBACK) :]}{_in_log(log)}"
@@ -365,7 +365,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _OF_VERL = re.compile(r"^verl\.errors\.(\w+): ", re.MULTILINE)
 
 
-def _said_on_purpose(traces: str) -> str | None:
+def _is_user_message(traces: str) -> str | None:
     """The message of what ended a worker, where verl raised it and it was no code of the user's."""
     found = [*_OF_VERL.finditer(traces)]
     kind = getattr(errors, found[-1][1], None) if found else None

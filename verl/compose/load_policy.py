@@ -83,7 +83,7 @@ class SavedPolicy:
         return self.actor if self.point is None else self.point.published.directory / "actor"
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """For people."""
         return str(self.actor) if self.point is None else f"{self.point.published.directory}, step {self.step}"
 
@@ -168,8 +168,8 @@ def _trust_nothing(config: DictConfig, saved: SavedPolicy, assigned: Overrides, 
             FUNCTION.fullmatch(text) and not text.startswith("verl.")
         ):
             faults.append(
-                f"{path} is {value!r}: code that the saved configuration of {saved.told} names, and that no checkpoint "
-                f"can vouch for. If you trust it, say so: '{path}={value}'."
+                f"{path} is {value!r}: the saved configuration of {saved.description} names this code, and "
+                f"checkpoints are not trusted to run code. If you trust it, add: '{path}={value}'."
             )
     if faults:
         raise ConfigError([*others, *assigned.faults, *faults])

@@ -245,12 +245,12 @@ def _any_of(base: str, kinds: Iterable[type[Description]]) -> dict[str, Any]:
 
 
 def _component_schema(kind: type[Description]) -> dict[str, Any]:
-    told, fields = _field_texts(kind), {}
+    descriptions, fields = _field_texts(kind), {}
     own = _raw_schema(kind).get("properties", {})
     for name, raw in own.items():
         schema = _with_places({key: value for key, value in raw.items() if key not in ("title", "default")})
         fields[name] = {"anyOf": [*schema.get("anyOf", [schema]), {"$ref": "#/$defs/reference"}]}
-        fields[name] |= {"description": told[name]} if name in told else {}
+        fields[name] |= {"description": descriptions[name]} if name in descriptions else {}
         fields[name] |= {"default": raw["default"]} if "default" in raw else {}
     return {
         "description": inspect.cleandoc(kind.__doc__ or kind.__name__).partition("\n")[0],

@@ -272,8 +272,8 @@ def _of_list(path: str, fault: str) -> str:
     """A fault of a group that is chosen as a list: a part without `_target_` was not chosen."""
     name = fault.partition(" ")[0]
     if path in LISTS and fault.endswith(NO_TARGET) and name in group_options(conf_dir()).get(path, []):
-        told = fault.removesuffix(NO_TARGET)
-        return f"{told} It has no {TARGET}: add {name} to the list, such as {path}=[default,{name}]."
+        sentence = fault.removesuffix(NO_TARGET)
+        return f"{sentence} It has no {TARGET}: add {name} to the list, such as {path}=[default,{name}]."
     return fault
 
 

@@ -74,7 +74,7 @@ def duplicates_sentence(counts: Mapping[str, int]) -> str | None:
     return f"Data: {'; '.join(found)}." if found else None
 
 
-def told_counts(splits: DataSplits) -> dict[str, int]:
+def report_counts(splits: DataSplits) -> dict[str, int]:
     """`data_counts`, of which what may not be meant is logged."""
     counts = data_counts(splits)
     if (sentence := duplicates_sentence(counts)) is not None:

@@ -287,7 +287,7 @@ def conversation_tokens(
     """
     messages = chat.with_system(messages)
     if not any(message["role"] == "assistant" for message in messages):
-        raise ConfigError(f"{place} has no message of the role assistant: nothing is there to learn.")
+        raise ConfigError(f"{place} has no message of the role assistant: there is nothing to learn.")
     if GENERATION_BLOCK.search(chat.source or ""):
         return _as_template_says(chat, messages, place, tools)
     text = chat.render(messages, place, reply_follows=False, tools=tools)
@@ -309,8 +309,8 @@ def _span(chat: ChatTemplate, messages: Messages, turn: int, text: str, place: s
     after = chat.render(messages[: turn + 1], place, reply_follows=False, tools=tools)
     if not after.startswith(before) or not text.startswith(after):
         raise ConfigError(
-            f"chat_template renders message {turn} at {place} otherwise when it is cut off there than within the whole "
-            "conversation, so what the assistant wrote cannot be told. Mark it in the template with "
+            f"chat_template renders message {turn} at {place} differently at the end of a conversation and within "
+            "it, so the assistant's tokens cannot be determined. Mark it in the template with "
             "{% generation %} and {% endgeneration %}, or give prompt and completion columns."
         )
     said = after.rstrip()
@@ -335,5 +335,5 @@ def _as_template_says(chat: ChatTemplate, messages: Messages, place: str, tools:
         raise ConfigError(f"chat_template refuses the roles {roles} at {place}: {error}.") from error
     learned = [bool(mark) for mark in encoded["assistant_masks"]]
     if not any(learned):
-        raise ConfigError(f"chat_template marks nothing at {place} as the assistant's: nothing is there to learn.")
+        raise ConfigError(f"chat_template marks nothing at {place} as the assistant's: there is nothing to learn.")
     return list(encoded["input_ids"]), learned

@@ -52,7 +52,7 @@ class RowErrors:
         if self.policy == "error":
             *before, last = [f"{fault}." for fault in shown]
             after = f" And {further} further rows of {num_rows}." if further > 0 else ""
-            raise ConfigError([*before, f"{last}{after} Mend the data, or set on_bad_row to skip."])
+            raise ConfigError([*before, f"{last}{after} Fix the data, or set on_bad_row to skip."])
         seen = f"on_bad_row is skip: {len(self.faults)} of {num_rows} rows are left out: {'; '.join(shown + more)}."
         if len(self.faults) >= num_rows:
             raise ConfigError(f"{seen} No row remains.")

@@ -72,7 +72,7 @@ def from_prompts(
     """
     tokenizer = chat.tokenizer
     if tokenizer.eos_token_id is None:
-        raise ConfigError("tokenizer has no EOS token: a completion could not say where it ends. Set eos_token.")
+        raise ConfigError("tokenizer has no EOS token: completions could not be terminated. Set eos_token.")
     _, prompts = render_prompts(rows, prompt_key, chat, bad)
     present = {name for row in rows.values for name in row}
     key = completion_key or next((name for name in COMPLETION_KEYS if name in present), COMPLETION_KEYS[0])

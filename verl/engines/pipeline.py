@@ -364,14 +364,15 @@ def refuse_untrue(model: Any) -> None:
             found = [_through_two_stages(twin.model, stack, first, ids) for first in range(len(stack.layers) + 1)]
     except (NoTwin, AssertionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ConfigError(
-            f"model is a {type(base).__name__}: it could not be tried out whether it may be cut into pipeline stages "
+            f"model is a {type(base).__name__}: the check of pipeline stages failed "
             f"({type(error).__name__}: {error}). {remedy}"
         ) from error
     distance = max(float((x.view_as(whole) - whole).abs().max()) for x in found) / float(whole.abs().max() + 1e-6)
     if not distance <= TRIAL_BOUND:
         raise ConfigError(
-            f"model is a {type(base).__name__}: cut into pipeline stages it gives other numbers than whole (by "
-            f"{distance:.2g} of the largest), since it does more between its embedding, layers and norm. {remedy}"
+            f"model is a {type(base).__name__}: its results change if it is divided into pipeline stages (by "
+            f"{distance:.2g} of the largest), since it has other computations between embedding, layers and norm. "
+            f"{remedy}"
         )
 
 

@@ -192,7 +192,7 @@ class CallRunner:
         """The error for results that are still missing after every deadline."""
         return RolloutError(
             f"environment: {self._pending} calls have not come back within their deadlines "
-            f"(environment.step_timeout_s {self.options.step_timeout_s:g}): code of the environment does not give the "
-            "thread back. Make its methods coroutines that await, or run it in processes of its own "
+            f"(environment.step_timeout_s {self.options.step_timeout_s:g}): code of the environment blocks the "
+            "event loop. Make its methods coroutines that await, or run it in separate processes "
             "(environment.processes)."
         )

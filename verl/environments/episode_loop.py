@@ -392,14 +392,14 @@ class _Play:
         self.calls.end(episode.environment)
         if episode.tries < options.retries:
             episode.tries += 1
-            log.info("Episode of prompt %d is begun anew: %s", episode.prompt_id, why)
+            log.info("Episode of prompt %d is restarted: %s", episode.prompt_id, why)
             self._start(episode)
             return
         is_evaluation = self.request.stream == EVALUATION
         if options.on_infra == "stop":
             raise RolloutError(
-                f"environment: prompt {episode.prompt_id}, sample {episode.sample_id} failed {episode.tries + 1} times "
-                f"for no fault of the model, the last time with {why}. environment.on_infra is stop."
+                f"environment: prompt {episode.prompt_id}, sample {episode.sample_id} failed {episode.tries + 1} "
+                f"times for reasons outside of the model, the last time with {why}. environment.on_infra is stop."
             )
         if options.on_infra == "refill" and not is_evaluation and episode.refills < max(1, options.retries):
             episode.refills += 1
@@ -454,8 +454,9 @@ class _Play:
         if self.journal.write_turn(self._key(episode, "turn", 0), tokens) and not self.differing:
             self.differing += 1
             log.warning(
-                "Turns of step %d are drawn otherwise than before the run was interrupted: its weights or settings are "
-                "others, or the engine rounds by its batch. What their environments answered is not reused.",
+                "Turns of step %d differ from those before the interruption, because weights or settings "
+                "changed, or because results depend on the batch. Recorded answers of their environments are not "
+                "reused.",
                 self.request.step,
             )
 
@@ -528,7 +529,7 @@ class _Play:
         if messages is None or len(episode.turns) < 2 or self.engine.renderer is not None:
             return
         turns = [(turn.text, turn.observation if turn.observed else None) for turn in episode.turns]
-        self.engine.encoder.tell_difference(messages, turns, episode.context)
+        self.engine.encoder.warn_of_difference(messages, turns, episode.context)
 
 
 def environment_faults(run: Any) -> Iterator[str]:

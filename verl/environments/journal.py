@@ -192,8 +192,8 @@ def refuse_other_answer(known: JournalEntry, found: JournalEntry, where: str) ->
     if before != now:
         raise RolloutError(
             f"environment: {where} answers {_shown(now)}, and before the run was interrupted it answered "
-            f"{_shown(before)}. It says that it is deterministic (recovery), and its state cannot be brought back. "
-            "Mend it, or let it say recovery = 'restart'."
+            f"{_shown(before)}. Its recovery is deterministic, and its state cannot be brought back. "
+            "Fix it, or set recovery = 'restart'."
         )
 
 

@@ -82,7 +82,7 @@ class ObservationEncoder:
         self.plain = PlainTextEncoder(tokenizer)
         self.num_cut = 0
         self._pieces: dict[tuple[str, ...], list[list[int]]] = {}
-        self._told = False
+        self._reported = False
 
     def encode(self, observation: Observation, *, is_chat: bool, last: int | None) -> list[int]:
         """Token ids from the end of a turn to the start of the next one.
@@ -145,11 +145,11 @@ class ObservationEncoder:
         """Of words of the template, special tokens included."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids) if text else []
 
-    def tell_difference(
+    def warn_of_difference(
         self, prompt: Sequence[Mapping[str, Any]], turns: Sequence[tuple[str, Any]], ids: list[int]
     ) -> None:
         """Log once if the tokens of an episode differ from the rendering of the whole conversation."""
-        if self._told:
+        if self._reported:
             return
         messages = [*prompt]
         for text, observation in turns:
@@ -159,16 +159,16 @@ class ObservationEncoder:
             rendered = self.encoded(self.chat.render(messages, "an episode", reply_follows=False))
         except ConfigError as error:
             log.info("The chat template cannot render a whole episode: %s", error)
-            self._told = True
+            self._reported = True
             return
         same = next((i for i, (a, b) in enumerate(zip(ids, rendered, strict=False)) if a != b), None)
         if same is None:
             return
-        self._told = True
+        self._reported = True
         mine, other = (self.tokenizer.decode(x[max(0, same - 8) : same + 24]) for x in (ids, rendered))
         log.warning(
             "Episodes keep the tokens that were drawn; the chat template would render this conversation differently "
-            "from token %d on: %r in place of %r. Said once.",
+            "from token %d on: %r in place of %r. This is logged once.",
             same,
             other,
             mine,

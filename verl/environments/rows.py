@@ -219,7 +219,7 @@ def kept_rows(rows: DataProto) -> DataProto:
     left_out = sum(is_row and episode["end"] == "dropped" for episode, is_row in records)  # none of these has a turn
     if not kept:
         raise RolloutError(
-            "environment: every episode of this step failed for no fault of the model, and was left out "
+            "environment: every episode of this step failed for reasons outside of the model, and was left out "
             "(environment.on_infra). The last: " + "; ".join(rows["episode"][-1]["infra"][-1:])
         )
     if len(kept) == len(rows):

@@ -100,7 +100,7 @@ class AnswerCache:
             return []
 
     def _give_up(self, error: Exception) -> None:
-        logger.warning("%s: answers are not kept any more, %s: %s", self.file, type(error).__name__, error)
+        logger.warning("%s: responses are no longer cached, %s: %s", self.file, type(error).__name__, error)
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -84,7 +84,8 @@ class Endpoint(Description):
         try:
             if (absence := client.absence()) is not None:
                 yield (
-                    f"base_url is {self.base_url}: no server answers there ({absence}). Start it, or mend the address."
+                    f"base_url is {self.base_url}: no server answers there ({absence}). Start it, or correct the "
+                    "address."
                 )
         finally:
             client.close()

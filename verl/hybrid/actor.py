@@ -108,17 +108,17 @@ class HybridActor:
         self._lock = ActorLock()
         self._rollout = load_rollout(rollout)
         adapter = None if lora is None else described(LoRA, "lora", lora)
-        with nullcontext() if company is None else company.drawing_alike():
+        with nullcontext() if company is None else company.same_random_numbers():
             self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
         self.tokenizer, self.seed, self._company = tokenizer, seed, company
         self._engine: tuple[Any, Any] | None = None  # with what it was attached for
         self._form: ModelForm | None = None  # that the model had when something was last built for it or proven of it
         self._was_synced = False
-        self._settings_told: dict[str, Any] = {}
+        self._settings_reported: dict[str, Any] = {}
         self._refuse_scattered()
         if company is not None:
             company.take(self.model)
-        self._tell_settings_left_out()
+        self._warn_unsupported_settings()
 
     @classmethod
     def from_pretrained(
@@ -334,8 +334,8 @@ class HybridActor:
             except ConfigError as error:
                 if "quantized" in str(error) or not is_quantized(unwrapped(self.model)):
                     raise
-                told = "model is quantized: where scales are taken over a batch, a row depends on those beside it."
-                raise ConfigError([*error.faults, told]) from error
+                text = "model is quantized: where scales are taken over a batch, a row depends on those beside it."
+                raise ConfigError([*error.faults, text]) from error
 
     def _generate(
         self,
@@ -361,7 +361,8 @@ class HybridActor:
             if self._times_written() != written:
                 raise RolloutError(
                     "the weights were written to while responses were drawn from them, by an optimizer's step or a "
-                    "load in another thread: what was drawn belongs to no one model. Let one thread do both, or "
+                    "load in another thread: what was drawn does not belong to one set of weights. Let one "
+                    "thread do both, or "
                     "hold a lock of your own around them."
                 )
         return rows["input_ids"].to(input_ids.device)
@@ -387,21 +388,21 @@ class HybridActor:
         change = None if before is None else form.change_since(before)
         if change is not None:
             if change.is_of_form:
-                self._refuse_if_divided(f"model has changed ({change.told})")
-            self._model_changed(change.told, change.is_of_form)
-        self._tell_settings_left_out()
+                self._refuse_if_divided(f"model has changed ({change.description})")
+            self._model_changed(change.description, change.is_of_form)
+        self._warn_unsupported_settings()
         if change is not None or before is None:
             if (fault := prompt_learning_fault(self.model)) is not None:
                 raise ConfigError(fault)
             self._refuse_unfit()
         self._form = form
 
-    def _model_changed(self, told: str, is_of_form: bool = True) -> None:
+    def _model_changed(self, text: str, is_of_form: bool = True) -> None:
         """Forget what was proven of the former model; and end its engine, where that was built for another form."""
         forget(self.model)
         if is_of_form or not self._holds_weights():
             if self._engine is not None:
-                _log.info("The rollout engine is made anew, since the model has changed: %s.", told)
+                _log.info("The rollout engine is rebuilt, because the model has changed: %s.", text)
             self._end_engine()
 
     def _holds_weights(self) -> bool:
@@ -420,14 +421,14 @@ class HybridActor:
             return 0
         return sum(p._version for p in self.model.parameters() if not p.is_inference())
 
-    def _tell_settings_left_out(self) -> None:
+    def _warn_unsupported_settings(self) -> None:
         """Warn of what the model's generation configuration asks for beyond what is done here, once of each setting."""
         found = settings_left_out(self.model)
-        new = {name: value for name, value in found.items() if self._settings_told.get(name) != value}
-        self._settings_told = found
+        new = {name: value for name, value in found.items() if self._settings_reported.get(name) != value}
+        self._settings_reported = found
         if new:
-            told = ", ".join(f"{name}={value}" for name, value in new.items())
-            _log.warning("the generation configuration of the model has %s, which this actor does not do.", told)
+            text = ", ".join(f"{name}={value}" for name, value in new.items())
+            _log.warning("the generation configuration of the model has %s, which this actor does not do.", text)
 
     def _synced_engine_for(self, call: GenerateCall) -> RolloutEngine:
         """The engine with the present weights.
@@ -517,7 +518,7 @@ class HybridActor:
         if not self.hybrid_config.contiguous:
             raise ConfigError(
                 f"model has parameters that are not contiguous in memory: {names}. Set "
-                "hybrid_config={'contiguous': True} to have them laid out anew."
+                "hybrid_config={'contiguous': True} to have them copied."
             )
         for parameter in scattered.values():
             parameter.data = parameter.data.contiguous()

@@ -90,14 +90,14 @@ def prompt_rows(input_ids: Any, attention_mask: Tensor | None, call: GenerateCal
         ConfigError: they are not token ids [B P], or not padded on the left.
     """
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.is_floating_point() or not len(input_ids):
-        told = f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else repr(input_ids)
+        shown = f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else repr(input_ids)
         raise ConfigError(
-            f"input_ids is {told}: expected token ids [B P], such as tokenizer(..., return_tensors='pt')."
+            f"input_ids is {shown}: expected token ids [B P], such as tokenizer(..., return_tensors='pt')."
         )
     ids = input_ids.detach().to("cpu", torch.int64)
     if attention_mask is None:
-        is_told_apart = call.pad not in call.stops
-        mask = ids != call.pad if is_told_apart else torch.ones_like(ids, dtype=torch.bool)
+        is_pad_distinct = call.pad not in call.stops
+        mask = ids != call.pad if is_pad_distinct else torch.ones_like(ids, dtype=torch.bool)
     else:
         mask = attention_mask.detach().to("cpu").bool()
     if mask.shape != ids.shape:

@@ -39,7 +39,7 @@ class ActorLock:
         """
         began = time.monotonic()
         if not self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-            raise ActorBusy(self._told(call, began))
+            raise ActorBusy(self._busy_message(call, began))
         outer, self._holder = self._holder, (threading.current_thread().name, call, time.monotonic())
         try:
             yield
@@ -47,7 +47,7 @@ class ActorLock:
             self._holder = outer
             self._lock.release()
 
-    def _told(self, call: str, began: float) -> str:
+    def _busy_message(self, call: str, began: float) -> str:
         now, by = time.monotonic(), "another thread"
         if self._holder is not None:
             thread, theirs, since = self._holder
@@ -66,11 +66,11 @@ class Change(NamedTuple):
     """What is not as it was.
 
     Attributes:
-        told: a phrase, such as `dtype float32 is now float16`.
+        description: a phrase, such as `dtype float32 is now float16`.
         is_of_form: an engine with weights of its own has to be built anew; else only proofs are void.
     """
 
-    told: str
+    description: str
     is_of_form: bool
 
 
@@ -132,21 +132,21 @@ class ModelForm:
         """What is not as it was, the most telling first; None where all is."""
         if self.root() is not before.root():
             return Change(f"another model, a {self.kind}", True)
-        told = [
+        description = [
             *([f"dtype {_short(before.dtype)} is now {_short(self.dtype)}"] if self.dtype != before.dtype else []),
             *([f"device {before.device} is now {self.device}"] if self.device != before.device else []),
             *_changed_tensors(self.tensors, before.tensors),
             *_changed_entries(self.config, before.config),
             *([f"adapters {dict(before.ranks)} are now {dict(self.ranks)}"] if self.ranks != before.ranks else []),
         ]
-        if told:
-            return Change(_listed(told), True)
-        told = [
-            f"{name or 'the model'} {_told_of_slot(slot, before.slots.get(name))}"
+        if description:
+            return Change(_listed(description), True)
+        description = [
+            f"{name or 'the model'} {_slot_difference(slot, before.slots.get(name))}"
             for name, slot in self.slots.items()
             if slot != before.slots.get(name)
         ]
-        return Change(_listed(told), False) if told else None
+        return Change(_listed(description), False) if description else None
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -262,7 +262,8 @@ def _adapter_faults(model: Any, sends_adapter: bool) -> Iterator[str]:
         kind = type(module).__name__
         if kind in ("ModulesToSaveWrapper", "TrainableTokensWrapper"):
             yield (
-                f"model has an adapter that replaces {name} whole (modules_to_save): an engine with weights of its own "
+                f"model has an adapter that replaces {name} as a whole (modules_to_save): an engine with weights "
+                "of its own "
                 "is sent LoRA layers only. Merge it (model.merge_and_unload()), or set rollout='hf'."
             )
         if not is_adapted(module):
@@ -379,7 +380,7 @@ def _changed_entries(now: Mapping[str, Any], before: Mapping[str, Any]) -> Itera
             yield f"config.{key} {before.get(key)!r} is now {now.get(key)!r}"
 
 
-def _told_of_slot(now: _Slot, before: _Slot | None) -> str:
+def _slot_difference(now: _Slot, before: _Slot | None) -> str:
     if before is None:
         return "is new"
     if now.module() is not before.module() or now.kind is not before.kind:
@@ -389,9 +390,9 @@ def _told_of_slot(now: _Slot, before: _Slot | None) -> str:
     return "has another forward, or other hooks"
 
 
-def _listed(told: list[str]) -> str:
-    further = len(told) - 3
-    return ", ".join(told[:3]) + (f" and {further} more" if further > 0 else "")
+def _listed(description: list[str]) -> str:
+    further = len(description) - 3
+    return ", ".join(description[:3]) + (f" and {further} more" if further > 0 else "")
 
 
 def _short(dtype: torch.dtype) -> str:

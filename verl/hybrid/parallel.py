@@ -116,11 +116,11 @@ def sizes_of(config: HybridConfig, processes: int) -> tuple[int, int, int]:
     """
     tensors, groups = config.tp_size, config.dp_size or max(1, processes // config.tp_size)
     if tensors * groups != processes:
-        told = "1 process" if processes == 1 else f"{processes} processes"
         wanted = f"a multiple of {tensors}" if config.dp_size is None else str(tensors * groups)
         name, size = ("tp_size", tensors) if tensors > 1 else ("dp_size", groups)
         raise ConfigError(
-            f"hybrid_config.{name} is {size}: there {'is' if processes == 1 else 'are'} {told}, and it takes {wanted}. "
+            f"hybrid_config.{name} is {size}: it needs {wanted} processes, and there "
+            f"{'is' if processes == 1 else 'are'} {processes}. "
             f"Start them with `torchrun --nproc_per_node={tensors * groups}`, or leave it out."
         )
     if not config.shards:
@@ -213,7 +213,7 @@ class HybridParallelism(ShardedParallelism):
         return DTensor.from_local(mean, run_check=False, shape=grad.shape, stride=grad.stride(), **layout)
 
     @contextmanager
-    def drawing_alike(self) -> Iterator[None]:
+    def same_random_numbers(self) -> Iterator[None]:
         """Within, torch's generator gives each process the numbers that it gives the first; then each has its own back.
 
         Processes that had the first one's state before have it after, too.
@@ -262,9 +262,9 @@ class HybridParallelism(ShardedParallelism):
         """The number that the first of the siblings has."""
         if self.tensors == 1:
             return number
-        told = torch.tensor([number], device=self.device)
-        self.dist.broadcast(told, group=self._device_mesh[TENSOR].get_group(), group_src=0)
-        return int(told)
+        shared = torch.tensor([number], device=self.device)
+        self.dist.broadcast(shared, group=self._device_mesh[TENSOR].get_group(), group_src=0)
+        return int(shared)
 
     def save(self, model: Any, tokenizer: Any, directory: str | Path) -> None:
         """What `save_pretrained` of the whole model writes; the first process does, and all wait until it is there."""

@@ -107,7 +107,7 @@ def finding_for(
     examine: Callable[[Any, int], PathFinding],
     probe: Callable[[str, Any, int], PathFinding],
 ) -> PathFinding:
-    """What is found of a model for rows of up to so many tokens: known of this object, kept on disk, or found now.
+    """The finding for a model and rows of up to this many tokens: from this object, the disk cache, or a new check.
 
     Args:
         examine: tries the ways of running it on its twin.
@@ -116,9 +116,10 @@ def finding_for(
     base = unwrapped(model)
     known = vars(base).setdefault("_verl_findings", {})
     key: tuple = (examine.__name__, crossed_lengths(base.config, row_tokens))
-    if vars(base).setdefault("_verl_findings_of", told := _told(base.config)) != told:  # somebody has changed it
+    config_text = _config_text(base.config)
+    if vars(base).setdefault("_verl_findings_of", config_text) != config_text:  # the configuration was changed
         known.clear()
-        vars(base)["_verl_findings_of"] = told
+        vars(base)["_verl_findings_of"] = config_text
     if (probed := (examine.__name__, PROBED)) in known:  # by its own weights: all processes that hold it took part
         return known[probed]
     if key not in known:
@@ -134,11 +135,11 @@ def finding_for(
 
 
 def forget(model: Any) -> None:
-    """What was found of a model no longer holds: somebody has changed its parts."""
+    """Discard the finding of a model whose modules were changed."""
     vars(unwrapped(model)).pop("_verl_findings", None)
 
 
-def _told(config: Any) -> str:
+def _config_text(config: Any) -> str:
     return repr([(name, x) for name, x in vars(config).items() if not name.startswith("_")])
 
 
@@ -171,7 +172,7 @@ def examine(model: Any, row_tokens: int) -> PathFinding:
 
 
 def _probe(reason: str, model: Any, row_tokens: int) -> PathFinding:
-    """What rows of the model itself tell, where it has no twin for some reason."""
+    """Check on short rows of the model itself, if no small copy can be built."""
     why = f"no small model of its kind could be tried ({reason})"
     return PathFinding(replace(PLAIN, reasons=(why,)), _causality_of_the_model(model))
 
@@ -197,7 +198,7 @@ class Examination:
         if (blind := self.blind_for()) is not None:
             why = f"a small model of its kind does not tell {blind} from what is right"
             return PathFinding(replace(PLAIN, reasons=(why,)), None, self.distances)
-        scoring = self._rows_beside_each_other()
+        scoring = self._batched_rows()
         if scoring is None:
             return PathFinding(PLAIN, NOT_BESIDE_OTHERS, self.distances)
         trains = self._computes_the_same_in_training()
@@ -244,9 +245,10 @@ class Examination:
             return None
         if self.twin.lengths and _is_causal_below(self.model):
             crossed = crossed_lengths(self.model.config, self.row_tokens)
-            told = ", ".join(f"{path} {n}" for path, n in lengths_in(self.model.config).items() if n in crossed)
+            limits = ", ".join(f"{path} {n}" for path, n in lengths_in(self.model.config).items() if n in crossed)
             return (
-                f"the numbers of a token change with the length of its row once that exceeds a limit ({told}), so that "
+                f"the numbers of a token change with the length of its row once that exceeds a limit ({limits}), "
+                "so that "
                 "what is drawn later changes what was drawn before. Rows of this run may be longer: lower "
                 "data.max_prompt_length or rollout.max_new_tokens to stay below, or choose another model."
             )
@@ -296,7 +298,7 @@ class Examination:
             self.reasons.append(f"training mode: {why}")
         return why is None
 
-    def _rows_beside_each_other(self) -> Scoring | None:
+    def _batched_rows(self) -> Scoring | None:
         forms: tuple[Scoring, ...] = ("padded", "right_padded", "equal_lengths")
         for form in forms:
             rows = [row for row in self.rows for _ in range(2)] if form == "equal_lengths" else self.rows
@@ -334,7 +336,7 @@ class Examination:
         return packed if why is not None else shared
 
     def _cannot_be_packed(self) -> str | None:
-        """What one forward pass says against it."""
+        """Why packed sequences cannot be used, determined by one forward pass."""
         with packed_attention.recording() as record:
             states_of(self.twin.model, input_ids=self.rows[0].tokens[None])
         kinds = layer_kinds(self.twin.model)
@@ -479,7 +481,7 @@ def _causality_of_the_model(model: Any) -> str | None:
 
 
 def _tell(model: Any, finding: PathFinding) -> None:
-    """Say once what is not used for a model, by name."""
+    """Log once which execution paths are not used for a model."""
     kind, paths = type(model).__name__, finding.paths
     for reason in paths.reasons:
         _log.debug("%s: %s", kind, reason)

@@ -1,4 +1,4 @@
-"""How the texts of a reward model may be scored beside each other, found by trying on its twin."""
+"""Batching of a reward model's texts, determined by a check on a small copy of the model."""
 
 from __future__ import annotations
 

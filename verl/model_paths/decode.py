@@ -243,7 +243,7 @@ class _Prompts:
             self.routed = None if self.routed is None else self.routed.repeat_interleave(n, dim=0)
 
     def _share(self, n: int) -> bool:
-        """Let the samples of a prompt read its keys and values together, if that is right and worth it."""
+        """Share a prompt's keys and values between its samples, if that is correct and faster."""
         decoder = self.decoder
         if not (decoder.paths.shares_prefix and decoder.is_exact and self.tokens.shape[1] >= WORTH_SHARING):
             return False
@@ -260,7 +260,7 @@ class _Prompts:
             select_rows(self.cache, rows)
 
     def _read(self, tokens: Tensor, positions: Tensor) -> None:
-        """Take over the logits of the last position, and the cache."""
+        """Store the logits of the last position and the cache."""
         decoder, has_cache = self.decoder, self.decoder.paths.cache != "none"
         inputs: dict[str, Any] = {"use_cache": has_cache, "logits_to_keep": 1}
         if has_cache and self.cache is not None:

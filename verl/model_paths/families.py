@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class FamilyStatus:
-    """What is known of a family in its default configuration.
+    """Result for a family in its default configuration.
 
     Attributes:
         family: `model_type` of transformers.

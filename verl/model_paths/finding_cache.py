@@ -22,7 +22,7 @@ IGNORED = ("_name_or_path", "dtype", "transformers_version", "use_cache", "archi
 
 
 def kept(model: Any, key: tuple, examine: Callable[[], PathFinding]) -> PathFinding:
-    """What is known of a model by this key; examined and written down if nothing is."""
+    """The cached finding of a key; examined and cached if there is none."""
     file = cache_dir() / f"{digest(model, key)}.json"
     if (finding := _read(file)) is None:
         finding = examine()
@@ -38,7 +38,7 @@ def cache_dir() -> Path:
 
 
 def digest(model: Any, key: tuple) -> str:
-    """Of the configuration, the source of the model's classes, the versions of libraries and our own code."""
+    """Digest of the configuration, the source of the model's classes, library versions and verl's own code."""
     from verl.model_paths.twin import model_class
 
     config = model.config
@@ -83,18 +83,18 @@ def _read(file: Path) -> PathFinding | None:
         return None  # not there, or not ours: it is found anew
 
 
-def finding_in(told: Mapping[str, Any]) -> PathFinding:
-    """What a file of the cache tells.
+def finding_in(cached: Mapping[str, Any]) -> PathFinding:
+    """Parse a file of the cache.
 
     Raises:
         KeyError, TypeError: it is another kind of file.
     """
-    paths = ModelPaths(**{**told["paths"], "reasons": tuple(told["paths"]["reasons"])})
-    return PathFinding(paths, told["refusal"], told["distances"])
+    paths = ModelPaths(**{**cached["paths"], "reasons": tuple(cached["paths"]["reasons"])})
+    return PathFinding(paths, cached["refusal"], cached["distances"])
 
 
 def library_versions() -> list[str]:
-    """Of `LIBRARIES` as they are installed."""
+    """Installed versions of `LIBRARIES`."""
     return [importlib.metadata.version(name) for name in LIBRARIES]
 
 
@@ -104,12 +104,12 @@ def _write(file: Path, finding: PathFinding, model: Any, key: tuple) -> None:
     from verl.models.call import has_lm_head
 
     about = {"model": model_class(model).__name__, "family": model.config.model_type, "draws": has_lm_head(model)}
-    told = {**about, "key": key, "versions": library_versions(), **asdict(finding)}
+    cached = {**about, "key": key, "versions": library_versions(), **asdict(finding)}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
         with os.fdopen(handle, "w") as out:
-            json.dump(told, out)
+            json.dump(cached, out)
         os.replace(name, file)
     except OSError:
         return

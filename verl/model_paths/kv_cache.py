@@ -17,7 +17,7 @@ FIRST_ROOM = 32  # tokens; doubled whenever it is used up
 
 
 class PreallocatedLayer(DynamicLayer):
-    """One layer's keys and values [B H L D], with room for further tokens behind the last one.
+    """One layer's keys and values [B H L D], preallocated for further tokens.
 
     Args:
         max_length: tokens that will be asked for at most; no more room than that is made.
@@ -133,7 +133,8 @@ def preallocated_cache(config: Any, max_length: int, multiple: int = 1) -> Dynam
 
 
 def shared_prefix(cache: DynamicCache, repeats: int) -> bool:
-    """Give each row `repeats` samples that share its keys and values; False, and nothing done, where a layer cannot."""
+    """Expand each row to `repeats` samples that share its keys and values; returns False if a layer does not support
+    it."""
     if not all(isinstance(layer, PreallocatedLayer) for layer in cache.layers):
         return False
     for layer in cache.layers:

@@ -52,7 +52,7 @@ class MicroBatch:
     places: tuple[Tensor, Tensor] | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same, where the model computes."""
+        """A copy on the model's device."""
         if device.type == "cpu":
             return self
         tensors = {name: x.to(device, non_blocking=True) for name, x in self.tensors.items()}
@@ -69,7 +69,7 @@ class MicroBatch:
         return row, t
 
     def chosen(self, name: str) -> Tensor:
-        """What a field [b t] has at the response tokens on the mask, [n]."""
+        """Values of a field [b t] at the masked response tokens, [n]."""
         return self.tensors[name][self.on_mask]
 
     def placed(self, values: Tensor) -> Tensor:
@@ -83,7 +83,8 @@ class MicroBatch:
         return self.tensors["responses"].shape[1]
 
     def predict(self, call: Callable[..., Tensor]) -> Tensor:
-        """What predicts each response token on the mask, [n ...], in the order of `response_mask.nonzero()`.
+        """Outputs at the positions that predict each masked response token, [n ...], in the order of
+        `response_mask.nonzero()`.
 
         Where processes share the tokens, it is what predicts those tokens alone that are this one's; `targets` gives
         them, and `place` puts what is computed for them together.
@@ -103,7 +104,7 @@ class MicroBatch:
         return response_positions(found, self.response_width)[self.on_mask]
 
     def targets(self, name: str = "responses") -> Tensor:
-        """Of a field [b t], what belongs to the tokens that `predict` predicts here, [n]."""
+        """Values of a field [b t] for the tokens predicted by `predict`, [n]."""
         found = self.chosen(name)
         return found[self.packing.shard.predicted] if isinstance(self.packing, ContextLine) else found
 

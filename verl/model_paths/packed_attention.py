@@ -42,7 +42,7 @@ class MaskShape:
 
 @dataclass
 class AttentionRecord:
-    """What attention functions and masks were asked for in a forward pass.
+    """Record of the attention functions and masks used in a forward pass.
 
     Attributes:
         modules: that called the attention function.
@@ -58,7 +58,7 @@ _record: ContextVar[AttentionRecord | None] = ContextVar("record of attention", 
 
 
 def enable(model: Any) -> str | None:
-    """Let a Hugging Face model take its attention from here; on rows it does what it did.
+    """Make a Hugging Face model use this attention function; unpacked rows are computed as before.
 
     Whether packed rows are right is for `verl.model_paths.check` to find out.
 
@@ -87,7 +87,7 @@ def enable(model: Any) -> str | None:
 
 
 def disable(model: Any, before: str = "sdpa") -> None:
-    """Give a model the attention that it had."""
+    """Restore a model's original attention."""
     if model.config._attn_implementation != before:
         with quiet_transformers():
             model.set_attn_implementation(before)
@@ -100,7 +100,7 @@ def is_enabled(model: Any) -> bool:
 
 @contextmanager
 def recording() -> Iterator[AttentionRecord]:
-    """Within, what attention is asked for is written down."""
+    """Context that records calls of attention."""
     record = AttentionRecord()
     token = _record.set(record)
     try:
@@ -161,7 +161,8 @@ def _has_keys_behind(asked: dict[str, Any]) -> bool:
 
 
 def describe_mask(mask_function: Callable[..., Any], length: int) -> MaskShape | None:
-    """What a mask function of transformers is on a row of so many tokens; None if it is not causal or sliding."""
+    """Classify a mask function of transformers on a row of this many tokens; None if it is neither causal nor
+    sliding."""
     keys = torch.arange(length)
     spread = torch.linspace(0, length - 1, MASK_ROWS).round().long()
     queries = torch.unique(torch.cat([spread, (spread - 1).clamp_min(0)]))  # chunks differ from one query to the next
@@ -339,7 +340,7 @@ def _as_line(states: Tensor) -> Tensor:
 
 
 def _mask(packing: PackedRows, number: int, window: int | None, device: torch.device) -> Tensor | None:
-    """That of a block of a packing, made where it is asked for the first time."""
+    """Mask of a block of a packing, created at first use."""
     key = (number, window, device)
     if key not in packing.masks:
         packing.masks[key] = make_block_mask(packing.blocks[number], window, device)

@@ -12,7 +12,7 @@ CacheKind = Literal["in_place", "own", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPaths:
-    """How a model may be run, so that every row gets what a plain forward pass of it alone gives.
+    """Execution paths of a model whose results equal a plain forward pass of each row alone.
 
     Attributes:
         scoring: rows with other rows: `packed`, on one line without padding; `padded`, as a batch with padding on both
@@ -43,7 +43,7 @@ class ModelPaths:
     reasons: tuple[str, ...] = ()
 
     def limited_to(self, scoring: Scoring) -> ModelPaths:
-        """The same with rows scored in this way, unless they already are in a plainer one."""
+        """A copy with rows scored by this path, unless the current one is simpler."""
         if PLAINER.index(scoring) <= PLAINER.index(self.scoring):
             return self
         return replace(self, scoring=scoring)
@@ -69,7 +69,7 @@ FAST = ModelPaths(
 
 @dataclass(frozen=True)
 class PathFinding:
-    """What a trial has found of a model.
+    """Result of the check of a model.
 
     Attributes:
         paths: that are open to it.

@@ -1,4 +1,4 @@
-"""What was found of models, in words and as rows of a table. Imports the standard library alone."""
+"""Reports of model checks as text and table rows. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def status_of(finding: PathFinding, draws: bool = True) -> Status:
 
 
 def scoring_of(paths: ModelPaths) -> str:
-    """How rows are scored beside each other."""
+    """Text for the batching of rows in scoring."""
     words = {"packed": "packed", "padded": "padded", "right_padded": "padded right", "equal_lengths": "equal lengths"}
     return words[paths.scoring] + ", shared prompts" * paths.shares_prompts
 
 
 def decoding_of(paths: ModelPaths) -> str:
-    """How tokens are drawn."""
+    """Text for the decoding path."""
     words = {"in_place": "in place", "own": "own cache", "none": "no cache"}
     return (
         words[paths.cache]
@@ -47,7 +47,7 @@ def decoding_of(paths: ModelPaths) -> str:
 
 @dataclass(frozen=True)
 class CachedFinding:
-    """What an earlier run on this machine has found of a model.
+    """Finding of an earlier run on this machine.
 
     Attributes:
         family: `model_type` of transformers.
@@ -70,10 +70,10 @@ class CachedFinding:
 def cached_findings() -> list[CachedFinding]:
     """Those of the cache that hold for the installed libraries, by family; of equal ones the newest."""
     found: dict[tuple[str, str, tuple[int, ...], str], CachedFinding] = {}
-    for told in _kept_files():
-        name, crossed = told["key"]
-        role: Role = "reward" if name == "examine_classifier" else "policy" if told["draws"] else "critic"
-        kept = CachedFinding(told["family"], told["model"], tuple(crossed), role, finding_cache.finding_in(told))
+    for cached in _kept_files():
+        name, crossed = cached["key"]
+        role: Role = "reward" if name == "examine_classifier" else "policy" if cached["draws"] else "critic"
+        kept = CachedFinding(cached["family"], cached["model"], tuple(crossed), role, finding_cache.finding_in(cached))
         found[kept.family, kept.model, kept.crossed, role] = kept
     return [found[key] for key in sorted(found)]
 
@@ -86,16 +86,16 @@ def _kept_files() -> Iterator[Mapping[str, Any]]:
         return  # nothing can have been found
     for file in sorted(finding_cache.cache_dir().glob("*.json"), key=_written_at):
         try:
-            told = json.loads(file.read_text())
-            name, crossed = told["key"]
-            finding_cache.finding_in(told)
+            cached = json.loads(file.read_text())
+            name, crossed = cached["key"]
+            finding_cache.finding_in(cached)
             if (
-                told["versions"] == versions
-                and isinstance(told["draws"], bool)
+                cached["versions"] == versions
+                and isinstance(cached["draws"], bool)
                 and isinstance(name, str)
                 and all(isinstance(n, int) for n in crossed)
             ):
-                yield told
+                yield cached
         except (OSError, ValueError, KeyError, TypeError):
             continue
 

@@ -348,7 +348,7 @@ def model_class(model: Any) -> type:
 
 
 def has_own_code(model: Any) -> str | None:
-    """What of a model is not what its class and configuration make of it, so that no other model has its code.
+    """Parts of a model object that differ from its class and configuration, so that no small copy has the same code.
 
     Accelerate's forward, which moves weights, is no other; nor are adapters around a layer, or what transformers itself
     has put in to load quantized weights.
@@ -417,7 +417,7 @@ def sharpen(model: Any, sharpness: float) -> None:
 
 
 def layer_kinds(model: nn.Module) -> list[tuple] | None:
-    """What kind of layer each is: its parts, and what is switched on in them; None where they are not found."""
+    """Kind of each layer, by its modules and options; None if layers are not found."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     for count in layer_counts(model.config):
         if count and (found := [layers for layers in lists if len(layers) == count]):

@@ -68,7 +68,8 @@ def check_interface(role: Role, model: Any, name: str | None = None) -> None:
     expected = {"actor": (1, PROBE, None), "reward": (1,), "critic": (1, PROBE)}[role]
     if not isinstance(answer, Tensor) or not _has_shape(answer, expected):
         raise ConfigError(
-            f"{name} is a {kind}, which returns {_told(found)} for one text of {PROBE} tokens: expected {MEANT[role]}."
+            f"{name} is a {kind}, which returns {_describe_output(found)} for one text of {PROBE} tokens: "
+            f"expected {MEANT[role]}."
         )
 
 
@@ -128,7 +129,7 @@ def _has_shape(x: Tensor, shape: tuple[int | None, ...]) -> bool:
     return x.ndim == len(shape) and all(wanted in (None, size) for size, wanted in zip(x.shape, shape, strict=True))
 
 
-def _told(output: Any) -> str:
+def _describe_output(output: Any) -> str:
     """The tensors of an output by name and shape."""
     named = output.items() if hasattr(output, "items") else getattr(output, "__dict__", {}).items()
     tensors = [f"{name} {list(x.shape)}" for name, x in named if isinstance(x, Tensor)]

@@ -234,7 +234,7 @@ class DataProto:
         sources = dict(self._sources)
         for other in others:
             sources = {**other._sources, **sources}
-            conflict = partial(_told_conflict, (tensors, arrays, {}, sources, bound), other)
+            conflict = partial(_conflict_error, (tensors, arrays, {}, sources, bound), other)
             for name, tensor in other._tensors.items():
                 if name in tensors:
                     if (found := tensor_difference(tensors[name], tensor)) is not None:
@@ -462,9 +462,9 @@ class DataProto:
             )
 
 
-def _told_conflict(before: tuple[Any, ...], other: DataProto, *told: Any) -> DataProtoValidationError:
+def _conflict_error(before: tuple[Any, ...], other: DataProto, *details: Any) -> DataProtoValidationError:
     """A batch contradicts what was joined before it."""
-    name, *found = told
+    name, *found = details
     return DataProto()._fill(*before)._conflict(name, other, *found)
 
 

@@ -137,8 +137,8 @@ class SegmentRows(NamedTuple):
 
 def fields_of(schema: pa.Schema) -> dict[str, RowField]:
     """The fields of a record batch, from what its schema tells of them."""
-    told = json.loads((schema.metadata or {})[_KEY])
-    return {name: RowField.from_json(value) for name, value in told.items()}
+    fields = json.loads((schema.metadata or {})[_KEY])
+    return {name: RowField.from_json(value) for name, value in fields.items()}
 
 
 def rows_to_arrow(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.RecordBatch:
@@ -173,8 +173,8 @@ def rows_to_arrow(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.Recor
             arrays[column] = lists.from_arrays(ends, pa.array(flat))
     arrays |= {name: pa.array(values) for name, values in index.items()}
     arrays[OTHERS] = pa.array(_json_rows(batch), type=pa.large_string())
-    told = json.dumps({name: field.as_json() for name, field in fields.items()})
-    schema = pa.schema([(name, array.type) for name, array in arrays.items()], metadata={_KEY: told.encode()})
+    schema_text = json.dumps({name: field.as_json() for name, field in fields.items()})
+    schema = pa.schema([(name, array.type) for name, array in arrays.items()], metadata={_KEY: schema_text.encode()})
     return pa.record_batch(list(arrays.values()), schema=schema)
 
 

@@ -49,11 +49,11 @@ def buffer_state(buffer: TieredBuffer) -> ReplayState:
     entries += [{**shard.as_json(), "place": "here"} for shard, _ in refused]
     index = buffer.index
     lost = index.first + np.flatnonzero(~index["is_there"])
-    told = {
+    description = {
         "version": VERSION, "first": index.first, "end": index.end, "num_groups": buffer.num_groups,
         "num_steps": buffer.num_steps, "num_lost": buffer.num_lost, "lost": _ranges(lost), "shards": entries,
     }  # fmt: skip
-    files = {FILE: (json.dumps(told) + "\n").encode(), **{shard.name: bytes(data) for shard, data in refused}}
+    files = {FILE: (json.dumps(description) + "\n").encode(), **{shard.name: bytes(data) for shard, data in refused}}
     return ReplayState(files, shared)
 
 
@@ -134,7 +134,7 @@ def _read(file: Path) -> SavedBuffer:
     try:
         saved = parse_as(SavedBuffer, file.read_bytes())
     except ExternalInputError as error:
-        raise ReplayCorrupt(f"{file} tells of no replay buffer ({error})") from error
+        raise ReplayCorrupt(f"{file} describes no replay buffer ({error})") from error
     if saved.version > VERSION:
         raise ReplayCorrupt(f"{file} is of version {saved.version}: this verl reads up to {VERSION}")
     if any(first > end for first, end in saved.lost):
@@ -157,7 +157,7 @@ def _take_over(buffer: TieredBuffer, source: Path, shard: ReplayShard, is_far: b
         buffer.disk_tier.add(shard, None, is_stored=True)
         return read_index(path.read_bytes())
     if verify and hash_buffers([buffer.disk.map(path)]) != shard.leaves:
-        raise ReplayCorrupt(f"{source / name} holds other bytes than were written")
+        raise ReplayCorrupt(f"{source / name} differs from what was written")
     buffer.disk_tier.add(shard, path)
     return MappedShard(buffer.disk, path, shard).index()
 

@@ -51,8 +51,8 @@ class TieredReplay(Description):
     def faults(self) -> Iterator[str]:
         shares = (self.hot_share, self.warm_share, self.cold_share)
         if abs(sum(shares) - 1) > 1e-6:
-            told = ", ".join(f"{share:g}" for share in shares)
-            yield f"hot_share is {self.hot_share:g}: with the others it makes {told}, which must sum to 1."
+            sums = ", ".join(f"{share:g}" for share in shares)
+            yield f"hot_share is {self.hot_share:g}: with the others it makes {sums}, which must sum to 1."
         if 8 * self.shard_mib > max(self.memory_mib, 8):
             yield (
                 f"shard_mib is {self.shard_mib}: a file is made in memory, which may hold memory_mib "

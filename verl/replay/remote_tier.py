@@ -125,7 +125,7 @@ class RemoteTier:
     def _fetch(self, shard: ReplayShard) -> Path:
         data = self._store.get(_key(shard.name), 0, shard.size)
         if hash_buffers([data]) != shard.leaves:
-            raise ReplayCorrupt(f"{self._store.url(_key(shard.name))} holds other bytes than were written")
+            raise ReplayCorrupt(f"{self._store.url(_key(shard.name))} differs from what was written")
         path, unfinished = self._directory / shard.name, self._directory / (shard.name + UNFINISHED)
         with contextlib.suppress(FileNotFoundError):
             self._disk.unlink(unfinished)

@@ -105,7 +105,7 @@ class WriteBuffer:
         self._closed: list[_ClosedShard] = []
         self._rows = MemoryTier()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="replay_shards")
-        self._is_told = False
+        self._is_reported = False
 
     @property
     def num_bytes(self) -> int:
@@ -152,7 +152,7 @@ class WriteBuffer:
             closed = self._closed.pop(0)
             done.append(closed.writing.result())
             self._rows.drop_before(closed.end)
-            self._is_told = False
+            self._is_reported = False
         return done
 
     def seal(self) -> tuple[list[ReplayShard], list[tuple[ReplayShard, pa.Buffer]]]:
@@ -202,9 +202,9 @@ class WriteBuffer:
         return oldest.first_row, oldest.end
 
     def _tell(self, error: BaseException | None) -> None:
-        if not self._is_told:
+        if not self._is_reported:
             _log.warning("Replay rows cannot be written and stay in memory; it is tried again: %s", error)
-        self._is_told = True
+        self._is_reported = True
 
 
 def _wait(closed: _ClosedShard) -> None:

@@ -1,4 +1,4 @@
-"""Executes a plan between two layouts: slices travel from rank to rank, tensor by tensor, in bounded memory."""
+"""Executes a resharding plan: slices are sent from rank to rank, tensor by tensor, in bounded memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reshard(
         dtypes: of all tensors, by name.
         device: where slices are put together and received.
         group: of torch.distributed; None for all processes.
-        lend: give what this rank holds already as it lies there, uncopied.
+        lend: return slices that this rank already holds as views, without a copy.
         received: called with the bytes of each part that has arrived from another rank.
     Yields:
         (name, slice) in the order of the plan's target, tensors that this rank holds there only.
@@ -60,7 +60,7 @@ def reshard(
 
 
 class _Building:
-    """The slices of one rank that are being put together, in the order of the target."""
+    """The slices of one rank during assembly, in the order of the target."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class _Building:
         self._begun: dict[str, Tensor] = {}
 
     def complete(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Nothing of these tensors is still to come: hand over those that no earlier one is missing before."""
+        """Mark tensors as complete, and return those that are next in order."""
         self._complete.update(names)
         while self._waiting and self._waiting[0] in self._complete:
             done = self._waiting.popleft()
@@ -86,7 +86,7 @@ class _Building:
             self._begun.pop(done, None)
 
     def put(self, move: Move, part: Tensor) -> None:
-        """Lay a part that arrived into its tensor."""
+        """Copy a received part into its tensor."""
         box = self.plan.target.holds(self.rank, move.name)
         assert box is not None
         self._tensor(move.name)[_within(move.box, box)] = part
@@ -135,6 +135,6 @@ def _exchange(moves: list[Move], building: _Building, group: Any) -> list[tuple[
 
 
 def _within(part: Box, whole: Box) -> tuple[slice, ...]:
-    """Where a slice lies inside of a larger one."""
+    """Position of a slice inside a larger one."""
     assert volume(part) <= volume(whole)
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, whole, strict=True))

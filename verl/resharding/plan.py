@@ -1,11 +1,11 @@
-"""The plan from one layout to another: what has to move, computed once, before anything moves.
+"""The plan from one layout to another: all transfers between ranks, computed once in advance.
 
 training layout ──┐
                   ├── plan: (tensor, slice, from rank, to rank) ... ── carried out by `verl.resharding.execute`
 generation layout ┘
 
-Tensors that are divided alike, such as those of repeated layers, are planned once. `verl.resharding.rounds` says when
-each slice travels.
+Tensors with equal layouts, such as those of repeated layers, are planned together. `verl.resharding.rounds` schedules
+the transfers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verl.resharding.rounds import Move, MoveTable, Window, windows
 
 @dataclass(frozen=True)
 class Plan:
-    """What has to move so that every rank holds what `target` says, given what it holds by `source`.
+    """The transfers by which every rank gets its slices of the layout `target` from the layout `source`.
 
     Each missing element comes from exactly one rank, so that the volume is the least possible: `lower_bound`.
     """
@@ -93,10 +93,10 @@ class Plan:
 
 
 def reshard_plan(source: Layout, target: Layout) -> Plan:
-    """What has to move from one layout to another over the same ranks.
+    """Plan the transfers from one layout to another over the same ranks.
 
     Raises:
-        ValueError: the layouts do not describe the same tensors and ranks, or nobody holds what is wanted.
+        ValueError: the layouts do not have the same tensors and ranks, or no rank holds a required slice.
     """
     _refuse_unequal(source, target)
     names, slices = tuple(target.tensors), _Slices()
@@ -120,7 +120,7 @@ def reshard_plan(source: Layout, target: Layout) -> Plan:
 
 
 def lower_bound(source: Layout, target: Layout) -> int:
-    """The bytes that must travel at least: what each rank wants and does not hold."""
+    """The minimum number of bytes to send: those that each rank needs and does not hold."""
     alike = Counter((source.tensors[name], wanted) for name, wanted in target.tensors.items())
     total = 0
     for (held, wanted), count in alike.items():
@@ -132,7 +132,7 @@ def lower_bound(source: Layout, target: Layout) -> int:
 
 
 def gathering_volume(source: Layout) -> int:
-    """The bytes that travel if every rank gathers every tensor whole, the way without a plan."""
+    """The number of bytes sent if every rank gathers every whole tensor."""
     whole = sum(prod(tensor.shape) * tensor.itemsize for tensor in source.tensors.values())
     return sum(whole - source.num_bytes(rank) for rank in range(source.mesh.size))
 

@@ -61,7 +61,7 @@ class CodeTests(RewardDescription):
         if self.sandbox is None:
             yield (
                 "sandbox is null: code that the model wrote needs a place to run. Set sandbox=jail (jails on this "
-                "machine), sandbox=remote (a server), or sandbox=none, which protects nothing."
+                "machine), sandbox=remote (a server), or sandbox=none, which gives no protection."
             )
         elif self.timeout_s is not None and self.timeout_s > self.sandbox.timeout_s:
             yield f"timeout_s is {self.timeout_s:g}: the sandbox ends programs after {self.sandbox.timeout_s:g}."

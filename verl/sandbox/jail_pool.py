@@ -192,13 +192,13 @@ class JailPool(CodeRunner):
     def _made(self) -> _JailProcess:
         """Start a jail whose first process waits for a program."""
         ours, theirs = socket.socketpair()
-        seen, told = os.pipe()
+        info_reader, info_writer = os.pipe()
         filter_fd = os.memfd_create("verl-seccomp")
         binary = os.open(self._command.bwrap, os.O_RDONLY)
         try:
             os.write(filter_fd, self._filter)
             os.lseek(filter_fd, 0, os.SEEK_SET)
-            fds = (binary, filter_fd, told, theirs.fileno())
+            fds = (binary, filter_fd, info_writer, theirs.fileno())
             arguments = self._command.arguments(self.described.disk_mib, *fds)
             pipe = subprocess.PIPE
             process = subprocess.Popen(
@@ -206,17 +206,17 @@ class JailPool(CodeRunner):
             )
         except BaseException:
             ours.close()
-            os.close(seen)
+            os.close(info_reader)
             raise
         finally:
             theirs.close()
-            for fd in (told, filter_fd, binary):
+            for fd in (info_writer, filter_fd, binary):
                 os.close(fd)
         jail = _JailProcess(process, ours, process.pid)
         try:
             ours.settimeout(START_TIMEOUT_S)
             ready = ours.recv(1)
-            with open(seen, "rb") as info:
+            with open(info_reader, "rb") as info:
                 if ready:
                     jail.first = int(json.load(info)["child-pid"])
         except (OSError, ValueError, KeyError) as error:

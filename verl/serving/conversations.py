@@ -155,4 +155,4 @@ def text_of(message: Message) -> str:
         return content
     if isinstance(content, list) and all(isinstance(x, dict) and x.get("type") == "text" for x in content):
         return "".join(part["text"] for part in content)
-    raise ValueError("messages: a content is no text; only texts are understood")
+    raise ValueError("messages: a content is not a text; only texts are supported")

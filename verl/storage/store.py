@@ -100,7 +100,7 @@ class ObjectStore:
         """
         try:
             if not self._backend.is_conditional:
-                return self._create_by_looking(key, data)
+                return self._create_after_check(key, data)
             self._ask(f"create {self.url(key)}", lambda: self._backend.create(key, data))
         except AlreadyExists:
             return self._holds(key, data)
@@ -215,7 +215,7 @@ class ObjectStore:
             if self._backend.size(key) != size:
                 raise
 
-    def _create_by_looking(self, key: str, data: Data) -> bool:
+    def _create_after_check(self, key: str, data: Data) -> bool:
         if self.find(key) is None:
             self.put(key, data)
         return self._holds(key, data)

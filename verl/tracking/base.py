@@ -198,7 +198,7 @@ class TrackerSet(Tracker):
             if not raised_by_code(error):
                 raise
             cause = _cause(error)
-            fault = f"tracker.{name} could not start: {cause}. Mend it, or set tracker.{name}=null."
+            fault = f"tracker.{name} could not start: {cause}. Fix it, or set tracker.{name}=null."
             raise ConfigError(fault) from error
 
     def resume(self, identity: Mapping[str, Any]) -> None:
@@ -251,8 +251,8 @@ class TrackerSet(Tracker):
             self._close(name, tracker, status)
         for name, calls in self._failed.items():
             lost = trackers[name].num_lost if name in trackers else None
-            told = f"lost {calls if lost is None else lost} records of this run" if lost != 0 else "lost no record"
-            _log.warning("tracker.%s failed %d times and %s.", name, calls, told)
+            loss_text = f"lost {calls if lost is None else lost} records of this run" if lost != 0 else "lost no record"
+            _log.warning("tracker.%s failed %d times and %s.", name, calls, loss_text)
         self._failed = {}
 
     def _close(self, name: str, tracker: Tracker, status: str) -> None:

@@ -49,7 +49,7 @@ class JsonLinesTracker(Tracker):
         self._path = run_dir / "metrics.jsonl"
         self._begin, self._started = time.monotonic(), True
         with self._path.open("ab", buffering=0) as file:
-            if _ends_within_a_line(self._path):
+            if _ends_with_partial_line(self._path):
                 _append(file, self._path, b"\n")
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -128,7 +128,7 @@ def _append(file: BinaryIO, path: Path, data: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _ends_within_a_line(path: Path) -> bool:
+def _ends_with_partial_line(path: Path) -> bool:
     """Whether an earlier run, killed while writing, left half a line that ours must not join."""
     if not path.is_file() or path.stat().st_size == 0:
         return False

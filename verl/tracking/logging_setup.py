@@ -74,14 +74,14 @@ def _file_lines(run_dir: Path) -> logging.FileHandler:
 class _RunLog(logging.FileHandler):
     """A file whose disk may be full: that is reported once and stops nothing; lines wait in memory for room."""
 
-    _has_told = False
+    _has_warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._has_told:
-            self._has_told = True
+        elif not self._has_warned:
+            self._has_warned = True
             logging.getLogger(__name__).warning("run.log cannot be written, training goes on: %s", error)
 
     def close(self) -> None:

@@ -21,27 +21,27 @@ LONGEST_NAME = 200  # bytes, of 255 that file systems allow: suffixes follow
 
 @component
 class LoopSettings(Description):
-    """What PPO and SFT share.
+    """Settings that PPO and SFT share.
 
     Args:
         project_name, experiment_name: names of the run; part of its directory, and of that of its checkpoints.
-        seed: everything random derives from it.
-        device: `auto` takes a GPU where there is one; or a torch device such as `cpu` or `cuda:1`.
-        num_threads: that torch may use on the CPU, over all processes; null leaves torch's choice.
+        seed: seed of all randomness of the run.
+        device: `auto`: a GPU if there is one; or a torch device such as `cpu` or `cuda:1`.
+        num_threads: CPU threads of torch, over all processes; null: torch's default.
         n_gpus_per_node: processes on this machine, each with a GPU where there are GPUs; 1 with sharding=none.
         nnodes: machines.
         total_epochs: passes over the training data.
-        total_steps: training steps. Of the two, what is reached first ends the run; with neither it is one epoch.
-        stop_after: end after this step, saved, so that `resume=latest` goes on; all schedules are those of the whole
-            run. null: do not.
+        total_steps: training steps. The first of both limits that is reached ends the run; default: one epoch.
+        stop_after: save and end after this step, so that `resume=latest` continues; schedules are those of the whole
+            run. null: no such step.
         eval_before: evaluate the weights before the first step.
         eval_interval: steps between evaluations; 0 for none but the last.
         sample_rows: rows kept in each table of samples.
         strict_data_check: check the content of every batch, as VERL_STRICT_DATA_CHECK=1 does.
         save_final: write the weights at the end as Hugging Face directories.
-        repeat_first_batch: train on the first batch of the data again and again, to see whether it can be learned.
+        repeat_first_batch: train only on the first batch of the data, to test whether it can be learned.
         profile: steps to profile, or null.
-        safety: what to do about numbers that are not finite, and about spikes.
+        safety: handling of non-finite numbers and spikes.
     """
 
     project_name: str = "verl"
@@ -101,13 +101,13 @@ class PPOSettings(LoopSettings):
     """Settings of a policy-gradient run. See `LoopSettings` for the others.
 
     Args:
-        prompts_per_step: different prompts of a step.
-        group_size: responses to each of them.
+        prompts_per_step: different prompts per step.
+        group_size: responses per prompt.
         eval_samples: k of mean@k and best@k, drawn at the rollout's temperature; 0 evaluates greedily only.
-        success_score: a response with at least this score counts as right in `eval/accuracy`.
-        rollout_ahead: 1 draws the responses of the next step while this one trains, from weights that are one step
-            older: for engines with a process of their own, and with `algorithm.correction`. 0 draws them in turn.
-        placement: where the roles live; null for this process, or the processes that the sharding asks for.
+        success_score: a response with at least this score counts as correct in `eval/accuracy`.
+        rollout_ahead: 1: generate the responses of the next step during training, with weights that are one step older;
+            requires an engine in a separate process and `algorithm.correction`. 0: generate and train alternately.
+        placement: where the roles run; null: in this process, or in the processes of the sharding.
     """
 
     prompts_per_step: PositiveInt = 64
@@ -147,7 +147,7 @@ class SFTSettings(LoopSettings):
 
 
 def _name_fault(name: str) -> str | None:
-    """What keeps a name from being that of a directory below another one."""
+    """Why a name cannot be used for a subdirectory; None if it can."""
     if not name.strip():
         return "it is empty"
     if name.startswith(("/", "~")) or any(part in (".", "..", "") for part in name.split("/")):
@@ -160,7 +160,7 @@ def _name_fault(name: str) -> str | None:
 
 
 def _device_fault(device: str) -> str | None:
-    """What torch has against a device's name, whether this machine has the device or not."""
+    """Why torch does not accept a device name, independent of the devices of this machine."""
     try:
         if device != "auto":
             torch.device(device)

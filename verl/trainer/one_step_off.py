@@ -3,10 +3,10 @@
 step k      take(k) ── begin(k+1) ── score, update ── collect(k+1) ── sync
 engine                 └────── draws k+1 with the weights before ──┘
 
-`LengthPredictor` estimates response lengths by prompt, so that processes that generate side by side end together. The
-estimate for a prompt is its last length; for one that was not seen yet, the mean of all others. A response does not
-depend on the process that generates it, but a resumed run must divide prompts as the original one would: so the lengths
-are part of a checkpoint.
+`LengthPredictor` estimates the response length of each prompt, to balance the load of processes that generate in
+parallel. The estimate for a prompt is its last length; for a new prompt, the mean of all others. A response does not
+depend on the process that generates it, but a resumed run must distribute prompts as the original one would, so the
+lengths are part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 
 class OneStepOffRollout:
-    """The one batch that is drawn ahead.
+    """The batch that is generated ahead.
 
-    Weights may change only after `collect`, for the engine draws with those it has. What was drawn is part of a
-    checkpoint: it came from weights that no longer exist.
+    The engine's weights must not change before `collect`. The generated responses are part of a checkpoint, because the
+    weights that generated them no longer exist.
 
     Args:
-        actor: the handle of a role whose engine draws beside training.
+        actor: handle of a role whose engine can generate during training.
     """
 
     def __init__(self, actor: Any):
@@ -42,20 +42,20 @@ class OneStepOffRollout:
         self._is_loaded = False  # what was drawn comes from a checkpoint
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Have the engine begin; returns at once."""
+        """Start generating; returns immediately."""
         assert self._asked is None
         assert self._drawn is None
         self._actor.begin_generate(prompts, request).result()
         self._asked = prompts, request
 
     def collect(self) -> None:
-        """Wait for what was begun. May be called again, to no effect."""
+        """Wait for the responses of `begin`. Idempotent."""
         if self._asked is not None:
             asked, self._asked = self._asked, None
             self._drawn, self._is_loaded = self._actor.finish_generate(*asked).result(), False
 
     def take(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """The responses to these prompts: drawn ahead, or drawn now where nothing was."""
+        """The responses to these prompts: those generated ahead, or new ones if there are none."""
         self.collect()
         drawn, self._drawn = self._drawn, None
         if drawn is not None:
@@ -63,34 +63,36 @@ class OneStepOffRollout:
             if wanted.equal(drawn.batch["prompt_ids"]):
                 return drawn
             assert self._is_loaded, "what was drawn ahead belongs to another batch"
-            log.warning("What the checkpoint holds as drawn ahead is of a batch of another size: it is drawn anew.")
+            log.warning(
+                "The responses generated ahead in the checkpoint are for another batch size; they are generated again."
+            )
         return self._actor.generate(prompts, request).result()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What was drawn and not yet trained on; empty if nothing."""
+        """The responses that were not trained on yet; empty if there are none."""
         self.collect()
         return {} if self._drawn is None else dict(self._drawn.batch)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with what a checkpoint holds, in place of what was begun or drawn here.
+        """Replace the current responses by those of a checkpoint.
 
-        It is of use where the next batch has its prompts; after a change of the size of a batch it has not.
+        They are used only if the next batch has the same prompts, that is, if the batch size was not changed.
         """
         self.collect()
         self._drawn, self._is_loaded = DataProto.from_dict(dict(state)) if state else None, True
 
 
 def ahead_faults(rollout: Rollout, algorithm: Algorithm) -> Iterator[str]:
-    """Why a run may not draw ahead."""
+    """Faults: why a run cannot generate ahead."""
     said = "trainer.rollout_ahead is 1"
     if not rollout.runs_ahead:
         yield (
-            f"{said}: {type(rollout).__name__} samples with the very tensors that train, so sampling would race the "
-            "optimizer. Set rollout=vllm, or trainer.rollout_ahead=0."
+            f"{said}: {type(rollout).__name__} generates with the tensors that are being trained, so generation "
+            "would race with the optimizer. Set rollout=vllm, or trainer.rollout_ahead=0."
         )
     if algorithm.correction is None:
         yield (
-            f"{said}: responses come from weights that are one step older, which only importance weights make up for. "
+            f"{said}: responses come from weights that are one step older, which requires importance weights. "
             "Set algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}, or "
             "trainer.rollout_ahead=0."
         )
@@ -110,7 +112,7 @@ class LengthPredictor:
         self._means: dict[int, float] = {}
 
     def note(self, rows: DataProto) -> None:
-        """Remember how long responses have become: `prompt_ids` [B], `response_mask` [B T]."""
+        """Record the lengths of responses: `prompt_ids` [B], `response_mask` [B T]."""
         ids, index = rows["prompt_ids"].unique(return_inverse=True)
         lengths = rows["response_mask"].sum(dim=1).double()
         means = torch.zeros(len(ids), dtype=torch.float64).scatter_reduce(0, index, lengths, "mean", include_self=False)
@@ -121,17 +123,17 @@ class LengthPredictor:
             del self._means[prompt]
 
     def beside(self, prompts: DataProto, num_samples: int) -> DataProto:
-        """The prompts [B] with `expected_tokens` [B], of all responses to each."""
+        """The prompts [B] with `expected_tokens` [B], the expected total length of each prompt's responses."""
         others = sum(self._means.values()) / max(1, len(self._means))
         means = [self._means.get(prompt, others) for prompt in prompts["prompt_ids"].tolist()]
         expected = (torch.tensor(means, dtype=torch.float64) * num_samples).round().long()
         return prompts.union(DataProto.from_dict({"expected_tokens": expected}))
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """What is known, the prompt that was seen last at the end."""
+        """The known lengths, the most recent prompt last."""
         return {"prompts": list(self._means), "means": list(self._means.values())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; a checkpoint of a version that kept no lengths has nothing."""
+        """Restore the lengths; empty for checkpoints of versions that did not save them."""
         if state:
             self._means = dict(zip(state["prompts"], state["means"], strict=True))

@@ -45,7 +45,7 @@ ROUTED_FIELDS = ["routed_experts", "rollout_log_probs"]  # that the actor reads 
 
 
 class PPOTrainer(PPOLifecycle):
-    """The running trainer. `close` it, or use it as a context manager."""
+    """The running trainer. Call `close` when done, or use it as a context manager."""
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One iteration on a batch of prompts [B P]; returns its metrics."""
@@ -70,7 +70,7 @@ class PPOTrainer(PPOLifecycle):
         return metrics
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Draw responses y ~ pi(. | x): rows of prompts with their responses, [B S], and their texts."""
+        """Sample responses y ~ pi(. | x): rows of prompts with their responses, [B S], and their texts."""
         with self.stages.stage("gen") as note:
             rows = self._respond(prompts, request)
             if self.algorithm.needs_greedy_baseline:
@@ -84,7 +84,7 @@ class PPOTrainer(PPOLifecycle):
         return rows
 
     def select(self, rollout: DataProto, selection: DynamicSampling, step: int) -> tuple[DataProto, dict[str, float]]:
-        """Keep the groups that teach something, and draw further prompts in place of the others."""
+        """Keep groups with mixed rewards, and sample further prompts to replace the others."""
         drawn, kept = [self._rewarded(rollout)], []
         for round_ in range(1, selection.max_rounds + 1):
             kept = kept_groups(drawn, selection)
@@ -103,7 +103,7 @@ class PPOTrainer(PPOLifecycle):
         return chosen, selection_metrics(drawn, kept)
 
     def score(self, rollout: DataProto) -> DataProto:
-        """Add what is known of each response: its reward, log-probs under pi_old and pi_ref, values."""
+        """Score responses: rewards, log-probs under pi_old and pi_ref, values."""
         rollout = self._rewarded(rollout)
         sequences = rollout.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
         found = []
@@ -126,7 +126,7 @@ class PPOTrainer(PPOLifecycle):
         return rollout
 
     def assign_credit(self, scored: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """From scores to advantages: subtract the KL penalty, and credit the rewards to tokens."""
+        """Compute advantages: subtract the KL penalty from the scores and assign credit to tokens."""
         kl = copy.copy(self.kl)  # a step that is skipped leaves its coefficient as it was
         with self.stages.stage("adv") as note:
             episodes = joined_episodes(scored)  # the rows themselves, unless an episode has several
@@ -146,7 +146,7 @@ class PPOTrainer(PPOLifecycle):
         return experience, metrics
 
     def update(self, experience: DataProto, step: int) -> dict[str, float]:
-        """Ascend the clipped objective on shuffled mini-batches: the critic, then the actor."""
+        """Update the critic, then the actor, on shuffled mini-batches."""
         metrics: dict[str, float] = {}
         self.saving.wait_copied()
         read = experience.select([name for name in experience.batch if name not in DRIVER_FIELDS], [])
@@ -165,7 +165,7 @@ class PPOTrainer(PPOLifecycle):
         return metrics
 
     def sync(self) -> dict[str, float]:
-        """Give the trained weights to the rollout engine, and verify that it holds them."""
+        """Send the trained weights to the rollout engine and verify them."""
         if self.ahead is not None:
             with self.stages.stage("gen"):  # what is left of it
                 self.ahead.collect()
@@ -202,7 +202,7 @@ class PPOTrainer(PPOLifecycle):
         return rows.union(divided(self.reward.score(joined_episodes(rows)), rows))
 
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Rows with responses, the columns of the data, and the response as text."""
+        """Rows with responses, the data columns, and the response texts."""
         prompts = _grouped(prompts)
         asked, is_training = self._asked(prompts, request), request.stream == TRAINING and not request.greedy
         if self.ahead is not None and is_training:
@@ -218,12 +218,12 @@ class PPOTrainer(PPOLifecycle):
         return kept_rows(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
 
     def _rest(self) -> None:
-        """Let the engine give back its GPU memory: it has drawn the last responses before the next sync."""
+        """Free the engine's GPU memory, because it generates nothing before the next sync."""
         if self.ahead is None and self.description.rollout.can_rest:
             self.actor.rest().result()
 
     def _draw_ahead(self, step: int) -> None:
-        """Have the engine draw for the next step, if there is one and it may."""
+        """Start generation for the next step, if there is one and `rollout_ahead` is on."""
         if self.ahead is not None and step <= self.num_steps:
             prompts, request = (
                 self.train_data.collate(self.sampler.peek()),
@@ -232,7 +232,7 @@ class PPOTrainer(PPOLifecycle):
             self.ahead.begin(self._asked(_grouped(prompts), request), request)
 
     def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """What the actor is asked for."""
+        """The generation request for the actor."""
         columns = list(prompts.non_tensor_batch) if self.description.environment is not None else []
         return self.lengths.beside(prompts.select(PROMPT_FIELDS, columns), request.num_samples)
 
@@ -246,5 +246,5 @@ class PPOTrainer(PPOLifecycle):
 
 
 def _grouped(prompts: DataProto) -> DataProto:
-    """Prompts, each the head of a group of its own."""
+    """Prompts with group ids, one group per prompt."""
     return prompts.union(DataProto.from_dict({"group_ids": torch.arange(len(prompts))}))

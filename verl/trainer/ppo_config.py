@@ -93,7 +93,7 @@ def _sharding_faults(run: Any) -> Iterator[str]:
 
 
 def _processes(run: Any, shardings: Mapping[str, Sharding]) -> Mapping[str, int]:
-    """Of each role, how many hold it."""
+    """Number of processes of each role."""
     placement, count = run.trainer.placement, run.trainer.n_gpus_per_node * run.trainer.nnodes
     return dict.fromkeys(shardings, count) if placement is None else placement.sizes(tuple(shardings), count)
 
@@ -197,7 +197,7 @@ def _context_faults(run: Any) -> Iterator[str]:
 
 
 def _model_faults(run: Any) -> Iterator[str]:
-    """Models that are no decoders, by the path of each."""
+    """Faults of models that are not decoders, by path."""
     for role in ("actor", "critic", "reference"):
         model = getattr(getattr(run, role), "model", None) if role in run.roles else None
         if role == "critic" and isinstance(model, ModuleModel):
@@ -234,7 +234,7 @@ class PPORun(Description):
     resume: str | None = None
 
     def faults(self) -> Iterator[str]:
-        """What is wrong between components, each by its full config path."""
+        """Faults between components, each with its full config path."""
         yield from faults_between(self)
 
     def faults_here(self) -> Iterator[str]:
@@ -257,14 +257,14 @@ class PPORun(Description):
         yield from (name for name in super().parts_here() if name not in away)
 
     def shardings(self) -> dict[str, Sharding]:
-        """Role -> how it is divided where it has several processes: its own sharding, or that of the run."""
+        """Sharding of each role: its own, or that of the run."""
         own = {"actor": self.actor.sharding, "critic": self.critic and self.critic.sharding}
         own["reference"] = self.reference and reference_sharding(self.reference, self.actor)
         return {role: own.get(role) or self.sharding for role in self.roles}
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Names of the roles that the algorithm needs and that can live elsewhere."""
+        """Names of the roles that the algorithm needs and that can run in other processes."""
         wanted = {
             "actor": True,
             "critic": self.critic is not None and self.algorithm.needs_values,
@@ -275,13 +275,13 @@ class PPORun(Description):
 
     @property
     def reward_as_role(self) -> Any:
-        """The reward, if it is a role of its own; None where the driver has it."""
+        """The reward, if it is a separate role; None if the driver runs it."""
         placement = self.trainer.placement
         return self.reward if placement is not None and self.reward.is_model and placement.holds_reward() else None
 
     @property
     def response_tokens(self) -> int:
-        """Tokens that a row has at most beside its prompt."""
+        """Maximum number of tokens of a row after its prompt."""
         return self.rollout.max_new_tokens if self.environment is None else self.environment.max_tokens
 
     @property
@@ -294,7 +294,7 @@ class PPORun(Description):
         return self.algorithm.epochs * self.algorithm.mini_batches
 
     def build(self, context: BuildContext) -> PPOTrainer:
-        """Load data and weights, and start the processes that the sharding asks for."""
+        """Load data and weights, and start the processes of the sharding."""
         from verl.trainer.ppo import PPOTrainer
 
         return PPOTrainer(self, context)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, as_plain
-from verl.data.base import told_counts
+from verl.data.base import report_counts
 from verl.data.sampler import EpochSampler, Mixture
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 
 
 class PPOLifecycle:
-    """Everything of a running trainer but its step: roles, data, reward, tracker, checkpoints.
+    """Everything of a running trainer except the step: roles, data, reward, tracker, checkpoints.
 
     Attributes:
-        actor, critic, reference: handles to the roles, wherever they live; None where a role is not needed.
-        restarts: why it was built anew, once for each time.
+        actor, critic, reference: handles to the roles, in any process; None if a role is not needed.
+        restarts: reason of each restart.
     """
 
     def __init__(self, run: PPORun, context: BuildContext):
@@ -118,12 +118,12 @@ class PPOLifecycle:
         with faults_below("data"):
             splits = run.data.build(context)
         self.train_data, self.eval_data = splits.train, splits.eval
-        self.data_counts = told_counts(splits)
+        self.data_counts = report_counts(splits)
         self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
         self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
 
     def _refuse_other_tokenizers(self, run: PPORun) -> None:
-        """The critic and the reference read the actor's token ids, so their tokenizer must be the actor's."""
+        """Refuse other tokenizers of critic and reference, because they get the actor's token ids."""
         needed = {
             "critic.model": run.critic.model if run.critic and run.algorithm.needs_values else None,
             "reference.model": run.reference.model if run.reference and run.algorithm.needs_reference else None,
@@ -134,7 +134,7 @@ class PPOLifecycle:
             raise ConfigError(found)
 
     def _refuse_missing_columns(self, reward: RewardDescription) -> None:
-        """A reward names its columns; that one is missing is found before any weight is loaded."""
+        """Refuse data without the columns that the reward names, before any weight is loaded."""
         named = {"training rows": self.train_data, "evaluation rows": self.eval_data}
         known = {name: columns for name, data in named.items() if (columns := getattr(data, "columns", None))}
         with faults_below("reward"):
@@ -171,23 +171,23 @@ class PPOLifecycle:
 
     @property
     def actor_worker(self) -> Any:
-        """The actor itself.
+        """The actor's worker object.
 
         Raises:
-            ConfigError: it lives in another process.
+            ConfigError: it is in another process.
         """
         if (worker := getattr(self._cluster, "worker", None)) is None:
             raise ConfigError("trainer: the actor lives in another process. Set trainer=local, with one process.")
         return worker("actor")
 
     def _longest_prompt(self) -> int | None:
-        """Tokens of the longest prompt of the data, as far as the data tell."""
+        """Tokens of the longest prompt, if the data provide it."""
         longest = [getattr(data, "longest", None) for data in (self.train_data, self.eval_data) if data is not None]
         known = [tokens for tokens in longest if tokens is not None]
         return max(known) if len(known) == len(longest) else None
 
     def _row_tokens(self, run: PPORun) -> int | None:
-        """Tokens of the longest row that the run can have."""
+        """Maximum length of a row in tokens."""
         longest = self._longest_prompt() or getattr(run.data, "max_prompt_length", None)
         return None if longest is None else longest + run.response_tokens
 
@@ -199,7 +199,7 @@ class PPOLifecycle:
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """What a checkpoint holds beside the roles."""
+        """The driver's parts of a checkpoint."""
         ahead = {} if self.ahead is None else {"drawn_ahead": self.ahead}
         return {
             "sampler": self.sampler,
@@ -224,7 +224,7 @@ class PPOLifecycle:
         return paths
 
     def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
-        """What a checkpoint holds: of the roles, and of everything else that a later run needs to go on."""
+        """State for a checkpoint: that of the roles, and everything else that a resumed run needs."""
         return self.saving.states_of(self.trained, self._cluster.shares_memory), states_of(self.parts)
 
     @property
@@ -234,7 +234,7 @@ class PPOLifecycle:
         return {name: role for name, role in named.items() if role is not None}
 
     def replace_reward(self, described: RewardDescription) -> None:
-        """Rate by another reward from here on; policy, optimizer and place in the data stay."""
+        """Replace the reward; policy, optimizer and position in the data are kept."""
         self._refuse_missing_columns(described)
         with faults_below("reward"):
             reward = in_time(described.build(self.context))
@@ -255,17 +255,17 @@ class PPOLifecycle:
 
     @property
     def max_restarts(self) -> int:
-        """How often a run that lost a worker goes on by itself."""
+        """Maximum number of automatic restarts after a lost worker."""
         return 0 if self.settings.placement is None else self.settings.placement.max_restarts
 
     def restart(self, resume: str | None, why: str) -> None:
-        """Build everything anew, to go on from a checkpoint, or from the beginning if `resume` is None."""
+        """Rebuild everything and continue from a checkpoint, or from the beginning if `resume` is None."""
         self.close()
         self.restarts.append(why)
         self._build(replace(self.description, resume=resume), self._context)
 
     def close(self) -> None:
-        """End the workers, let go of the weights, and put back what the run changed in this process."""
+        """Stop the workers, free the weights, and restore the process settings that the run changed."""
         if self.saving is not None:
             self.saving.close()
         if self._cluster is not None:

@@ -75,10 +75,13 @@ class ReplayMixing:
             return weights, metrics
         is_old = batch["is_replayed"]
         behind = (self._version - batch["policy_version"])[is_old].double()
-        told = {"replay/old_rows": float(is_old.sum())}
+        of_replay = {"replay/old_rows": float(is_old.sum())}
         if len(behind):
-            told |= {"replay/staleness_mean": float(behind.mean()), "replay/staleness_max": float(behind.max())}
-        return weights, metrics | told
+            of_replay |= {
+                "replay/staleness_mean": float(behind.mean()),
+                "replay/staleness_max": float(behind.max()),
+            }
+        return weights, metrics | of_replay
 
     def new(self, batch: DataProto) -> DataProto:
         """The rows that were drawn in this step."""
@@ -112,7 +115,7 @@ class ReplayMixing:
         saved = next((path.parent for path in state.values()), None)
         if self.settings is None:
             if saved is not None:
-                _log.warning("The replay buffer of %s is left behind: replay=off keeps no rows.", saved.parent.name)
+                _log.warning("The replay buffer of %s is ignored: replay=off keeps no rows.", saved.parent.name)
             return
         from verl.replay.checkpoint import restore_buffer
 
@@ -123,7 +126,7 @@ class ReplayMixing:
             _log.warning("The checkpoint has no replay buffer: it starts empty.")
             return
         restore_buffer(self.buffer, saved, verify=False)
-        _log.info("The replay buffer goes on with %d rows of %s.", len(self.buffer), saved.parent.name)
+        _log.info("The replay buffer continues with %d rows of %s.", len(self.buffer), saved.parent.name)
 
     def close(self) -> None:
         """End threads; files stay."""

@@ -36,7 +36,7 @@ from verl.storage.config import is_address
 from verl.trainer.config import LoopSettings
 from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
 from verl.trainer.state.distributed_save import RankWriters
-from verl.trainer.state.resume import tell_differences
+from verl.trainer.state.resume import difference_messages
 from verl.trainer.state.save_directory import SaveDirectoryChoice, SweepJob
 from verl.trainer.state.training_identity import identity_of, paths_of_texts
 from verl.trainer.train_loop import TrainResult
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class ProcessState:
-    """Settings of this process that a run changes; `restore` puts them back when the last run here has ended."""
+    """Process-wide settings that a run changes; `restore` resets them when the last run in this process has ended."""
 
     _alive: ClassVar[list[ProcessState]] = []
     _before: ClassVar[tuple[int, bool, bool, str | None]]
@@ -68,7 +68,7 @@ class ProcessState:
         seed_everything(derive_seed(settings.seed, "driver"))
 
     def restore(self) -> None:
-        """May be called again, to no effect."""
+        """Restore the settings. Idempotent."""
         if self not in self._alive:
             return
         self._alive.remove(self)
@@ -87,7 +87,7 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     """The context of the driver: the run's seed, its device, and a directory for results.
 
     Raises:
-        ConfigError: the device is not there, or torchrun has started several drivers.
+        ConfigError: the device does not exist, or torchrun has started several drivers.
     """
     if (copies := torchrun.counts()[0]) > 1:
         raise ConfigError(
@@ -106,11 +106,11 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
 
 
 def resume_faults(resume: str | None) -> Iterator[str]:
-    """What is wrong with the path in `resume`, as far as a look at directories and headers tells; every byte is hashed
-    later. An address, and `latest`, are looked for when the trainer is built.
+    """Faults of the path in `resume` that can be found from directories and headers; bytes are verified later.
+    Addresses and `latest` are resolved when the trainer is built.
 
     Raises:
-        BadCheckpoint: it names one that is damaged.
+        BadCheckpoint: the named checkpoint is damaged.
     """
     if resume is None or resume == LATEST or is_address(resume):
         return
@@ -125,8 +125,7 @@ def resume_faults(resume: str | None) -> Iterator[str]:
 
 
 def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collection[str] = ()) -> CheckpointSaver:
-    """The checkpoints of a run, the directory that it saves them in, and the one that it goes on from if `resume`
-    names one.
+    """Choose and claim the save directory of a run, and find the checkpoint that it resumes from, if any.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is of another training, or another run saves in the directory.
@@ -142,17 +141,16 @@ def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collect
     point = place.resumed
     if point is not None:
         _log.info("Resuming from %s, step %d (%s).", point.published.directory, point.step, point.why)
-        for line in tell_differences(point, redact_tree(config)):
+        for line in difference_messages(point, redact_tree(config)):
             _log.warning("differs from the resumed run: %s", line)
     return CheckpointSaver(chosen, place, config, identity, loss_key, uses, run_id)
 
 
 def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -> Iterator[str]:
-    """What keeps a run from saving where it is to, or from going on from where `resume` says, as far as a look tells
-    that takes and fetches nothing.
+    """Faults of the save directory and of `resume` that can be found without locking or downloading anything.
 
     Args:
-        uses_storage: something beside the checkpoints lies in `run.storage`.
+        uses_storage: `run.storage` holds something other than checkpoints too.
     """
     if run.checkpoint is None and run.resume is None and not (uses_storage and run.storage):
         return
@@ -168,7 +166,7 @@ def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -
 
 
 def restore_of(saving: CheckpointSaver) -> RestoreSource | None:
-    """What roles need to go on from the checkpoint of a run; `find` has hashed all of it."""
+    """Restore information for the roles of a resumed run; `find` has verified the checkpoint."""
     point = saving.resumed
     if point is None:
         return None
@@ -180,17 +178,17 @@ def restore_of(saving: CheckpointSaver) -> RestoreSource | None:
 def rank_writers_of(
     cluster: WorkerGroup, trained: Mapping[str, Any], settings: Checkpointing | None
 ) -> RankWriters | None:
-    """The processes of roles as writers of checkpoints; None where the driver's own process holds the roles."""
+    """Rank writers for the processes of the roles; None if the roles are in the driver's process."""
     return None if cluster.shares_memory or settings is None else RankWriters(trained, settings)
 
 
 def start_cluster(
     host: Any, settings: LoopSettings, context: BuildContext, placement: Placement | None = None
 ) -> WorkerGroup:
-    """Build the roles where the placement, or without one their shardings, want them.
+    """Build the roles in the processes given by the placement, or else by their shardings.
 
     Raises:
-        ConfigError: more processes with a GPU each are asked for than there are GPUs.
+        ConfigError: there are fewer GPUs than processes.
     """
     world_size = settings.n_gpus_per_node * settings.nnodes
     if placement is not None:
@@ -215,13 +213,13 @@ def start_cluster(
 
 @dataclass(frozen=True)
 class RoleSharding:
-    """A role as far as its division goes.
+    """Sharding of one role.
 
     Attributes:
-        path: of the sharding in the configuration.
+        path: configuration path of the sharding.
         sharding: its own, or that of the run.
-        count: processes that hold it.
-        model: whose heads and layers must be divisible, and its path; None for a role whose model is not looked at.
+        count: number of its processes.
+        model: model whose heads and layers must be divisible, and its path; None if the model is not checked.
     """
 
     path: str
@@ -232,10 +230,10 @@ class RoleSharding:
 
 
 def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_placed: bool = False) -> list[str]:
-    """What is wrong between shardings, the number of processes, and the models; each fault is reported once.
+    """Faults of the combination of shardings, number of processes and models; each fault is reported once.
 
     Args:
-        is_placed: a placement says which role has how many processes, and itself what is wrong with that.
+        is_placed: a placement determines the number of processes of each role, and checks it itself.
     """
     whole = [role for role in roles if not role.sharding.needs_processes]
     if not is_placed and whole and whole[0].count > 1:
@@ -264,10 +262,10 @@ def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_pl
 
 
 class Restartable(Protocol):
-    """What a recovery needs of a trainer.
+    """Interface of a trainer that can be restarted.
 
     Attributes:
-        restarts: why it was restarted, once for each time.
+        restarts: reason of each restart.
     """
 
     description: Any
@@ -278,23 +276,23 @@ class Restartable(Protocol):
 
 
 def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], max_restarts: int) -> TrainResult:
-    """Train to the end, whatever workers are lost.
+    """Train to the end, with restarts after lost workers.
 
     Args:
-        fit: trains, from where the trainer is; it is told whether the run goes on if a worker is lost in it.
+        fit: trains from the current step; its argument says whether a restart follows if a worker is lost.
     Raises:
-        WorkerDied: a worker was lost, and the run keeps no checkpoints or was restarted as often as it may be.
+        WorkerDied: a worker was lost, and the run has no checkpoints or no restarts left.
     """
     resume, why = None, None
     while True:
         try:
             if why is not None:
                 trainer.restart(resume, why)  # may lose a worker too
-            return fit(max_restarts > 0 and _hopeless(trainer, max_restarts) is None)
+            return fit(max_restarts > 0 and _restart_fault(trainer, max_restarts) is None)
         except WorkerDied as error:
             if not max_restarts:
                 raise
-            if (reason := _hopeless(trainer, max_restarts)) is not None:
+            if (reason := _restart_fault(trainer, max_restarts)) is not None:
                 raise type(error)(error.rank, error.call, error.step, f"{error.detail}\n{reason}") from error
             why = str(error).splitlines()[0].rstrip(":")
             resume = last_checkpoint_of(trainer.saving) or trainer.description.resume
@@ -303,8 +301,8 @@ def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], 
             _log.warning("Restart %d of at most %d, from %s: %s", number, max_restarts, where, why)
 
 
-def _hopeless(trainer: Restartable, max_restarts: int) -> str | None:
-    """Why the run cannot go on by itself."""
+def _restart_fault(trainer: Restartable, max_restarts: int) -> str | None:
+    """Why the run cannot be restarted automatically; None if it can."""
     if trainer.saving.settings is None:
         return "The run keeps no checkpoints, so it cannot go on by itself. Set checkpoint=async."
     if len(trainer.restarts) >= max_restarts:

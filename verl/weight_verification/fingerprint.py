@@ -1,12 +1,12 @@
 """Fingerprints of weights: products of each matrix with a few probe vectors, equal on both sides if the weights are.
 
-A layer shows W x alone, since engines re-pack their weights. Two kinds of x make that tell much of W:
+Engines re-pack their weights, so only products W x of a layer can be read. Two kinds of x are used:
 
-    signs     x_j = +-1        exact in every type, so W x differs by rounding of the sum alone; every entry counts
-    columns   x = e_j          W x is column j itself, bit by bit: one product, and zeros
+    signs     x_j = +-1        exact in every type, so W x differs only by rounding of the sum; covers every entry
+    columns   x = e_j          W x is column j, bit by bit
 
-A whole sync left out changes every column, however small the step; what is local to a part of a matrix shows in the
-signs, and in a column of each quarter. The columns move on with every sync.
+A missing sync changes every column, even for small steps; a fault in a part of a matrix is detected by the signs and
+by one column in each quarter. The columns advance with every sync.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _SEED = 0x5EED
 class ProbeVectors:
     """The vectors of one sync.
 
-    They depend on the width of a layer alone, so that a tensor is recognised in the place of another of its shape.
+    They depend only on the width of a layer, so that a tensor loaded in place of another of the same shape is
+    recognised.
 
     Args:
         version: number of the sync.
@@ -43,7 +44,8 @@ class ProbeVectors:
     version: int = 0
 
     def columns(self, width: int) -> tuple[int, ...]:
-        """Which columns are read: at most `COLUMNS`, each moving through its part of the width from sync to sync."""
+        """The columns to read: at most `COLUMNS`, each of which advances through its part of the width from sync to
+        sync."""
         count = min(COLUMNS, width)
         bounds = [width * part // count for part in range(count + 1)]
         return tuple(low + self.version % (high - low) for low, high in pairwise(bounds))
@@ -59,7 +61,7 @@ class ProbeVectors:
 
 @lru_cache(maxsize=32)
 def _inputs(columns: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of the layers of one width; the next sync has others."""
+    """Probe vectors of one width, cached for this sync."""
     rows = torch.zeros(1 + len(columns), width)
     rows[0] = _signs(width)
     rows[range(1, len(rows)), columns] = 1.0
@@ -74,7 +76,7 @@ def _signs(width: int) -> Tensor:
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Within, products of float32 are made in float32, not in a narrower type such as TF32."""
+    """Context in which float32 products are computed in float32, not in a narrower type such as TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -88,14 +90,14 @@ _CHUNK = 1 << 21  # entries cast at a time
 
 @dataclass(frozen=True)
 class WeightFingerprint:
-    """What is compared of one tensor.
+    """Fingerprint of one tensor.
 
     Attributes:
         values: float32. Of a matrix [1 + columns, rows]: its product with the signs, then its columns. Of a vector
             [1, n]: itself. More than two dimensions count as rows, but for the last.
         width: entries of a row, or None for a vector.
-        dtype: the type that the tensor is held in, such as `bfloat16`.
-        slack: relative difference that is allowed in values otherwise compared bit by bit.
+        dtype: data type of the tensor, such as `bfloat16`.
+        slack: allowed relative difference of values that are otherwise compared bit by bit.
     """
 
     values: np.ndarray
@@ -111,7 +113,7 @@ Fingerprints = dict[str, WeightFingerprint]
 def fingerprint(
     tensor: Tensor, vectors: ProbeVectors, dtype: torch.dtype | None = None, slack: float = 0.0
 ) -> WeightFingerprint:
-    """The mark of a tensor as an engine holds it that computes in `dtype`; None for the tensor's own."""
+    """The fingerprint of a tensor in an engine's `dtype`; None: the tensor's own."""
     tensor, dtype = tensor.detach(), dtype or tensor.dtype
     name = dtype_name(dtype)
     if tensor.dim() < 2:
@@ -126,7 +128,7 @@ def fingerprint(
 
 
 def _times(rows: Tensor, signs: Tensor, dtype: torch.dtype, out: Tensor) -> None:
-    """rows x signs [n], summed in float32; what has to be cast for that is cast a part at a time."""
+    """rows x signs [n], summed in float32; casts are made in chunks."""
     with full_precision():
         if rows.dtype == dtype == torch.float32:
             torch.mv(rows, signs, out=out)
@@ -137,7 +139,7 @@ def _times(rows: Tensor, signs: Tensor, dtype: torch.dtype, out: Tensor) -> None
 
 
 def as_array(x: Tensor) -> np.ndarray:
-    """In main memory as float32, which holds every float16 and bfloat16."""
+    """A float32 array in main memory; exact for float16 and bfloat16."""
     return x.detach().float().cpu().numpy()
 
 
@@ -146,16 +148,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class FingerprintLog:
-    """The trainer's marks, taken while its tensors pass on their way to the engine: none is read for this alone.
+    """The trainer's fingerprints, computed while its tensors are sent to the engine, so that no tensor is read twice.
 
     Args:
         vectors: of this sync.
         dtype: that the engine computes in; None for that of each tensor.
-        tied: name of a tensor that the stream leaves out -> the one it is.
+        tied: name of a tensor that is not in the stream -> name of the tensor that it equals.
         sideways: names of matrices that the model keeps as [in, out].
     Attributes:
-        marks: by name, of what has passed so far.
-        seconds: spent on them.
+        marks: fingerprints so far, by name.
+        seconds: time spent on them.
     """
 
     def __init__(
@@ -170,20 +172,20 @@ class FingerprintLog:
         self.seconds = 0.0
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same names and tensors, noted as they pass."""
+        """Yield the same names and tensors, and compute their fingerprints."""
         for name, tensor in tensors:
             self.note(name, tensor)
             yield name, tensor
 
     def note(self, name: str, tensor: Tensor, slack: float = 0.0) -> None:
-        """Take the mark of one tensor."""
+        """Compute the fingerprint of one tensor."""
         began = time.perf_counter()
         upright = tensor.T if name in self.sideways else tensor
         self.add(name, fingerprint(upright, self.vectors, self.dtype, slack))
         self.seconds += time.perf_counter() - began
 
     def add(self, name: str, mark: WeightFingerprint) -> None:
-        """Keep a mark, under all names that the tensor has."""
+        """Store a fingerprint under all names of the tensor."""
         self.marks[name] = mark
         for alias, source in self.tied.items():
             if source == name:
@@ -191,7 +193,7 @@ class FingerprintLog:
 
 
 def tied_names(model: Any) -> dict[str, str]:
-    """Names under which a model has a tensor once more -> its first name, as of a head that is the embedding."""
+    """Further names of shared tensors -> first name, for example of a head that is tied to the embedding."""
     first: dict[int, str] = {}
     tied = {}
     for path, weight in model.named_parameters(remove_duplicate=False):
@@ -210,20 +212,20 @@ def sideways_names(model: Any) -> set[str]:
 
 
 def plain_name(path: str) -> str:
-    """The name of a module or tensor without what wrappers for adapters add."""
+    """The name of a module or tensor without the prefixes of adapter wrappers."""
     path = path.removeprefix("base_model.model.")
     return ".".join(part for part in path.split(".") if part != "base_layer")
 
 
 @dataclass(frozen=True)
 class FingerprintShard:
-    """What one rank knows of a tensor's mark.
+    """One rank's part of a tensor's fingerprint.
 
     Attributes:
-        mark: of the rank's part.
-        rows: of the whole tensor.
+        mark: fingerprint of the rank's part.
+        rows: number of rows of the whole tensor.
         offset: row at which the part begins.
-        is_term: the rows are a sum over ranks, each with other columns of the tensor.
+        is_term: the values are partial sums over the rank's columns, to be added over ranks.
     """
 
     mark: WeightFingerprint
@@ -243,9 +245,9 @@ FingerprintShards = dict[
 
 
 def join_shards(ranks: Sequence[FingerprintShards]) -> Fingerprints:
-    """The marks of whole tensors from the shards of all ranks.
+    """The fingerprints of whole tensors from the shards of all ranks.
 
-    Rows that no rank holds, and rows held by several that differ in them, are nan, so that they match nothing.
+    Rows that no rank holds, and rows that differ between ranks, are nan, so that they match nothing.
     """
     names = dict.fromkeys(name for rank in ranks for name in rank)
     return {name: _joined([shard for rank in ranks for shard in rank.get(name, ())]) for name in names}
@@ -266,7 +268,7 @@ def _joined(shards: Sequence[FingerprintShard]) -> WeightFingerprint:
 
 
 def _sums(shards: Sequence[FingerprintShard]) -> Iterator[FingerprintShard]:
-    """The terms of each range of rows added up."""
+    """Add the partial sums of each range of rows."""
     ranges: dict[tuple[int, int], list[FingerprintShard]] = {}
     for shard in shards:
         ranges.setdefault((shard.offset, shard.mark.values.shape[1]), []).append(shard)
@@ -279,11 +281,11 @@ def _sums(shards: Sequence[FingerprintShard]) -> Iterator[FingerprintShard]:
 def own_shard(
     part: Tensor, box: Box, shape: Sequence[int], vectors: ProbeVectors, dtype: torch.dtype
 ) -> FingerprintShard:
-    """What a part tells of the mark of its tensor, a vector or a matrix, as an engine has it that computes in `dtype`.
+    """The fingerprint shard of a part of a vector or matrix, in an engine's `dtype`.
 
     Args:
         part: of the tensor.
-        box: where it lies in the tensor.
+        box: its position in the tensor.
         shape: of the whole tensor.
     """
     if len(shape) < 2:
@@ -305,5 +307,5 @@ def own_shard(
 
 
 def upright(part: Tensor, box: Box, shape: Sequence[int]) -> tuple[Tensor, Box, tuple[int, ...]]:
-    """A part of a matrix that a model keeps as [in, out], as one of [out, in]."""
+    """Transpose a part of a matrix from [in, out] to [out, in]."""
     return part.T, (box[1], box[0]), (shape[1], shape[0])

@@ -1,7 +1,7 @@
 """Log-probs of a few fixed rows on both sides of a sync: does the engine compute the trainer's function?
 
-Fingerprints verify each tensor alone. What they do not cover (rotary positions, scales, how layers are joined, experts
-in kernels that cannot be read, an adapter that requests do not use) shows here.
+Fingerprints verify each tensor separately. The probe covers everything else: rotary positions, scales, connections of
+layers, experts in kernels that cannot be read, an adapter that requests do not use.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ ALLOWED_NATS = {"float32": 1e-3, "tf32": 5e-2, "float16": 5e-2, "bfloat16": 3e-1
 
 
 def allowed_nats(*types: str) -> float:
-    """The limit for two sides that compute in these types, as `compute_type` names them: that of the coarser one."""
+    """The limit for two compute types, as named by `compute_type`: that of the coarser one."""
     return max(ALLOWED_NATS.get(name, ALLOWED_NATS["float32"]) for name in types)
 
 
 def probe_rows(vocab_size: int, context: int = 4096) -> tuple[tuple[int, ...], ...]:
-    """The same rows of tokens on every machine, as long as `LENGTH` or as a context of so many tokens takes."""
+    """Rows of tokens that are the same on every machine, of length `LENGTH` or the context length if that is
+    smaller."""
     length = max(2, min(LENGTH, context - 1))
     noise = uniform(_SEED, 0, torch.arange(ROWS)[:, None], torch.tensor(0), torch.arange(length))
     return tuple(tuple(row) for row in (noise * vocab_size).long().tolist())
@@ -37,7 +38,7 @@ def probe_rows(vocab_size: int, context: int = 4096) -> tuple[tuple[int, ...], .
 
 @torch.no_grad()
 def trainer_log_probs(model: Any, rows: tuple[tuple[int, ...], ...], autocast: Autocast = None) -> np.ndarray:
-    """[rows, length - 1], of each token but the first, by the model that trains."""
+    """Log-probs [rows, length - 1] of each token but the first, from the training model."""
     tokens = torch.tensor(rows, device=compute_device(model))
     with computing_in(autocast, model):
         logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
@@ -47,7 +48,7 @@ def trainer_log_probs(model: Any, rows: tuple[tuple[int, ...], ...], autocast: A
 
 
 def engine_log_probs(llm: Any, rows: tuple[tuple[int, ...], ...], lora_request: Any = None) -> np.ndarray:
-    """The same by a vLLM engine, in its process."""
+    """The same log-probs from a vLLM engine, in its process."""
     sampling_params = type(llm.get_default_sampling_params())  # so that nothing here has to import vLLM
     outputs = llm.generate(
         [{"prompt_token_ids": list(row)} for row in rows],

@@ -35,13 +35,13 @@ from verl.weight_verification.vllm_params import LORA_B, adapter_tensors
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """What is to be proven.
+    """Request for a verification.
 
     Attributes:
         vectors: of this sync.
         rows: tokens of the probe.
-        weights: the weights of the model are to be proven.
-        adapter_rank: that of the adapter to be proven, or None.
+        weights: whether to verify the weights of the model.
+        adapter_rank: rank of the adapter to verify, or None.
     """
 
     vectors: ProbeVectors
@@ -52,13 +52,13 @@ class VerifyRequest:
 
 @dataclass(frozen=True)
 class VerifyReply:
-    """What the engine holds.
+    """Fingerprints and log-probs of the engine.
 
     Attributes:
-        marks: of its tensors by their Hugging Face names.
+        marks: fingerprints of its tensors by their Hugging Face names.
         log_probs: of the probe.
-        unproven: beginnings of the names of tensors that cannot be read in this engine.
-        seconds: that the answer took.
+        unproven: name prefixes of tensors that cannot be read in this engine.
+        seconds: time spent on the reply.
     """
 
     marks: Fingerprints
@@ -69,16 +69,16 @@ class VerifyReply:
 
 @dataclass(frozen=True)
 class TrainerSide:
-    """What the trainer holds.
+    """Fingerprints and log-probs of the trainer.
 
     Attributes:
         marks: of its tensors by their Hugging Face names.
         log_probs: of the probe.
-        dtype: that the engine is to compute in.
-        tied: as `FingerprintLog` has it.
-        previous: its marks at the sync before.
-        seconds: spent on its marks and log-probs.
-        compute_type: that its log-probs were computed in; `tf32` where float32 products are rounded.
+        dtype: data type of the engine.
+        tied: as in `FingerprintLog`.
+        previous: its fingerprints at the previous sync.
+        seconds: time spent on fingerprints and log-probs.
+        compute_type: data type of its log-probs; `tf32` if float32 products are rounded.
     """
 
     marks: Fingerprints
@@ -92,13 +92,13 @@ class TrainerSide:
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """That a sync has worked.
+    """Result of a successful verification.
 
     Attributes:
         metrics: `sync/...`.
         seconds: of both sides together.
-        num_tensors: proven one by one.
-        num_unproven: that only the probe speaks for.
+        num_tensors: number of tensors verified individually.
+        num_unproven: number of tensors covered only by the probe.
     """
 
     metrics: dict[str, float]
@@ -140,10 +140,10 @@ class SyncVerifier:
 
     Args:
         model: that trains, with its adapter if it has one.
-        dtype: that the engine computes in.
-        vocab_size: how many tokens a prompt may hold.
-        context: of the engine, in tokens.
-        autocast: as the actor has it.
+        dtype: data type of the engine.
+        vocab_size: number of token ids that a prompt may contain.
+        context: context length of the engine, in tokens.
+        autocast: of the actor.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype, vocab_size: int, context: int, autocast: Autocast = None):
@@ -170,33 +170,33 @@ class SyncVerifier:
         return VerifyRequest(vectors, self.rows, weights, adapter_rank)
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same names and tensors, as they go to the engine, noted as they pass."""
+        """Yield the same names and tensors, which are sent to the engine, and compute their fingerprints."""
         assert self._ledger is not None, "question() begins a sync"
         return self._ledger.watch(tensors)
 
     def note(self, name: str, tensor: Tensor) -> Tensor:
-        """The same for one tensor: note it, and give it back."""
+        """Compute the fingerprint of one tensor and return the tensor."""
         assert self._ledger is not None, "question() begins a sync"
         self._ledger.note(name, tensor)
         return tensor
 
     def note_adapter(self) -> None:
-        """Note the adapter of the model instead of its weights."""
+        """Compute fingerprints of the adapter instead of the weights."""
         assert self._ledger is not None, "question() begins a sync"
         for name, tensor in adapter_tensors(self.model):
             # The engine multiplies B by its scale in its own type, after rounding B to it.
             self._ledger.note(name, tensor, slack=2 * torch.finfo(self.dtype).eps if name.endswith(LORA_B) else 0.0)
 
     def adopt(self, marks: Fingerprints, seconds: float = 0.0) -> None:
-        """Take marks that were put together of parts, in these seconds, in the place of noting whole tensors."""
+        """Use fingerprints that were combined from parts, instead of computing them from whole tensors."""
         assert self._ledger is not None, "question() begins a sync"
         for name, mark in marks.items():
             self._ledger.add(name, mark)
         self._ledger.seconds += seconds
 
     def look(self) -> None:
-        """Compute the log-probs of the probe, while weights travel or the engine answers; `verify_sync` does it
-        otherwise.
+        """Compute the log-probs of the probe, during the transfer or the engine's verification; otherwise `verify_sync`
+        computes them.
         """
         assert self._ledger is not None, "question() begins a sync"
         began = time.perf_counter()
@@ -204,7 +204,7 @@ class SyncVerifier:
         self._seen = log_probs, time.perf_counter() - began
 
     def prove(self, engine: VerifyReply) -> VerificationResult:
-        """Compare with what the engine answered; see `verify_sync`."""
+        """Compare with the engine's reply; see `verify_sync`."""
         assert self._ledger is not None, "question() begins a sync"
         if self._seen is None:
             self.look()

@@ -11,8 +11,7 @@
 CPU kernels for experts keep the entries of a matrix in another order, which is found by packing numbers as weights are
 packed. Kernels that change more than the order are left to the log-prob probe.
 
-Runs in the engine's processes, one rank at a time. Layers are known by the names of their classes, so vLLM is not
-imported here.
+Runs in the engine's processes, one rank at a time. Layers are recognised by class name, so vLLM is not imported here.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class ExpertFingerprints:
         self.numbers = [(number, place) for number, place in places or everyone if place >= 0]
 
     def marks(self, vectors: ProbeVectors) -> Iterator[tuple[str, FingerprintShard]]:
-        """The shards of every expert's matrices, one expert's unpacked at a time."""
+        """The shards of every expert's matrices, unpacked one expert at a time."""
         layer, width = self.layer, self.config.hidden_dim_unpadded
         own, ranks = self.config.intermediate_size_per_partition_unpadded, self.config.tp_size
         rows, offset = own * ranks, own * self.config.tp_rank
@@ -83,13 +82,13 @@ class ExpertFingerprints:
         return f"{self.name}.{number}.{part}.weight"
 
     def _in_order(self, weight: Tensor) -> Tensor:
-        """A matrix of one expert as it was before its kernel packed it."""
+        """A matrix of one expert in its order before packing."""
         kind = _packing(self.layer)
         return weight if kind is None else unpacked(weight, kind)
 
 
 def reader_of(runner: Any, name: str) -> ExpertFingerprints | None:
-    """Of a module that holds a layer of experts; None if that cannot be read."""
+    """A reader for a module with a layer of experts; None if it cannot be read."""
     layers = [m for m in runner.modules() if "RoutedExperts" in {kind.__name__ for kind in type(m).__mro__}]
     if len(layers) != 1 or not _is_plain(layers[0]):
         return None
@@ -98,7 +97,7 @@ def reader_of(runner: Any, name: str) -> ExpertFingerprints | None:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether each expert is three matrices without more, in a kernel that at most reorders their entries."""
+    """Whether each expert consists of exactly three matrices, in a kernel that at most reorders their entries."""
     method, config = layer.quant_method, layer.moe_config
     if type(method).__name__ != "UnquantizedFusedMoEMethod" or config.has_bias or not config.is_act_and_mul:
         return False
@@ -109,13 +108,13 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _packing(layer: Any) -> str | None:
-    """The kind of packing that vLLM's kernel for the CPU has; None for weights that are in order."""
+    """The packing of vLLM's CPU kernel; None for unpacked weights."""
     method = layer.quant_method
     return method.moe_kernel.fused_experts.isa if method.unquantized_backend.name == PACKED_EXPERTS else None
 
 
 def _is_undone(layer: Any) -> bool:
-    """Whether what is unpacked becomes, packed again, what the kernel has: shown by the first expert."""
+    """Whether packing the unpacked matrix again reproduces the kernel's content, checked for the first expert."""
     kind = _packing(layer)
     assert kind is not None
     weights = (layer.w13_weight[0], layer.w2_weight[0])
@@ -137,7 +136,7 @@ def unpacked(weight: Tensor, kind: str) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _order(kind: str, width: int, dtype: torch.dtype) -> Tensor:
-    """Where each entry of a block of rows lies after packing."""
+    """Position of each entry of a block of rows after packing."""
     numbers = torch.arange(BLOCK * width)
     digits = [(numbers >> 8 * digit & 255).to(dtype).view(BLOCK, width) for digit in range(DIGITS)]
     went = sum(packed(digit, kind).flatten().long() << 8 * number for number, digit in enumerate(digits))
@@ -146,7 +145,7 @@ def _order(kind: str, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def placed(matrix: Tensor, width: int, offset: int) -> Tensor:
-    """This rank's columns at their place among all, with zeros for those of other ranks."""
+    """This rank's columns at their global positions, with zeros for those of other ranks."""
     wide = matrix.new_zeros(len(matrix), width)
     wide[:, offset : offset + matrix.shape[1]] = matrix
     return wide
@@ -162,8 +161,8 @@ class LayerRows:
 
     Attributes:
         name: of the tensor's module.
-        local: where its rows lie in what this rank's layer gives.
-        rows, offset: how many the whole tensor has, and at which of them this rank's part begins.
+        local: its rows in the output of this rank's layer.
+        rows, offset: number of rows of the whole tensor, and first row of this rank's part.
     """
 
     def __init__(self, name: str, local: slice, rows: int, offset: int):
@@ -174,13 +173,13 @@ Reading = Callable[[ProbeVectors], Iterable[tuple[str, FingerprintShard]]]  # of
 
 
 class LayerFingerprints:
-    """One rank's part of the model, whose layers are looked up once and read with every sync.
+    """One rank's part of the model; layers are looked up once and read at every sync.
 
     Args:
         model: vLLM's.
         dtype: that the engine computes in.
     Attributes:
-        unproven: beginnings of the names that cannot be read.
+        unproven: name prefixes of tensors that cannot be read.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
@@ -255,7 +254,7 @@ class LayerFingerprints:
     def _vocabulary(
         self, vectors: ProbeVectors, layer: Any, name: str, as_head: bool
     ) -> Iterator[tuple[str, FingerprintShard]]:
-        """An embedding as it is looked up, or a head as it makes logits; rows that only fill up are left out."""
+        """Rows of an embedding (by look-up) or a head (by its logits), without padding rows."""
         indices = layer.shard_indices
         start, end = indices.org_vocab_start_index, indices.org_vocab_end_index
         if as_head or not layer.weight.numel():
@@ -266,7 +265,7 @@ class LayerFingerprints:
         yield name, FingerprintShard(mark, layer.org_vocab_size, start)
 
     def _through(self, vectors: ProbeVectors, layer: Any, width: int, part: slice) -> tuple[np.ndarray, str]:
-        """What a layer makes of the vectors without its bias, [1 + columns, rows], and the type it computes in."""
+        """Output of a layer for the vectors, without bias, [1 + columns, rows], and its compute type."""
         weight = layer.weight
         dtype = weight.dtype if weight.numel() else self.dtype
         inputs = vectors.inputs(width, dtype, next(self.model.parameters()).device)
@@ -278,7 +277,7 @@ class LayerFingerprints:
     def _own(
         self, vectors: ProbeVectors, module: nn.Module, name: str, skip: tuple[str, ...]
     ) -> Iterator[tuple[str, FingerprintShard]]:
-        """The parameters of a module that is no layer of its own kind: norms and the like, whole on every rank."""
+        """Parameters of other modules, such as norms, which every rank holds whole."""
         for key, weight in module._parameters.items():
             if weight is not None and key not in skip:
                 yield f"{name}.{key}", whole_shard(fingerprint(weight, vectors))
@@ -301,7 +300,7 @@ def layer_parts(layer: Any, name: str, kinds: set[str], packed: dict[str, list[s
 
 
 def _pieces(layer: Any, kinds: set[str]) -> list[tuple[int, int, int]]:
-    """Of each tensor that a layer was packed from: its rows, those on this rank, and which part in order they are."""
+    """For each tensor of a packed layer: its number of rows, the rows on this rank, and the index of that part."""
     if "QKVParallelLinear" in kinds:
         value_size = getattr(layer, "v_head_size", layer.head_size)
         kv_part = layer.tp_rank // layer.num_kv_head_replicas
@@ -367,7 +366,7 @@ def adapter_shards(manager: Any, adapter_id: int, rank: int, vectors: ProbeVecto
 
 
 def _placed(a: Tensor, layer: Any) -> Tensor:
-    """This rank's inputs of A at their place among all, with zeros for those of other ranks."""
+    """This rank's input columns of A at their global positions, with zeros for those of other ranks."""
     start = layer.tp_rank * a.shape[1]
     wide = a.new_zeros(a.shape[0], layer.input_size)
     wide[:, start : start + a.shape[1]] = a

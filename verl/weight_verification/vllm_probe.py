@@ -14,10 +14,10 @@ READER = "_verl_layer_reader"
 
 
 def answer_request(llm: Any, question: VerifyRequest, lora_request: Any = None, rpc: str | None = None) -> VerifyReply:
-    """What a `vllm.LLM` holds; call it when new weights are loaded.
+    """Fingerprints and log-probs of a `vllm.LLM`; called after new weights were loaded.
 
     Args:
-        lora_request: that generation uses, where an adapter is to be proven.
+        lora_request: used for generation, if an adapter is verified.
         rpc: name of a method of the engine's workers that calls `run_on_worker`, for engines that take no functions.
     """
     began = time.perf_counter()
@@ -37,26 +37,26 @@ def answer_request(llm: Any, question: VerifyRequest, lora_request: Any = None, 
 
 
 def run_on_worker(worker: Any, task: str, *args: Any) -> Any:
-    """Do one task in the process of a rank; `worker` is vLLM's."""
+    """Run one task in the process of a rank; `worker` is vLLM's worker."""
     return {"score": _score, "read": _read}[task](worker, *args)
 
 
 def _score(worker: Any, mode: str) -> str:
-    """Set what the log-probs of prompts are made of, and give what that was."""
+    """Set the mode of prompt log-probs, and return the previous one."""
     config = worker.model_runner.model_config
     before, config.logprobs_mode = config.logprobs_mode, mode
     return before
 
 
 def _reader(model: Any, dtype: Any) -> LayerFingerprints:
-    """The model's, which it keeps for the next sync."""
+    """The reader of the model, cached for the next sync."""
     if READER not in model.__dict__:
         model.__dict__[READER] = LayerFingerprints(model, dtype)
     return model.__dict__[READER]
 
 
 def _read(worker: Any, question: VerifyRequest, adapter_id: int | None) -> tuple[FingerprintShards, list[str]]:
-    """The rank's shards, and the beginnings of the names that it cannot read."""
+    """The rank's shards, and the name prefixes of tensors that cannot be read."""
     runner = worker.model_runner
     shards: FingerprintShards = {}
     unproven: list[str] = []

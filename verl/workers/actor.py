@@ -150,7 +150,7 @@ class ActorWorker(TrainedWorker):
 
     @on_all
     def rest(self) -> None:
-        """Let the rollout engine give back its memory: no responses are drawn until the next sync."""
+        """Free the rollout engine's memory, because nothing is generated until the next sync."""
         self.sampler.rest()
 
     @by_rows
@@ -198,7 +198,7 @@ class ActorWorker(TrainedWorker):
 
     @on_all
     def sync(self) -> SyncResult:
-        """Give the rollout engine the present weights."""
+        """Send the current weights to the rollout engine."""
         self.engine.release()
         synced = self.sampler.sync()
         self._version_sampled, self._engine_follows = self.version, synced.is_current
@@ -206,7 +206,7 @@ class ActorWorker(TrainedWorker):
 
     @on_all
     def numerics(self) -> Numerics:
-        """What the log-probs of the model and of the rollout engine are computed with."""
+        """Compute types of the log-probs of model and rollout engine."""
         own = compute_type(self.model, self.engine.autocast)
         return Numerics(own, self.sampler.compute_type or own, type(self.sampler).__name__, self.temperature)
 

@@ -159,7 +159,7 @@ class TrainedWorker:
 
     @on_all
     def load(self, component: str, source: CheckpointSelection) -> None:
-        """Take weights, optimizer or both from a checkpoint into the live tensors, which stay where they are.
+        """Load weights, optimizer or both from a checkpoint into the live tensors.
 
         Raises:
             ConfigError: it holds another model.
@@ -171,7 +171,7 @@ class TrainedWorker:
 
     @on_all
     def state(self, copied: bool) -> RoleState | None:
-        """What a checkpoint holds of this role, on rank 0; None on the others, which hold the same.
+        """State of this role for a checkpoint, on rank 0; None on the other ranks, which hold the same.
 
         Args:
             copied: give copies in main memory, to be sent to another process, instead of the live tensors.
@@ -232,7 +232,7 @@ class TrainedWorker:
 
     @on_all
     def set_rng_states(self, states: Sequence[RngState], seed: int) -> None:
-        """Go on from what `rng_states` gave, each rank from its own; a rank that has none is seeded anew."""
+        """Restore the generators of each rank from `rng_states`; a rank without a state is seeded anew."""
         rank = self.engine.parallel.rank
         if rank < len(states):
             set_rng_state(*states[rank])

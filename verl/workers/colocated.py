@@ -41,7 +41,7 @@ class RoleProcess:
     parts: RankCheckpointWriter | None = None
 
     def saves(self, trained: Mapping[str, TrainedWorker]) -> None:
-        """Let roles, by the name of their component, write their part of checkpoints."""
+        """Set up roles, by component name, to write their parts of checkpoints."""
         self.parts = RankCheckpointWriter(next(iter(self.parallels.values())), trained)
         for worker in trained.values():
             worker.parts = self.parts
@@ -56,7 +56,7 @@ class RoleProcess:
         return getattr(self.workers[role], method)(*args)
 
     def close(self) -> None:
-        """Let go of the models, end what they started, and leave the group of processes."""
+        """Free the models, stop their processes, and leave the process group."""
         if self.parts is not None:
             self.parts.close()
         for worker in self.workers.values():

@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 class FirstBatchCheck:
-    """Looks at the first batch of a role, and makes its engine take a plainer way where the present one is wrong.
+    """Checks the first batch of a role, and switches its engine to a simpler execution path if the current one is
+    wrong.
 
     Args:
         name: where the configuration describes the model.
@@ -61,12 +62,12 @@ class FirstBatchCheck:
             worst = max(worst, difference)
             if self.engine.parallel.context is not None:
                 raise ConfigError(
-                    f"{self.name} is a {type(self.engine.model).__name__}: rows of the first batch have other numbers "
-                    f"when processes share their tokens than alone ({worst:.2g} on average). Set sharding.cp=1."
+                    f"{self.name} is a {type(self.engine.model).__name__}: rows of the first batch have different "
+                    f"results when processes share their tokens ({worst:.2g} on average). Set sharding.cp=1."
                 )
         raise ConfigError(
-            f"{self.name} is a {type(self.engine.model).__name__}: rows of the first batch have other numbers beside "
-            f"each other than alone ({worst:.2g} on average), however they are run. Choose another attention "
+            f"{self.name} is a {type(self.engine.model).__name__}: rows of the first batch have different results "
+            f"in a batch and alone ({worst:.2g} on average), however they are run. Choose another attention "
             "implementation or another model."
         )
 
@@ -74,8 +75,8 @@ class FirstBatchCheck:
         if scoring != before:
             words = (way.replace("_", " ") for way in (before, scoring))
             _log.warning(
-                "%s is a %s: as %s batches, rows of the first batch have other numbers than each has alone (%.2g on "
-                "average). From here on rows are run as %s batches.",
+                "%s is a %s: as %s batches, rows of the first batch have different results than each row alone "
+                "(%.2g on average). From here on rows are run as %s batches.",
                 self.name,
                 type(self.engine.model).__name__,
                 next(words),

@@ -20,7 +20,7 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import FETCHED
 from verl.checkpoint.read.lazy_tensors import DeviceMap, LazyTensor, lazy_tensors
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.remote.resolve import bring_same
+from verl.checkpoint.remote.resolve import fetch_by_manifest
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, FileFault
@@ -95,7 +95,7 @@ class RestoreSource:
     manifest: str = ""
 
     def here(self) -> RestoreSource:
-        """The same where this process sees it: on another machine than the driver's, fetched from the store.
+        """A copy with a path that this process can access; on another machine it is downloaded from the store.
 
         Raises:
             CheckpointNotFound: it is neither here nor in a store.
@@ -107,7 +107,7 @@ class RestoreSource:
             raise self._absent("")
         report(f"fetching {self.directory.name}")
         into = self.directory.parent / FETCHED / OF_WORKERS
-        published = bring_same(self.storage, self.manifest, into)
+        published = fetch_by_manifest(self.storage, self.manifest, into)
         if published is None:
             raise self._absent(f", nor in {self.storage.address}")
         return RestoreSource(published.directory, verify=False)  # all of it was hashed on its way
@@ -165,7 +165,7 @@ class RestoreSource:
 
 @dataclass(frozen=True)
 class CheckpointSelection:
-    """What is taken from a checkpoint, every byte of which has been hashed; travels to the processes of the roles.
+    """Parts of a verified checkpoint to load; picklable.
 
     Attributes:
         directory: of the checkpoint.
@@ -181,12 +181,12 @@ class CheckpointSelection:
     device_map: DeviceMap = None
 
     def tensors(self, component: str) -> Mapping[str, Tensor]:
-        """Of a component by name; none where they lie in no safetensors file."""
+        """Tensors of a component by name; empty if they are not in a safetensors file."""
         manager = CheckpointManager(self.directory)
         return manager.load(component, mmap=self.mmap, device_map=self.device_map, strict=False, verify=False)
 
     def saved(self, component: str) -> dict[str, LazyTensor]:
-        """The same, to be read where they are indexed."""
+        """The same as lazy tensors, which are read when indexed."""
         reader = CheckpointReader(open_checkpoint(FileSystem(), self.directory), verify=False, writable=True)
         return lazy_tensors(reader, component)
 
@@ -232,7 +232,7 @@ def _load_parts(model: Any, component: str, source: CheckpointSelection) -> None
 
 
 def load_optimizer(engine: TrainingEngine, component: str, source: CheckpointSelection) -> None:
-    """Give an engine the moments of the optimizer and its place in the learning rate's schedule."""
+    """Load the optimizer's moments and the position in the learning rate schedule into an engine."""
     assert engine.optimizer is not None
     prefix, divided = f"{component}.", engine.parallel.divides_weights
     found: Mapping[str, ReadableTensor] = source.saved("optimizer") if divided else source.tensors("optimizer")

@@ -174,7 +174,7 @@ def whole_on_owners(
 
 
 def first_names(tensors: Mapping[str, Tensor]) -> dict[int, str]:
-    """Of each tensor, by its `id`, the first of its names."""
+    """First name of each tensor, by `id`."""
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), name)
@@ -186,7 +186,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RankSaveSettings:
-    """What is the same for all saves of a run.
+    """Settings that are constant for all saves of a run.
 
     Attributes:
         directory: of the checkpoints.
@@ -252,7 +252,7 @@ class RankCheckpointWriter:
         self._writer: CheckpointWriter | None = None
 
     def look(self, directory: Path, nonce: str) -> RankInfo:
-        """Who lives here, and whether it sees what the driver has put there."""
+        """Identity of this process, and whether it can read the driver's nonce."""
         return RankInfo(tuple(self._trained), socket.gethostname(), sees_nonce(FileSystem(), directory, nonce))
 
     def states(self) -> dict[str, RemoteRoleState]:
@@ -262,12 +262,12 @@ class RankCheckpointWriter:
         }
 
     def prepare(self, setting: RankSaveSettings) -> None:
-        """Have memory for saves allocated in the background."""
+        """Allocate host buffers in the background."""
         total = sum(_num_bytes(worker) for worker in self._trained.values())
         self._kept(setting).reserve(int(1.1 * total / self._parallel.world_size) + 2**20)
 
     def save(self, order: RankSaveOrder) -> bool:
-        """Take part in a save; all processes do, at the same step. What fails here is told in this part's report.
+        """Write this rank's part of a save; collective. Failures are reported in this part's report.
 
         Returns:
             Whether this process sees the staging directory; if not, nothing was done.
@@ -369,7 +369,7 @@ Files = list[dict[str, list[str]]] | None
 def _division(
     live: Mapping[str, Tensor], names: Mapping[str, str] | None, num_ranks: int, max_bytes: int
 ) -> tuple[dict[str, int], Files, bytes | None]:
-    """Who gathers each tensor of a model, under the first of its names, and the files of each process.
+    """Which rank gathers each tensor of a model, by its first name, and the files of each rank.
 
     What is in no file of tensors, such as a value head, is rank 0's. So is a whole model whose tensors transformers
     cuts or joins when it saves it.
@@ -386,7 +386,7 @@ def _division(
 
 
 def _slices(prefix: str, tensors: Mapping[str, Tensor], parallel: Parallelism) -> list[TensorItem]:
-    """What this process writes of tensors that it holds in part, or as others do."""
+    """The slices that this process writes of sharded and replicated tensors."""
     items, layout = [], layout_of(tensors, parallel.mesh)
     for share in assign_slices(layout):
         if share.rank == parallel.rank:

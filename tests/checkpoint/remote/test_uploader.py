@@ -381,6 +381,6 @@ def test_a_store_that_cannot_be_asked_is_no_reason_to_start_afresh(
     save(tmp_path / "here", 7)
     with caplog.at_level(logging.ERROR):
         assert newest_of_tiers(tmp_path / "here", away, "full")[0].step == 7
-    assert "going on from the local disk" in caplog.text
+    assert "resuming from the local disk" in caplog.text
     before = time.time()
     assert before - 1 <= away.cold().sequence_floor <= time.time()

@@ -266,7 +266,7 @@ def test_a_damaged_base_serves_no_further_save(tmp_path, caplog):
     with CheckpointWriter(store := CheckpointStore(tmp_path), mode="sync") as writer:
         writer.save(request(3, trained(weights(), 3), increment=IncrementalSettings()))
         writer.drain()
-    assert "is damaged: it is written anew" in caplog.text
+    assert "is damaged: it is written as a whole" in caplog.text
     newest = store.newest()
     assert verify(FileSystem(), newest.directory, "full") == []
     assert newest.path(WEIGHTS).exists()

@@ -108,5 +108,5 @@ def test_a_resume_with_another_batch_draws_anew_and_says_so(changed, tmp_path, m
     fit(ahead(model, tmp_path, stop_after=2), tmp_path / "first")
     resume = str(tmp_path / "checkpoints/global_step_2")
     fit(ahead(model, tmp_path, total_steps=4, resume=resume, **changed), tmp_path / "second")
-    assert "drawn ahead is of a batch of another size: it is drawn anew" in caplog.text
+    assert "for another batch size; they are generated again" in caplog.text
     assert trained_on == [[0], [0], [2], [2]]

@@ -86,7 +86,8 @@ def test_a_moved_directory_of_checkpoints_goes_on_where_it_lies(copied, whole, m
 def test_latest_with_nothing_there_starts_fresh_and_says_so(model32, tmp_path, caplog):
     result = fit(course(model32, tmp_path, resume="latest", stop_after=1), tmp_path / "run")
     assert (result.status, result.steps) == ("stopped", 1)
-    assert f"resume=latest found no checkpoint in {tmp_path / 'checkpoints'}: starting fresh." in caplog.text
+    where = tmp_path / "checkpoints"
+    assert f"resume=latest found no checkpoint in {where}: starting from the beginning." in caplog.text
 
 
 def test_a_place_without_checkpoints_is_refused_in_words(tmp_path):

@@ -313,7 +313,7 @@ def test_a_sweep_started_again_goes_on_by_what_it_varies_and_not_by_the_numbers_
         shutil.rmtree("checkpoints")
     assert job(0, 2e-3, 4) == ("job_1", ["global_step_3", "global_step_4"])
     assert job(1, 3e-3, 1) == ("job_1-2", ["global_step_1"]), "a value that the first sweep did not have"
-    assert "found no job of this sweep with actor.optimizer.lr=0.003: job_1 starts fresh" in caplog.text
+    assert "found no job of this sweep with actor.optimizer.lr=0.003: job_1 starts from the beginning" in caplog.text
     assert job(2, 1e-3, 3) == ("job_0", ["global_step_2", "global_step_3"])
     with pytest.raises(ConfigError, match="holds no checkpoint of this training"):
         job(0, 1e-3, 3, data=OTHER)

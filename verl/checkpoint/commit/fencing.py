@@ -77,7 +77,7 @@ class WriterLease:
             return
         raise CheckpointFenced(
             f"{self._root} was taken over by run {recorded.get('run_id')} (process {recorded.get('pid')} on "
-            f"{recorded.get('host')}, {recorded.get('since')}); this run publishes nothing there any more. "
+            f"{recorded.get('host')}, {recorded.get('since')}); this run no longer publishes there. "
             "Stop one of the two, or give this one its own checkpoint.save_dir"
         )
 
@@ -110,7 +110,7 @@ class WriterLease:
         except OSError as error:
             if error.errno not in NO_LOCK:
                 raise
-            log.warning("%s has no file locks: two trainers there can notice each other too late", self._root)
+            log.warning("%s has no file locks: two trainers may detect each other too late", self._root)
             return None
         return handle
 
@@ -252,9 +252,9 @@ class RunLock:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return cls._told(fd)
+            return cls._read_holder(fd)
         except OSError:
-            holder = cls._told(fd)
+            holder = cls._read_holder(fd)
             return holder if is_alive(holder) else None
         finally:
             os.close(fd)
@@ -266,18 +266,18 @@ class RunLock:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = self._told(fd)
+                holder = self._read_holder(fd)
                 os.close(fd)
                 return holder
             except OSError as error:
                 if error.errno not in NO_LOCK:
                     os.close(fd)
                     raise
-                holder = self._told(fd)
+                holder = self._read_holder(fd)
                 if is_alive(holder):
                     os.close(fd)
                     return holder
-                log.warning("%s has no file locks: a run on another machine is not noticed", self._path.parent)
+                log.warning("%s has no file locks: a run on another machine is not detected", self._path.parent)
             if self._is_current(fd):
                 self._fd = fd
                 return None
@@ -291,7 +291,7 @@ class RunLock:
         return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
 
     @staticmethod
-    def _told(fd: int) -> LockHolder:
+    def _read_holder(fd: int) -> LockHolder:
         """The holder's record, which it writes right after locking."""
         for _ in range(10):
             time.sleep(LOCK_POLL_S)

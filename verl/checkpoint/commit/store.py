@@ -119,7 +119,7 @@ class CheckpointStore(CheckpointDirectory):
         with write_errors(f"looking at {self.directory}"):
             is_there = self.exists(self.directory / FORMAT) and self.exists(self.directory / STAGING)
         if not is_there:
-            log.error("%s WAS REMOVED, with what lay there, and is made again", self.directory)
+            log.error("%s WAS REMOVED, with what lay there, and was created again", self.directory)
             with write_errors(f"making {self.directory} again", "What lay there is gone"):
                 self._prepare()
         self._check_space(needed_bytes, needed_files)

@@ -75,7 +75,7 @@ def read_upload_target(disk: FileSystem, directory: Path) -> UploadTarget | None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ExternalInputError as error:
-        log.error("%s names no store: %s", directory / COLD, error)
+        log.error("%s is not a valid upload record: %s", directory / COLD, error)
         return None
 
 

@@ -156,7 +156,7 @@ def parse_state(directory: Path, data: bytes | memoryview) -> dict[str, Any]:
         state = parse_mapping(data)
         checked_as(SavedState, state)
         if unknown := [step for step in state.get("progress", {}).get("evaluations", {}) if not step.isdecimal()]:
-            raise ExternalInputError(f"progress.evaluations: {unknown[0][:80]!r} is no step")
+            raise ExternalInputError(f"progress.evaluations: {unknown[0][:80]!r} is not a step")
         if any(type(number) is not int for number in (state.get("lineage", {}).get("ancestors") or {}).values()):
             raise ExternalInputError("lineage.ancestors: expected the number of a publication for each run")
         return current_targets(state)

@@ -315,12 +315,12 @@ def refuse_inside(path: Path, what: str) -> None:
     for inner, outer in zip((real, *real.parents), real.parents):
         named = outer.name.startswith("global_step_") and ((outer / COMMIT).exists() or (outer / MANIFEST).exists())
         if named or ((outer / COMMIT).is_file() and (outer / MANIFEST).is_file()):
-            told = f"it lies in the checkpoint {outer}, which is never changed"
+            reason = f"it lies in the checkpoint {outer}, which is never changed"
         elif inner.name in OWN_DIRECTORIES and (outer / FORMAT).is_file():
-            told = f"{inner} is the store's own, which it cleans"
+            reason = f"{inner} is the store's own, which it cleans"
         else:
             continue
-        raise ConfigError(f"{what} is {str(path)!r}: {told}. Give a directory elsewhere.")
+        raise ConfigError(f"{what} is {str(path)!r}: {reason}. Give a directory elsewhere.")
 
 
 HEAD_BYTES = 512

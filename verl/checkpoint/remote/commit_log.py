@@ -108,7 +108,7 @@ class CommitLog:
         if self.store.create(_key(number), b'{"kind": "probe"}\n'):
             self.store.put(_key(number), _line(self._records[number]))
             raise ConfigError(
-                f"{self.store.address} replaces an object although it was asked not to: two trainers could publish "
+                f"{self.store.address} replaces an object in spite of a conditional put: two trainers could publish "
                 "over each other. Set conditional_put=false for it, and let one trainer alone use the prefix."
             )
 
@@ -142,8 +142,8 @@ class CommitLog:
         claims = [self._records[number] for number in sorted(self._records) if self._records[number].kind == "claim"]
         if self.claim and claims and (record := claims[-1]).claim != self.claim:
             raise CheckpointFenced(
-                f"{self.store.address} was taken over by {record.by} at {record.at}; this run uploads nothing there "
-                "any more. Stop one of the two, or give this one its own storage.prefix"
+                f"{self.store.address} was taken over by {record.by} at {record.at}; this run no longer uploads "
+                "there. Stop one of the two, or give this one its own storage.prefix"
             )
 
     def _beyond(self) -> Iterator[LogRecord]:

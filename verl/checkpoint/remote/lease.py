@@ -178,7 +178,7 @@ def _lives(store: ObjectStore, number: int, found: LeaseRecord, wait_s: float) -
     if time.time() - found.renewed_at > CERTAINLY_OVER_S:
         return False
     if wait_s > RENEW_EVERY_S:
-        log.warning("%s is held by %s: waiting up to %.0f s to see whether it lives", store.address, found, wait_s)
+        log.warning("%s is held by %s: waiting up to %.0f s to see whether it is alive", store.address, found, wait_s)
     end = time.monotonic() + wait_s
     while time.monotonic() < end:
         time.sleep(LOOK_EVERY_S)

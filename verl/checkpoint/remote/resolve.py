@@ -53,7 +53,7 @@ class CheckpointTier:
     def refused(self, error: StorageRefused) -> ConfigError:
         """What to say, and what to do, where the store says no."""
         return ConfigError(
-            f"storage leads to {self.address}, which refuses: {error}. Mend that, or keep checkpoints on the local "
+            f"storage leads to {self.address}, which refuses: {error}. Fix that, or keep checkpoints on the local "
             "disk alone with checkpoint.upload_interval=null."
         )
 
@@ -67,7 +67,7 @@ class CheckpointTier:
             raise self.refused(error) from error
         except StorageError as error:
             raise ConfigError(
-                f"storage leads to {self.address}, which does not answer: {error}. Mend that, or keep checkpoints on "
+                f"storage leads to {self.address}, which does not answer: {error}. Fix that, or keep checkpoints on "
                 "the local disk alone with checkpoint.upload_interval=null."
             ) from error
 
@@ -87,7 +87,7 @@ class CheckpointTier:
             raise self.refused(error) from error
         except StorageError as error:
             floor = int(time.time())
-            log.error("%s cannot be asked (%s): publications are numbered from %d", self.address, error, floor)
+            log.error("%s does not answer (%s): publications are numbered from %d", self.address, error, floor)
         finally:
             checkpoints.store.close()
         return UploadTarget(
@@ -155,9 +155,13 @@ def newest_of_tiers(
         if not complete:
             raise ConfigError(
                 f"resume is 'latest': there is no checkpoint in {directory}, and {tier.address} cannot be asked "
-                f"whether it has one ({error}). Mend that, or start without resume."
+                f"whether it has one ({error}). Fix that, or start without resume."
             ) from error
-        log.error("%s cannot be asked for a newer checkpoint (%s): going on from the local disk", tier.address, error)
+        log.error(
+            "%s does not answer (%s), so a newer checkpoint there is not found: resuming from the local disk",
+            tier.address,
+            error,
+        )
     other: tuple[Checkpoint, dict[str, Any]] | None = None
     try:
         for found in _in_order(local, complete, records):
@@ -190,7 +194,7 @@ def newest_of_tiers(
     if faults:
         raise ConfigError(
             f"resume finds damaged checkpoints in {directory} and {tier.address}, or such as cannot be fetched, and no "
-            f"whole one (the last: {faults[-1]}). Mend or remove them, or start without resume."
+            f"whole one (the last: {faults[-1]}). Repair or remove them, or start without resume."
         )
     raise CheckpointNotFound(f"neither {directory} nor {tier.address} holds a checkpoint")
 
@@ -223,7 +227,7 @@ def bring(address: str, save_dir: Path, storage: Storage | None = None) -> tuple
     return fetched, storage_at(tier.store.address, storage)
 
 
-def bring_same(storage: Storage, manifest: str, directory: Path) -> Checkpoint | None:
+def fetch_by_manifest(storage: Storage, manifest: str, directory: Path) -> Checkpoint | None:
     """Fetch the checkpoint with this manifest into a directory, once for all processes of this machine that ask at
     once; None where the store does not have it.
 

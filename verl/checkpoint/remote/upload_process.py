@@ -262,8 +262,8 @@ class Uploader:
 
     >>> uploader = Uploader(setting)  # doctest: +SKIP
     >>> uploader.look()               # after each checkpoint that was published
-    >>> for told in uploader.heard():
-    ...     print(told.kind, told.name)
+    >>> for message in uploader.heard():
+    ...     print(message.kind, message.name)
     >>> uploader.close(wait_s=600)
 
     Args:
@@ -276,7 +276,7 @@ class Uploader:
     def __init__(self, setting: UploadSettings, timeout_s: float = 600.0):
         self._setting, self._timeout_s = setting, timeout_s
         self._lock = threading.Lock()
-        self._told: list[UploadEvent] = []
+        self._events: list[UploadEvent] = []
         self._changed = threading.Condition()
         self._is_done = self.is_fenced = self.is_refused = self._closing = False
         self._starts = self._num_commands = 0
@@ -299,8 +299,8 @@ class Uploader:
     def heard(self) -> list[UploadEvent]:
         """What has happened since it was last asked."""
         with self._changed:
-            told, self._told = self._told, []
-        return told
+            events, self._events = self._events, []
+        return events
 
     def close(self, wait_s: float) -> list[UploadEvent]:
         """Have all uploaded, the newest whatever the interval, for at most `wait_s`; then end the process.
@@ -355,7 +355,7 @@ class Uploader:
             return False
         code = None if self._child is None else self._child.describe_exit()
         ended = f" with {code}" if code else ""
-        log.error("the uploader ended%s; it is started again and goes on where it was", ended)
+        log.error("the uploader ended%s; it is restarted and continues", ended)
         self._start()
         return True
 
@@ -378,12 +378,12 @@ class Uploader:
         with self._changed:
             self._changed.notify_all()
 
-    def _hear(self, told: UploadEvent) -> None:
+    def _hear(self, message: UploadEvent) -> None:
         with self._changed:
-            self._is_done |= told.kind == "done"
-            self.is_fenced |= told.kind == "fenced"
-            self.is_refused |= self._closing and told.is_refused
-            self._told.append(told)
+            self._is_done |= message.kind == "done"
+            self.is_fenced |= message.kind == "fenced"
+            self.is_refused |= self._closing and message.is_refused
+            self._events.append(message)
             self._changed.notify_all()
 
     def _watch(self) -> None:

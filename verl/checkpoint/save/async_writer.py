@@ -302,7 +302,7 @@ class CheckpointWriter:
         try:
             wanted.host_buffer.fit(wanted.num_bytes)
         except OSError as error:  # the save itself will say so
-            log.warning("there is no memory for saving yet: %s", error)
+            log.warning("no memory could be allocated for saving yet: %s", error)
         finally:
             self._host_buffers.give_back(wanted.host_buffer)
         self._to_write.put(wanted)

@@ -146,7 +146,7 @@ class DeltaPolicy:
         if base is None:
             return None
         if not self._is_intact(base.published, base.entry.path):
-            log.error("%s of %s is damaged: it is written anew", base.entry.path, base.published.directory)
+            log.error("%s of %s is damaged: it is written as a whole", base.entry.path, base.published.directory)
             return None
         found = DeltaCandidate(base, image, source, self._items[image.path], self._disk)
         return found if found.ratio <= self._settings.pays_below else None

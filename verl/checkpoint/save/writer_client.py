@@ -189,9 +189,9 @@ class WriterClient:
                 self.num_deaths += 1
                 if self._gives_up:
                     raise CheckpointWriteFailed(f"step {plan.step} was given up by close()") from death
-                log.error("%s; what it was writing is still in memory", death)
+                log.error("%s; the save is still in memory", death)
         if self._setting.is_used:
-            log.error("the checkpoint writer died %d times: the trainer itself writes step %d", ATTEMPTS, plan.step)
+            log.error("the checkpoint writer died %d times: the trainer's process writes step %d", ATTEMPTS, plan.step)
         assert host_buffer.memory is not None
         self._progress.advance(f"saving step {plan.step} in the trainer", OF_TRAINER)
         with memoryview(host_buffer.memory) as memory, reporting_to(self._progress, OF_TRAINER):

@@ -38,7 +38,7 @@ AT_ONCE = {"free_objects_batch_size": 1}
 
 @dataclass(frozen=True)
 class RaySettings:
-    """What is asked of Ray.
+    """Resource requests and settings for Ray.
 
     Attributes:
         address: of a cluster; None starts one here.
@@ -136,7 +136,7 @@ class RaySession:
             except (OSError, RuntimeError, ValueError, RayError) as error:
                 raise ConfigError(
                     f"trainer.placement.address is {wanted.address!r}: a Ray cluster could not be joined there "
-                    f"({str(error).splitlines()[0]}; {_said_of_token(has_token)}). Start one with "
+                    f"({str(error).splitlines()[0]}; {_token_message(has_token)}). Start one with "
                     "`ray start --head`, or set it to null."
                 ) from error
             return
@@ -175,7 +175,7 @@ class RayMachine:
     gpus: float
 
     def room(self, num_cpus: float, num_gpus: float) -> float:
-        """How many workers of this kind it can hold."""
+        """Number of workers of this kind that fit."""
         held = [have // want for have, want in ((self.cpus, num_cpus), (self.gpus, num_gpus)) if want]
         return min(held, default=math.inf)
 
@@ -201,7 +201,7 @@ def machines_of(address: str) -> list[RayMachine]:
 
 
 def _last_words(node: Any) -> dict[int, str]:
-    """What is said if Ray ends this process for the end of one of its own; it does so without a word."""
+    """Message printed if Ray kills this process because one of its own processes ended, which Ray does silently."""
     (raylet,) = node.all_processes["raylet"]
     text = (
         f"Ray's raylet (process {raylet.process.pid}) was killed or crashed, or ended with another of Ray's own "
@@ -212,7 +212,7 @@ def _last_words(node: Any) -> dict[int, str]:
 
 
 def _show_token() -> bool:
-    """Have Ray show its token, if this user has one, to a cluster that is joined.
+    """Make Ray send its authentication token, if this user has one, when joining a cluster.
 
     A cluster that `ray start` makes asks for the token if its user has one, and every local `ray.init` writes one.
     `ray.init(address=...)` shows it only with RAY_AUTH_MODE=token; a cluster that asks for none does not mind.
@@ -230,7 +230,7 @@ def _show_token() -> bool:
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
-def _said_of_token(has_token: bool) -> str:
+def _token_message(has_token: bool) -> str:
     if has_token:
         return (
             "it was shown the token of this user, ~/.ray/auth_token or RAY_AUTH_TOKEN: the cluster's must be the same"

@@ -143,7 +143,7 @@ class RayPlacement(Placement):
         return [list(pools[i : i + most]) for i in range(0, len(pools), most)]
 
     def _bundles(self, sizes: Mapping[str, int], gpus: float) -> dict[str, SharedBundles]:
-        """Of each pool that shares its GPUs."""
+        """Placement bundles of each pool that shares GPUs."""
         from verl.cluster.ray.ray_worker_group import SharedBundles
 
         found = {}

@@ -1,4 +1,4 @@
-"""What runs in a Ray actor: the roles of one process, and the calls to them. Imports no Ray itself.
+"""The content of a Ray actor: the roles of one process and calls to them. Does not import Ray.
 
 Calls come one after another in one thread; `progress`, `stack` and `end` come in a second one, and so are answered
 during a call.
@@ -22,7 +22,7 @@ from verl.utils.progress import Progress, report, report_to
 
 
 class RayReply(NamedTuple):
-    """What became of a call; `error` is the traceback if it failed."""
+    """Reply to a call; `error` is the traceback if it failed."""
 
     serialized: Serialized | None
     error: str | None = None
@@ -62,7 +62,7 @@ class RoleWorker:
                 os.dup2(file.fileno(), 2)
 
     def versions(self) -> dict[str, str]:
-        """What must be the same on every machine of a run."""
+        """Versions that must be equal on all machines of a run."""
         return versions()
 
     def start(self, payload: bytes, search_path: Sequence[str], env: Mapping[str, str], num_threads: int) -> RayReply:
@@ -106,12 +106,12 @@ class RoleWorker:
         return self._progress.count(0), self._progress.stage()
 
     def stack(self) -> str:
-        """Where the call under way stands."""
+        """Stack of the current call."""
         frame = None if self._thread is None else sys._current_frames().get(self._thread)
         return "".join(traceback.format_stack(frame)) if frame is not None else "idle"
 
     def end(self) -> None:
-        """Let go of the models and leave the group of processes."""
+        """Free the models and leave the process group."""
         host, self._host = self._host, None
         if host is not None:
             with contextlib.suppress(BaseException):  # the process ends next

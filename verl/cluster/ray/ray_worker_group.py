@@ -214,7 +214,8 @@ class RayTransport:
         self._inbox.put((number, calls))
 
     def _sent(self, pending: PendingCall) -> tuple[list[Serialized], list[Any]]:
-        """What each rank is sent, one object to all who are sent the same; and which of its rows are for that rank."""
+        """The object for each rank, shared between ranks with the same rows, and which of its rows belong to that
+        rank."""
         args, division, size = pending.args, pending.division, self._setting.size
         if division is None:
             return [serialize(args)] * size, [None] * size
@@ -224,7 +225,7 @@ class RayTransport:
         return [shares[part] for part in pending.shares.of_rank], [None] * size
 
     def _collect(self, group: RemoteWorkerGroup) -> None:
-        """Take in the answers, until the group is closed."""
+        """Receive replies until the group is closed."""
         tracked: dict[Any, tuple[int, int]] = {}  # call and rank
         while True:
             while not tracked or not self._inbox.empty():
@@ -328,7 +329,7 @@ class RayTransport:
 
 
 class _Place(NamedTuple):
-    """Where a worker lives.
+    """Location of a worker.
 
     Attributes:
         address: of its machine in the cluster.

@@ -111,7 +111,7 @@ class ServerSampler(RolloutEngine):
         if self.parts.source == "trainer":
             raise ConfigError(
                 "trainer.rollout_ahead is 1: log-probs come from the trainer (rollout.log_probs), whose weights change "
-                "while the server draws. Let the server tell them (docs/rollout_server.md), or set rollout_ahead=0."
+                "while the server draws. Use those of the server (docs/rollout_server.md), or set rollout_ahead=0."
             )
         self._begin(prompts, request)
 
@@ -131,7 +131,7 @@ class ServerSampler(RolloutEngine):
         if self.parts.source != "server":
             raise ConfigError(
                 "environment: log-probs come from the trainer (rollout.log_probs), and turns of episodes need those of "
-                "the server. Let the server tell them (docs/rollout_server.md), or set rollout=hf."
+                "the server. Use those of the server (docs/rollout_server.md), or set rollout=hf."
             )
         limit = self.parts.limit
         if limit is not None and limits.row_tokens > limit:
@@ -196,8 +196,8 @@ class ServerSampler(RolloutEngine):
         gap, gap_before = self._gaps()
         if gap is None:
             raise RolloutError(
-                "The server tells no log-probs of prompts (prompt_logprobs), so it cannot be proven that it holds new "
-                "weights. Set rollout.weights=fixed, or use a vLLM that tells them."
+                "The server returns no log-probs of prompts (prompt_logprobs), so its new weights cannot be "
+                "verified. Set rollout.weights=fixed, or use a vLLM that returns them."
             )
         self._refuse_wrong_weights(gap, gap_before)
         metrics = {"sync/copy_s": moved.write_s, "sync/load_s": moved.load_s, "sync/bytes": float(moved.num_bytes)}
@@ -250,13 +250,13 @@ class ServerSampler(RolloutEngine):
     def _gaps(self) -> tuple[float | None, float | None]:
         """Mean distance between the server's log-probs and the trainer's: its current ones, and those of the last
         sync."""
-        told = self.parts.probe.server_log_probs()
-        if told is None:
+        theirs = self.parts.probe.server_log_probs()
+        if theirs is None:
             return None, None
         self.model.eval()
         now, before = self.parts.probe.trainer_log_probs(self.model, self.autocast), self._before
         self._before = now
-        return float(np.abs(told - now).mean()), None if before is None else float(np.abs(told - before).mean())
+        return float(np.abs(theirs - now).mean()), None if before is None else float(np.abs(theirs - before).mean())
 
     def _allowed_nats(self) -> float:
         """Largest distance, in nats, between log-probs of fixed text that rounding explains."""

@@ -87,10 +87,10 @@ def _refuse_absence(client: HTTPClient) -> None:
 def _protocol(options: ServerRollout, client: HTTPClient, tokenizer: Any) -> tuple[ServerProtocol, int | None]:
     """The protocol, and the server's limit on tokens of prompt and response if it reports one."""
     if options.protocol == "tgi":
-        info = _told(client, "/info", "protocol is tgi")
+        info = _server_reply(client, "/info", "protocol is tgi")
         limit = info.get("max_total_tokens") if isinstance(info, dict) else None
         return TGIProtocol(tokenizer), _limit(limit)
-    listed = _told(client, "/v1/models", "protocol is openai")
+    listed = _server_reply(client, "/v1/models", "protocol is openai")
     cards = listed.get("data") if isinstance(listed, dict) else None
     cards = [card for card in cards or () if isinstance(card, dict) and isinstance(card.get("id"), str)]
     card = _chosen(cards, options.model, client.endpoint.base_url)
@@ -98,8 +98,8 @@ def _protocol(options: ServerRollout, client: HTTPClient, tokenizer: Any) -> tup
     return OpenAIProtocol(card["id"]), _limit(limit)
 
 
-def _limit(told: Any) -> int | None:
-    return told if isinstance(told, int) and not isinstance(told, bool) and told > 0 else None
+def _limit(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _chosen(cards: Sequence[dict[str, Any]], name: str | None, url: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class _ServerQuery(Request):
         self.answer = answer
 
 
-def _told(client: HTTPClient, path: str, setting: str) -> Any:
+def _server_reply(client: HTTPClient, path: str, setting: str) -> Any:
     question = _ServerQuery(path)
     report = client.ask([question])[0]
     assert report is not None
@@ -184,10 +184,10 @@ def _refuse_another_model(options: ServerRollout, probe: LogProbCheck, model: An
     Returns:
         The mean distance of log-probs of fixed text, in nats; None if the server does not return them.
     """
-    told = probe.server_log_probs()
-    if told is None:
+    theirs = probe.server_log_probs()
+    if theirs is None:
         return None
-    gap = float(np.abs(told - probe.trainer_log_probs(model, autocast)).mean())
+    gap = float(np.abs(theirs - probe.trainer_log_probs(model, autocast)).mean())
     limit = options.max_gap_nats or ANOTHER_MODEL_NATS
     if options.weights == "reload":  # then the setting speaks of what is left after a reload
         limit = max(limit, ANOTHER_MODEL_NATS)

@@ -40,10 +40,10 @@ class LogProbCheck:
         Raises:
             RolloutError: the server does not answer.
         """
-        told = [
+        scored = [
             drawn.prompt_log_probs for drawn in ask_server(self.client, self.protocol, rows or self.rows, self.wish)
         ]
-        return None if None in told else np.array([x for row in told for x in row or ()])
+        return None if None in scored else np.array([x for row in scored for x in row or ()])
 
     def trainer_log_probs(self, model: Any, autocast: Autocast) -> np.ndarray:
         """The same log-probs, from the training model."""
@@ -57,9 +57,9 @@ class LogProbCheck:
         """
         drawn = ask_server(self.client, self.protocol, self.rows, self._drawing)
         longer = tuple((*row, *response.ids) for row, response in zip(self.rows, drawn, strict=True))
-        told = ask_server(self.client, self.protocol, longer, self.wish)
+        scored = ask_server(self.client, self.protocol, longer, self.wish)
         gaps = []
-        for response, whole in zip(drawn, told, strict=True):
+        for response, whole in zip(drawn, scored, strict=True):
             if whole.prompt_log_probs is None:
                 return None
             raw = np.array(whole.prompt_log_probs[-len(response.ids) :])

@@ -242,9 +242,9 @@ class OpenAIProtocol(ServerProtocol):
     def read(self, answer: Any, prompt: Sequence[int], wish: SamplingRequest) -> ServerResponse:
         choice = _only_choice(answer)
         reason = read_finish_reason(choice["finish_reason"], "choices[0].finish_reason", ("stop", "length"))
-        told = read_mapping(choice.get("logprobs") or {}, "choices[0].logprobs")
-        ids = _ids_of(choice, told, wish)
-        if (log_probs := told.get("token_logprobs")) is None or (isinstance(log_probs, list) and None in log_probs):
+        logprobs = read_mapping(choice.get("logprobs") or {}, "choices[0].logprobs")
+        ids = _ids_of(choice, logprobs, wish)
+        if (log_probs := logprobs.get("token_logprobs")) is None or (isinstance(log_probs, list) and None in log_probs):
             raise NotRetryable("tokens without log-probs, which training needs")
         log_probs = read_log_probs(log_probs, "choices[0].logprobs.token_logprobs")
         if (seen := choice.get("prompt_token_ids")) is not None and seen != list(prompt):
@@ -268,9 +268,9 @@ def _only_choice(answer: Any) -> dict[str, Any]:
     return choice
 
 
-def _ids_of(choice: dict[str, Any], told: dict[str, Any], wish: SamplingRequest) -> list[int]:
+def _ids_of(choice: dict[str, Any], logprobs: dict[str, Any], wish: SamplingRequest) -> list[int]:
     """The token ids, from `token_ids` or from texts such as `token_id:17`; if both are present they must agree."""
-    given, written = choice.get("token_ids"), _written_ids(told.get("tokens"))
+    given, written = choice.get("token_ids"), _written_ids(logprobs.get("tokens"))
     if not given and written is None:
         raise NotRetryable(TEXT_ONLY)
     ids = read_token_ids(given or written, "choices[0].token_ids", wish.num_tokens)
@@ -292,18 +292,18 @@ def _written_ids(tokens: Any) -> list[int] | None:
     return [int(number) for number in numbers]
 
 
-def _of_prompt(told: Any, prompt: Sequence[int]) -> list[float] | None:
+def _of_prompt(logprobs: Any, prompt: Sequence[int]) -> list[float] | None:
     """Prompt log-probs from `[null, {"17": {"logprob": -1.5}}, ...]`, one mapping per token; None if absent."""
-    if told is None:
+    if logprobs is None:
         return None
     found = []
-    if len(read_items(told, "choices[0].prompt_logprobs")) != len(prompt):
-        raise RetryableAnswer(f"{len(told)} prompt_logprobs for a prompt of {len(prompt)} tokens")
+    if len(read_items(logprobs, "choices[0].prompt_logprobs")) != len(prompt):
+        raise RetryableAnswer(f"{len(logprobs)} prompt_logprobs for a prompt of {len(prompt)} tokens")
     for place, token in enumerate(prompt):
         what = f"choices[0].prompt_logprobs[{place}]"
         if place == 0:
             continue  # nothing predicts it
-        entry = read_mapping(told[place], what).get(str(token))
+        entry = read_mapping(logprobs[place], what).get(str(token))
         if entry is None:
             raise RetryableAnswer(f"{what} has no log-prob of the prompt's own token {token}")
         found.append(read_log_prob(read_mapping(entry, what).get("logprob"), what))
@@ -365,8 +365,8 @@ class TGIProtocol(ServerProtocol):
                 raise NotRetryable(
                     f"its tokenizer reads a prompt as {seen}, the actor's as {list(prompt)}: another model"
                 )
-            told = [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in prefill[1:]]
-            drawn = replace(drawn, prompt_log_probs=told)
+            logprobs = [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in prefill[1:]]
+            drawn = replace(drawn, prompt_log_probs=logprobs)
         return checked(drawn, reason == "length", wish)
 
     def as_text(self, prompt: Sequence[int]) -> str:

@@ -111,7 +111,7 @@ class StreamWriter:
         """Like `send`, for an iterator of (name, tensor) in the order of the plan."""
         copying, name, tensor = 0.0, "", torch.empty(0)
         for number, places in enumerate(chunks):
-            self._wait_until_left(number - 1, is_reader_alive)
+            self._wait_for_readers(number - 1, is_reader_alive)
             for place in places:
                 start = time.perf_counter()
                 if place.begin == 0:
@@ -142,7 +142,7 @@ class StreamWriter:
         self._memory.close()
         os.close(self._fd)
 
-    def _wait_until_left(self, count: int, is_reader_alive: Callable[[], bool]) -> None:
+    def _wait_for_readers(self, count: int, is_reader_alive: Callable[[], bool]) -> None:
         """Until every reader has emptied so many chunks."""
         readers = self._head[FIRST_READER : FIRST_READER + self._num_readers]
         _wait(lambda: bool((readers >= count).all()), is_reader_alive)

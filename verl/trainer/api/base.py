@@ -25,7 +25,7 @@ from verl.utils.component_exits import component_exits
 
 
 class BaseTrainer:
-    """Base of the trainers that a script makes. `close` it, or use it as a context manager.
+    """Base of the trainers for scripts. Call `close` when done, or use it as a context manager.
 
     Attributes:
         run: the checked description of the run.
@@ -49,12 +49,13 @@ class BaseTrainer:
         return dict(self._course.result.last_metrics)
 
     def step(self) -> float:
-        """One iteration: sample, rate, credit, update; logged, evaluated and saved where the settings say so.
+        """One training iteration: generate, score, assign credit, update. Logs, evaluates and saves according to the
+        settings.
 
-        Past the last step of the run it goes on with the learning rate of that.
+        Steps after the last step of the run use the final learning rate.
 
         Returns:
-            The actor's loss, or nan where the step trained nothing. `metrics` has the rest.
+            The actor's loss, or nan if the step was skipped. `metrics` has all metrics.
         """
         course = self._under_way()
         try:
@@ -68,7 +69,7 @@ class BaseTrainer:
 
     @component_exits()
     def fit(self) -> TrainResult:
-        """Train to the end, from where the trainer is. On Ctrl-C what is finished is written first.
+        """Train from the current step to the end. On Ctrl-C finished work is saved first.
 
         In Ray, a lost worker costs the steps since the last save: see `verl.trainer.setup`.
         """
@@ -83,10 +84,10 @@ class BaseTrainer:
 
     @component_exits()
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the present weights on the held-out rows.
+        """Evaluate the current weights on the held-out rows; returns metrics.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: there are no held-out rows.
         """
         if self.trainer.eval_data is None:
             raise ConfigError("eval_dataset is missing: there are no held-out rows. Give it, or data.eval_files.")
@@ -94,10 +95,10 @@ class BaseTrainer:
 
     @component_exits()
     def save_checkpoint(self, save_dir: str | Path | None = None, tag: str | None = None) -> Path:
-        """Save now, and wait until the checkpoint is published.
+        """Save a checkpoint and wait until it is published.
 
         Args:
-            save_dir: directory of checkpoints, if not that of the run.
+            save_dir: directory of checkpoints; default: that of the run.
             tag: the name of the checkpoint's directory, such as `loss_0.12_step_500`; otherwise `global_step_N`.
         Returns:
             The directory of the checkpoint.
@@ -116,21 +117,22 @@ class BaseTrainer:
         load_components: Sequence[str] | None = None,
         device_map: DeviceMap = None,
     ) -> None:
-        """Go on from a checkpoint: into the live weights, nothing is built anew.
+        """Load a checkpoint into the live weights, without rebuilding any role.
 
         Args:
             path: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.
             mmap: copy from the mapped files, instead of reading them into memory first.
-            load_components: some of `actor`, `critic`, `optimizer`, `scheduler`, `dataloader`, `rng`; None is all of
-                them, and what follows is what would have followed the save, bit for bit.
-            device_map: where tensors are put on their way to the weights, such as `cuda:0`; main memory otherwise.
+            load_components: some of `actor`, `critic`, `optimizer`, `scheduler`, `dataloader`, `rng`; None: all of
+                them, after which training continues exactly as after the save, bit for bit.
+            device_map: device by way of which tensors are copied to the weights, such as `cuda:0`; default: main
+                memory.
         """
         load_checkpoint(self._under_way(), path, load_components, mmap, device_map)
 
     @property
     def reward_model(self) -> Any:
-        """What rates the responses. Set another, in any form that the constructor takes, and training goes on with it;
-        the policy, its optimizer and the place in the data stay."""
+        """The reward. It can be set to another reward, in any form that the constructor takes; the policy, its
+        optimizer and the position in the data are kept."""
         return self.trainer.reward
 
     @reward_model.setter
@@ -140,11 +142,11 @@ class BaseTrainer:
         self.trainer.replace_reward(with_timeout_of(described, self.trainer.description.reward))
 
     def reset_reward_stats(self) -> None:
-        """Let the reward forget what it has learned of scores, such as their running mean."""
+        """Reset the reward's statistics of scores, such as their running mean."""
         self.reward_model.reset_stats()
 
     def close(self) -> None:
-        """Write what is finished, end what was started, and let go of the weights; may be called again."""
+        """Write final results, stop all processes and free the weights. Idempotent."""
         self._end()
 
     @component_exits()

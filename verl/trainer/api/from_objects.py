@@ -2,8 +2,8 @@
 
 object ──*_from_object──> placeholder ──compose, validate──> run of placeholders ──run_with_objects──> run
 
-A placeholder is a component that says what can be written down of the object; configuration and training identity are
-made of that. The objects themselves are put into the frozen run once, when it has been composed and checked.
+A placeholder is a component with the serializable properties of an object, which enter configuration and training
+identity. The objects themselves are inserted once into the frozen run, after it was composed and checked.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ class RewardObject(RewardDescription):
 
 @component
 class ModelObject(ModelSource):
-    """A loaded Hugging Face model. As the actor it is the object itself that trains; other roles take copies of it.
+    """A loaded Hugging Face model. The actor trains the object itself; other roles get copies.
 
     Args:
-        argument: the name that it was passed by.
+        argument: name of the argument.
         kind: its class.
-        num_parameters: in all.
-        context_length: in tokens, where its configuration tells.
+        num_parameters: total number of parameters.
+        context_length: in tokens, if its configuration has it.
     """
 
     argument: str
@@ -150,7 +150,7 @@ class ModelObject(ModelSource):
         return self.context_length
 
     def _handed_out(self) -> Any:
-        """The object itself for the first who asks, a copy for each later one: the actor trains it, none else may."""
+        """Return the object itself at the first call and copies afterwards, because only the actor may train it."""
         model, tokenizer = carried_by(self)
         if getattr(self, "_is_taken", False):
             return self._copied()
@@ -170,14 +170,14 @@ class ModelObject(ModelSource):
 
 
 def carrying(described: Any, value: Any) -> Any:
-    """The same description with what it stands for."""
+    """A copy of the description with its object attached."""
     made = dataclasses.replace(described)
     object.__setattr__(made, "_carried", value)
     return made
 
 
 def carried_by(described: Any) -> Any:
-    """What `carrying` put there."""
+    """The object attached by `carrying`."""
     found = getattr(described, "_carried", None)
     if found is None:
         raise ConfigError(
@@ -188,18 +188,18 @@ def carried_by(described: Any) -> Any:
 
 
 def run_with_objects(composed: ComposedConfig, given: Mapping[str, Description]) -> Any:
-    """The checked run of a configuration that was composed with placeholders, with the objects in their places.
+    """The checked run of a configuration with placeholders, in which the placeholders are replaced by their objects.
 
     Args:
-        given: by path, what took the place of configuration: placeholders, and other components.
+        given: placeholders and other components that replace configuration nodes, by path.
     Raises:
-        ConfigError: with every fault of the configuration.
+        ConfigError: with all faults of the configuration.
     """
     return _with_objects(validate(composed.config, composed.faults), _objects_in(dict(given)))
 
 
 def _objects_in(described: Any) -> dict[str, Any]:
-    """All objects that placeholders at or below a value stand for, by `key_of`."""
+    """All objects of placeholders in a value, by `key_of`."""
     if not isinstance(described, (Description, dict)):
         return {}
     own = getattr(described, "_carried", None)
@@ -210,7 +210,7 @@ def _objects_in(described: Any) -> dict[str, Any]:
 
 
 def _with_objects(run: Any, objects: Mapping[str, Any]) -> Any:
-    """A run whose placeholders have the objects that they stand for."""
+    """A run in which all placeholders have their objects."""
     if isinstance(run, (PromptsObject, RewardObject, ModelObject)) and (key := key_of(run)) in objects:
         return carrying(run, objects[key])
     if isinstance(run, dict):
@@ -228,7 +228,7 @@ def _fields(described: Description) -> dict[str, Any]:
 
 
 def key_of(described: PromptsObject | RewardObject | ModelObject) -> str:
-    """The name of what a description carries."""
+    """The key of the object of a description."""
     if isinstance(described, ModelObject):
         return described.argument
     return f"reward {described.name}" if isinstance(described, RewardObject) else "data"
@@ -247,7 +247,7 @@ def _dataset(rows: RLHFDataset | Sequence[Mapping[str, Any]], tokenizer: Any, op
 
 
 def _trainable(model: Any) -> Any:
-    """The model, of which what the user froze stays frozen, unless that is all of it."""
+    """The model with trainable parameters; parameters that the user froze stay frozen, unless all are."""
     return model if any(p.requires_grad for p in model.parameters()) else model.requires_grad_(True)
 
 
@@ -258,7 +258,8 @@ def _is_module(value: Any) -> bool:
 
 
 def _refuse_fewer_embeddings(name: str, model: Any, tokenizer: Any) -> None:
-    """A token id without an embedding fails deep inside the model, on a GPU without a word of why."""
+    """Refuse models with fewer embeddings than token ids, which fail inside the model with an obscure error on a
+    GPU."""
     if not hasattr(model, "get_input_embeddings"):
         return
     rows = model.get_input_embeddings().weight.shape[0]
@@ -280,7 +281,7 @@ def model_from_object(argument: str, model: Any, tokenizer: Any = None) -> Model
     """A model that is a path, a hub name, a description, or loaded.
 
     Raises:
-        ConfigError: it is none of them, or lacks what its role needs.
+        ConfigError: it is of another kind, or does not have the interface that its role needs.
     """
     if isinstance(model, ModelSource):
         return model
@@ -303,7 +304,7 @@ def reward_from_object(reward: Any, tokenizer: Any = None, argument: str = "rewa
     Args:
         tokenizer: of a reward model that is passed as a module; None is that of the policy.
     Raises:
-        ConfigError: it is no reward.
+        ConfigError: it is not a reward.
     """
     if isinstance(reward, RewardDescription):
         return reward
@@ -321,19 +322,19 @@ def reward_from_object(reward: Any, tokenizer: Any = None, argument: str = "rewa
 
 
 def with_timeout_of(described: RewardDescription, before: RewardDescription) -> RewardDescription:
-    """A reward that takes the place of another one, with the deadline that was set for that."""
+    """The new reward with the deadline that was set for the previous one."""
     if not isinstance(described, RewardObject) or not isinstance(before, RewardObject):
         return described
     return carrying(dataclasses.replace(described, timeout_s=before.timeout_s), carried_by(described))
 
 
 def summed_rewards(rewards: Sequence[Any]) -> RewardDescription:
-    """Several rewards as their weighted sum; one of weight 1 as itself.
+    """The weighted sum of several rewards; a single reward with weight 1 is returned unchanged.
 
     Args:
-        rewards: each in any form, or `{"reward": ..., "weight": 0.5, "name": "style"}`. The weight is 1 unless given.
+        rewards: each in any form, or `{"reward": ..., "weight": 0.5, "name": "style"}`. The default weight is 1.
     Raises:
-        ConfigError: there is none, or one of them is no reward.
+        ConfigError: the list is empty, or an entry is not a reward.
     """
     parts: dict[str, RewardDescription] = {}
     weights: dict[str, float] = {}
@@ -384,7 +385,7 @@ def data_from_object(train: Any, held_out: Any = None, options: PromptOptions | 
 
 
 def _files(data: Any) -> tuple[str, ...] | None:
-    """The paths that data are; None where they are no paths."""
+    """The paths in the argument; None if it contains no paths."""
     if isinstance(data, (str, Path)):
         return (str(data),)
     if isinstance(data, (list, tuple)) and data and all(isinstance(item, (str, Path)) for item in data):

@@ -53,38 +53,38 @@ OF_TRAINING = {  # keys of train_config that lie elsewhere, or have a second nam
 class Trainer(BaseTrainer):
     """Policy optimisation over the composed default of `verl ppo`, by the same roles and the same loop.
 
-    A model may be a path, a hub name, a description such as `TinyModel()`, or a loaded Hugging Face model; a loaded one
-    is trained itself, so `model` is what it was, trained. Nothing is shown on the console but warnings.
+    A model may be a path, a hub name, a description such as `TinyModel()`, or a loaded Hugging Face model, which is
+    trained in place. Only warnings are shown on the console.
 
     Args:
         model: the policy.
         reward_model: a function of prompts and responses, `file.py:function`, a reward model (a module that returns
             `scores`, a Hugging Face sequence-classification model, or the path of one), or a description.
         train_dataset: prompts: rows (dicts with a `prompt`), an `RLHFDataset`, a parquet or JSONL file, or several.
-        ref_model: what KL is measured against, for algorithms that do; None is the policy as it starts.
-        critic_model: what the critic starts from, for algorithms that need one; None is the policy as it starts.
-        tokenizer: needed for a loaded model; else the one that lies with it.
-        reward_tokenizer: of a reward model that is passed as a module and reads other tokens than the policy.
-        eval_dataset: like `train_dataset`; None evaluates nothing.
+        ref_model: reference model for KL, for algorithms that use one; None: the initial policy.
+        critic_model: initial model of the critic, for algorithms that need one; None: the initial policy.
+        tokenizer: required for a loaded model; default: the tokenizer in the model's directory.
+        reward_tokenizer: of a reward model that is passed as a module and has another tokenizer than the policy.
+        eval_dataset: like `train_dataset`; None: no evaluation.
         algorithm: an option of the group `algorithm`, or an `Algorithm`.
         rollout_config: keys of the rollout engine (`temperature`, `max_new_tokens`, ...), `n` responses per prompt,
-            `engine`, an option of the group `rollout`, and in place of `max_new_tokens` a `max_length` of prompt and
-            response together, at most what the model holds: half of it is the response's, or what
+            `engine`, an option of the group `rollout`, and instead of `max_new_tokens` a `max_length` of prompt and
+            response together, at most the model's context: half of it is for the response, or what
             `data_config["max_prompt_length"]` leaves.
-        checkpoint_config: keys of `Checkpointing` (`save_dir`, `save_interval`, `keep_last_n`, ...); None saves only
-            where `save_checkpoint` is called.
+        checkpoint_config: keys of `Checkpointing` (`save_dir`, `save_interval`, `keep_last_n`, ...); None: save only
+            when `save_checkpoint` is called.
         train_config: keys of `PPOSettings` (`total_steps`, `prompts_per_step`, `seed`, ...), `lr`, `critic_lr`, and
             `num_epochs` for `total_epochs`.
         data_config: keys of `PromptOptions`.
         lora: train a low-rank adapter: a `LoRA`, or a mapping of its keys.
-        config: a short YAML file or a mapping, laid over the default, below all arguments.
-        overrides: as on the command line; they win over everything.
+        config: a short YAML file or a mapping that is merged into the default; arguments have precedence over it.
+        overrides: as on the command line; they have the highest precedence.
 
     Attributes:
         config: the composed configuration.
 
     Raises:
-        ConfigError: every fault that can be found before any weight is loaded.
+        ConfigError: with all faults that can be found before weights are loaded.
     """
 
     @component_exits()
@@ -168,7 +168,7 @@ def _refuse_unknown_keys(
 
 
 def _defaults(given: Mapping[str, Description], saves: bool, algorithm: str | Algorithm) -> dict[str, Any]:
-    """What a library wants where nobody says otherwise: options of groups, and values by path."""
+    """Defaults for library use: options of groups, and values by path."""
     data = given["data"]
     prompts = min(PROMPTS_PER_STEP, data.num_rows if isinstance(data, PromptsObject) else PROMPTS_PER_STEP)
     if prompts % 2:  # of few rows; what a step has must divide into its mini-batches
@@ -190,7 +190,7 @@ def _arguments(
     checkpoint: Mapping[str, Any] | None,
     train: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The arguments in the spelling of the configuration."""
+    """The arguments as configuration values."""
     chosen: dict[str, Any] = {} if isinstance(algorithm, Algorithm) else {"algorithm": algorithm}
     for key, value in (rollout or {}).items():
         if key == "engine":
@@ -242,7 +242,7 @@ def _refuse_objects_elsewhere(run: Any, given: Mapping[str, Description]) -> Non
 def _with_lengths(
     model: Description, rollout: Mapping[str, Any], data: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both configurations with the limits of prompts and responses that `max_length` of both together comes to."""
+    """Both configurations with `max_length` replaced by separate limits for prompts and responses."""
     rollout, data = dict(rollout), dict(data)
     total = rollout.pop("max_length", None)
     if total is None:
@@ -267,7 +267,7 @@ def _with_lengths(
 
 
 def _room(model: Description, rollout: Mapping[str, Any] | None, data: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options of the data, in which prompts leave room for responses in a short context."""
+    """The data options, with a limit on prompts that leaves room for responses in a short context."""
     options = dict(data or {})
     context = model.max_positions() if isinstance(model, ModelSource) else None
     response = (rollout or {}).get("max_new_tokens")
@@ -278,7 +278,7 @@ def _room(model: Description, rollout: Mapping[str, Any] | None, data: Mapping[s
 
 
 def _padding(tokenizer: Any) -> Any:
-    """The tokenizer, with a pad token: the end of text, where it has none."""
+    """The tokenizer; if it has no pad token, the end-of-text token is used."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -292,15 +292,15 @@ INSTEAD = {
 
 
 class DataPipeline:
-    """The parts of a run. Each part has the forms that the arguments of `Trainer` have.
+    """The parts of a run. Each part accepts the same forms as the arguments of `Trainer`.
 
     Args:
         actors: the policy, alone.
         reward_models: rewards; several are a weighted sum, each logged by its name. One of them may be
             `{"reward": ..., "weight": 0.5, "name": "style"}`.
-        critics: what the critic starts from, or none. With one the algorithm is `ppo`, unless `train_config` names
-            another; without, `grpo`.
-        references: what KL is measured against, or none.
+        critics: initial model of the critic, or none. With one the default algorithm is `ppo`, otherwise `grpo`;
+            `train_config` can name another.
+        references: reference model for KL, or none.
         data: prompts to train on; may be given to `RLTrainer` instead.
         eval_data: prompts to evaluate on, or None.
         tokenizer: of the policy; needed where it is a loaded model.
@@ -309,7 +309,7 @@ class DataPipeline:
         overrides: as on the command line.
 
     Raises:
-        ConfigError: a part is missing, or there are more of it than a run has.
+        ConfigError: a part is missing, or there are more of one kind than a run supports.
     """
 
     def __init__(
@@ -353,9 +353,9 @@ class DataPipeline:
 
 
 class RLTrainer:
-    """Carries a pipeline out, by the same roles and the same loop as `verl ppo`.
+    """Runs a pipeline, with the same roles and the same loop as `verl ppo`.
 
-    Models are switched between training, rating and sampling where it is needed; nobody calls `.train()`, `.eval()` or
+    Models are switched between training, scoring and generation automatically; do not call `.train()`, `.eval()` or
     `no_grad()`.
 
     Args:
@@ -378,7 +378,7 @@ class RLTrainer:
             raise ConfigError("data is missing: give rows with a `prompt`, an RLHFDataset, or a file.")
 
     def run(self) -> TrainResult:
-        """Train to the end, and let go of everything. May be called again, for a run of its own.
+        """Train to the end and close the trainer. Each call is a separate run.
 
         Raises:
             ConfigError: a fault in the parts, before any weight is loaded.

@@ -1,8 +1,8 @@
-"""Bytes that a training step keeps of a micro-batch, by running one and two layers on tensors without data.
+"""Activation memory of a micro-batch, measured by running one and two layers on fake tensors.
 
     config ── 1 and 2 layers ──> forward and backward under FakeTensorMode ── bytes alive, at their peak ──> a + n b
 
-`LiveBytes` counts on real tensors likewise, which is what the estimate is compared with.
+`LiveBytes` does the same for real tensors, to validate the estimate.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ CAUSAL = "verl_causal"  # attention without a mask, as packed rows have it
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operations within have made and that are alive.
+    """Counts the bytes of live storages that operations in its context have allocated.
 
     Attributes:
-        live, peak: bytes now, and at most so far; gradients of `watch`ed parameters left out.
+        live, peak: current bytes, and their maximum; without gradients of `watch`ed parameters.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
         return found
 
     def watch(self, module: nn.Module) -> None:
-        """Leave the parameters of a module and their gradients out of the count."""
+        """Exclude the parameters of a module and their gradients."""
         for parameter in module.parameters():
             self._known.setdefault(parameter.untyped_storage(), 0)
             if parameter.requires_grad:
@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class FakeBytes(LiveBytes):
-    """Likewise of tensors without data, with what their mode does not know of operations that models use."""
+    """`LiveBytes` for fake tensors, with rules for operations that FakeTensorMode does not support."""
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
@@ -90,15 +90,15 @@ class FakeBytes(LiveBytes):
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a micro-batch takes beside weights and gradients.
+    """Memory of a micro-batch in addition to weights and gradients.
 
     Attributes:
-        training: at the peak of forward and backward pass, logits left out.
-        kept: at the end of the forward pass, when logits come on top.
-        scoring: at the peak of a forward pass without gradients.
-        logits: of the part of the tokens whose logits are there at a time, in the backward pass.
-        why_counted: why the layers could not be traced, so that a formula for layers of Llama stands in; None where
-            they were.
+        training: peak of forward and backward pass, without logits.
+        kept: at the end of the forward pass, when logits are added.
+        scoring: peak of a forward pass without gradients.
+        logits: of one chunk of tokens in the backward pass.
+        why_counted: why the layers could not be traced, so that a formula for Llama layers was used; None if they were
+            traced.
     """
 
     training: int
@@ -124,7 +124,7 @@ def trace_activations(
     device_type: str = "cpu",
     expert_load: float | None = None,
 ) -> Activations:
-    """Of a line of so many tokens through a model with this Hugging Face configuration.
+    """Trace a packed sequence of this many tokens through a model with this Hugging Face configuration.
 
     Args:
         recomputed: with gradient checkpointing.
@@ -224,7 +224,7 @@ def _with_chosen(config: Any, chosen: int, siblings: int) -> Any:
 
 
 def _are_alike(config: Any) -> bool:
-    """Whether all layers have the same parameters, so that two of them tell of the others."""
+    """Whether all layers have the same parameters, so that two of them represent the others."""
     from transformers import AutoModel
 
     from verl.models.pretrained import quiet_transformers
@@ -270,7 +270,7 @@ def traced_activations(
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The tokens of a line see those before them, so that attention makes no matrix of scores or masks."""
+    """Make attention plain causal, so that it creates no matrix of scores or masks."""
 
 
 def _with_layers(config: Any, layers: int, siblings: int) -> Any:

@@ -17,17 +17,17 @@ GB, GIB, TERA = 10**9, 2**30, 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """What a device can do. Rates are peaks; `products_share` and `bandwidth_share` say what of them is reached.
+    """Peak rates of a device; `products_share` and `bandwidth_share` are the fractions that are reached in practice.
 
     Attributes:
         memory: bytes.
         products: dtype -> floating-point operations per second of matrix products, without sparsity.
         bandwidth: of its memory, bytes per second.
-        link, network: bytes per second that a process sends to one on the same machine, and on another one.
+        link, network: bytes per second between processes on the same machine, and on different machines.
         host_link: bytes per second between the device and main memory.
-        context: bytes that each process with this device takes for itself.
-        layer_s: seconds that one layer's forward pass takes at least: starting its kernels.
-        is_measured: on this machine, rather than read from a data sheet.
+        context: bytes of the device context of each process.
+        layer_s: minimum seconds of one layer's forward pass, for launching kernels.
+        is_measured: whether the rates were measured on this machine rather than taken from a data sheet.
     """
 
     name: str
@@ -45,11 +45,11 @@ class DeviceRates:
     is_gpu: bool = True
 
     def flops(self, dtype: str) -> float:
-        """Operations per second that a training step reaches in this type."""
+        """Achievable operations per second in this data type."""
         return self.products.get(dtype, self.products["float32"]) * self.products_share
 
     def reads(self) -> float:
-        """Bytes per second that are read from its memory."""
+        """Achievable bytes per second when reading its memory."""
         return self.bandwidth * self.bandwidth_share
 
 
@@ -87,7 +87,7 @@ def device_named(name: str) -> DeviceRates:
     """The rates of a device of the table, or `cpu`: this machine's memory with rates of two common cores.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no device of that name.
     """
     if name == "cpu":
         return this_cpu()
@@ -98,7 +98,8 @@ def device_named(name: str) -> DeviceRates:
 
 
 def gpu_here() -> DeviceRates:
-    """The GPU of this machine: its own memory, with the rates of the table where it is known there, else of an A100."""
+    """The GPU of this machine, with its actual memory and the rates of the table; unknown GPUs get those of an
+    A100."""
     asked = gpu_memory_from_outside(0)  # without a CUDA context in this process
     memory = torch.cuda.get_device_properties(0).total_memory if asked is None else asked.total
     name = gpu_name_from_outside(0) or torch.cuda.get_device_name(0)
@@ -110,7 +111,7 @@ def gpu_here() -> DeviceRates:
 
 
 def this_cpu() -> DeviceRates:
-    """Main memory of this machine, with rates that a core has at least; `measured_here` has its own."""
+    """The CPU of this machine with its actual memory and conservative rates; see `measured_here` for measured ones."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     rate = 30e9 * cores
@@ -132,7 +133,7 @@ def measured_here(hidden: int, mlp: int, dtype: str = "float32", seconds: float 
     """The rates of this machine's CPU, for products of these widths.
 
     Args:
-        hidden, mlp: widths of the model; larger ones than 4096 and 16384 are measured at that.
+        hidden, mlp: widths of the model, measured up to 4096 and 16384.
         seconds: for each of the measurements.
     """
     hidden, mlp = min(hidden, 4096), min(mlp, 16384)
@@ -161,7 +162,7 @@ def measured_here(hidden: int, mlp: int, dtype: str = "float32", seconds: float 
 
 
 def _fastest(work: Callable[[], object], seconds: float) -> float:
-    """The median of a run, first ones left out."""
+    """Median seconds of a call, without the first calls."""
     work()
     taken, end = [], time.perf_counter() + seconds
     while len(taken) < 5 or time.perf_counter() < end:
@@ -172,7 +173,7 @@ def _fastest(work: Callable[[], object], seconds: float) -> float:
 
 
 def _layer_seconds(seconds: float) -> float:
-    """Of a layer on one token, where nearly all is starting its operations."""
+    """Seconds of a layer on one token, which is dominated by launch overhead."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

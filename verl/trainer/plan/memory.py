@@ -1,4 +1,4 @@
-"""Bytes in each process, by phase and part, and what of them lies in main memory."""
+"""Bytes in each process, by phase and part, and bytes in main memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADS = {"critic": "backbone", "reward": "classifier"}  # models that give no l
 
 @dataclass(frozen=True)
 class RolePlan:
-    """A role and what a micro-batch of it takes.
+    """A role and the size of its micro-batches.
 
     Attributes:
         config: Hugging Face configuration of its model.
@@ -55,8 +55,8 @@ class PhaseMemory:
     """One phase of a step in the processes that hold some roles.
 
     Attributes:
-        roles: that live there.
-        parts: what takes how many bytes.
+        roles: in these processes.
+        parts: bytes by name.
     """
 
     name: str
@@ -68,7 +68,7 @@ class PhaseMemory:
         return sum(self.parts.values())
 
     def words(self, unit: int) -> str:
-        """Its parts, the largest first; those that would read 0.00 are left out."""
+        """Its parts, the largest first, without those that round to 0.00."""
         large = sorted((-size, name) for name, size in self.parts.items() if size >= 0.005 * unit)
         return ", ".join(f"{name} {-size / unit:.2f}" for size, name in large)
 
@@ -109,10 +109,10 @@ def role_plans(run: Any, estimate: MemoryEstimate, device: DeviceRates, exact: b
 
 
 def micro_batch_limit(run: Any, role: RoleMemory, *, scores: bool = False) -> int:
-    """Tokens that a process has of a step at most, whatever its micro-batches may hold.
+    """Maximum number of tokens of a step in one process, independent of the micro-batch limit.
 
     Args:
-        scores: of all rows, rather than of those of a mini-batch, where the role is trained.
+        scores: count all rows of the step, rather than those of a mini-batch.
     """
     settings = run.trainer
     if not isinstance(settings, PPOSettings):
@@ -127,10 +127,10 @@ def micro_batch_limit(run: Any, role: RoleMemory, *, scores: bool = False) -> in
 
 
 def tokens_per_row(run: Any, role: str, response: int, is_whole: bool = True) -> float:
-    """Tokens that a row adds to the line of a micro-batch: the samples of a prompt share it where rows are packed.
+    """Tokens that a row adds to a packed sequence, in which samples share their prompt.
 
     Args:
-        is_whole: the samples of a prompt are trained on together; they are not in mini-batches of shuffled rows.
+        is_whole: all samples of a prompt are in one micro-batch, which is not so for mini-batches of shuffled rows.
     """
     prompt = getattr(run.data, "max_prompt_length", 0)
     packs = getattr(run.actor if role == "reference" else getattr(run, role), "packing", "off") == "auto"
@@ -140,7 +140,7 @@ def tokens_per_row(run: Any, role: str, response: int, is_whole: bool = True) ->
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a run takes in each phase.
+    """Memory of a run in each phase.
 
     Attributes:
         phases: of every group of processes that hold roles.
@@ -194,10 +194,10 @@ class MemoryPlan:
 
 
 def memory_plan(run: Any, device: DeviceRates, exact: bool = False, limit: int | None = None) -> MemoryPlan:
-    """What a run takes on devices of a kind, from the configurations of its models alone.
+    """Memory of a run on devices of one kind, computed from the configurations of its models.
 
     Args:
-        limit: bytes that a process may take; None for its share of the device.
+        limit: bytes available to a process; None: its share of the device.
     """
     settings = run.trainer
     is_ppo = isinstance(settings, PPOSettings)
@@ -225,8 +225,8 @@ def memory_plan(run: Any, device: DeviceRates, exact: bool = False, limit: int |
 
 
 def _beside_engine(phases: Sequence[PhaseMemory], members: Sequence[RolePlan], estimate: MemoryEstimate) -> int:
-    """Bytes that the roles in the actor's processes need while an engine beside them is awake: what rests there, with
-    the weights that a sync gathers; or where it never sleeps, the most that a phase takes."""
+    """Bytes that the roles in the actor's processes need while their engine is awake: resting state and the weights
+    that a sync gathers, or the maximum over all phases if the engine never sleeps."""
     at_rest = phases[0].total + max(role.memory.gathered for role in members)
     return max([at_rest, *(phase.total for phase in phases)]) if estimate.stays_awake else at_rest
 
@@ -283,7 +283,7 @@ def _phases(
 def _engine_parts(
     run: Any, members: Sequence[RolePlan], estimate: MemoryEstimate, device: DeviceRates, beside: int, limit: int
 ) -> dict[str, int]:
-    """What generation takes beside the trainer: an engine with its own weights, or keys and values alone."""
+    """Memory of generation: an engine with its own weights, or only the key-value cache."""
     actor, rollout = next(role for role in members if role.name == "actor"), run.rollout
     if not rollout.generates_here:
         return {}

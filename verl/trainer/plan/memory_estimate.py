@@ -1,6 +1,6 @@
-"""Memory that stays from step to step, by role, and disk space: counted from configurations before weights are loaded.
+"""Persistent memory by role, and disk space, computed from configurations before weights are loaded.
 
-Memory that libraries use themselves and that allocators leave unused is not included.
+Memory used by libraries themselves, and unused memory held by allocators, are not included.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _PROCESS_BYTES = 450 * 2**20  # a Python with torch and transformers, on the CPU
 
 @dataclass(frozen=True)
 class RoleLayout:
-    """Over which processes a role is spread.
+    """The processes of a role.
 
     Attributes:
-        sharding: how they divide it; `NoSharding` where there is one.
+        sharding: of the role; `NoSharding` for one process.
     """
 
     sharding: Sharding
@@ -38,12 +38,12 @@ class RoleLayout:
 
     @property
     def shares(self) -> int:
-        """Into how many shares the rows of a step are divided."""
+        """Number of data-parallel shares of a step's rows."""
         return self.sharding.row_shares(self.processes)
 
     @property
     def token_shares(self) -> int:
-        """Into how many shares the tokens of a step are divided: those of its rows, and of each row."""
+        """Number of shares of a step's tokens, by rows and within rows."""
         return self.sharding.token_shares(self.processes)
 
     @property
@@ -59,17 +59,17 @@ class RoleLayout:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes that one role takes in each process that holds it.
+    """Bytes of one role in each of its processes.
 
     Attributes:
         layout: of its processes.
-        weights: with the copy in the type it computes in, if that is another.
-        gradients, optimizer: of what is trained; gradients only while it is updated.
-        gathered: weights of siblings that lie here while it is updated or scores.
-        generating: likewise while it generates.
-        is_offloaded: weights, gradients and optimizer state rest in main memory.
-        group: roles of one number share their processes.
-        saved: in a checkpoint, of the whole role.
+        weights: including a copy in the computation's data type, if that is different.
+        gradients, optimizer: of trained parameters; gradients only during an update.
+        gathered: gathered weights of other shards during updates and scoring.
+        generating: the same during generation.
+        is_offloaded: weights, gradients and optimizer state are kept in main memory.
+        group: roles with the same number share their processes.
+        saved: size of the whole role in a checkpoint.
     """
 
     name: str
@@ -85,7 +85,7 @@ class RoleMemory:
 
 
 def role_layouts(run: Any) -> dict[str, RoleLayout]:
-    """Role -> over which processes it is spread, by `trainer.placement` if there is one."""
+    """Layout of each role, by `trainer.placement` if it is set."""
     settings = run.trainer
     world = settings.n_gpus_per_node * settings.nnodes
     if not isinstance(settings, PPOSettings):
@@ -100,19 +100,19 @@ def role_layouts(run: Any) -> dict[str, RoleLayout]:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What stays in memory from step to step, and on disk.
+    """Persistent memory, and disk space.
 
     Attributes:
         roles: that the run has.
-        cache: keys and values in a process of the actor while responses are drawn there; 0 where an engine or a server
-            keeps them, or none are drawn.
-        processes: that hold the roles, on this machine.
-        machines: that have as many each.
+        cache: key-value cache in a process of the actor during generation; 0 if an engine or a server has it, or
+            nothing is generated.
+        processes: number of processes with roles on this machine.
+        machines: number of machines with as many processes.
         saving: bytes of one checkpoint.
         kept: checkpoints on disk at a time.
-        copied: bytes of main memory on this machine from which a checkpoint is written while training goes on.
-        on_host: what roles have is in main memory, for there is no GPU.
-        stays_awake: an engine beside the trainer keeps its GPU memory while the trainer works.
+        copied: bytes of host buffers on this machine for asynchronous saves.
+        on_host: roles are in main memory, because there is no GPU.
+        stays_awake: the engine keeps its GPU memory while the trainer works.
     """
 
     roles: tuple[RoleMemory, ...]
@@ -214,7 +214,7 @@ def _is_on_host(settings: LoopSettings) -> bool:
 
 
 def free_memory(device: str, processes: int) -> int | None:
-    """Bytes that are free for each of so many processes on this machine; None where it cannot be told."""
+    """Free bytes for each of this many processes on this machine; None if unknown."""
     if device.startswith("cuda"):  # asked by the driver, which has no context on a GPU and shall not get one
         found = gpu_memory_from_outside(torch.device(device).index or 0)
         return None if found is None else found.free
@@ -223,7 +223,7 @@ def free_memory(device: str, processes: int) -> int | None:
 
 
 def free_disk(directory: Path) -> int:
-    """Bytes that are free where a directory is, or will be."""
+    """Free bytes on the file system of a directory, which may not exist yet."""
     while not directory.exists():
         directory = directory.parent
     return shutil.disk_usage(directory).free
@@ -254,17 +254,17 @@ def _scoring(name: str, sizes: ModelStats, layout: RoleLayout, dtype: str, compu
 
 
 def _computed_in(role: TrainedRole) -> int:
-    """Bytes of a number in the type that a role computes in."""
+    """Size of a number in the role's data type."""
     return getattr(torch, role.autocast or role.model.dtype).itemsize
 
 
 def changes(
     run: Any, budget: MemoryEstimate, gpus: Sequence[int] | None = None
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Settings that could make a run smaller, and the run that each gives.
+    """Settings that may reduce the memory of a run, each with the resulting run.
 
     Args:
-        gpus: numbers of them that a machine may give to the run; None for as many as this machine has.
+        gpus: numbers of GPUs per machine to consider; None: up to those of this machine.
     """
 
     def of(role: str, **fields: Any) -> Callable[[], Any]:

@@ -56,13 +56,13 @@ class FittingChange:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run takes on devices of a kind.
+    """The plan of a run on devices of one kind.
 
     Attributes:
         batch: sentences about rows, micro-batches and optimizer steps.
-        faults_of_batch: divisions that leave a remainder.
+        faults_of_batch: divisions with a remainder.
         disk: sentences about checkpoints.
-        changes: that make it fit, the cheapest first; empty where it fits.
+        changes: that make it fit, the cheapest first; empty if it fits.
     """
 
     device: DeviceRates
@@ -112,11 +112,11 @@ class RunPlan:
         yield from self.disk
 
     def warnings(self, disk: int | None, host: int | None) -> Iterator[str]:
-        """What may not suffice.
+        """Warnings about insufficient memory or disk space.
 
         Args:
-            disk: bytes that are free where checkpoints go; None if unknown.
-            host: bytes of main memory that are free on this machine.
+            disk: free bytes for checkpoints; None if unknown.
+            host: free bytes of main memory on this machine.
         """
         peak, limit, estimate = self.memory.peak, self.memory.limit, self.memory.estimate
         if not self.fits:
@@ -172,10 +172,10 @@ class RunPlan:
 
     def _short(self) -> str:
         peak, limit = self.memory.peak, self.memory.limit
-        told = f"It does not fit: {peak.name} needs {peak.total / GIB:.1f} GiB, and a process has {limit / GIB:.1f}."
+        verdict = f"It does not fit: {peak.name} needs {peak.total / GIB:.1f} GiB, and a process has {limit / GIB:.1f}."
         if not self.changes:
-            return f"{told} {_NO_CHANGE}"
-        return f"{told} What makes it fit:"
+            return f"{verdict} {_NO_CHANGE}"
+        return f"{verdict} What makes it fit:"
 
 
 def plan_run(
@@ -192,10 +192,10 @@ def plan_run(
 
     Args:
         exact: trace the activations of all layers.
-        response: tokens of a response on average, for the time; None for the longest.
-        free_disk: bytes where checkpoints go.
+        response: average tokens of a response, for the time; None: the maximum.
+        free_disk: free bytes for checkpoints.
         upload_rate: bytes per second to the object storage.
-        limit: bytes that a process may take; None for its share of the device.
+        limit: bytes available to a process; None: its share of the device.
     """
     memory = memory_plan(run, device, exact, limit)
     stages = tuple(stage_times(run, memory, device, response))
@@ -206,7 +206,7 @@ def plan_run(
 
 
 def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | None:
-    """Plan a run that starts here, on what is free now: `plan.txt` in its directory, and warnings of what is short.
+    """Plan a run that starts now, with the currently free memory: writes `plan.txt` and logs warnings.
 
     Args:
         checkpoints: where they go.
@@ -221,7 +221,7 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
         disk = free_disk(checkpoints)
         plan = plan_run(run, device, free_disk=disk, limit=free_memory(context.device, processes))
     except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, a plan stops no run
-        _log.warning("What this run takes cannot be planned: %s: %s", type(error).__name__, error)
+        _log.warning("The plan of this run could not be made: %s: %s", type(error).__name__, error)
         return None
     assert context.run_dir is not None
     (context.run_dir / "plan.txt").write_text("\n".join(plan.lines()) + "\n")
@@ -233,7 +233,7 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
 
 
 def _awake_fault(run: Any, memory: MemoryPlan) -> str:
-    """That an engine which keeps its GPU memory does not fit beside the trainer."""
+    """Fault if an engine that never sleeps does not fit on the GPU together with the trainer."""
     peak = memory.peak
     if run.trainer.rollout_ahead:
         why, remedy = "trainer.rollout_ahead is 1: the engine draws while the trainer works", "trainer.rollout_ahead=0"
@@ -249,7 +249,7 @@ def _awake_fault(run: Any, memory: MemoryPlan) -> str:
 def _changes_that_fit(
     run: Any, device: DeviceRates, memory: MemoryPlan, step_s: float, response: int | None
 ) -> list[FittingChange]:
-    """Single settings that make a run fit; pairs where none does."""
+    """Single settings that make a run fit; pairs if no single one does."""
 
     def planned(*names: str) -> FittingChange | None:
         try:
@@ -280,7 +280,7 @@ def _changes_that_fit(
 
 
 def _one_of_each(found: list[FittingChange], *, by_peak: bool = False) -> list[FittingChange]:
-    """Of changes to the same key the one that costs least, or with `by_peak` the one that saves most."""
+    """For each key the cheapest change, or with `by_peak` the one that saves most."""
     best: dict[str, FittingChange] = {}
     for change in found:
         key = change.settings[0].partition("=")[0]

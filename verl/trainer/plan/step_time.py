@@ -1,4 +1,5 @@
-"""Seconds of a step by stage: operations and bytes over the rates of a device, and what starting each layer costs."""
+"""Seconds of a step by stage: operations and bytes divided by the rates of a device, plus launch overhead per
+layer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from verl.trainer.plan.memory import MemoryPlan, RolePlan, tokens_per_row
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one stage of a step; `bound` says what they are spent on."""
+    """Seconds of one stage of a step; `bound` names the limiting resource."""
 
     name: str
     seconds: float
@@ -26,8 +27,8 @@ class _Work:
     """A model on a device.
 
     Attributes:
-        parameters: that take part in the products of one token.
-        ways: processes that share each layer, times what pipeline stages gain.
+        parameters: used in the matrix products of one token.
+        ways: tensor-parallel processes, times the speed-up by pipeline stages.
     """
 
     sizes: ModelStats
@@ -38,7 +39,7 @@ class _Work:
     ways: float = 1
 
     def pass_s(self, tokens: int, length: int, calls: int = 1) -> tuple[float, str]:
-        """One forward pass of so many tokens in rows of a length, cut into so many calls."""
+        """Seconds of a forward pass of this many tokens in rows of a given length, divided into calls."""
         attention = 2 * self.sizes.layers * self.sizes.attention * length  # two products, half of them masked
         products = tokens * (2 * self.parameters + attention) / self.ways / self.device.flops(self.dtype)
         reads = calls * self.parameters * self.itemsize / self.ways / self.device.reads()
@@ -52,7 +53,7 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
     """The stages of one step, in order.
 
     Args:
-        response: tokens of a response on average; None for the longest that may come.
+        response: average tokens of a response; None: the maximum.
     """
     work = {role.name: _work(role, device) for role in memory.roles}
     settings = run.trainer
@@ -118,7 +119,7 @@ def _calls(role: RolePlan, tokens: int) -> int:
 
 
 def _generation(run: Any, work: _Work, rows: int, prompt: int, new: int, device: DeviceRates) -> StageTime:
-    """One token of every row at a time: weights are read once for each, keys and values of every row too."""
+    """Decoding: for each token of all rows the weights are read once, and the keys and values of every row."""
     ways = getattr(run.rollout, "tensor_parallel_size", 1)
     together = getattr(run.rollout, "max_rows", None) or getattr(run.rollout, "max_num_seqs", rows)
     batch = max(1, min(rows * ways, together))
@@ -134,7 +135,7 @@ def _generation(run: Any, work: _Work, rows: int, prompt: int, new: int, device:
 def _update(
     run: Any, role: RolePlan, work: _Work, tokens: int, length: int, updates: int, device: DeviceRates
 ) -> StageTime:
-    """Forward and backward passes over so many tokens, gradients between processes, and the optimizer's passes."""
+    """Forward and backward passes over this many tokens, communication of gradients, and the optimizer step."""
     calls = max(updates, _calls(role, tokens))
     once, bound = work.pass_s(tokens, length, calls)
     compute = once * (4 if role.recomputed else 3)

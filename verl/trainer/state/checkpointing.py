@@ -1,4 +1,4 @@
-"""Checkpointing while training: when a save is due, what is in it, what became of it, and its upload.
+"""Checkpointing during training: when a save is due, its content, its outcome, and its upload.
 
 after each step:  due? ──> state of roles, sampler, generators ──> CheckpointWriter ──> committed, pruned ──> uploaded
 before an update: the copy that is being made must be done
@@ -54,11 +54,11 @@ class CheckpointUploads:
 
     Args:
         directory: of checkpoints, claimed by this run.
-        wait_s: most that `close` waits.
-        lease: of this run on the tier, which the uploading process renews from here on; None where it has none.
+        wait_s: maximum wait of `close`.
+        lease: of this run on the tier, which the upload process renews from now on; None if it has none.
         timeout_s: see `Uploader`.
     Attributes:
-        waiting: checkpoints that the store is to get and had not confirmed when it was last heard of.
+        waiting: checkpoints that were not yet uploaded at the last report.
     """
 
     def __init__(
@@ -88,28 +88,29 @@ class CheckpointUploads:
             lease.stop()
 
     def published(self) -> None:
-        """There is a new checkpoint."""
+        """Notify the upload process of a new checkpoint."""
         self._uploader.look()
 
     def hear(self) -> None:
-        """Record what arrived, and say what did not."""
+        """Record uploaded checkpoints and log failures."""
         self._record(self._uploader.heard())
 
     def close(self, waits: bool) -> None:
-        """Have the rest uploaded, for as long as may be waited, and end the process. What is left goes up with the next
-        start of the run."""
+        """Wait for remaining uploads, up to the maximum, and end the process. The next start of the run uploads the
+        rest."""
         if waits and not self._uploader.is_fenced:
             _log.info("waiting up to %g s for uploads to %s", self._wait_s, self._tier.address)
         self._record(self._uploader.close(self._wait_s if waits else 0.0))
         if waits and not self._uploader.is_done:
             _log.error(
-                "NOT ALL checkpoints are in %s: %s on the local disk, and the next start of this run goes on uploading",
+                "NOT ALL checkpoints are in %s: %s on the local disk, and the next start of this run continues "
+                "uploading",
                 self._tier.address,
                 f"{self.waiting} wait" if self.waiting else "the last ones are",
             )
 
-    def _record(self, told: list[UploadEvent]) -> None:
-        for one in told:
+    def _record(self, events: list[UploadEvent]) -> None:
+        for one in events:
             self.waiting = one.waiting
             if one.kind == "uploaded":
                 size_mib = one.sent_bytes / 2**20
@@ -141,19 +142,19 @@ class CheckpointSaver:
     """The checkpoints of one run.
 
     Args:
-        settings: None saves nothing.
-        place: the directory of the checkpoints and the object storage behind it, and the checkpoint that the run goes
-            on from.
-        config: the run's, as plain values.
-        identity: see `verl.trainer.state.training_identity`; may be left empty where nothing is saved.
-        loss_key: the metric that the loss curve is made of.
-        uses: fields that the algorithm needs and a frozen model gives, such as `ref_log_probs`.
+        settings: None: no checkpoints.
+        place: the directory of the checkpoints, its object storage, and the checkpoint that the run resumes from.
+        config: of the run, as plain values.
+        identity: see `verl.trainer.state.training_identity`; may be empty if nothing is saved.
+        loss_key: the metric of the loss curve.
+        uses: fields of frozen models that the algorithm needs, such as `ref_log_probs`.
     Attributes:
-        run_id: of this run; a continued run has one of its own.
-        resumed: the checkpoint that the run goes on from, or None.
-        messages: what a person should know of the directory, a sentence each.
+        run_id: of this run; a resumed run has a new one.
+        resumed: the checkpoint that the run resumes from, or None.
+        messages: information about the directory for the user, one sentence each.
         ancestors: see `verl.trainer.state.save_directory.ancestors_of`.
-        parts: the processes of the roles, where they write their own parts; None where the driver writes all.
+        parts: the rank writers, if the processes of the roles write their own parts; None if the driver writes
+        everything.
     """
 
     parts: RankWriters | None = None
@@ -179,7 +180,7 @@ class CheckpointSaver:
         self.go_on_from(place.resumed)
 
     def go_on_from(self, point: ResumePoint | None) -> None:
-        """Take over what a checkpoint tells of the run before it; None is the start of a run."""
+        """Restore the loss curve and times from a checkpoint; None for a new run."""
         self.resumed, self.ancestors = point, ancestors_of(point)
         self.parent: ParentCheckpoint | None = None if point is None else parent_of(point, self._config)
         past = {} if point is None else point.state
@@ -192,7 +193,7 @@ class CheckpointSaver:
         self._saved_step: int | None = None if point is None else point.step
 
     def reconfigured(self, config: Mapping[str, Any]) -> None:
-        """Tell later checkpoints of a component that was replaced while the run goes on."""
+        """Record a component that was replaced during the run in later checkpoints."""
         self._config = redact_tree(dict(config))
         self._contents = TrainState(self.settings, self._config, self.uses)
         self.__dict__.pop("_sources", None)
@@ -207,13 +208,13 @@ class CheckpointSaver:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What trackers record of where this run comes from."""
+        """Origin of this run, for trackers."""
         parent = None if self.parent is None else asdict(self.parent)
         return {"run_id": self.run_id, "parent": parent, "ancestors": self.ancestors}
 
     @property
     def storage(self) -> Storage | None:
-        """Where the checkpoints of the run lie beside its disk."""
+        """The object storage of the run's checkpoints."""
         return None if self._tier is None else self._tier.storage
 
     def start(self, run_dir: Path) -> None:
@@ -285,9 +286,9 @@ class CheckpointSaver:
         return None
 
     def asked_for(self) -> tuple[bool, str | None]:
-        """Whether somebody has put a file `save` into the run's directory, and the tag that it holds, if any.
+        """Whether the user has created a file `save` in the run's directory, and the tag in it, if any.
 
-        The file is taken away; a tag that is no name for a checkpoint is reported, and the save goes on without it.
+        The file is removed; an invalid tag is reported, and the checkpoint is saved without it.
         """
         if self._writer is None or not (file := self._run_dir / ASKED).exists():
             return False, None
@@ -311,16 +312,16 @@ class CheckpointSaver:
         return True
 
     def out_of_time(self) -> bool:
-        """Whether another step might not end within the time limit."""
+        """Whether the next step might exceed the time limit."""
         if self.settings is None or self.settings.time_limit_s is None:
             return False
         left = self.settings.time_limit_s - (time.monotonic() - self._started)
         return left < self.settings.time_margin_s + 1.5 * self._longest_step_s
 
     def note(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Add a step to the loss curve; a sentence where the first losses after a resume jump.
+        """Add a step to the loss curve; returns a message if the first losses after a resume jump.
 
-        A step whose loss is not finite, such as one that was skipped, is no point of the curve.
+        Steps with a non-finite loss, such as skipped ones, are left out.
         """
         if (loss := metrics.get(self.loss_key)) is not None and math.isfinite(loss):
             self._history.append((step, float(loss)))
@@ -329,12 +330,12 @@ class CheckpointSaver:
         return self._jump([value for at, value in self._history if at > self.resumed.step])
 
     def save(self, step: int, roles: Mapping[str, SavedRoleState], state: PartStates, **facts: Any) -> None:
-        """Begin a save; see `poll` for what becomes of it.
+        """Begin a save; its outcome is reported by `poll`.
 
         Args:
             roles: by name.
             state: of the driver's parts, see `verl.trainer.state.driver_state`.
-            facts: `tag`, `metrics`, and what `trainer_state.json` is to tell beside.
+            facts: `tag`, `metrics`, and further entries of `trainer_state.json`.
         """
         if self._writer is None:
             return
@@ -357,10 +358,10 @@ class CheckpointSaver:
         state: PartStates,
         **facts: Any,
     ) -> SaveReport:
-        """Save once in another directory, where nothing is pruned; see `save`.
+        """Save once in another directory, without retention; see `save`.
 
         Raises:
-            CheckpointError: it could not be saved, or a living run of another process saves in that directory.
+            CheckpointError: it could not be saved, or another running process saves in that directory.
         """
         if (holder := RunLock.look(directory.absolute())) is not None:
             raise CheckpointFenced(f"{directory} is where another run saves ({holder}): give another directory")
@@ -374,7 +375,7 @@ class CheckpointSaver:
         return outcome.report
 
     def states_of(self, trained: Mapping[str, Any], shares_memory: bool) -> dict[str, SavedRoleState]:
-        """What a save is to be given of the roles: their state, or what is told of it where they write it themselves.
+        """State of the roles for a save, or only its description if their processes write it themselves.
 
         Args:
             trained: component -> handle to the role.
@@ -385,7 +386,7 @@ class CheckpointSaver:
         return {name: role.state(not shares_memory).result() for name, role in trained.items()}
 
     def workers_lost(self, reason: str) -> None:
-        """Let saves end that wait for processes which are gone."""
+        """Abort saves that wait for lost processes."""
         if self.parts is not None:
             self.parts.give_up(reason)
 
@@ -425,16 +426,16 @@ class CheckpointSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is in progress."""
         return self._writer is not None and self._writer.num_under_way > 0
 
     @property
     def is_async(self) -> bool:
-        """Whether saves are written while training goes on."""
+        """Whether saves are asynchronous."""
         return self._writer is not None and self._writer.mode == "async"
 
     def prepare(self, roles: Mapping[str, SavedRoleState], state: PartStates) -> None:
-        """Have the memory for saves of this size allocated in the background; the first one then stalls no longer."""
+        """Allocate host buffers for saves of this size in the background, so that the first save is not slower."""
         assert self._writer is not None
         if self.parts is not None:
             self.parts.prepare(self._writer.store, self.is_async)
@@ -448,15 +449,15 @@ class CheckpointSaver:
             self.parts.wait_copied()
 
     def poll(self) -> list[SaveOutcome]:
-        """What became of saves since the last call; one that failed is among them, with its error."""
-        return self._told([] if self._writer is None else self._writer.poll(raises=False))
+        """Outcomes of saves since the last call, including failed ones with their errors."""
+        return self._record_outcomes([] if self._writer is None else self._writer.poll(raises=False))
 
     def drain(self) -> list[SaveOutcome]:
-        """Wait for all saves under way; see `poll`."""
-        return self._told([] if self._writer is None else self._writer.drain(raises=False))
+        """Wait for all pending saves; see `poll`."""
+        return self._record_outcomes([] if self._writer is None else self._writer.drain(raises=False))
 
     def close(self, status: str | None = None, step: int = 0) -> None:
-        """Finish what is under way and end the writer; may be called again."""
+        """Finish pending saves and stop the writer. Idempotent."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -470,7 +471,7 @@ class CheckpointSaver:
         if self._lock is not None:
             self._lock.release()
 
-    def _told(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
+    def _record_outcomes(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
         for outcome in outcomes:
             if outcome.report is not None:
                 self._contents.published()
@@ -483,7 +484,7 @@ class CheckpointSaver:
         return outcomes
 
     def _state(self, state: PartStates, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """What people read in `trainer_state.json`."""
+        """Content of `trainer_state.json`."""
         return {
             **facts,
             "epoch": state["sampler"].get("epoch"),

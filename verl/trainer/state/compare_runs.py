@@ -82,7 +82,7 @@ def first_step_apart(
         for key in keys:
             x, y = a.get(step, {}).get(key), b[step].get(key)
             if x is None or y is None or not near.numbers(x, y):
-                return f"step {step}: {key} is {_told(x)} in the first run and {_told(y)} in the second"
+                return f"step {step}: {key} is {_described(x)} in the first run and {_described(y)} in the second"
     return None
 
 
@@ -159,7 +159,7 @@ def _values_apart(a: Any, b: Any, near: Tolerance, where: str) -> Iterator[str]:
         for index, (x, y) in enumerate(zip(a, b, strict=True)):
             yield from _values_apart(x, y, near, f"{where}[{index}]")
     elif not near.numbers(a, b):
-        yield f"{where} is {_told(a)} in the first run and {_told(b)} in the second"
+        yield f"{where} is {_described(a)} in the first run and {_described(b)} in the second"
 
 
 def _json(reader: CheckpointReader, file: str) -> Any:
@@ -176,6 +176,6 @@ def _bits(x: Tensor) -> Tensor:
     return x if x.dtype == torch.bool else x.contiguous().view(whole)
 
 
-def _told(value: Any) -> str:
+def _described(value: Any) -> str:
     text = "absent" if value is None else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

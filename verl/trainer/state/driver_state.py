@@ -305,9 +305,9 @@ class GeneratorStates:
     def _load_ranks(self, ranks: Sequence[RngState], seed: int) -> None:
         if len(ranks) != self._cluster.world_size:
             new = [str(rank) for rank in range(len(ranks), self._cluster.world_size)]
-            told = f"of rank {', '.join(new)} are seeded anew" if new else "of its further ranks are left out"
+            treatment = f"of rank {', '.join(new)} are seeded anew" if new else "of its further ranks are left out"
             _log.info(
                 "The checkpoint has the random generators of %d processes, and this run %d: those %s.",
-                len(ranks), self._cluster.world_size, told,
+                len(ranks), self._cluster.world_size, treatment,
             )  # fmt: skip
         self._role.set_rng_states(ranks, seed).result()

@@ -116,11 +116,11 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
     for file in sorted(Path(directory).rglob(FILE)):
         for line in file.read_text(errors="replace").splitlines():
             try:
-                told = current_targets(parse_mapping(line))
-                checked_as(_KINDS.get(told.get("event"), LineageEvent), told)
-                if told["event"] == "checkpoint":
-                    checked_name(told["checkpoint"])
-                events.append({**told, "directory": str(file.parent)})
+                entry = current_targets(parse_mapping(line))
+                checked_as(_KINDS.get(entry.get("event"), LineageEvent), entry)
+                if entry["event"] == "checkpoint":
+                    checked_name(entry["checkpoint"])
+                events.append({**entry, "directory": str(file.parent)})
             except (ExternalInputError, RecursionError, TypeError):
                 continue
     return sorted(events, key=lambda event: event["time"])

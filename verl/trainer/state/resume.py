@@ -43,22 +43,22 @@ def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> No
         )
 
 
-def tell_differences(point: ResumePoint, config: Mapping[str, Any]) -> list[str]:
+def difference_messages(point: ResumePoint, config: Mapping[str, Any]) -> list[str]:
     """A line for each value that differs from the checkpoint's and may."""
-    found = _told(point.state.get("config", {}), config)
-    told = [f"{path}: {_shown(before)} before, {_shown(now)} now" for path, (before, now) in found.items()]
+    found = _training_differences(point.state.get("config", {}), config)
+    messages = [f"{path}: {_shown(before)} before, {_shown(now)} now" for path, (before, now) in found.items()]
     before, now = point.state.get("sources"), sources_of(config)
     if isinstance(before, Mapping):
         edited = [path for path in now if path in before and before[path] != now[path] and path not in found]
         named = {path: _at(config, path) for path in edited}
-        told += [f"{path}: the source of {name} was edited since the save" for path, name in named.items()]
+        messages += [f"{path}: the source of {name} was edited since the save" for path, name in named.items()]
     threads, here = point.state.get("num_threads"), torch.get_num_threads()
     if isinstance(threads, int) and threads != here and "trainer.num_threads" not in found:
-        told.append(
+        messages.append(
             f"threads of torch: {threads} before, {here} now. Sums may be rounded otherwise; set "
             f"trainer.num_threads={threads} for the same numbers"
         )
-    return told
+    return messages
 
 
 def _at(config: Mapping[str, Any], path: str) -> Any:
@@ -72,7 +72,7 @@ def _at(config: Mapping[str, Any], path: str) -> Any:
 OF_THIS_START = ("resume", "trainer.stop_after")
 
 
-def _told(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _training_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Differences of what is trained, and how."""
     return {path: values for path, values in differences(before, now).items() if path not in OF_THIS_START}
 
@@ -180,6 +180,6 @@ def _files(reader: CheckpointReader, chosen: Sequence[str]) -> Iterator[str]:
 
 def parent_of(point: ResumePoint, config: Mapping[str, Any]) -> ParentCheckpoint:
     """The checkpoint as the origin of a run with a configuration."""
-    found = _told(point.state.get("config", {}), config)
+    found = _training_differences(point.state.get("config", {}), config)
     manifest = point.published.manifest
     return ParentCheckpoint(manifest.run_id, str(point.published.directory), point.step, found)

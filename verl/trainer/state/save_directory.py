@@ -1,4 +1,5 @@
-"""Save directory: where a run saves, whose checkpoints lie there already, and which of them `resume=latest` means.
+"""Save directory: where a run saves, which training owns existing checkpoints there, and which one `resume=latest`
+means.
 
 no resume          the first of DIR, DIR-2, DIR-3, ... that holds no other training's checkpoints, nor a living run
 resume=latest      the first of them that holds checkpoints of this training; refused where all are of others; of a job
@@ -6,9 +7,9 @@ resume=latest      the first of them that holds checkpoints of this training; re
 resume=PATH        where that checkpoint lies, if it is one of them, else as without resume
 checkpoint.save_dir=DIR   DIR, or a refusal
 
-A checkpoint belongs to the training with its identity (`verl.trainer.state.training_identity`). A directory that a
-living run holds is refused by the name of who holds it, and so is a place in the object storage behind it that a run
-on another machine holds.
+A checkpoint belongs to the training with its identity (`verl.trainer.state.training_identity`). A directory that is
+locked by a running run is refused, and so is a location in object storage that is leased by a run on another machine;
+the error names the holder.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class SavePlace:
 
     Attributes:
         tier: the object storage behind it, or None.
-        number: 1 is the one that the configuration names; of others the suffix.
+        number: 1 for the configured directory; otherwise the suffix.
     """
 
     directory: Path
@@ -64,10 +65,10 @@ class SaveDirectory:
     """Where a run saves.
 
     Attributes:
-        resumed: the checkpoint that it goes on from, or None.
-        lock: held; None where nothing is saved.
-        lease: the same of the object storage; None without one, or where it did not answer.
-        messages: what a person should know of the choice, a sentence each.
+        resumed: the checkpoint that it resumes from, or None.
+        lock: the lock that is held; None if nothing is saved.
+        lease: the lease in object storage; None without storage, or if it did not answer.
+        messages: information about the choice for the user, one sentence each.
     """
 
     directory: Path
@@ -80,11 +81,11 @@ class SaveDirectory:
 
 @dataclass(frozen=True)
 class SweepJob:
-    """A job of a sweep, which is known by what the sweep varies, and not by its number.
+    """A job of a sweep, identified by the values that the sweep varies, not by its number.
 
     Attributes:
-        name: such as `job_0`, or empty for a run that is no job.
-        swept: configuration paths that the jobs differ in; none where nobody can say.
+        name: such as `job_0`; empty for a run outside of a sweep.
+        swept: configuration paths in which the jobs differ; empty if unknown.
         config: of this job, without secrets.
     """
 
@@ -93,7 +94,7 @@ class SweepJob:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def wrote(self, state: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint is of this job, by what the sweep varies."""
+        """Whether a checkpoint belongs to this job, by the values that the sweep varies."""
         if not self.name:
             return True
         found = [path for path in differences(state.get("config", {}), self.config) if path not in OF_THIS_START]
@@ -109,10 +110,10 @@ class SaveDirectoryChoice:
     """Chooses the save directory of one run.
 
     Args:
-        settings: None saves nothing.
+        settings: None: nothing is saved.
         job: of a sweep, or none.
-        identity: of the training, or what makes it, which is asked where something is compared with it.
-        unknown: keys of it that are not known yet, and are left out of every comparison.
+        identity: of the training, or a function that computes it when it is needed.
+        unknown: keys of it that are not known yet and are not compared.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class SaveDirectoryChoice:
         return self._known(given() if callable(given) else given)
 
     def choose(self, resume: str | None) -> SaveDirectory:
-        """Find what `resume` means, and take the directory to save in.
+        """Resolve `resume`, and lock the directory to save in.
 
         Raises:
             ConfigError: there is no such checkpoint, or it is of another training, or the directory is another run's.
@@ -160,10 +161,10 @@ class SaveDirectoryChoice:
         return replace(self._fresh(), resumed=point)
 
     def look(self, resume: str | None, uses_storage: bool = False) -> None:
-        """Raise what `choose` would, as far as can be told in a few seconds, without taking or fetching anything.
+        """Raise the errors of `choose` that can be found within seconds, without locking or downloading anything.
 
         Args:
-            uses_storage: something beside the checkpoints lies in the storage.
+            uses_storage: the storage holds something other than checkpoints too.
         Raises:
             ConfigError: as in `choose`; or the directory cannot be written, or the store does not answer.
         """
@@ -232,7 +233,7 @@ class SaveDirectoryChoice:
             raise self._busy(place, holder)
 
     def _holder(self, place: SavePlace) -> LockHolder | None:
-        """The living run that holds a directory or the place in the store behind it; takes nothing."""
+        """The running run that holds a directory or its location in the store; does not lock anything."""
         if (holder := RunLock.look(place.directory)) is not None or place.tier is None:
             return holder
         try:
@@ -277,11 +278,11 @@ class SaveDirectoryChoice:
             self._refuse(other)
         place = self._place(1)
         where = f"{place.directory} or {place.tier.address}" if place.tier is not None else place.directory
-        _log.warning("resume=latest found no checkpoint in %s: starting fresh.", where)
+        _log.warning("resume=latest found no checkpoint in %s: starting from the beginning.", where)
         return self._held(place, None)
 
     def _go_on_in_sweep(self) -> SaveDirectory:
-        """Where the sweep was started again, the job goes on that had this one's overrides, whatever its number."""
+        """In a restarted sweep, resume the job that had the same overrides, independent of its number."""
         used, others, has_any = self._settings, [], False
         for place in self._jobs():
             point = find(LATEST, place.directory, used.strict, used.verify, place.tier, is_own=self._is_own)
@@ -293,7 +294,7 @@ class SaveDirectoryChoice:
         if others:
             self._refuse(others[0])
         what = f"no job of this sweep with {self._sweep_job}" if has_any else "no checkpoint of this sweep"
-        _log.warning("resume=latest found %s: %s starts fresh.", what, self._job)
+        _log.warning("resume=latest found %s: %s starts from the beginning.", what, self._job)
         return self._fresh()
 
     def _jobs(self) -> Iterator[SavePlace]:
@@ -343,13 +344,13 @@ class SaveDirectoryChoice:
         return SaveDirectory(place.directory, place.tier, point, *claimed)
 
     def _claim(self, place: SavePlace) -> LockHolder | tuple[RunLock, StoreLease | None]:
-        """Take the directory, and the place in the object storage behind it; or who holds one of them."""
+        """Lock the directory and lease its location in object storage; returns the holder if one of them is taken."""
         lock = RunLock(place.directory, self._run_id, self._identity)
         if (holder := lock.acquire()) is not None:
             return holder
         if place.tier is None:
             return lock, None
-        lease = StoreLease(_asked_once_more(place.tier).storage, lock.holder)
+        lease = StoreLease(_with_one_retry(place.tier).storage, lock.holder)
         try:
             if (holder := lease.acquire()) is not None:
                 lock.release()
@@ -375,7 +376,7 @@ class SaveDirectoryChoice:
         if isinstance(holder, LeaseRecord) and place.tier is not None:
             return ConfigError(
                 f"storage leads to {place.tier.address}: a run of {what} is uploading there ({holder}). Wait for its "
-                f"end, stop it (once it is gone without a word, its place is free after {LEASE_S:.0f} s), or give this "
+                f"end, stop it (if it was killed, its lease expires after {LEASE_S:.0f} s), or give this "
                 "run a place of its own: trainer.experiment_name=NAME, or storage.prefix=PREFIX."
             )
         return ConfigError(
@@ -434,7 +435,7 @@ class SaveDirectoryChoice:
                 return
 
     def _taken(self, place: SavePlace) -> str | None:
-        """By whose checkpoints a place is taken; None where by none, or by those of this training."""
+        """Whose checkpoints occupy a place; None if there are none, or only those of this training."""
         directory = CheckpointDirectory(place.directory)
         states: list[Mapping[str, Any]] = []
         for published in directory.survey()[0]:
@@ -463,7 +464,7 @@ class SaveDirectoryChoice:
         return self._is_own(state) and all(named.get(key) == value for key, value in ours.items())
 
     def _differing(self, identity: Mapping[str, Any]) -> str:
-        """The keys in which another training differs; empty where in none."""
+        """The keys in which another training differs."""
         if not identity:
             return "it tells nothing of itself"
         found = list(differences(self._known(identity), self._identity))
@@ -499,8 +500,8 @@ def _at(tree: Any, path: str) -> Any:
     return tree
 
 
-def _asked_once_more(tier: CheckpointTier) -> CheckpointTier:
-    """The same, which is asked twice at most."""
+def _with_one_retry(tier: CheckpointTier) -> CheckpointTier:
+    """Like the function, with one retry."""
     return replace(tier, storage=replace(tier.storage, retries=min(1, tier.storage.retries)))
 
 
@@ -510,7 +511,7 @@ def _is_used(tier: CheckpointTier | None) -> bool:
 
 def _newest_state(tier: CheckpointTier) -> Mapping[str, Any] | None:
     """Of the newest checkpoint in a store; None where it has none, or cannot say."""
-    remote = _asked_once_more(tier).connect()
+    remote = _with_one_retry(tier).connect()
     try:
         records = remote.records()
         return remote.state(remote.open(records[-1])) if records else None

@@ -57,8 +57,8 @@ def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     """
     flat = dict(_flat(config))
     parts = {path: value for path, value in flat.items() if _below(path, IDENTITY)}
-    told = {} if tokenizer is None else {"tokenizer": tokenizer_digest(tokenizer)}
-    return {path: content_of(value) for path, value in parts.items()} | told
+    tokenizer_identity = {} if tokenizer is None else {"tokenizer": tokenizer_digest(tokenizer)}
+    return {path: content_of(value) for path, value in parts.items()} | tokenizer_identity
 
 
 def paths_of_texts(config: Mapping[str, Any], start: str) -> set[str]:

@@ -44,7 +44,13 @@ from verl.rollout.vllm.client.engine_args import (
     environment,
     write_model_directory,
 )
-from verl.rollout.vllm.client.engine_process import EngineDied, EngineError, EngineFiles, EngineProcess, told_after_log
+from verl.rollout.vllm.client.engine_process import (
+    EngineDied,
+    EngineError,
+    EngineFiles,
+    EngineProcess,
+    message_after_log,
+)
 from verl.rollout.vllm.client.turns import VLLMTurns
 from verl.rollout.vllm.messages import (
     ChunkPlan,
@@ -136,16 +142,16 @@ class VLLMClient(RolloutEngine):
             limit_s = options.call_timeout_s
             self._process = EngineProcess(self.setting, variables, self._files, _log_file(context), limit_s)
             self.outliving_death(self._start, is_start=True)
-            self._threads_beside = _threads_beside(self.setting, context)
+            self._threads_while_both_work = _threads_while_both_work(self.setting, context)
             vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
-            self._prover = SyncVerifier(model, self.setting.dtype, vocabulary, self.told.max_model_len, autocast)
+            self._prover = SyncVerifier(model, self.setting.dtype, vocabulary, self.engine_info.max_model_len, autocast)
         except BaseException:
             self.close()
             raise
 
     @property
     def row_tokens(self) -> int | None:  # type: ignore[override]
-        return self.told.max_model_len
+        return self.engine_info.max_model_len
 
     @property
     def process_id(self) -> int | None:
@@ -164,7 +170,7 @@ class VLLMClient(RolloutEngine):
         Raises:
             ConfigError: an episode is too long for the engine.
         """
-        held = self.told.max_model_len
+        held = self.engine_info.max_model_len
         if limits.row_tokens > held:
             raise ConfigError(
                 f"environment.max_tokens makes episodes of up to {limits.row_tokens} tokens, their prompts included, "
@@ -180,7 +186,7 @@ class VLLMClient(RolloutEngine):
         asked = self._question(prompts, request)
         if asked:
             self.outliving_death(lambda: self._ask(asked))
-            self._while_drawing.enter_context(using_threads(self._threads_beside))
+            self._while_drawing.enter_context(using_threads(self._threads_while_both_work))
         self._begun = prompts, request, asked
 
     def finish(self) -> DataProto:
@@ -210,7 +216,7 @@ class VLLMClient(RolloutEngine):
     def _ask(self, asked: tuple[Any, ...]) -> None:
         if not self._is_synced:
             self._sync()
-        self._process.send("draw", *asked, self._threads_beside)
+        self._process.send("draw", *asked, self._threads_while_both_work)
 
     def sync(self) -> SyncResult:
         """Stream the present weights into the engine."""
@@ -226,7 +232,7 @@ class VLLMClient(RolloutEngine):
                 self._process.call("sleep")
                 self._is_asleep = True
             except EngineDied as death:  # its memory is free too
-                log.warning("%s\nAnother engine is started when one is needed.", death)
+                log.warning("%s\nA new engine will be started when it is needed.", death)
                 self._process.kill()
 
     def close(self) -> None:
@@ -243,7 +249,7 @@ class VLLMClient(RolloutEngine):
         self._connection = self._connected = None
         self._is_synced = self._is_asleep = self._has_base = self._was_proven = False
         try:
-            self.told = self._process.start(self.options.start_timeout_s)
+            self.engine_info = self._process.start(self.options.start_timeout_s)
         except EngineError as error:
             if (death := as_death(error)) is not None:
                 raise death from error
@@ -265,7 +271,7 @@ class VLLMClient(RolloutEngine):
         try:
             return action()
         except EngineDied as death:
-            log.warning("%s\nAnother engine is started; the same samples are drawn again.", death)
+            log.warning("%s\nA new engine is started, and the same samples are generated again.", death)
         try:
             self._process.kill()
             if not is_start:
@@ -285,7 +291,10 @@ class VLLMClient(RolloutEngine):
         except WeightSyncError as error:
             if self._was_proven or not self._in_place:
                 raise
-            log.warning("vLLM loads its model anew at each sync, since its weights were not all found: %s", error)
+            log.warning(
+                "vLLM reloads its model at each sync, because not all of its weights could be loaded in place: %s",
+                error,
+            )
             self._in_place = False
             synced = self._send_and_prove()
         self._is_synced = self._has_base = self._was_proven = True
@@ -294,7 +303,7 @@ class VLLMClient(RolloutEngine):
     def _send_and_prove(self) -> SyncResult:
         rank, all_weights = self.setting.lora_rank, self.setting.lora_rank is None or not self._has_base
         question = self._prover.question(weights=all_weights, adapter_rank=rank)
-        with using_threads(self._threads_beside), ThreadPoolExecutor(1) as aside:
+        with using_threads(self._threads_while_both_work), ThreadPoolExecutor(1) as aside:
             looking = aside.submit(self._prover.look)  # while the weights travel: it only reads them too
             if rank is None:
                 synced = self.push()
@@ -344,8 +353,8 @@ class VLLMClient(RolloutEngine):
             if self._stream is None or self._stream.chunk_bytes < chunk_bytes:
                 if self._stream is not None:
                     self._stream.close()
-                self._stream = StreamWriter(chunk_bytes, self.told.num_workers, compute_device(self.model))
-            feeds = [FeedPlan(self._stream.handle, reader, chunks) for reader in range(self.told.num_workers)]
+                self._stream = StreamWriter(chunk_bytes, self.engine_info.num_workers, compute_device(self.model))
+            feeds = [FeedPlan(self._stream.handle, reader, chunks) for reader in range(self.engine_info.num_workers)]
             self._connection = _Connection(key, chunks, self._stream, feeds, size)
         return self._connection
 
@@ -375,14 +384,14 @@ class VLLMClient(RolloutEngine):
         if self._connected is not feeds:
             self._process.call("connect", feeds, self.setting.dtype)
             self._connected = feeds
-        self._process.send("load", LoadRequest(self._threads_beside, self._in_place))
+        self._process.send("load", LoadRequest(self._threads_while_both_work, self._in_place))
 
     def end_load(self) -> float:
         """When they have read all of it. Returns the seconds of that."""
         seconds, anew = self._process.answer()
         if anew is not None and self._in_place:
             self._in_place = False
-            log.info("vLLM loads its model anew with each sync: %s", anew)
+            log.info("vLLM reloads its model at each sync: %s", anew)
         self._wake("kv_cache")
         self._is_asleep = False
         return seconds
@@ -397,7 +406,7 @@ class VLLMClient(RolloutEngine):
         return [self.options.max_new_tokens] * (len(prompt_ids) * num_samples)
 
     def _refuse_too_long(self, longest: int) -> None:
-        limit, new = self.told.max_model_len, self.options.max_new_tokens
+        limit, new = self.engine_info.max_model_len, self.options.max_new_tokens
         if longest + new > limit:
             raise ConfigError(
                 f"rollout.max_new_tokens is {new}: with a prompt of {longest} tokens that makes {longest + new}, and "
@@ -423,7 +432,7 @@ def rows_of(
 def died_twice(death: EngineDied) -> RolloutError:
     """The end of a run whose engine cannot be kept alive."""
     reason = f"The rollout engine died twice in a row. The second time: {death.reason}"
-    return RolloutError(told_after_log(reason, death.found, death.log))
+    return RolloutError(message_after_log(reason, death.found, death.log))
 
 
 def _log_file(context: BuildContext) -> Path | None:
@@ -434,7 +443,7 @@ def _log_file(context: BuildContext) -> Path | None:
     return folder / f"vllm_{context.rank}.log"
 
 
-def _threads_beside(setting: EngineArgs, context: BuildContext) -> int:
+def _threads_while_both_work(setting: EngineArgs, context: BuildContext) -> int:
     """Threads of each of the two, while trainer and engine work at the same time, so that none waits for a core."""
     own = torch.get_num_threads()
     fit = setting.is_on_gpu or context.world_size * (own + setting.num_threads) <= num_cores()
@@ -481,18 +490,18 @@ class GroupVLLMClient(VLLMClient):
     def offer(self, shapes: dict[str, tuple[int, ...]] | None) -> SyncOffer:
         """What the engine takes. `shapes` are those of tensors that may come in slices; None: whole ones must come."""
         wants = None
-        if shapes is not None and self._in_place and self.told.num_workers > 1:
+        if shapes is not None and self._in_place and self.engine_info.num_workers > 1:
             found = self._process.call("wants", shapes)
             wants = None if found is None else tuple(found)
         process_id = self.process_id
         assert process_id is not None
         return SyncOffer(
             wants,
-            self.told.num_workers,
+            self.engine_info.num_workers,
             process_id,
             self._process.progress_path,
             self.options.call_timeout_s,
-            self._threads_beside,
+            self._threads_while_both_work,
         )
 
     def is_reading(self) -> bool:

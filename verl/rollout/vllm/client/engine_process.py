@@ -125,7 +125,7 @@ class EngineDied(RolloutError):
 
     def __init__(self, reason: str, found: LogExcerpt | None = None, log: str = ""):
         self.reason, self.found, self.log = reason, found, log
-        super().__init__(told_after_log(reason, found, log))
+        super().__init__(message_after_log(reason, found, log))
 
     def __reduce__(self):
         return type(self), (self.reason, self.found, self.log)
@@ -377,7 +377,7 @@ class EngineProcess:
         return {DIRECTORIES_VARIABLE: os.pathsep.join(map(str, (self.files.directory, self.files.temporary)))}
 
 
-def told_after_log(reason: str, found: LogExcerpt | None, log: str) -> str:
+def message_after_log(reason: str, found: LogExcerpt | None, log: str) -> str:
     """A message that consists of the relevant lines of a log and, as its last line, the reason."""
     if found is None:
         return reason

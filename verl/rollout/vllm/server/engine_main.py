@@ -63,11 +63,11 @@ def _serve(channel: Channel, setting: Any) -> None:
 
         report("starting: making the engine")
         engine = EngineServer(setting)
-        told = engine.describe()
+        info = engine.describe()
     except BaseException as error:  # noqa: BLE001 - the trainer's to handle; vLLM exits on some faults
         channel.send(_failure(error, engine))
         return
-    answer = EngineReply(told)
+    answer = EngineReply(info)
     while True:
         report("idle")
         channel.send(answer)

@@ -103,8 +103,8 @@ class CounterNoiseProcessor(LogitsProcessor):
         rows = len(drawn)
         positions = np.array([len(tokens) for tokens in drawn if tokens is not None], dtype=np.int64)
         noise = np.zeros(rows) if drawing.request.greedy else self._noise_at(drawing, positions)
-        told = torch.from_numpy(np.stack([self._whose[0, :rows], positions, noise.view(np.int64)]))
-        return told.pin_memory().to(self.device, non_blocking=True) if self._pins else told.to(self.device)
+        packed = torch.from_numpy(np.stack([self._whose[0, :rows], positions, noise.view(np.int64)]))
+        return packed.pin_memory().to(self.device, non_blocking=True) if self._pins else packed.to(self.device)
 
     def _noise_at(self, drawing: TokenSampler, positions: np.ndarray) -> np.ndarray:
         """[b], computed for several positions at a time, because the hash consists of many small operations."""

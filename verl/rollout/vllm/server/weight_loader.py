@@ -86,13 +86,13 @@ class InPlaceLoader:
         modules = dict(model.named_modules())
         for path, module in modules.items():
             self._find(plain_name(path), module)
-        self._mind_heads(modules.values(), getattr(model, "lm_head", None))
+        self._register_head_copies(modules.values(), getattr(model, "lm_head", None))
         if homeless := [name for name, takers in self._writers.items() if not takers]:
             raise UnsupportedLayer(f"{homeless[0]} has no place")
 
     def wanted(self) -> dict[str, Box]:
         """For each tensor the smallest slice that contains everything this rank loads."""
-        return {name: _hull(slices, self._shapes[name]) for name, slices in self._slices.items()}
+        return {name: _bounding_slice(slices, self._shapes[name]) for name, slices in self._slices.items()}
 
     @torch.no_grad()
     def take(self, name: str, tensor: Tensor, place: ChunkEntry | None = None) -> None:
@@ -176,7 +176,7 @@ class InPlaceLoader:
         self._register_copy(tensor, (slice(start, end),), layer.weight.data[: end - start])
         self._whole(name, layer, {key: value for key, value in layer._parameters.items() if key != "weight"})
 
-    def _mind_heads(self, modules: Any, head: Any) -> None:
+    def _register_head_copies(self, modules: Any, head: Any) -> None:
         """On a CPU, output heads have a packed copy of their weight; embeddings have one too, which is never read."""
         for layer in modules:
             if "VocabParallelEmbedding" not in (kinds := kinds_of(layer)) or not hasattr(layer, "cpu_linear"):
@@ -265,7 +265,7 @@ def _shares_memory(part: Tensor, other: Tensor) -> bool:
     return part.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _hull(slices: Sequence[tuple[slice, ...]], shape: Shape) -> Box:
+def _bounding_slice(slices: Sequence[tuple[slice, ...]], shape: Shape) -> Box:
     """The smallest slice that contains all of these."""
     box = [(0, size) for size in shape]
     for axis in range(min(map(len, slices))):

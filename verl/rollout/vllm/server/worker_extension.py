@@ -83,23 +83,23 @@ class WorkerExtension:
         start = time.perf_counter()
         feed, dtype = self._feed, self._stream_dtype
         chunks = feed.chunks
-        landing = self._loader_or_reason(feed) if loading.in_place else "it is asked for"
+        loader = self._loader_or_reason(feed) if loading.in_place else "it was requested"
         reader = self._opened(feed)
         waited = reader.waited_s
         try:
             with using_threads(loading.num_threads):
-                if isinstance(landing, InPlaceLoader):
-                    _land(landing, reader, chunks, dtype)
+                if isinstance(loader, InPlaceLoader):
+                    _load_in_place(loader, reader, chunks, dtype)
                     self.model_runner.reset_encoder_cache()
                 else:
-                    self._load_anew(reader, chunks, dtype)
+                    self._reload_model(reader, chunks, dtype)
         except BaseException:
             reader.abandon()
             raise
         finally:
             give_back_free_memory()
         seconds = time.perf_counter() - start - (reader.waited_s - waited)
-        return LoadResult(seconds, landing if isinstance(landing, str) else None)
+        return LoadResult(seconds, loader if isinstance(loader, str) else None)
 
     def _opened(self, feed: FeedPlan) -> StreamReader:
         """The reader of a stream, kept between syncs because the first access to newly mapped memory is slow."""
@@ -122,7 +122,7 @@ class WorkerExtension:
                 self._found = str(reason)
         return self._found
 
-    def _load_anew(self, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> None:
+    def _reload_model(self, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> None:
         """Reload the whole model by vLLM's loader, then fix what that leaves stale."""
         _renew_experts(self.model_runner.get_model())
         self.reload_weights(weights_iterator=_lasting(reader, chunks, dtype))  # type: ignore[attr-defined]
@@ -133,11 +133,13 @@ def _report_layer(*_: Any) -> None:
     report()
 
 
-def _land(landing: InPlaceLoader, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> None:
+def _load_in_place(
+    loader: InPlaceLoader, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype
+) -> None:
     for number, places in enumerate(chunks):
         for place, tensor in reader.pieces(number, places, dtype):
-            landing.take(place.name, tensor, place)
-        landing.keep()
+            loader.take(place.name, tensor, place)
+        loader.keep()
         reader.leave(number)
 
 
@@ -145,11 +147,11 @@ def _lasting(reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.
     """The tensors of a stream; those that vLLM keeps until their layer is complete are copied out of their chunk."""
     for number, places in enumerate(chunks):
         yield from reader.chunk(number, places, dtype)
-        _copy_those_kept()
+        _copy_retained()
         reader.leave(number)
 
 
-def _copy_those_kept() -> None:
+def _copy_retained() -> None:
     """vLLM collects the tensors of a layer (q, k and v of a merged projection) and loads them with the last one."""
     for info in LAYERWISE_INFO.values():
         for _, bound in info.loaded_weights:

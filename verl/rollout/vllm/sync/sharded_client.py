@@ -218,7 +218,7 @@ class ShardedVLLMClient(RolloutEngine):
         """Handle a failure on all ranks: retry, or raise."""
         error = failed.error
         if failed.may_repeat:
-            log.warning("%s\nIt is tried once more.", error)
+            log.warning("%s\nRetrying once.", error)
         elif isinstance(error, EngineDied):
             raise died_twice(error) from None
         else:

@@ -201,7 +201,7 @@ def _sliced(
 ) -> FeedAssignment:
     if not readers:
         return FeedAssignment({}, (), [], 0, {})
-    wanted = {w.name: _hull([want[w.name] for want in wants if w.name in want]) for w in weights}
+    wanted = {w.name: _bounding_slice([want[w.name] for want in wants if w.name in want]) for w in weights}
     coming = [_SizedSlice(name, _shape(box)) for name, box in wanted.items() if all(_shape(box))]
     chunks, largest = plan_chunks(coming, dtype, chunk_bytes)
     slices = {
@@ -219,7 +219,7 @@ def _readers(place: int, num_siblings: int, num_workers: int) -> tuple[int, ...]
     return tuple(worker for worker in range(num_workers) if worker * num_siblings // num_workers == place)
 
 
-def _hull(boxes: Sequence[Box]) -> Box:
+def _bounding_slice(boxes: Sequence[Box]) -> Box:
     """The smallest slice that contains all of these."""
     filled = [box for box in boxes if all(_shape(box))] or boxes[:1]
     return tuple((min(a for a, _ in sides), max(b for _, b in sides)) for sides in zip(*filled, strict=True))
