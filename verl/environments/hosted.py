@@ -432,7 +432,7 @@ class ReasoningGymEnvironment(_PackageEnvironment):
     task: str
 
     def host_options(self) -> dict[str, Any]:
-        return self._options("Task", task=self.task)
+        return self._options("ReasoningTask", task=self.task)
 
 
 class _VerifiersPool(HostPool):
@@ -466,7 +466,7 @@ class VerifiersEnvironment(_PackageEnvironment):
         taskset = {"id": self.taskset, **self.arguments.get("taskset", {})}
         config = {**self.arguments, "taskset": taskset, "agent": agent}
         paths = [str(Path(path).resolve()) for path in self.paths]
-        path = f"{ADAPTERS / self.package}_adapter.py:Task"
+        path = f"{ADAPTERS / self.package}_adapter.py:VerifiersTask"
         return {"kind": "class", "path": path, "arguments": {"config": config, "paths": paths}}
 
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:

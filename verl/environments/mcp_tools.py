@@ -29,7 +29,7 @@ SESSION_ENDED = ("Session terminated", "Session not found")  # of status 404: th
 CLOSE_S = 5.0
 
 
-class _Connection:
+class _McpConnection:
     """One session with the server. It lives in a task of its own, as the package wants it.
 
     Attributes:
@@ -92,8 +92,8 @@ class _Server(EnvironmentFactory):
     def __init__(self, options: MCPTools):
         self.options = options
         self.tools: dict[str, Tool] = {}
-        self._connection: _Connection | None = None
-        self._old: list[_Connection] = []
+        self._connection: _McpConnection | None = None
+        self._old: list[_McpConnection] = []
         self._opening = asyncio.Lock()
 
     async def start(self) -> None:
@@ -103,13 +103,13 @@ class _Server(EnvironmentFactory):
             self.tools[tool.name] = Tool(tool.name, tool.description or "", schema, self._caller(tool.name))
         self.tool_names = {name: tool.parameter_names for name, tool in self.tools.items()}
 
-    async def _connected(self, timeout_s: float) -> _Connection:
+    async def _connected(self, timeout_s: float) -> _McpConnection:
         async with self._opening:
             if self._connection is not None and self._connection.is_open:
                 return self._connection
             if self._connection is not None:
                 self._old.append(self._connection)
-            made = _Connection(self.options)
+            made = _McpConnection(self.options)
             await made.open(timeout_s)
             if self._connection is not None:
                 log.warning("%s: the session was lost, and another one was opened.", self.options.server)

@@ -5,7 +5,7 @@ import reasoning_gym
 _tasks = {}
 
 
-class Task:
+class ReasoningTask:
     """Question and score of the row's `index`."""
 
     def __init__(self, task, **arguments):

@@ -112,7 +112,7 @@ def same(one, other):
     return one["role"] == other["role"] and text_of(one) == text_of(other) and calls[0] == calls[1]
 
 
-class Request:
+class TurnRequest:
     """A request for a turn, and its answer."""
 
     def __init__(self, body):
@@ -258,7 +258,7 @@ class Service:
         if body.get("stream") or (body.get("n") or 1) != 1:
             error = {"message": "stream and n are not understood: one turn is drawn at a time"}
             return web.json_response({"error": error}, status=400)
-        request = Request(body)
+        request = TurnRequest(body)
         run.requests.put_nowait(request)
         message = await request.answer
         finish = "tool_calls" if message.get("tool_calls") else "stop"
@@ -282,7 +282,7 @@ def completed(config):
     return made
 
 
-class Task:
+class VerifiersTask:
     """One task as an environment of turns.
 
     Args:
