@@ -100,7 +100,7 @@ def test_whitespace_that_a_template_puts_after_the_end_token_is_not_learned():
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_by_row():
-    said = "chat_template renders message 1 at row 1 otherwise"
+    said = "chat_template renders message 1 at row 1 differently"
     with pytest.raises(ConfigError, match=said):
         conversations([USER, ANSWER], [USER, ANSWER, USER, ANSWER], chat_template=FORGETS)
     assert learned(conversations([USER, ANSWER], chat_template=FORGETS)) == "2<eos>"

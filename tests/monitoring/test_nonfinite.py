@@ -244,7 +244,7 @@ def test_an_update_whose_gradient_overflows_is_left_out_by_every_process(model32
                 assert math.isfinite(metrics["actor/loss"])  # of the mini-batches that were sound
                 assert trainer.guard.take() == {"safety/skipped_updates": 1.0}
             else:
-                whole = [part for part in trainer._mini_batches(len(large), 2) if 0 not in part.tolist()]
+                whole = [part for part in trainer._mini_batches(large, 2) if 0 not in part.tolist()]
                 for part in whole:
                     trainer.actor.update(large[part]).result()
             trainer.update(experience, 3)

@@ -120,7 +120,7 @@ def test_stages_that_a_model_or_a_rollout_does_not_have_are_refused(model32):
     (fault,) = faults_of(model32, n_gpus_per_node=4, sharding=Parallel(pp=4))
     assert fault.startswith("sharding.pp is 4: the model has 2 layers, and every stage needs one. The nearest layout")
     assert fault.endswith("(layers of actor.model)")
-    (fault,) = faults_of(model32, n_gpus_per_node=4, sharding=Parallel(pp=2))
+    (fault,) = faults_of(model32, n_gpus_per_node=8, sharding=Parallel(pp=2, tp=2))
     assert "dp_shard would be 2" in fault
     assert fault.endswith("Set dp_replicate=2.")
     found = faults_of(model32, n_gpus_per_node=2, sharding=Parallel(pp=2), rollout=VLLMRollout())

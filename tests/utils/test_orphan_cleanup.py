@@ -69,15 +69,22 @@ def test_nothing_is_left_of_an_owner_that_is_killed_or_ends_without_tidying_up(h
         os.killpg(owner.pid, signal.SIGKILL) if how == "forked" else owner.kill()
 
 
+def is_ignored(pid: int, number: int) -> bool:
+    """Whether a process has come to the place where it ignores a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored = next(line for line in status.splitlines() if line.startswith("SigIgn"))
+    return bool(int(ignored.split()[1], 16) >> (number - 1) & 1)
+
+
 def test_signals_to_all_processes_of_a_job_leave_it_running_until_its_owner_ends():
     cleanup = OrphanCleanup()
     cleanup.register()
     process = cleanup._process
     assert process is not None
-    while b"orphan_cleanup" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    while not all(is_ignored(process.pid, number) for number in numbers):
         time.sleep(0.01)
-    time.sleep(0.1)  # its handlers are in place
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in numbers:
         process.send_signal(number)
     time.sleep(0.1)
     assert process.poll() is None

@@ -270,6 +270,16 @@ def oss_backend(storage: OSSStorage) -> Backend:
     import ossfs  # type: ignore[import-not-found]
 
     class OneTry(ossfs.OSSFileSystem):
+        @property
+        def dircache(self) -> dict[str, Any]:
+            """Listings of this thread alone: another thread's may have begun before an object of ours was put."""
+            of_threads = self.__dict__.setdefault("_listings", threading.local())
+            return of_threads.__dict__.setdefault("found", {})
+
+        @dircache.setter
+        def dircache(self, _: Any) -> None:
+            """fsspec sets one for all threads."""
+
         def _call_oss(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
             return super()._call_oss(method_name, *args, **{**kwargs, "retry": 1})
 

@@ -351,7 +351,7 @@ def test_a_job_that_was_killed_goes_on_from_its_own_newest_beside_an_unrelated_r
         return int(names(own)[-1].rpartition("_")[2])
 
     last = killed_after(started(""), 2)
-    again = killed_after(started("latest"), last + 2)
+    again = killed_after(started("latest"), last + 3)
     runs = {one.manifest.run_id for one in CheckpointDirectory(own).complete()}
     assert len(runs) == 1, "the second start went on, and pruned those of the first"
     events = [json.loads(line) for line in (own / "lineage.jsonl").read_text().splitlines()]
@@ -408,7 +408,7 @@ def test_a_store_that_refuses_is_told_before_weights_are_loaded(status, resume, 
     proxy.misbehave = lambda request: Fault(status=status, body=b"<Error><Code>NoSuchBucket</Code></Error>")
     storage = S3Storage(bucket="no-such-bucket", endpoint_url=proxy.url, retries=0)
     made = run(model32, storage=storage, resume=resume)
-    with pytest.raises(ConfigError, match="cannot be asked|which refuses: .*Mend that") as refused:
+    with pytest.raises(ConfigError, match="cannot be asked|which refuses: .*Fix that") as refused:
         made.build(BuildContext(run_dir=tmp_path / "run"))
     assert len(refused.value.faults) == 1
     assert "Traceback" not in caplog.text
