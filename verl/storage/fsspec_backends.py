@@ -274,7 +274,9 @@ def oss_backend(storage: OSSStorage) -> Backend:
         def dircache(self) -> dict[str, Any]:
             """Listings of this thread alone: another thread's may have begun before an object of ours was put."""
             of_threads = self.__dict__.setdefault("_listings", threading.local())
-            return of_threads.__dict__.setdefault("found", {})
+            if not hasattr(of_threads, "found"):
+                of_threads.found = {}
+            return of_threads.found
 
         @dircache.setter
         def dircache(self, _: Any) -> None:
