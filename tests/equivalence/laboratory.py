@@ -7,6 +7,7 @@ keeps its own share, and takes the answers of the others.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.device_mesh as device_mesh
 from cluster.processes_of import LABORATORY
 from equivalence.courses import Course, run_course
 from equivalence.one_update import one_update
@@ -102,6 +104,8 @@ class Bench:
 
     def __init__(self, context: BuildContext):
         self.context, self.group = context, DataParallelism(context, timeout_s=120.0)
+        # calls share meshes: threads of each gloo group wake a hundred times a second until the process ends
+        device_mesh.init_device_mesh = functools.cache(device_mesh.init_device_mesh)
 
     @on_all
     def course(self, run: PPORun, prompts: Sequence[Sequence[int]], directory: Path) -> Course | None:
