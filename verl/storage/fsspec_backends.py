@@ -273,14 +273,14 @@ def oss_backend(storage: OSSStorage) -> Backend:
         @property
         def dircache(self) -> dict[str, Any]:
             """Listings of this thread alone: another thread's may have begun before an object of ours was put."""
-            of_threads = self.__dict__.setdefault("_listings", threading.local())
-            if not hasattr(of_threads, "found"):
-                of_threads.found = {}
-            return of_threads.found
+            if not hasattr(self._listings, "of_this"):
+                self._listings.of_this = {}
+            return self._listings.of_this
 
         @dircache.setter
         def dircache(self, _: Any) -> None:
-            """fsspec sets one for all threads."""
+            """fsspec sets one for all threads, as it sets itself up."""
+            self._listings = threading.local()
 
         def _call_oss(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
             return super()._call_oss(method_name, *args, **{**kwargs, "retry": 1})
