@@ -42,10 +42,23 @@ class _McpConnection:
         self.tools: list[Any] = []
         self._task: asyncio.Task[None] | None = None
         self._end = asyncio.Event()
+        self._num_calls, self._is_retired = 0, False
 
     @property
     def is_open(self) -> bool:
-        return self.session is not None and not self._end.is_set()
+        return self.session is not None and not self._is_retired
+
+    @property
+    def has_ended(self) -> bool:
+        return self._task is None or self._task.done()
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        self._num_calls += 1
+        try:
+            return await self.session.call_tool(name, arguments)
+        finally:
+            self._num_calls -= 1
+            self._end_if_idle()
 
     async def open(self, timeout_s: float) -> None:
         """Raises InfraError: there is no server, or it did not answer in time."""
@@ -76,8 +89,13 @@ class _McpConnection:
                 ready.set_exception(InfraError(f"{self.options.server}: {_reason(why)}"))
 
     def retire(self) -> None:
-        """No call goes to it any more."""
-        self._end.set()
+        """No new call uses it; it ends with the last call that does."""
+        self._is_retired = True
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if self._is_retired and not self._num_calls:
+            self._end.set()
 
     async def close(self) -> None:
         self._end.set()
@@ -113,9 +131,7 @@ class _Server(EnvironmentFactory):
             await made.open(timeout_s)
             if self._connection is not None:
                 log.warning("%s: the session was lost, and another one was opened.", self.options.server)
-                for old in self._old:
-                    await old.close()
-                self._old = []
+            self._old = [old for old in self._old if not old.has_ended]
             self._connection = made
             return made
 
@@ -135,7 +151,7 @@ class _Server(EnvironmentFactory):
         for is_last in (False, True):
             connection = await self._connected(connecting_s)
             try:
-                return await connection.session.call_tool(name, dict(arguments))
+                return await connection.call(name, dict(arguments))
             except asyncio.CancelledError:
                 raise
             except Exception as error:
