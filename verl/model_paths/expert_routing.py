@@ -115,9 +115,10 @@ class ExpertRouting:
         """Find how the routers weigh experts.
 
         Raises:
-            ConfigError: in no way that is known.
+            ConfigError: in no way that is known, or not all in the same.
         """
-        self._weights = weights_of_router(self._found[0])
+        ways = [weights_of_router(router) for router in self._found]
+        self._weights = ways[0] if all(way == ways[0] for way in ways) else None
         if self._weights is None:
             raise ConfigError(
                 f"{name}: how {type(self._found[0]).__name__} weighs the experts of a token is not known, so that its "

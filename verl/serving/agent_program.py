@@ -80,7 +80,7 @@ class AgentProgram(HostedDescription):
 
     def host_options(self) -> dict[str, Any]:
         arguments = {"path": self.path, "command": list(self.command), "timeout_s": self.program_timeout_s}
-        return {"kind": "class", "path": f"{ADAPTERS / 'program_adapter.py'}:Program", "arguments": arguments}
+        return {"kind": "class", "path": f"{ADAPTERS / 'program_adapter.py'}:ProgramEpisode", "arguments": arguments}
 
     def engine(
         self, engine: RolloutEngine, rollout: Rollout, tokenizer: Any, stop_ids: tuple[int, ...], context: BuildContext

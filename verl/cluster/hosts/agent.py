@@ -131,7 +131,7 @@ class HostAgent:
 
     def _to_worker(self, worker: ShmChannel) -> None:
         """Relay calls, until the driver hangs up."""
-        with contextlib.suppress(OSError, EOFError):  # one that is gone is told of by the other thread
+        with contextlib.suppress(OSError, EOFError):  # the other thread reports one that is gone
             while True:
                 call: Serialized | None = self._calls.receive()
                 worker.send(self._post.pack(call))

@@ -101,14 +101,14 @@ class DriverSearch:
         """
         while True:
             try:
-                told = self._store.get(DRIVER_KEY) if self._store.check([DRIVER_KEY]) else None
+                announced = self._store.get(DRIVER_KEY) if self._store.check([DRIVER_KEY]) else None
             except RuntimeError as error:
                 raise ConnectionError(f"torchrun's store is gone: {error}") from error
-            if told == ENDED:
+            if announced == ENDED:
                 return None
-            if told is not None and told != self._seen:
-                self._seen = told
-                found = json.loads(told)
+            if announced is not None and announced != self._seen:
+                self._seen = announced
+                found = json.loads(announced)
                 return DriverAddress(tuple(found["addresses"]), int(found["port"]), bytes.fromhex(found["key"]))
             time.sleep(LOOK_EVERY_S)
 
@@ -127,10 +127,10 @@ class DriverListener:
         self._socket = socket.create_server(("", 0), backlog=2 * place.world_size)
         port = self._socket.getsockname()[1]
         self.address = DriverAddress(self.address.addresses, port, self.address.key)
-        told = {"addresses": self.address.addresses, "port": port, "key": self.address.key.hex()}
+        announced = {"addresses": self.address.addresses, "port": port, "key": self.address.key.hex()}
         try:
             self._store = _store(place)  # kept: it may be served by this process
-            self._store.set(DRIVER_KEY, json.dumps(told).encode())
+            self._store.set(DRIVER_KEY, json.dumps(announced).encode())
         except RuntimeError as error:
             self._socket.close()
             where = f"{place.store_host}:{place.store_port}"
@@ -180,8 +180,8 @@ def is_host_lost(error: BaseException) -> bool:
 def _prove_as_agent(end: socket.socket, key: bytes) -> None:
     own = secrets.token_bytes(NONCE_BYTES)
     end.sendall(own)
-    told = _exactly(end, NONCE_BYTES + PROOF_BYTES)
-    nonce, proof = told[:NONCE_BYTES], told[NONCE_BYTES:]
+    announced = _exactly(end, NONCE_BYTES + PROOF_BYTES)
+    nonce, proof = announced[:NONCE_BYTES], announced[NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(key, b"driver", own, nonce)):
         raise ConnectionError("it is not the driver")
     end.sendall(_proof(key, b"agent", own, nonce))

@@ -218,8 +218,8 @@ class HostsTransport:
         deadline = Deadline(STACK_TIMEOUT_S)
         while deadline.left_s and any(self._peers[rank].stack is None for rank in ranks):
             time.sleep(0.05)
-        told = {rank: self._peers[rank].stack for rank in ranks}
-        return {rank: "" if reply is None else reply.stack for rank, reply in told.items()}
+        replies = {rank: self._peers[rank].stack for rank in ranks}
+        return {rank: "" if reply is None else reply.stack for rank, reply in replies.items()}
 
     def state(self, rank: int) -> str:
         peer = self._peers.get(rank)
@@ -265,7 +265,7 @@ class HostsTransport:
                     group.on_error(answer.number, rank, answer.error)
         except (ChannelClosed, EOFError):
             return  # likewise
-        except Exception:  # noqa: BLE001 - an answer that cannot be read; whoever waits for it is told
+        except Exception:  # noqa: BLE001 - an answer that cannot be read; whoever waits for it gets the error
             group.fail_call(-1, rank, traceback.format_exc())
 
     def _watch(self, group: RemoteWorkerGroup, rank: int, peer: _Peer) -> None:
@@ -273,19 +273,19 @@ class HostsTransport:
         try:
             while True:
                 try:
-                    told = peer.watch.receive(timeout_s=self._look_every_s)
+                    message = peer.watch.receive(timeout_s=self._look_every_s)
                 except TimeoutError:
                     peer.ask_status()
                     continue
-                match told:
+                match message:
                     case WorkerStatus():
-                        if peer.status is None or told.count != peer.status.count:
-                            self.progress.advance(told.stage, slot=rank)
-                        peer.status, peer.asked_at = told, None
+                        if peer.status is None or message.count != peer.status.count:
+                            self.progress.advance(message.stage, slot=rank)
+                        peer.status, peer.asked_at = message, None
                     case StackReply():
-                        peer.stack, peer.tail = told, told.tail
+                        peer.stack, peer.tail = message, message.tail
                     case WorkerEnd():
-                        group.on_end(rank, partial(str, told.words))
+                        group.on_end(rank, partial(str, message.words))
         except (ChannelClosed, OSError, ValueError) as error:
             host = peer.hello.host
             how = "does not answer any more: it is down, or the network to it" if is_host_lost(error) else ""

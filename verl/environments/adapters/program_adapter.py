@@ -13,7 +13,7 @@ KEY = "none"  # what OpenAI's clients want to have
 TOLD = 400  # characters of what a program wrote before it failed
 
 
-class Program:
+class ProgramEpisode:
     def __init__(self, path=None, command=(), timeout_s=600.0):
         self.function = __main__.located(path) if path else None
         self.command, self.timeout_s = list(command), timeout_s

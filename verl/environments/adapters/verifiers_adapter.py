@@ -112,7 +112,7 @@ def same(one, other):
     return one["role"] == other["role"] and text_of(one) == text_of(other) and calls[0] == calls[1]
 
 
-class TurnRequest:
+class ModelCall:
     """A request for a turn, and its answer."""
 
     def __init__(self, body):
@@ -258,7 +258,7 @@ class Service:
         if body.get("stream") or (body.get("n") or 1) != 1:
             error = {"message": "stream and n are not understood: one turn is drawn at a time"}
             return web.json_response({"error": error}, status=400)
-        request = TurnRequest(body)
+        request = ModelCall(body)
         run.requests.put_nowait(request)
         message = await request.answer
         finish = "tool_calls" if message.get("tool_calls") else "stop"
