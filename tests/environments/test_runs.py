@@ -41,9 +41,11 @@ def tokens_of(trainer):
     return found
 
 
-def test_a_run_of_several_turns_trains_evaluates_and_dumps_its_episodes(tmp_path):
+def test_a_run_of_several_turns_trains_evaluates_and_dumps_its_episodes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with run_of(GUESS, tmp_path) as trainer:
         trainer.fit()
+    assert not (tmp_path / "checkpoints").exists()  # nor a journal there, which another run would take for its own
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "episode/turns" in line]
     assert len(steps) == 2

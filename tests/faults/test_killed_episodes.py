@@ -162,7 +162,7 @@ def test_twenty_kills_by_the_clock_leave_no_trace(whole, server, dir32, base, re
 @pytest.mark.parametrize("experiment", ["calculator_grpo", "guess_number_ppo"])
 def test_an_experiment_killed_twenty_times_inside_of_episodes_ends_the_same(experiment, server, base, record_property):
     steps, coin, kills = 10, random.Random(experiment), 0
-    arguments = [f"experiment={experiment}", "trainer.eval_interval=null", "checkpoint.save_interval=2"]
+    arguments = [f"experiment={experiment}", "trainer.eval_interval=0", "checkpoint.save_interval=2"]
     twin = Training(server, base / f"{experiment}_whole", arguments, steps)
     twin.finish()
     cut = Training(server, base / f"{experiment}_cut", arguments, steps)
