@@ -29,6 +29,7 @@ class Algorithm(Description):
         value_loss: per token; used only if the estimator needs values.
         kl: how the reference holds the policy.
         entropy_coef: loss per nat of entropy, at least 0: the entropy of each token is rewarded by it.
+        final_entropy_coef: what `entropy_coef` comes to at the last update, linearly; null keeps it constant.
         aggregation: how losses per token become one, see verl.ops.loss_aggregation.
         norm_length: tokens that a response counts for under seq-mean-token-sum-norm; null under any other.
         correction: weights for an engine that samples from other numbers than those trained on; null for none.
@@ -48,6 +49,7 @@ class Algorithm(Description):
     value_loss: ValueLoss = field(default_factory=ClippedValueLoss)
     kl: KLControl = field(default_factory=NoKL)
     entropy_coef: NonNegativeFloat = 0.0
+    final_entropy_coef: NonNegativeFloat | None = None
     aggregation: Aggregation = "token-mean"
     norm_length: PositiveInt | None = None
     correction: TruncatedIS | None = None
@@ -85,6 +87,13 @@ class Algorithm(Description):
     def needs_reference(self) -> bool:
         """Whether the run needs a reference."""
         return self.kl.needs_reference
+
+    def entropy_coef_at(self, update: int, total_updates: int) -> float:
+        """Loss per nat of entropy at an optimizer step, counted from 0, of so many in the run."""
+        if self.final_entropy_coef is None:
+            return self.entropy_coef
+        share = min(1.0, update / max(1, total_updates - 1))
+        return self.entropy_coef + share * (self.final_entropy_coef - self.entropy_coef)
 
     def faults(self) -> Iterator[str]:
         if self.aggregation != NORMED and self.norm_length is not None:

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +51,29 @@ class ParallelInfo:
     settle: Callable[[], None] = lambda: None
     stage_group: Any = None
     generation_groups: tuple[Any, ...] = ()
+
+
+_MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # so far, by store
+LONGEST_LOOK_S = 0.05
+
+
+def meet(divided: ParallelInfo) -> None:
+    """Barrier over all processes of the model, without a time limit: collective operations have one.
+
+    For what may take one process much longer than another. If a process dies, the driver ends the run.
+    """
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    number = _MEETINGS[store] = _MEETINGS.get(store, 0) + 1
+    store.set(f"verl/meeting/{number}/{divided.rank}", "here")
+    everyone = [f"verl/meeting/{number}/{rank}" for rank in range(divided.mesh.size)]
+    look_s = 0.0005
+    while not store.check(everyone):
+        time.sleep(look_s)
+        look_s = min(2 * look_s, LONGEST_LOOK_S)
+    if number > 1:  # all have left that one, or they would not have come to this
+        store.delete_key(f"verl/meeting/{number - 1}/{divided.rank}")
 
 
 def compute_device(model: Any) -> torch.device:

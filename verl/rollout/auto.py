@@ -38,6 +38,7 @@ class AutoRollout(Rollout):
 
     can_rest: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
+    no_turns_under: ClassVar[tuple[str, ...]] = HFRollout.no_turns_under
 
     max_model_len: int | None = None
 

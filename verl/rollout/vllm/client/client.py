@@ -476,6 +476,14 @@ class GroupVLLMClient(VLLMClient):
             return True
         return False
 
+    def outliving_death(self, action: Callable[[], T], *, is_start: bool = False) -> T:
+        """Do something. Only an engine that dies while it starts is made anew here: weights come from all processes."""
+        return super().outliving_death(action, is_start=True) if is_start else action()
+
+    def has_played(self) -> None:
+        """Note that it drew all turns of some episodes."""
+        self._deaths = 0
+
     def begin_sync(self) -> SyncRound:
         """Be ready for weights; an engine that has died is made anew."""
         question = self._prover.question()  # before what may fail: questions are counted alike beside all engines
