@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cluster.processes_of import engines_of, workers_of
 
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
@@ -116,6 +120,43 @@ def test_vllm_plays_the_episodes_of_a_sharded_actor(episodes_of, sharding):
     tokens, step = episodes_of(f"sharding={sharding}", "trainer.n_gpus_per_node=2", "rollout=vllm")
     assert tokens == alone
     assert step["actor/grad_norm"] == pytest.approx(step_alone["actor/grad_norm"], rel=1e-4)
+
+
+SLOW_WORLD = """
+import time
+
+class World:
+    def reset(self, row, seed):
+        self.turns = 0
+
+    def step(self, action):
+        time.sleep(0.3)
+        self.turns += 1
+        return "again ", 0.0, self.turns == 4, False, {}
+"""
+
+
+@pytest.mark.exhaustive
+def test_episodes_beside_a_sharded_actor_are_played_again_if_an_engine_dies(tmp_path):
+    pytest.importorskip("vllm")
+    (tmp_path / "world.py").write_text(SLOW_WORLD)
+    overrides = [
+        *SMALL, "environment=function", f"environment.path={tmp_path}/world.py:World", "reward=environment",
+        "rollout=vllm", "rollout.max_new_tokens=4", "environment.max_tokens=96", "sharding=fsdp", STOPS,
+        "trainer.n_gpus_per_node=2", "data.train_size=40", "data.held_out=5",
+    ]  # fmt: skip
+    with run_of(overrides, tmp_path) as trainer:
+        expected = tokens_of(trainer)
+        engines = [engine for worker in workers_of(os.getpid()) for engine in engines_of(worker)]
+        assert len(engines) == 2
+        killer = threading.Timer(0.6, os.kill, (engines[-1], signal.SIGKILL))  # in the second turn, or thereabouts
+        killer.start()
+        assert tokens_of(trainer) == expected
+        killer.join()
+        left = [engine for worker in workers_of(os.getpid()) for engine in engines_of(worker)]
+    assert engines[0] in left
+    assert engines[-1] not in left
+    assert len(left) == 2
 
 
 @pytest.mark.parametrize(
