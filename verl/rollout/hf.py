@@ -47,6 +47,7 @@ class HFRollout(Rollout):
     may_change: ClassVar[bool] = True
     takes_stages: ClassVar[bool] = True
     takes_experts: ClassVar[bool] = True
+    takes_modules: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
     tells_experts: ClassVar[bool] = True
 
