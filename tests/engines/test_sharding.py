@@ -132,14 +132,6 @@ def test_experts_that_do_not_divide_name_the_nearest_layout():
         ({"dp_shard": 0}, "dp_shard is 0: must be at least 1, or -1"),
         ({"cp": 0}, "cp is 0"),
         ({"cp_style": "ring"}, "cp_style is 'ring': expected one of allgather, ulysses"),
-        (
-            {"pp": 2, "tp": 2, "cp": 2},
-            "cp is 2: this version does not divide the weights of a pipeline",
-        ),
-        (
-            {"pp": 2, "tp": 2, "dp_shard": 2},
-            "dp_shard is 2: this version does not divide the weights of a pipeline",
-        ),
         ({"pp": 2, "cpu_offload": True}, "cpu_offload is true: not together with pipeline stages"),
         ({"ep": 2, "tp": 2}, "ep is 2: not together with tensor parallelism"),
         ({"ep": 2, "cpu_offload": True}, "ep is 2: not together with cpu_offload"),

@@ -33,7 +33,10 @@ class ParallelInfo:
         gathered: a context in which its weights are whole in this process, so that a forward pass needs no sibling.
         mesh: of all processes that hold it.
         rank: of this process in the mesh.
-        siblings: the ranks that work on the same rows as this process, itself included, in order.
+        through_stages: of a pipeline: runs a function that calls the model once on token ids [b s], and gives its
+            result in all stages; None where each process has all layers.
+        siblings: the ranks that work on the same rows as this process, those of other stages and itself included, in
+            order.
         sibling_group: of torch.distributed, the siblings.
         layout_of: how a tensor of the model is divided over the mesh.
         local: what this process holds of such a tensor.
@@ -50,6 +53,7 @@ class ParallelInfo:
     gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     settle: Callable[[], None] = lambda: None
     stage_group: Any = None
+    through_stages: Callable[[Tensor, Callable[[], Tensor]], Tensor] | None = None
     generation_groups: tuple[Any, ...] = ()
 
 
@@ -108,6 +112,12 @@ def layers_gathered(model: Any) -> AbstractContextManager[None]:
     """Within, this process has all layers of a model, and may call it as its siblings do."""
     divided = getattr(model, "divided", None)
     return divided.gathered() if divided is not None and divided.stage_group is not None else contextlib.nullcontext()
+
+
+def through_stages(model: Any, ids: Tensor, function: Callable[[], Tensor]) -> Tensor:
+    """What a function that calls the model once on token ids [b s] gives; all processes that hold it take part."""
+    divided = getattr(model, "divided", None)
+    return function() if divided is None or divided.through_stages is None else divided.through_stages(ids, function)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

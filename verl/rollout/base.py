@@ -46,6 +46,7 @@ class Rollout(Description):
         may_change: the engine reads `options` at every call, so they may be replaced between calls.
         takes_stages: the engine takes weights from an actor whose layers are pipeline stages.
         takes_experts: likewise from one whose experts are divided by `sharding.ep`.
+        takes_modules: the engine can generate with a torch module of the user's (`ModuleModel`).
         call_timeout_s: how long an engine in another process may make no progress; 0 for an engine in this process.
         draws_turns: the engine can generate single turns of an episode, as `environment` needs; see
             `RolloutEngine.turns`.
@@ -59,6 +60,7 @@ class Rollout(Description):
     may_change: ClassVar[bool] = False
     takes_stages: ClassVar[bool] = False
     takes_experts: ClassVar[bool] = False
+    takes_modules: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 0.0
     draws_turns: ClassVar[bool] = False
     no_turns_under: ClassVar[tuple[str, ...]] = ()

@@ -49,6 +49,7 @@ class HFRollout(Rollout):
     may_change: ClassVar[bool] = True
     takes_stages: ClassVar[bool] = True
     takes_experts: ClassVar[bool] = True
+    takes_modules: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
     no_turns_under: ClassVar[tuple[str, ...]] = ("tp",)  # its ranks decode the same rows in step
     tells_experts: ClassVar[bool] = True

@@ -102,7 +102,7 @@ def _rollout_faults(run: Any) -> Iterator[str]:
     shardings, adapter = run.shardings(), run.actor.lora
     is_divided = shardings["actor"].parameter_shards(_processes(run, shardings)["actor"]) > 1
     yield from run.rollout.faults_beside(None if adapter is None else adapter.rank, is_divided)
-    if isinstance(run.actor.model, ModuleModel) and not run.rollout.takes_stages:
+    if isinstance(run.actor.model, ModuleModel) and not run.rollout.takes_modules:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes models of transformers alone, and actor.model is a "
             f"{type(run.actor.model).__name__}. Set rollout=hf, where its own forward draws the responses."

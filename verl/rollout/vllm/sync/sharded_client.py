@@ -56,6 +56,11 @@ def with_engine_group(divided: ParallelInfo, engine_size: int) -> ParallelInfo:
     size = max(engine_size, len(divided.siblings))
     if divided.device.type == "cpu" or size == len(divided.siblings):
         return divided
+    if divided.stage_group is not None:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size is {engine_size}: an engine beside pipeline stages spans at most the "
+            f"{len(divided.siblings)} GPUs of the processes that work on the same rows. Set it to at most that."
+        )
     if size % len(divided.siblings) or divided.mesh.size % size:
         raise ConfigError(
             f"rollout.tensor_parallel_size is {engine_size}: {divided.mesh.size} processes, of which "
