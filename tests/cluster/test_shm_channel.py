@@ -149,7 +149,7 @@ def cluster_rows(batch: DataProto) -> torch.Tensor:
 
 
 def _a_stopped_worker_is_named(cluster, toy):
-    cluster.step, cluster._call_timeout_s = 5, 2.0
+    cluster.step, cluster.call_timeout_s = 5, 2.0
     pids = list(cluster.pids)
     threading.Timer(0.5, os.kill, (pids[1], signal.SIGSTOP)).start()
     toy.where().result(timeout=60)

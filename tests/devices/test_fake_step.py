@@ -118,7 +118,7 @@ def steps_of(config, batch, tokens, monkeypatch, steps=2):
         head = LMHead(model)
         engine = TrainingEngine(model, parallel, tokens, AdamW(lr=1e-6), 10, "bfloat16")
         monkeypatch.setattr(engine, "paths", lambda batch: FAST)
-        monkeypatch.setattr(engine, "_micro_batches", lambda batch: iter(micros))
+        monkeypatch.setattr(engine, "micro_batches", lambda batch: iter(micros))
 
         def loss(model, micro, totals):
             log_probs = token_log_probs(model, head, micro).log_probs

@@ -125,7 +125,7 @@ class Bench:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
                 trainer.step(trainer.train_data.collate(prompts), 1)
-                engine = trainer._cluster.host.workers["actor"].engine
+                engine = trainer.cluster.host.workers["actor"].engine
                 tensors = {"weights": engine.parameters, "optimizer": engine.optimizer_tensors()}
                 of_this = {kind: [x for x in held.values() if not is_elsewhere(x)] for kind, held in tensors.items()}
                 return {kind: sum(local(x).nbytes for x in held) for kind, held in of_this.items()}
@@ -139,7 +139,7 @@ class Bench:
         try:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
-                sampler = trainer._cluster.host.workers["actor"].sampler
+                sampler = trainer.cluster.host.workers["actor"].sampler
                 counts, generate = [], sampler._generate
                 sampler._generate = lambda rows, request: counts.append(len(rows)) or generate(rows, request)
                 trainer.step(trainer.train_data.collate(prompts), 1)
@@ -205,7 +205,7 @@ class Bench:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
                 trainer.step(trainer.train_data.collate(prompts), 1)
-                model = trainer._cluster.host.workers["actor"].model
+                model = trainer.cluster.host.workers["actor"].model
                 given = {weight.name: weight.make().detach() for weight in weights_of(model)}
                 if hasattr(model, "peft_config"):
                     given |= {name: x.detach() for name, x in adapter_tensors(model)}

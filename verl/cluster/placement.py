@@ -97,17 +97,17 @@ class RoleGroups:
     shares_memory = False
 
     def __init__(self, groups: Iterable[tuple[Collection[str], WorkerGroup]]):
-        self._groups = list(groups)
-        self._of: Mapping[str, WorkerGroup] = {role: cluster for roles, cluster in self._groups for role in roles}
-        self.world_size = max(cluster.world_size for _, cluster in self._groups)
+        self.groups = list(groups)
+        self._of: Mapping[str, WorkerGroup] = {role: cluster for roles, cluster in self.groups for role in roles}
+        self.world_size = max(cluster.world_size for _, cluster in self.groups)
 
     @property
     def step(self) -> int | None:
-        return self._groups[0][1].step
+        return self.groups[0][1].step
 
     @step.setter
     def step(self, step: int | None) -> None:
-        for _, cluster in self._groups:
+        for _, cluster in self.groups:
             cluster.step = step
 
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
@@ -116,7 +116,7 @@ class RoleGroups:
     def close(self) -> None:
         """Close every group, even if another one fails to."""
         with ExitStack() as ending:
-            for _, cluster in self._groups:
+            for _, cluster in self.groups:
                 ending.callback(cluster.close)
 
 
