@@ -13,15 +13,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.device_mesh as device_mesh
+import torch.distributed.distributed_c10d as distributed_c10d
 from cluster.processes_of import LABORATORY
 from equivalence.courses import Course, run_course
 from equivalence.one_update import one_update
 from torch import Tensor, nn
+from torch.distributed import ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import verl.trainer.ppo_lifecycle as ppo_lifecycle
@@ -66,6 +69,28 @@ class SentByAllToAll(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@functools.cache
+def gloo_device() -> Any:
+    """What all groups of this process send and receive through."""
+    return ProcessGroupGloo.create_default_device()
+
+
+class OfOneDevice(type):
+    """Makes groups of gloo that share a device of this process."""
+
+    def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+        options = ProcessGroupGloo._Options()
+        options._timeout, options._devices = timeout, [gloo_device()]
+        return ProcessGroupGloo(store, rank, size, options)
+
+    def __instancecheck__(cls, group: Any) -> bool:
+        return isinstance(group, ProcessGroupGloo)
+
+
+class GlooOnOneDevice(metaclass=OfOneDevice):
+    """Stands in for torch's class, which makes a device with each group."""
+
+
 class InStep:
     """A cluster whose driver runs in each of its processes."""
 
@@ -103,9 +128,10 @@ class Bench:
     """What is done in each process; rank 0 answers."""
 
     def __init__(self, context: BuildContext):
-        self.context, self.group = context, DataParallelism(context, timeout_s=120.0)
-        # calls share meshes: threads of each gloo group wake a hundred times a second until the process ends
+        # calls share meshes and all groups one device: the thread of a device wakes a hundred times a second
+        distributed_c10d.ProcessGroupGloo = GlooOnOneDevice
         device_mesh.init_device_mesh = functools.cache(device_mesh.init_device_mesh)
+        self.context, self.group = context, DataParallelism(context, timeout_s=120.0)
 
     @on_all
     def course(self, run: PPORun, prompts: Sequence[Sequence[int]], directory: Path) -> Course | None:
