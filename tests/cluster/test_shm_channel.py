@@ -92,7 +92,7 @@ def test_many_sizes_leave_few_blocks_and_files():
         ends.carry(wide(size))
         ends.answer("done")
     assert len(ends.posts[0].blocks.numbers()) <= FREE_BLOCKS_KEPT + 2
-    assert len(ends.right._theirs) <= FREE_BLOCKS_KEPT + 2
+    assert len(ends.right.theirs) <= FREE_BLOCKS_KEPT + 2
     assert open_files() - before <= 3 * (FREE_BLOCKS_KEPT + 2)  # the file, and a mapping at either end
     ends.posts[0].close()
     del ends

@@ -88,7 +88,7 @@ def rows(prompts, samples, length):
 def ready(micro):
     """With all that is looked up in numbers: places of tokens, and masks."""
     for number in range(len(micro.packing.blocks)):
-        packed_attention._mask(micro.packing, number, None, torch.device("cpu"))
+        packed_attention.mask_of_block(micro.packing, number, None, torch.device("cpu"))
     return replace(micro, places=micro.on_mask)
 
 
@@ -96,7 +96,7 @@ def steps_of(config, batch, tokens, monkeypatch, steps=2):
     """Bytes at rest and at the peak of each of some steps of an actor in one of eight processes."""
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(LMHead, "_is_whole_state", lambda self: True)  # compares numbers
+    monkeypatch.setattr(LMHead, "is_whole_state", lambda self: True)  # compares numbers
     monkeypatch.setattr(chunked_logprobs, "LOGITS_AT_A_TIME", 8 * LOGITS_AT_A_TIME)  # as on a GPU
     monkeypatch.setattr(packed_attention, "describe_mask", lambda function, length: MaskShape())  # reads numbers
     real = torch.optim.AdamW

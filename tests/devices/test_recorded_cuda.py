@@ -101,12 +101,12 @@ def test_an_engine_wakes_after_torch_has_given_back_what_it_keeps(calls, monkeyp
     engine.model = torch.nn.Linear(2, 2)
     engine.process = SimpleNamespace(call=lambda *told: calls.append(told))
     monkeypatch.setattr(client_module, "compute_device", lambda model: torch.device("cuda:0"))
-    engine._is_asleep = False
-    engine._wake("weights")
+    engine.is_asleep = False
+    engine.wake("weights")
     assert calls == []
-    engine._is_asleep = True
-    engine._wake("weights")
-    engine._wake("kv_cache")
+    engine.is_asleep = True
+    engine.wake("weights")
+    engine.wake("kv_cache")
     assert calls == [("empty_cache",), ("wake", "weights"), ("empty_cache",), ("wake", "kv_cache")]
 
 

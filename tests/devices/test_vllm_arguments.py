@@ -72,7 +72,7 @@ def shipped() -> dict[str, VLLMRollout]:
     found = {}
     for option in ("vllm", "auto"):
         rollout = validate(compose_root("ppo", [f"rollout={option}"])).rollout
-        found[f"rollout={option}"] = rollout if option == "vllm" else rollout._as(VLLMRollout)
+        found[f"rollout={option}"] = rollout if option == "vllm" else rollout.as_kind(VLLMRollout)
     own = {field.name for field in fields(VLLMRollout)} - {field.name for field in fields(HFRollout)}
     files = [*ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("scripts/*.py"), *ROOT.glob("conf/**/*.yaml")]
     for name, value in {pair for file in files for pair in SETTING.findall(file.read_text())}:

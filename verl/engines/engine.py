@@ -241,6 +241,7 @@ class TrainingEngine:
         self.updates = updates
 
     def micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:
+        """A batch in parts of at most the token budget, or row by row."""
         batch = batch.to("cpu")  # lengths are read in main memory, and no micro-batch waits for the device
         budget, paths = (1, PLAIN) if alone else (self._token_budget(batch), self.paths(batch))
         multiple = 1 if self.device.type == "cpu" else BLOCK_MULTIPLE

@@ -237,6 +237,7 @@ class PPOTrainer(PPOLifecycle):
         return self.lengths.beside(prompts.select(PROMPT_FIELDS, columns), request.num_samples)
 
     def mini_batches(self, experience: DataProto, step: int) -> Iterator[Tensor]:
+        """Rows of each update, in the order of the step's seed; no episode is cut."""
         episodes = rows_by_episode(experience)  # of which none is cut
         for epoch in range(self.algorithm.epochs):
             generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "mini-batches", step, epoch))

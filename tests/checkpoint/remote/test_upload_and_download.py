@@ -187,14 +187,14 @@ def test_a_claim_between_the_last_look_and_the_commit_wins(objects: ObjectStore,
     one = CommitLog(objects, "one")
     one.take_claim()
     pusher, published = CheckpointUpload(objects, one), save(tmp_path / "one", 1)
-    put_objects = pusher._put_objects
+    put_objects = pusher.put_objects
 
     def then_another_claims(what: Checkpoint):
         sent = put_objects(what)
         CommitLog(objects, "two").take_claim()
         return sent
 
-    pusher._put_objects = then_another_claims  # type: ignore[method-assign]
+    pusher.put_objects = then_another_claims  # type: ignore[method-assign]
     with pytest.raises(CheckpointFenced):
         pusher.push(published)
     assert RemoteStore(objects).records() == []

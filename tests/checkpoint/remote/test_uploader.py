@@ -224,7 +224,7 @@ def test_a_stopped_uploader_that_takes_nothing_in_never_holds_training_up(near: 
 
 def test_a_trainer_that_is_gone_takes_its_uploader_along(near: CheckpointTier, tmp_path: Path) -> None:
     uploading = uploader(near, tmp_path / "here")
-    child = uploading._child
+    child = uploading.child
     assert child is not None
     child.channel.close()  # as the end of the trainer's process would
     assert child.await_exit(timeout_s=30) == 0

@@ -182,7 +182,7 @@ def play(engines):
         try:
             return loop.generate(prompts, REQUEST)
         finally:
-            loop._calls.close()
+            loop.calls.close()
 
     return played
 

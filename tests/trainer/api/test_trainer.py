@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -373,7 +374,9 @@ def test_a_part_of_a_trainer_is_saved_and_loaded_by_being_one_of_its_parts(dir32
 
 def test_the_statistics_of_another_reward_are_not_taken_over(dir32, tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(driver_state._log, "warning", lambda text, *values: told.append(text % values))
+    monkeypatch.setattr(
+        logging.getLogger(driver_state.__name__), "warning", lambda text, *values: told.append(text % values)
+    )
     path, other = (save_random_classifier(tmp_path / name, "qwen2", seed=seed) for seed, name in enumerate("ab"))
     moved = Path(shutil.copytree(path, tmp_path / "moved"))
 

@@ -122,7 +122,7 @@ class VLLMClient(RolloutEngine):
         self.options, self.model, self.seed, self.gpus = options, model, seed, gpus
         self.pad_id = tokenizer.pad_token_id
         self.stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
-        self.is_synced = self._is_asleep = self._has_base = self._was_proven = False
+        self.is_synced = self.is_asleep = self._has_base = self._was_proven = False
         self.in_place = True
         self._adapters, self.chunk_bytes = 0, options.chunk_mib * MIB
         self._begun: tuple[DataProto, GenerationRequest, tuple[Any, ...]] | None = None
@@ -226,11 +226,11 @@ class VLLMClient(RolloutEngine):
     def rest(self) -> None:
         """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
         may_sleep = self.setting.is_on_gpu and self.options.sleep and self._begun is None
-        if may_sleep and not self._is_asleep and self.process.is_alive():
+        if may_sleep and not self.is_asleep and self.process.is_alive():
             self.is_synced = self._has_base = False
             try:
                 self.process.call("sleep")
-                self._is_asleep = True
+                self.is_asleep = True
             except EngineDied as death:  # its memory is free too
                 log.warning("%s\nA new engine will be started when it is needed.", death)
                 self.process.kill()
@@ -247,7 +247,7 @@ class VLLMClient(RolloutEngine):
 
     def _start(self) -> None:
         self.connection = self._connected = None
-        self.is_synced = self._is_asleep = self._has_base = self._was_proven = False
+        self.is_synced = self.is_asleep = self._has_base = self._was_proven = False
         try:
             self.engine_info = self.process.start(self.options.start_timeout_s)
         except EngineError as error:
@@ -362,7 +362,7 @@ class VLLMClient(RolloutEngine):
         """Stream the present weights into the engine."""
         weights = list(weights_of(self.model, merge=merge))
         connection = self.connect(weights)
-        self._wake("weights")
+        self.wake("weights")
         connection.stream.begin()
         self.begin_load(connection.feeds)
         try:
@@ -392,12 +392,13 @@ class VLLMClient(RolloutEngine):
         if anew is not None and self.in_place:
             self.in_place = False
             log.info("vLLM reloads its model at each sync: %s", anew)
-        self._wake("kv_cache")
-        self._is_asleep = False
+        self.wake("kv_cache")
+        self.is_asleep = False
         return seconds
 
-    def _wake(self, what: str) -> None:
-        if self._is_asleep:
+    def wake(self, what: str) -> None:
+        """Give a sleeping engine its `weights` or its `kv_cache` back."""
+        if self.is_asleep:
             release_cached(compute_device(self.model))  # the engine cannot use what torch keeps here for later
             self.process.call("wake", what)
 
@@ -482,7 +483,7 @@ class GroupVLLMClient(VLLMClient):
         if not self.process.is_alive():
             self.process.kill()
             self._start()
-        self._wake("weights")
+        self.wake("weights")
         process_id = self.process_id
         assert process_id is not None
         return SyncRound(question, (process_id, self.in_place))

@@ -314,6 +314,7 @@ class EngineProcess:
             self.files.remove()
 
     def send_message(self, method: str, message: Any) -> None:
+        """Send what `method` takes; its answer is read with `answer`."""
         if self._child is None:
             raise EngineDied("The vLLM engine is not running.")
         self._ask(method, partial(self._child.channel.send, message))

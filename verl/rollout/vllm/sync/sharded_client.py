@@ -87,7 +87,7 @@ class ShardedVLLMClient(RolloutEngine):
         if options.lora == "adapter" and hasattr(model, "peft_config"):
             raise ConfigError(f"rollout.lora is adapter, {DIVIDED}")
         self.options, self.divided = options, with_engine_group(model.divided, options.tensor_parallel_size)
-        self._num_same_rows = len(model.divided.siblings)  # ranks in a row that have the same prompts
+        self.num_same_rows = len(model.divided.siblings)  # ranks in a row that have the same prompts
         self._own_rows = slice(0, 0)  # of what its engine draws
         self._pad_id = tokenizer.pad_token_id
         self._begun: tuple[DataProto, GenerationRequest] | None = None
@@ -129,7 +129,7 @@ class ShardedVLLMClient(RolloutEngine):
         assert self._begun is None
         if any(self._agreed(lambda: self.engine is not None and self.engine.needs_weights)):
             self.sync()
-        prompts, self._own_rows = self._of_group(prompts, request.num_samples)
+        prompts, self._own_rows = self.of_group(prompts, request.num_samples)
         self._begin(prompts, request)
         self._begun = prompts, request
 
@@ -176,9 +176,9 @@ class ShardedVLLMClient(RolloutEngine):
             self.engine.close()
         self._planned.close()
 
-    def _of_group(self, prompts: DataProto, num_samples: int) -> tuple[DataProto, slice]:
+    def of_group(self, prompts: DataProto, num_samples: int) -> tuple[DataProto, slice]:
         """The prompts of the engine of this process, and which of the resulting rows belong to this process."""
-        same, group = self._num_same_rows, self.divided.siblings
+        same, group = self.num_same_rows, self.divided.siblings
         if len(group) <= same:
             return prompts, slice(0, len(prompts) * num_samples)
         parts = among_siblings(self.divided, prompts)[::same]
