@@ -118,10 +118,11 @@ def _make(run: Any, final: Path) -> None:
         finally:
             trainer.close()
         assert (making / "actor" / "config.json").is_file(), "supervised fine-tuning saved no actor"
-        _publish(making, final)
+        publish(making, final)
 
 
-def _publish(making: Path, final: Path) -> None:
+def publish(making: Path, final: Path) -> None:
+    """Rename a finished directory into its place; another process may have been there first."""
     try:
         os.rename(making, final)
     except OSError:
@@ -139,11 +140,17 @@ def _key(run: Any) -> str:
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     versions = [torch.__version__, importlib.metadata.version("transformers")]
-    parts = [json.dumps(as_plain(run), sort_keys=True), _sources(), *versions, device, str(torch.get_num_threads())]
+    parts = [
+        json.dumps(as_plain(run), sort_keys=True),
+        source_identity(),
+        *versions,
+        device,
+        str(torch.get_num_threads()),
+    ]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
-def _sources() -> str:
+def source_identity() -> str:
     """One hash of every source file of the package."""
     digest, package = hashlib.blake2b(digest_size=16), Path(verl.__file__).resolve().parent
     for file in sorted(package.rglob("*.py")):

@@ -116,7 +116,7 @@ class TrainingEngine:
                     whole[micro.rows.to(mask.device), : x.shape[1]] = x
 
         with computing_in(self.autocast, self.model):
-            micros = self._micro_batches(batch, alone)
+            micros = self.micro_batches(batch, alone)
             self.parallel.run_micro_batches(micros, infer_one, contextlib.nullcontext, model=self.model)
         self.parallel.settle(self.model)
         if self.routing is not None:
@@ -158,7 +158,7 @@ class TrainingEngine:
             return value
 
         self.parallel.run_micro_batches(
-            self._micro_batches(batch),
+            self.micro_batches(batch),
             loss_of_one,
             lambda: computing_in(self.autocast, self.model),
             model=self.model,
@@ -240,7 +240,8 @@ class TrainingEngine:
             report()
         self.updates = updates
 
-    def _micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:
+    def micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:
+        """A batch in parts of at most the token budget, or row by row."""
         batch = batch.to("cpu")  # lengths are read in main memory, and no micro-batch waits for the device
         budget, paths = (1, PLAIN) if alone else (self._token_budget(batch), self.paths(batch))
         multiple = 1 if self.device.type == "cpu" else BLOCK_MULTIPLE
@@ -318,7 +319,7 @@ class TrainingEngine:
                 micro.predict(last_states)
 
         with computing_in(self.autocast, self.model):
-            micros = self._micro_batches(batch)
+            micros = self.micro_batches(batch)
             self.parallel.run_micro_batches(micros, count_one, contextlib.nullcontext, model=self.model)
         self.parallel.settle(self.model)
         return self.parallel.sum_of_tokens(routing.end(self.device).tensors())

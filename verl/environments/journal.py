@@ -151,7 +151,7 @@ class EpisodeJournal:
         self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
 
     def _load(self, path: Path) -> None:
-        for record in _records(path):
+        for record in read_records(path):
             if "turn" in record:
                 self._turns[record["turn"]] = record["tokens"]
             elif "answer" in record:
@@ -216,7 +216,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= SHOWN else text[: SHOWN - 4] + " ..."
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file, up to the first incomplete line."""
     with open(path, "rb") as file:
         for line in file:

@@ -83,13 +83,13 @@ class ProcessPool:
     ):
         self.path, self.file, self.timeout_s = path, file, timeout_s
         self._setting = PoolSettings(_absolute(path), dict(kwargs), timeout_s, whole_batch, trace=-1)
-        self._workers: list[_PoolProcess] = []
+        self.workers: list[_PoolProcess] = []
         atexit.register(self.close)
         try:
             for _ in range(num_workers):
-                self._workers.append(_PoolProcess(self._setting))
-            for place, worker in enumerate(self._workers):
-                self._workers[place] = self._ready(worker)
+                self.workers.append(_PoolProcess(self._setting))
+            for place, worker in enumerate(self.workers):
+                self.workers[place] = self._ready(worker)
         except BaseException:
             self.close()
             raise
@@ -97,7 +97,7 @@ class ProcessPool:
     @property
     def facts(self) -> tuple[Source, Signature]:
         """Where the function is defined, and what it takes, as its workers found it."""
-        return self._workers[0].facts
+        return self.workers[0].facts
 
     def rate(self, samples: Sequence[Any], stop_at_failure: bool = False) -> list[PoolResult | None]:
         """Rate every sample, each by one call with its keyword arguments.
@@ -105,7 +105,7 @@ class ProcessPool:
         Args:
             stop_at_failure: hand out no more once one failed. Those before it are rated; None stands for the others.
         """
-        if not self._workers:
+        if not self.workers:
             raise RewardError("The workers of this reward were ended: close() was called.")
         outcomes: list[PoolResult | None] = [None] * len(samples)
         waiting = _packed(samples, outcomes, stop_at_failure)
@@ -114,10 +114,10 @@ class ProcessPool:
         retried: set[int] = set()
         try:
             while True:
-                for place, worker in enumerate(self._workers):
+                for place, worker in enumerate(self.workers):
                     if worker in busy or (handed := again.popleft() if again else next(waiting, None)) is None:
                         continue
-                    worker = self._workers[place] = self._hand_over(worker, handed[1])
+                    worker = self.workers[place] = self._hand_over(worker, handed[1])
                     busy[worker] = handed
                 if not busy:
                     return outcomes
@@ -139,7 +139,7 @@ class ProcessPool:
     def close(self) -> None:
         """End the workers, whatever they are at; may be called again."""
         atexit.unregister(self.close)
-        workers, self._workers = self._workers, []
+        workers, self.workers = self.workers, []
         for worker in workers:
             worker.kill()
 
@@ -353,7 +353,7 @@ class SampleReward(Reward):
             if self._accepted is not None and name not in self._accepted:
                 found = f"it takes {', '.join(self._accepted)}"
                 raise reward_error(f"a function that takes `{name}`", found, self.function)
-        self._pool = ProcessPool(path, source_of(self.function).file, self.kwargs, timeout_s, num_workers)
+        self.pool = ProcessPool(path, source_of(self.function).file, self.kwargs, timeout_s, num_workers)
 
     @property
     def producer(self) -> Callable:
@@ -378,7 +378,7 @@ class SampleReward(Reward):
             {"prompt": prompt, "response": response, **{name: columns[name][index] for name in names}}
             for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
         ]
-        outcomes = self._pool.rate(samples, stop_at_failure=self.error_score is None)
+        outcomes = self.pool.rate(samples, stop_at_failure=self.error_score is None)
         failures = {index: found for index, outcome in enumerate(outcomes) if (found := _failure(outcome)) is not None}
         if failures:
             numbers = [index for index in failures if (o := outcomes[index]) is not None and o.failure is None]
@@ -395,7 +395,7 @@ class SampleReward(Reward):
         return RewardResult(np.array(scores, dtype=np.float64), {"failed": failed})
 
     def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
     def _report(self, failures: dict[int, str], prompts: list[str], responses: list[str], numbers: list[int]) -> None:
         """`numbers`: the samples among the failures that gave a number, which is not finite."""

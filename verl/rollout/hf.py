@@ -74,7 +74,7 @@ class HFSampler(RolloutEngine):
         self.routing = routing_of(model) if options.router_replay else None
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
         self._stops = tuple(self.stop_ids.tolist())
-        self._key_multiple: int | None = None  # of lengths of keys, on another device than a CPU; found with the first
+        self.key_multiple: int | None = None  # of lengths of keys, on another device than a CPU; found with the first
         self._keeps_slots: bool | None = None  # whether turns may keep keys and values; found with the first episode
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ class HFSampler(RolloutEngine):
         if self.routing is not None:
             routed = torch.full((*shape, self.routing.layers, self.routing.top_k), -1, dtype=torch.int16)
         longest = int(lengths.max()) if len(prompts) else 0
-        decoder = replace(self._decoder(longest), key_multiple=self._proven_key_multiple(longest))
+        decoder = replace(self._decoder(longest), key_multiple=self.proven_key_multiple(longest))
         for rows in decoder.batches(lengths, options.max_rows // n):
             part = prompts[rows].to(self.device)
             width = int(lengths[rows].max())
@@ -146,12 +146,12 @@ class HFSampler(RolloutEngine):
         slots = num_slots(self.model, limits, self.options.max_rows) if self._keeps_slots else 0
         return turn_engine(self.model, self.autocast, decoder, sampler, self.stop_ids, slots, self._keeps_slots)
 
-    def _proven_key_multiple(self, longest_prompt: int) -> int:
+    def proven_key_multiple(self, longest_prompt: int) -> int:
         """Of which lengths of keys are: on a GPU 64, where that was shown to be right for this model."""
-        if self._key_multiple is None:
-            self._key_multiple = key_multiple(self.device)
-            if self._key_multiple > 1:
-                decoder = replace(self._decoder(longest_prompt), key_multiple=self._key_multiple)
+        if self.key_multiple is None:
+            self.key_multiple = key_multiple(self.device)
+            if self.key_multiple > 1:
+                decoder = replace(self._decoder(longest_prompt), key_multiple=self.key_multiple)
                 longest = longest_prompt + self.options.max_new_tokens
                 try:
                     with computing_in(self.autocast, self.model):
@@ -161,8 +161,8 @@ class HFSampler(RolloutEngine):
                     fault = f"{type(error).__name__}: {error}"
                 if fault is not None:
                     log.warning("Each new token has a length of keys of its own: %s.", fault)
-                    self._key_multiple = 1
-        return self._key_multiple
+                    self.key_multiple = 1
+        return self.key_multiple
 
     def _decoder(self, longest_prompt: int) -> Decoder:
         options = self.options

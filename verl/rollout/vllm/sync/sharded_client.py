@@ -92,7 +92,7 @@ class ShardedVLLMClient(RolloutEngine):
         if options.lora == "adapter" and hasattr(model, "peft_config"):
             raise ConfigError(f"rollout.lora is adapter, {DIVIDED}")
         self.options, self.divided = options, with_engine_group(model.divided, options.tensor_parallel_size)
-        self._num_same_rows = len(model.divided.siblings)  # ranks in a row that have the same prompts
+        self.num_same_rows = len(model.divided.siblings)  # ranks in a row that have the same prompts
         self._own_rows = slice(0, 0)  # of what its engine draws
         self._pad_id = tokenizer.pad_token_id
         self._begun: tuple[DataProto, GenerationRequest] | None = None
@@ -139,7 +139,7 @@ class ShardedVLLMClient(RolloutEngine):
         """See `RolloutEngine.play`. The first process of a group plays the episodes of all of it; if its engine died,
         they are played again."""
         self._load_if_needed()
-        parts = among_siblings(self.divided, prompts)[:: self._num_same_rows]
+        parts = among_siblings(self.divided, prompts)[:: self.num_same_rows]
         while True:
             try:
                 self._agreed(lambda: self._play(parts, play))  # waits for the others without a time limit
@@ -148,13 +148,13 @@ class ShardedVLLMClient(RolloutEngine):
                 self._mend(failed)
             self.sync()
         played, self._played = from_first(self.divided, self._played), []
-        return played[(self.divided.rank - self.divided.siblings[0]) // self._num_same_rows]
+        return played[(self.divided.rank - self.divided.siblings[0]) // self.num_same_rows]
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Start generating; the engine's weights must not change until `finish`."""
         assert self._begun is None
         self._load_if_needed()
-        prompts, self._own_rows = self._of_group(prompts, request.num_samples)
+        prompts, self._own_rows = self.of_group(prompts, request.num_samples)
         self._begin(prompts, request)
         self._begun = prompts, request
 
@@ -210,9 +210,9 @@ class ShardedVLLMClient(RolloutEngine):
             self._played = play(parts)
             self.engine.has_played()
 
-    def _of_group(self, prompts: DataProto, num_samples: int) -> tuple[DataProto, slice]:
+    def of_group(self, prompts: DataProto, num_samples: int) -> tuple[DataProto, slice]:
         """The prompts of the engine of this process, and which of the resulting rows belong to this process."""
-        same, group = self._num_same_rows, self.divided.siblings
+        same, group = self.num_same_rows, self.divided.siblings
         if len(group) <= same:
             return prompts, slice(0, len(prompts) * num_samples)
         parts = among_siblings(self.divided, prompts)[::same]
