@@ -134,7 +134,7 @@ def test_a_conversation_cut_on_the_left_learns_what_is_left_but_its_first_token(
 
 
 def test_cutting_every_answer_away_is_an_error():
-    with pytest.raises(ConfigError, match="cutting row 0 on the right leaves no prompt or nothing to learn"):
+    with pytest.raises(ConfigError, match="truncating row 0 on the right leaves no prompt or nothing to learn"):
         conversations([USER, ANSWER], max_length=5, truncation="right")
 
 

@@ -159,7 +159,7 @@ def test_the_description_builds_what_it_names_and_nothing_else(tmp_path):
 def test_a_further_tracker_needs_a_name_of_its_own_and_no_other_edit(tmp_path):
     running = Trackers(jsonl=JsonLines(), more={"mine": JsonLines()}).build(BuildContext())
     assert list(running._trackers) == ["jsonl", "mine"]
-    with pytest.raises(ConfigError, match="more has the name 'console', which is a tracker of its own"):
+    with pytest.raises(ConfigError, match="more has the name 'console' of a built-in tracker"):
         Trackers(more={"console": JsonLines()})
 
 

@@ -134,9 +134,7 @@ class TieredBuffer:
         while self.cold is not None and (far := list(self._far(rows))):
             for placed in self._bring(self.cold, [placed for placed, _ in far]):
                 left_out[self._span(placed.shard)] = True
-            rows = self._chosen(
-                wanted, left_out
-            )  # replaces rows that could not be fetched
+            rows = self._chosen(wanted, left_out)  # replaces rows that could not be fetched
         if not len(rows):
             return None
         groups = np.unique(self.index["group"][rows - self.index.first], return_inverse=True)[1]

@@ -128,12 +128,12 @@ def weights_of(
 
 
 def draw(numbers: np.ndarray, weights: np.ndarray, sizes: np.ndarray, wanted: int, seed: int, step: int) -> np.ndarray:
-    """Sample items without replacement, by smallest t_i (see the module), until `wanted` rows are reached.
+    """Sample items without replacement, in order of t_i (see the module), until the next item does not fit.
 
     Args:
         numbers: int64, numbers of rows or groups, which seed their noise.
         weights: positive.
-        sizes: rows of each item; an item that no longer fits is skipped.
+        sizes: rows of each item.
         wanted: the most rows in all.
         seed, step: of the noise.
     Returns:
