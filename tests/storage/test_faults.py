@@ -162,7 +162,7 @@ def test_a_key_in_the_configuration_is_refused(key: str) -> None:
     ("settings", "said"),
     [
         ({"bucket": None}, "VERL_BUCKET"),
-        ({"bucket": "models/runs"}, "the name of a bucket alone"),
+        ({"bucket": "models/runs"}, "the name of a bucket only"),
         ({"endpoint_url": "http://me:pass@host:9000"}, "user name or a password"),
         ({"endpoint_url": "host:9000"}, "expected an address"),
         ({"prefix": "a//b"}, "names joined by slashes"),
