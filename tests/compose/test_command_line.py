@@ -106,7 +106,7 @@ def test_every_field_that_holds_a_path_is_known_as_one():
         ("-m --cfg job", "Leave -m out"),
         ("trainer.seed", "write trainer.seed=VALUE"),
         ("grpo", "Did you mean algorithm=grpo?"),
-        ("=3", "no key"),
+        ("=3", "is not a key"),
         ("trainer..seed=3", "Did you mean trainer.seed?"),
         ("trainer.total-steps=3", "Did you mean trainer.total_steps?"),
         ("trainer.seed=1,2", "add -m for a sweep"),

@@ -304,7 +304,7 @@ def test_what_is_saved_is_what_transformers_loads(actor, tmp_path):
 
 def test_what_cannot_be_an_actor_is_refused_in_words(dir32, model32):
     assert "HybridActor.from_pretrained loads one" in faults_of(HybridActor, str(dir32))
-    assert "has no generate: an actor offers forward and generate" in faults_of(
+    assert "has no generate: an actor needs forward and generate" in faults_of(
         HybridActor, model32.load_backbone("cpu")
     )
     assert "no such directory" in faults_of(HybridActor.from_pretrained, "/nowhere/at/all")

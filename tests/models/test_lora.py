@@ -105,7 +105,7 @@ def test_the_directory_of_an_adapter_is_a_whole_model_again(model64, prompts, tm
 def test_an_adapter_of_a_model_without_a_name_is_refused(tmp_path):
     actor = start_actor(TinyModel(hidden_size=32), lora=ADAPTER)
     actor.save(tmp_path)
-    with pytest.raises(ConfigError, match="does not say which model it belongs to"):
+    with pytest.raises(ConfigError, match="without the name of its base model"):
         Pretrained(path=str(tmp_path)).load_causal_lm("cpu")
 
 

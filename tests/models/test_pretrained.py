@@ -60,7 +60,7 @@ def test_weights_of_another_shape_are_refused(dir32, tmp_path):
 
 def test_the_directory_of_a_bare_backbone_is_no_language_model(model32, tmp_path):
     model32.load_backbone("cpu").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"1 weights are absent there .* such as lm_head.weight"):
+    with pytest.raises(ConfigError, match=r"1 weights are missing .* such as lm_head.weight"):
         Pretrained(path=str(tmp_path)).load_causal_lm("cpu")
 
 

@@ -140,7 +140,7 @@ def test_one_of_several_labels_is_the_score(tmp_path):
 
 def test_what_is_no_reward_model_is_refused_before_it_loads(tmp_path):
     save_random_model(tmp_path / "policy", "qwen2", torch.float32)
-    with pytest.raises(ConfigError, match=r"model\.path is .*: a Qwen2ForCausalLM, where a sequence-classification"):
+    with pytest.raises(ConfigError, match=r"model\.path is .*: a Qwen2ForCausalLM: expected a sequence-classification"):
         described(tmp_path / "policy")
     for options, fault in [({"max_length": 1}, "max_length is 1"), ({"micro_batch_tokens": 0}, "micro_batch_tokens")]:
         with pytest.raises(ConfigError, match=fault):
