@@ -117,7 +117,7 @@ def test_every_field_that_holds_a_path_is_known_as_one():
         ("~trainer", "~trainer: a run needs one. Write trainer=OPTION; there are local, "),
         ("~algorithm=ppo", "a run needs one"),
         ("trainer.seed=${trainer.total_steps", "the reference cannot be parsed. Write ${other.key} with"),
-        ("trainer.experiment_name=a${x", "trainer.experiment_name is 'a${x': the reference cannot be read"),
+        ("trainer.experiment_name=a${x", "trainer.experiment_name is 'a${x': the reference cannot be parsed"),
         ("reward={_target_:}", "reward={_target_:}: its _target_ is empty"),
         ('algorithm="ppo', "no such option; there are cispo, "),
         ("-m trainer.seed=range(3,1)", "has no value, so the sweep has no jobs"),
