@@ -138,7 +138,7 @@ def test_a_damaged_policy_is_named_and_not_asked(run, tmp_path):
     [
         (["absent"], "PATH is 'absent': no such directory. Give a checkpoint, a run, or a directory of a model."),
         (["{run}", *OWN, "rollout.temprature=1"], "rollout.temprature is not a known key"),
-        (["{run}", *OWN, "data.eval=[]"], "data has no rows that are held out. Give --data FILE"),
+        (["{run}", *OWN, "data.eval=[]"], "the run has no evaluation data. Give --data FILE"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_told_by_its_path(arguments, said, run):
