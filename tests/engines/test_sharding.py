@@ -121,7 +121,7 @@ def test_experts_that_do_not_divide_name_the_nearest_layout():
     assert told.startswith("ep is 4: it does not divide the 6 experts of a layer.")
     assert told.endswith("The nearest layout that fits: sharding.dp_shard=4 sharding.ep=2.")
     told = Parallel(ep=2, dp_replicate=2).experts_fault("gpt_oss", 32, 4)
-    assert told.startswith("ep is 2: expert parallelism was not tried with gpt_oss, only with deepseek_v2, ")
+    assert told.startswith("ep is 2: expert parallelism is not tested with gpt_oss, only with deepseek_v2, ")
     assert told.endswith("The nearest layout that fits: sharding.dp_replicate=2 sharding.dp_shard=2.")
     assert "a qwen2 has no experts" in Parallel(ep=2).experts_fault("qwen2", None, 2)
     assert Parallel().experts_fault("gpt_oss", 32, 4) is FSDP().experts_fault("qwen2", None, 4) is None

@@ -214,4 +214,4 @@ def test_the_tools_of_the_environment_stand_in_the_prompts_of_the_users_files(tm
         with PPOTrainer(run, BuildContext(run_dir=tmp_path / "run")) as trainer:
             found = trainer.train_data.collate([0])
         assert found["prompt_text"].tolist() == [prompt]
-        assert ("The chat template reads no tools" in caplog.text) == is_told
+        assert ("The chat template does not use tools" in caplog.text) == is_told

@@ -120,7 +120,9 @@ def test_several_processes_without_a_sharding_are_refused(model32):
 def test_stages_that_a_model_or_a_rollout_does_not_have_are_refused(model32):
     """The model has two layers."""
     (fault,) = faults_of(model32, n_gpus_per_node=4, sharding=Parallel(pp=4))
-    assert fault.startswith("sharding.pp is 4: the model has 2 layers, and every stage needs one. The nearest layout")
+    assert fault.startswith(
+        "sharding.pp is 4: the model has 2 layers, and every stage needs at least one. The nearest layout"
+    )
     assert fault.endswith("(layers of actor.model)")
     server = ServerRollout(endpoint=Endpoint(base_url="http://127.0.0.1:9"))
     found = faults_of(model32, n_gpus_per_node=2, sharding=Parallel(pp=2), rollout=server)

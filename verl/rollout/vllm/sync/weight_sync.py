@@ -284,7 +284,7 @@ class WeightSync:
         """Agree on layouts and handles with engines that were restarted or changed their way of loading."""
         siblings = self.divided.siblings
         offers = consensus(self.divided, lambda: (siblings, self._offer(weights)), self._may_repeat)
-        shares = assigned(offers, weights, self.dtype, self._chunk_bytes)
+        shares = assigned(offers, weights, self.dtype, self.chunk_bytes)
         (_, offer), delivery = offers[siblings[0]], self._delivery([share.wanted for share in shares], weights)
         assert offer is not None
         stream, feeds, readers = self._opened([shares[rank] for rank in siblings], offer)
