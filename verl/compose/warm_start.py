@@ -24,6 +24,7 @@ from verl.compose.schema import conf_dir, group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.models.pretrained import WARM_START
+from verl.utils.memory import gpu_name_from_outside
 from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ def _cache() -> Path:
 def _key(run: Any) -> str:
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    gpu = gpu_name_from_outside(0) if torch.cuda.is_available() else None  # torch would open a context in the driver
+    device = gpu or platform.processor() or platform.machine()
     versions = [torch.__version__, importlib.metadata.version("transformers")]
     parts = [
         json.dumps(as_plain(run), sort_keys=True),

@@ -109,11 +109,13 @@ class TrainingEngine:
         def infer_one(micro: MicroBatch) -> None:
             if self.routing is not None:
                 self.routing.begin(micro, replays=self.replays_routing if replays is None else replays)
-            for name, x in compute(self.model, micro).items():
-                x = x.masked_fill(~micro.tensors["response_mask"], 0.0).to(mask.device)
+            found = compute(self.model, micro)
+            rows = micro.rows.to(self.device, non_blocking=True)
+            for name, x in found.items():  # together on the device until the last: none waits for the one before
+                x = x.masked_fill(~micro.tensors["response_mask"], 0.0)
                 whole = results.setdefault(name, x.new_zeros(mask.shape))
-                if len(micro.rows):
-                    whole[micro.rows.to(mask.device), : x.shape[1]] = x
+                if len(rows):
+                    whole[rows, : x.shape[1]] = x
 
         with computing_in(self.autocast, self.model):
             micros = self.micro_batches(batch, alone)
@@ -121,7 +123,7 @@ class TrainingEngine:
         self.parallel.settle(self.model)
         if self.routing is not None:
             self.routing.end(self.device)
-        return self.parallel.from_last_stage(results)
+        return {name: x.to(mask.device) for name, x in self.parallel.from_last_stage(results).items()}
 
     def update(self, batch: DataProto, loss: Loss) -> dict[str, float]:
         """One optimizer step on this process's share of the rows of a batch.

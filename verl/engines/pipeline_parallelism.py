@@ -183,10 +183,9 @@ class PipelineParallelism(ShardedParallelism):
         named = self._broadcast_from_last([(name, x.shape, x.dtype) for name, x in results.items()])
         found = {}
         for name, shape, dtype in named:
-            x = results[name].contiguous() if self._is_last else torch.empty(shape, dtype=dtype)
-            x = x.to(self.device)
+            x = results[name] if self._is_last else torch.empty(shape, dtype=dtype, device=self.device)
+            found[name] = x = x.to(self.device).contiguous()
             self.dist.broadcast(x, src=self._last, group=self.stage_group)
-            found[name] = x.to(results[name].device) if name in results else x
         return found
 
     def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
