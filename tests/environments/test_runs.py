@@ -68,6 +68,31 @@ def test_a_run_of_several_turns_trains_evaluates_and_dumps_its_episodes(tmp_path
     assert "turnsOf(row.others.episode)" in (tmp_path / "page.html").read_text()
 
 
+def test_a_policy_is_evaluated_with_its_tools_and_without_them(tmp_path):
+    with run_of([*CALCULATOR, "trainer.eval_without_tools=true", "trainer.eval_samples=0", STOPS], tmp_path) as trainer:
+        trainer.actor.generate = asked = Asked(trainer.actor.generate)
+        metrics = trainer.evaluate(0)
+    assert {"eval/accuracy", "eval/accuracy_without_tools"} <= set(metrics)
+    whole, bare = asked.rows
+    assert "episode" in whole.non_tensor_batch
+    assert "episode" not in bare.non_tensor_batch
+    first = [row[turns == 0].tolist() for row, turns in zip(whole["responses"], whole["turn_ids"], strict=True)]
+    alone = [row[mask].tolist() for row, mask in zip(bare["responses"], bare["response_mask"], strict=True)]
+    assert [tokens[: len(own)] for tokens, own in zip(first, alone, strict=True)] == alone  # greedy: its first turn
+
+
+class Asked:
+    """What a role was asked for, and what it gave."""
+
+    def __init__(self, method):
+        self.method, self.rows = method, []
+
+    def __call__(self, *args):
+        found = self.method(*args)
+        self.rows.append(found.result())
+        return found
+
+
 @pytest.mark.exhaustive
 def test_two_processes_draw_the_episodes_of_one(tmp_path):
     with run_of([*GUESS, "sharding=none"], tmp_path / "one") as trainer:
@@ -88,6 +113,10 @@ def test_two_processes_draw_the_episodes_of_one(tmp_path):
         (["sharding=fsdp", "trainer.n_gpus_per_node=2"], "sharding FSDP divides the actor"),
         (["environment=guess_number"], "the rows of data have no column 'secret'"),
         (["environment=none", "reward=environment"], "environment is null"),
+        (
+            ["environment=none", "trainer.eval_without_tools=true"],
+            "eval_without_tools is true, and environment is null",
+        ),
         (["environment.max_tokens=500"], "with environment.max_tokens 500 that makes 516 tokens"),
     ],
 )
@@ -123,6 +152,7 @@ def test_the_tools_of_the_environment_stand_in_the_prompts_of_the_users_files(tm
     template = "{{ tools[0].function.name if tools else '' }}{% for m in messages %}{{ m.content }}{% endfor %}"
     tools = ["environment=python_tools", f"environment.path={tmp_path / 'tools.py'}"]
     files = ["data=files", f"data.train_files=[{tmp_path / 'rows.jsonl'}]", "reward=exact_match"]
+    files += [f"data.eval_files=[{tmp_path / 'rows.jsonl'}]", "trainer.eval_without_tools=true"]
     files += ["data.max_prompt_length=60", "environment.max_tokens=90", "rollout.max_new_tokens=30"]
     for given, prompt, is_told in ((template, "population1+1=", False), ("{{ messages[0].content }}", "1+1=", True)):
         caplog.clear()
@@ -130,5 +160,8 @@ def test_the_tools_of_the_environment_stand_in_the_prompts_of_the_users_files(tm
         run = replace(run, data=replace(run.data, chat_template=given))
         with PPOTrainer(run, BuildContext(run_dir=tmp_path / "run")) as trainer:
             found = trainer.train_data.collate([0])
+            bare = trainer.eval_data_without_tools.collate([0])
+            assert trainer.eval_data.collate([0])["prompt_text"].tolist() == [prompt]
         assert found["prompt_text"].tolist() == [prompt]
+        assert bare["prompt_text"].tolist() == ["1+1="]
         assert ("The chat template reads no tools" in caplog.text) == is_told
