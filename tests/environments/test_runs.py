@@ -125,17 +125,27 @@ def test_what_was_not_tried_with_an_environment_is_refused_by_name(overrides, fa
         validate(compose_root("ppo", [*CALCULATOR, *overrides]))
 
 
-def test_the_document_is_followed_word_for_word(tmp_path, monkeypatch):
-    """The class and the command of docs/environments.md."""
-    text = (ROOT / "docs/environments.md").read_text()
-    own = text[text.index("## An environment of your own") :]
+@pytest.mark.parametrize(
+    ("section", "file", "number"),
+    [
+        ("## An environment of your own", "world.py", 0),
+        pytest.param("## An environment of your own", "world.py", 1, marks=pytest.mark.exhaustive),
+        pytest.param("## A program of your own", "agent.py", 0, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_document_is_followed_word_for_word(section, file, number, tmp_path, monkeypatch):
+    """Classes, programs and commands of docs/environments.md."""
+    own = (ROOT / "docs/environments.md").read_text().partition(section + "\n")[2]
     code = own.split("```python\n")[1].split("```")[0]
     assert len(code.strip().splitlines()) <= 15
-    command = next(line for line in own.splitlines() if line.startswith("verl ppo environment=function"))
-    (tmp_path / "world.py").write_text(code)
+    command = [line for line in own.splitlines() if line.startswith("verl ppo environment=")][number]
+    (tmp_path / file).write_text(code)
+    rows = [{"prompt": f"{a}+{b}="} for a in range(3) for b in range(3)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
     overrides = [*command.split()[2:], "actor=tiny_scratch", "trainer.num_threads=1", "trainer.prompts_per_step=2"]
-    overrides += ["tracker=jsonl", "checkpoint=off", "data.held_out=2", "trainer.save_final=false", STOPS]
+    overrides += ["tracker=jsonl", "checkpoint=off", "trainer.save_final=false", STOPS]
+    overrides += [] if "data=files" in command else ["data.held_out=2"]
     with run_of(overrides, tmp_path) as trainer:
         result = trainer.fit()
     assert result.steps == 2
