@@ -267,7 +267,7 @@ class TopologyCheck:
     def _leg(self, name: str, saved_in: str, layout: Topology, overrides: Sequence[str]) -> Path:
         settings = [*layout.overrides, "checkpoint.keep_last_n=null", *overrides]
         aside = str(self.legs.directory / f"{name}_loaded_checkpoints")
-        return self.legs.run(name, saved_in, settings, LEG_SCRIPT, **{ASIDE: aside, ROOT: self.legs.root})
+        return self.legs.run(name, saved_in, settings, LEG_SCRIPT, None, **{ASIDE: aside, ROOT: self.legs.root})
 
     def _otherwise(self, saved: Any, loaded_in: str) -> str | None:
         """What is not the same in a checkpoint and in the one that was saved as soon as it was loaded."""

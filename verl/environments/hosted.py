@@ -184,7 +184,8 @@ class HostPool(EnvironmentFactory):
     """
 
     def __init__(self, options: HostedDescription):
-        self.options, self.recovery = options, options.recovery
+        self.options = options
+        self.recovery: Recovery = options.recovery
         self._hosts: list[Host | None] = [None] * options.processes
         self._starting = asyncio.Lock()
         self._next = 0
