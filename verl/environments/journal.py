@@ -148,7 +148,7 @@ class EpisodeJournal:
         value: Any = entry.value
         if isinstance(value, StepResult):
             calls = [_fields(call) for call in value.info.get("calls", ())]
-            step = [_plain(value.observation), value.reward, value.terminated, value.truncated, calls]
+            step = [_plain(value.observation), value.reward, bool(value.terminated), bool(value.truncated), calls]
             self._records.append({"answer": key, "record": _fields(entry.record), "step": step})
         else:
             self._records.append({"answer": key, "record": _fields(entry.record), "reset": _plain(value)})
