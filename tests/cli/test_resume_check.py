@@ -87,9 +87,59 @@ def test_a_chain_of_layouts_keeps_every_bit_and_says_how_often_it_looked(model32
     assert len({saved for _, saved, *_ in told}) == 4  # each leg trained
 
 
+EPISODES = [
+    "data=guess_number", "reward=environment", "algorithm=grpo", "critic=none", "actor=tiny_scratch",
+    "actor.model.context_length=160", "trainer.group_size=4", "trainer.prompts_per_step=4", "trainer.num_threads=1",
+    f"rollout.stop_token_ids={list(range(20, 60))}", "trainer.eval_samples=0", "environment.max_tokens=90",
+]  # fmt: skip
+WORLD = """
+class World:{recovery}
+    def reset(self, row, seed):
+        self.total, self.turns = seed % 97, 0
+
+    def step(self, action):
+        self.total, self.turns = (self.total * 31 + sum(map(ord, action.text))) % 1009, self.turns + 1
+        return f"{{self.total % 10}}", float(self.total % 5), self.turns == 4, False, {{}}
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("recovery", "status", "told"),
+    [
+        ("stateless", 0, "reused, 0 replayed, 0 restarted"),
+        ("deterministic", 0, "0 reused, "),
+        ("restart", 2, "episodes were begun anew: recovery of their environment is restart"),
+    ],
+)
+def test_a_run_killed_inside_of_its_episodes_comes_back_to_the_same_tokens(recovery, status, told, tmp_path):
+    if recovery == "stateless":
+        environment = ["environment=calculator", "reward=exact_match", "data=calculator", "data.held_out=4"]
+    else:
+        own = f'\n    recovery = "{recovery}"\n' if recovery != "restart" else ""
+        (tmp_path / "world.py").write_text(WORLD.format(recovery=own))
+        environment = ["environment=function", f"environment.path={tmp_path}/world.py:World"]
+    given = [text for text in EPISODES if text.split("=")[0] not in [one.split("=")[0] for one in environment]]
+    result = runner.invoke(app, ["resume-check", "--in-episode", "--steps", "2", *given, *environment])
+    assert result.exit_code == status, result.output
+    assert "killed in the episodes of step 2, after " in result.output
+    assert told in result.output
+    if status == 0:
+        assert "are equal bit by bit" in result.output
+
+
+@pytest.mark.exhaustive
+def test_a_run_without_a_journal_cannot_be_checked_inside_of_an_episode(model32, tmp_path):
+    result = check("--in-episode", "--steps", "2", model=model32, directory=tmp_path)
+    assert result.exit_code == 2
+    assert "--in-episode: the run keeps no journal of the episodes of step 2." in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--in-episode", "--root", "sft"], "--in-episode with --root sft: there are no episodes in it."),
+        (["--in-episode", "--topology", "1,2:fsdp"], "--in-episode with --topology: legs end after a step."),
         (["--steps", "2", "--at", "2"], "--at is 2: must lie between 1 and --steps 2, less one."),
         (
             ["--topology", "1,2:zero"],

@@ -14,6 +14,7 @@ from environments.episodes import engine_of, prompts_of, tiny
 from verl.environments.base import InfraError
 from verl.environments.hosted import FunctionEnvironment, HostPool, PythonTools
 from verl.environments.tool_calls import ToolCall
+from verl.errors import ConfigError
 from verl.rollout.base import GenerationRequest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +74,32 @@ def test_a_class_that_is_not_there_is_told_when_the_environment_starts(model, tm
         asyncio.run(start(f"{tmp_path}/world.py:World"))
     with pytest.raises(InfraError, match="has no reset and no step"):
         asyncio.run(start(f"{tmp_path}/world.py:Other"))
+
+
+def test_environments_of_another_process_say_themselves_how_their_state_is_restored(tmp_path):
+    kinds = {"None": None, "'stateless'": "stateless", "'deterministic'": "deterministic", "'always'": "always"}
+    for number, text in enumerate(kinds):
+        body = f"recovery = {text}\nclass World:\n    recovery = {text}\n    reset = step = None\n"
+        (tmp_path / f"world{number}.py").write_text(body + "def tool():\n    pass\n")
+
+    async def made(options):
+        pool = options.factory(None)
+        try:
+            await pool.start()
+            return pool.make().recovery
+        finally:
+            await pool.stop()
+
+    def found(number, **given):
+        return asyncio.run(made(FunctionEnvironment(path=f"{tmp_path}/world{number}.py:World", **given)))
+
+    assert [found(number) for number in range(3)] == ["restart", "stateless", "deterministic"]
+    assert found(0, recovery="stateless") == "stateless"
+    assert asyncio.run(made(PythonTools(path=f"{tmp_path}/world1.py"))) == "stateless"
+    with pytest.raises(ConfigError, match="recovery is deterministic, and the environment says .* it is stateless"):
+        found(1, recovery="deterministic")
+    with pytest.raises(ConfigError, match="recovery of its class is 'always': expected stateless, deterministic, res"):
+        found(3)
 
 
 TOOLS = '''

@@ -77,6 +77,31 @@ def test_a_run_of_several_turns_trains_evaluates_and_dumps_its_episodes(tmp_path
     assert "turnsOf(row.others.episode)" in (tmp_path / "page.html").read_text()
 
 
+def test_a_policy_is_evaluated_with_its_tools_and_without_them(tmp_path):
+    with run_of([*CALCULATOR, "trainer.eval_without_tools=true", "trainer.eval_samples=0", STOPS], tmp_path) as trainer:
+        trainer.actor.generate = asked = Asked(trainer.actor.generate)
+        metrics = trainer.evaluate(0)
+    assert {"eval/accuracy", "eval/accuracy_without_tools"} <= set(metrics)
+    whole, bare = asked.rows
+    assert "episode" in whole.non_tensor_batch
+    assert "episode" not in bare.non_tensor_batch
+    first = [row[turns == 0].tolist() for row, turns in zip(whole["responses"], whole["turn_ids"], strict=True)]
+    alone = [row[mask].tolist() for row, mask in zip(bare["responses"], bare["response_mask"], strict=True)]
+    assert [tokens[: len(own)] for tokens, own in zip(first, alone, strict=True)] == alone  # greedy: its first turn
+
+
+class Asked:
+    """What a role was asked for, and what it gave."""
+
+    def __init__(self, method):
+        self.method, self.rows = method, []
+
+    def __call__(self, *args):
+        found = self.method(*args)
+        self.rows.append(found.result())
+        return found
+
+
 @pytest.fixture(scope="module")
 def episodes_of(tmp_path_factory):
     """Episodes of a new run, and metrics of its first step."""
@@ -171,6 +196,10 @@ def test_episodes_beside_a_sharded_actor_are_played_again_if_an_engine_dies(tmp_
         (["sharding=tp", "trainer.n_gpus_per_node=2"], "does not draw turns of episodes with an actor divided by tp 2"),
         (["environment=guess_number"], "the rows of data have no column 'secret'"),
         (["environment=none", "reward=environment"], "environment is null"),
+        (
+            ["environment=none", "trainer.eval_without_tools=true"],
+            "eval_without_tools is true, and environment is null",
+        ),
         (["environment.max_tokens=500"], "with environment.max_tokens 500 that makes 516 tokens"),
     ],
 )
@@ -179,17 +208,27 @@ def test_what_was_not_tried_with_an_environment_is_refused_by_name(overrides, fa
         validate(compose_root("ppo", [*CALCULATOR, *overrides]))
 
 
-def test_the_document_is_followed_word_for_word(tmp_path, monkeypatch):
-    """The class and the command of docs/environments.md."""
-    text = (ROOT / "docs/environments.md").read_text()
-    own = text[text.index("## An environment of your own") :]
+@pytest.mark.parametrize(
+    ("section", "file", "number"),
+    [
+        ("## An environment of your own", "world.py", 0),
+        pytest.param("## An environment of your own", "world.py", 1, marks=pytest.mark.exhaustive),
+        pytest.param("## A program of your own", "agent.py", 0, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_document_is_followed_word_for_word(section, file, number, tmp_path, monkeypatch):
+    """Classes, programs and commands of docs/environments.md."""
+    own = (ROOT / "docs/environments.md").read_text().partition(section + "\n")[2]
     code = own.split("```python\n")[1].split("```")[0]
     assert len(code.strip().splitlines()) <= 15
-    command = next(line for line in own.splitlines() if line.startswith("verl ppo environment=function"))
-    (tmp_path / "world.py").write_text(code)
+    command = [line for line in own.splitlines() if line.startswith("verl ppo environment=")][number]
+    (tmp_path / file).write_text(code)
+    rows = [{"prompt": f"{a}+{b}="} for a in range(3) for b in range(3)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
     overrides = [*command.split()[2:], "actor=tiny_scratch", "trainer.num_threads=1", "trainer.prompts_per_step=2"]
-    overrides += ["tracker=jsonl", "checkpoint=off", "data.held_out=2", "trainer.save_final=false", STOPS]
+    overrides += ["tracker=jsonl", "checkpoint=off", "trainer.save_final=false", STOPS]
+    overrides += [] if "data=files" in command else ["data.held_out=2"]
     with run_of(overrides, tmp_path) as trainer:
         result = trainer.fit()
     assert result.steps == 2
@@ -206,6 +245,7 @@ def test_the_tools_of_the_environment_stand_in_the_prompts_of_the_users_files(tm
     template = "{{ tools[0].function.name if tools else '' }}{% for m in messages %}{{ m.content }}{% endfor %}"
     tools = ["environment=python_tools", f"environment.path={tmp_path / 'tools.py'}"]
     files = ["data=files", f"data.train_files=[{tmp_path / 'rows.jsonl'}]", "reward=exact_match"]
+    files += [f"data.eval_files=[{tmp_path / 'rows.jsonl'}]", "trainer.eval_without_tools=true"]
     files += ["data.max_prompt_length=60", "environment.max_tokens=90", "rollout.max_new_tokens=30"]
     for given, prompt, is_told in ((template, "population1+1=", False), ("{{ messages[0].content }}", "1+1=", True)):
         caplog.clear()
@@ -213,5 +253,8 @@ def test_the_tools_of_the_environment_stand_in_the_prompts_of_the_users_files(tm
         run = replace(run, data=replace(run.data, chat_template=given))
         with PPOTrainer(run, BuildContext(run_dir=tmp_path / "run")) as trainer:
             found = trainer.train_data.collate([0])
+            bare = trainer.eval_data_without_tools.collate([0])
+            assert trainer.eval_data.collate([0])["prompt_text"].tolist() == [prompt]
         assert found["prompt_text"].tolist() == [prompt]
+        assert bare["prompt_text"].tolist() == ["1+1="]
         assert ("The chat template does not use tools" in caplog.text) == is_told

@@ -4,7 +4,8 @@ straight     steps 1 ........................ N
 interrupted  steps 1 .... k, saved, ended
 resumed                     k + 1 ........... N    in a new process, from that checkpoint
 
-Compared: the metrics of each step, and everything in the last checkpoints of `straight` and `resumed`.
+Compared: the metrics of each step, and everything in the last checkpoints of `straight` and `resumed`. With
+`--in-episode` the second run is not stopped after step k, but killed in the midst of the episodes of step k + 1.
 
 `--topology 1,2:fsdp,4:tp_fsdp,2:ray,1`: a run that is resumed under one layout after another.
 
@@ -19,8 +20,10 @@ sampled response; with a tolerance they are compared too.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
 TAIL_LINES = 25
 LOOK_EVERY_S = 0.5
+KILL_LOOK_EVERY_S = 0.002
+KILLS = 4  # attempts to hit a run inside of its episodes
 END_TIMEOUT_S = 20.0  # for an interrupted run
 
 
@@ -72,7 +77,13 @@ class RunLauncher:
     tell: Callable[[str], None] = field(default=lambda line: None)
 
     def run(
-        self, name: str, saved_in: str, overrides: Sequence[str], script: Sequence[str] = (), **environment: str
+        self,
+        name: str,
+        saved_in: str,
+        overrides: Sequence[str],
+        script: Sequence[str] = (),
+        kill_when: Callable[[], bool] | None = None,
+        **environment: str,
     ) -> Path:
         """Run the training command, or another script with the same overrides.
 
@@ -81,6 +92,7 @@ class RunLauncher:
             saved_in: name of the checkpoint directory.
             overrides: further overrides.
             script: another command.
+            kill_when: polled every few milliseconds; the run is killed once it returns True.
             environment: further environment variables.
         Returns:
             The run directory.
@@ -101,7 +113,7 @@ class RunLauncher:
         settings = laid_over(laid_over([*mode, *self.overrides], settings), overrides)
         command = [sys.executable, *(script or ["-m", "verl.cli", self.root]), *settings]
         with tempfile.TemporaryFile() as output:
-            fault = self._fault(command, environment, output)
+            fault = self._fault(command, environment, output, kill_when)
             if fault is not None:
                 output.seek(0)
                 tail = "\n".join(output.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
@@ -109,7 +121,13 @@ class RunLauncher:
         self.tell(f"{name}: done in {time.monotonic() - began:.1f} s")
         return run_dir
 
-    def _fault(self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> str | None:
+    def _fault(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        kill_when: Callable[[], bool] | None,
+    ) -> str | None:
         """Run a command to its end; returns the reason of a failure, or None."""
         with contextlib.closing(Progress(num_slots=1)) as progress:
             watch = ProgressWatch(progress, self.timeout_s, look_every_s=2 * LOOK_EVERY_S)
@@ -120,8 +138,10 @@ class RunLauncher:
             try:
                 while True:
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        code = process.wait(timeout=LOOK_EVERY_S)
+                        code = process.wait(timeout=LOOK_EVERY_S if kill_when is None else KILL_LOOK_EVERY_S)
                         return None if code == 0 else f"ended with status {code}"
+                    if kill_when is not None and kill_when():
+                        return None
                     if watch.is_overdue:
                         return f"{watch.describe(process.pid, '--timeout')}; it was ended"
             except KeyboardInterrupt:  # the child has received it too
@@ -251,7 +271,7 @@ class TopologyCheck:
     def _leg(self, name: str, saved_in: str, layout: Topology, overrides: Sequence[str]) -> Path:
         settings = [*layout.overrides, "checkpoint.keep_last_n=null", *overrides]
         aside = str(self.legs.directory / f"{name}_loaded_checkpoints")
-        return self.legs.run(name, saved_in, settings, LEG_SCRIPT, **{ASIDE: aside, ROOT: self.legs.root})
+        return self.legs.run(name, saved_in, settings, LEG_SCRIPT, None, **{ASIDE: aside, ROOT: self.legs.root})
 
     def _otherwise(self, saved: Any, loaded_in: str) -> str | None:
         """The difference between a checkpoint and the one that was saved right after loading it; None if they are
@@ -281,6 +301,7 @@ class ResumeCheck:
         resumed_with: further overrides of the resumed run, e.g. another layout.
         plant: fault injection: a tensor, as `component/name`, of which one bit is flipped before resuming.
         tolerance: see `verl.trainer.state.compare_runs.Tolerance`.
+        in_episode: kill the second run in the midst of the episodes of the step after that, instead of stopping it.
     Raises:
         ConfigError: there would be nothing to compare.
     """
@@ -290,8 +311,11 @@ class ResumeCheck:
     resumed_with: Sequence[str] = ()
     plant: str | None = None
     tolerance: float = 0.0
+    in_episode: bool = False
 
     def __post_init__(self):
+        if self.in_episode and self.legs.root != "ppo":
+            raise ConfigError(f"--in-episode with --root {self.legs.root}: there are no episodes in it. Leave one out.")
         if not 1 <= self.stop_after < self.legs.steps:
             raise ConfigError(f"--at is {self.stop_after}: must lie between 1 and --steps {self.legs.steps}, less one.")
 
@@ -304,18 +328,79 @@ class ResumeCheck:
         from verl.trainer.state.compare_runs import Tolerance, first_part_apart, first_step_apart, steps_of
 
         straight = self.legs.run("straight", "straight", [])
-        self.legs.run("interrupted", "stopped", [f"trainer.stop_after={self.stop_after}"])
+        if self.in_episode:
+            self._kill_in_episode()
+        else:
+            self.legs.run("interrupted", "stopped", [f"trainer.stop_after={self.stop_after}"])
         resume = [*self.resumed_with, "resume=latest"]
         if self.plant is not None:
             self._plant(self._last("stopped"))
             resume.append("checkpoint.verify=false")
         resumed = self.legs.run("resumed", "stopped", resume)
+        if self.in_episode:
+            self._tell_journal(resumed)
         exact, near = Tolerance(), Tolerance(self.tolerance)
         if found := first_step_apart(steps_of(straight), steps_of(self.legs.directory / "interrupted"), exact):
             return [f"before the resume, so the training itself is not reproducible: {found}"]
         apart = first_step_apart(steps_of(straight), steps_of(resumed), near)
         last = self._last("straight"), self._last("stopped")
         return [found for found in (apart, first_part_apart(*last, near)) if found is not None]
+
+    def _kill_in_episode(self) -> None:
+        """Run to a checkpoint after step k, and kill in the midst of the episodes of the next one.
+
+        Raises:
+            ConfigError: the episodes leave no journal.
+            RunFailed: no kill came before they were over.
+        """
+        step = self.stop_after + 1
+        answers = self._answers("straight", step)
+        if not answers:
+            raise ConfigError(
+                f"--in-episode: the run keeps no journal of the episodes of step {step}. It needs an environment that "
+                "has one (not none, nor agent_program), and environment.journal=true."
+            )
+        for number in range(1, KILLS + 1):
+            for left in ("interrupted", "stopped_checkpoints"):
+                shutil.rmtree(self.legs.directory / left, ignore_errors=True)
+            watch = _JournalWatch(self.legs.directory / "stopped_checkpoints", step, max(1, answers // 2**number))
+            saves = [f"checkpoint.save_interval={self.stop_after}", f"trainer.stop_after={step}"]
+            self.legs.run("interrupted", "stopped", saves, kill_when=watch)
+            found = self._answers("stopped", step)
+            if 0 < found < answers:  # so not all episodes had ended
+                if self._last("stopped").step != self.stop_after:
+                    raise RunFailed(f"the interrupted run was killed before step {self.stop_after} was saved.")
+                self.legs.tell(f"  killed in the episodes of step {step}, after {found} of {answers} answers")
+                return
+        raise RunFailed(f"the episodes of step {step} were over before a kill came, {KILLS} times.")
+
+    def _answers(self, saved_in: str, step: int) -> int:
+        """Answers of environments that the journal has of a step of training."""
+        from verl.environments.journal import journal_records
+        from verl.ops.counter_rng import TRAINING
+
+        records = journal_records(self.legs.directory / f"{saved_in}_checkpoints/episode_journal", step)
+        ids = [record["record"][0] for record in records if "answer" in record]
+        return sum(name.startswith(f"{TRAINING}.{step}.") for name in ids)
+
+    def _tell_journal(self, resumed: Path) -> None:
+        """What became of the episodes that were interrupted.
+
+        Raises:
+            RunFailed: they were begun anew, so the runs need not be equal.
+        """
+        names = ("reused", "replayed", "restarted")
+        lines = [json.loads(text) for text in (resumed / "metrics.jsonl").read_text().splitlines()]
+        counts = {name: sum(int(line.get(f"episode/journal_{name}", 0)) for line in lines) for name in names}
+        told = ", ".join(f"{count} {name}" for name, count in counts.items())
+        self.legs.tell(f"  answers of the journal: {told}")
+        if counts["restarted"]:
+            raise RunFailed(
+                "episodes were begun anew: recovery of their environment is restart, which promises no equal runs. If "
+                "its answers depend on the action alone, or on seed and actions, let it say stateless or deterministic."
+            )
+        if not counts["reused"] + counts["replayed"]:
+            raise RunFailed("nothing of the interrupted episodes was found in the journal: they were drawn otherwise.")
 
     def compared(self) -> str:
         """What was found equal, once nothing differs."""
@@ -356,6 +441,30 @@ class ResumeCheck:
             data.write(bytes([byte ^ 1 << bit % 8]))
 
 
+class _JournalWatch:
+    """Whether the journal of a step has so many answers.
+
+    Args:
+        saved_in: the directory of checkpoints that it lies in.
+    """
+
+    ANSWER = b'{"answer":'
+
+    def __init__(self, saved_in: Path, step: int, wanted: int):
+        self.directory, self.pattern, self.wanted = saved_in / "episode_journal", f"step-{step:08d}.*", wanted
+        self._read: dict[Path, tuple[int, int]] = {}  # bytes and answers
+
+    def __call__(self) -> bool:
+        for path in self.directory.glob(self.pattern):
+            size, found = self._read.get(path, (0, 0))
+            with path.open("rb") as file:
+                file.seek(size)
+                lines = file.read().rpartition(b"\n")
+            written = len(lines[0]) + len(lines[1])
+            self._read[path] = size + written, found + lines[0].count(self.ANSWER)
+        return sum(found for _, found in self._read.values()) >= self.wanted
+
+
 def resume_check(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides of all runs: experiment=..., KEY=VALUE.")
@@ -371,6 +480,10 @@ def resume_check(
         str | None,
         typer.Option(help="A chain of layouts instead, one step each: 1,2:fsdp,4:tp_fsdp,2:ray,1."),
     ] = None,
+    in_episode: Annotated[
+        bool,
+        typer.Option(help="Kill the run in the midst of its episodes of the next step, instead of stopping it."),
+    ] = False,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -386,6 +499,8 @@ def resume_check(
 ) -> None:
     """Compare N uninterrupted steps with k steps, a stop, a resume and N - k steps, and print the first difference.
 
+    With --in-episode, the second run is killed inside of the episodes of step k + 1, and resumed from their journal.
+
     With --topology a run is resumed under a chain of layouts: each must load exactly what the one before it saved.
     """
     layout = [] if to_sharding is None else [f"sharding={to_sharding}"]
@@ -395,6 +510,8 @@ def resume_check(
     try:
         with _directory(keep) as directory:
             check: ResumeCheck | TopologyCheck
+            if topology is not None and in_episode:
+                raise ConfigError("--in-episode with --topology: legs end after a step. Leave one of them out.")
             if topology is not None:
                 chain = topologies(topology)
                 legs = RunLauncher(
@@ -421,6 +538,7 @@ def resume_check(
                     resumed_with=layout,
                     plant=plant,
                     tolerance=(TOLERANCE if layout else 0.0) if tolerance is None else tolerance,
+                    in_episode=in_episode,
                 )
             found = check.differences()
             typer.echo("\n".join(f"DIFFERS: {line}" for line in found) if found else f"OK: {check.compared()}")

@@ -168,9 +168,11 @@ class EnvironmentDescription(Description):
             environment are evicted first and computed again later.
     Attributes:
         has_rewards: its steps return rewards, which reward=environment uses.
+        has_tools: it gives the model tools, and a turn without a call is the answer.
     """
 
     has_rewards: ClassVar[bool] = False
+    has_tools: ClassVar[bool] = False
 
     max_turns: PositiveInt = 8
     max_tokens: PositiveInt = 1024

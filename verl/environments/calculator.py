@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import PositiveInt
 
@@ -73,6 +73,8 @@ class Calculator(EnvironmentDescription):
         max_digits: maximum number of digits of any number.
         suffix: appended to a tool result if the prompt is not a chat.
     """
+
+    has_tools: ClassVar[bool] = True
 
     max_digits: PositiveInt = 12
     suffix: str = "\n"

@@ -196,6 +196,8 @@ class EpisodeEngine(RolloutEngine):
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """One episode per sample; see `RolloutEngine.generate`."""
+        if not request.uses_environment:
+            return self.engine.generate(prompts, request)
         return self.engine.play(prompts, lambda parts: self.play_parts(parts, request))
 
     def play_parts(self, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
@@ -569,6 +571,9 @@ class _Play:
 def environment_faults(run: Any) -> Iterator[str]:
     """Faults: options that do not work with an environment, or were not tested with one."""
     environment = run.environment
+    if run.trainer.eval_without_tools and not getattr(environment, "has_tools", False):
+        kind = "null" if environment is None else f"a {type(environment).__name__}, which has no tools that could go"
+        yield f"trainer.eval_without_tools is true, and environment is {kind}. Set it to false."
     if environment is None:
         if getattr(run.reward, "needs_environment", False):
             yield "reward is of the environment, and environment is null. Set environment=..., or another reward."

@@ -17,7 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from pydantic import Field, PositiveInt
 
@@ -49,12 +49,14 @@ class Host:
         hung: number of calls past their deadline, whose threads may still run.
         late: number of replies to such calls.
         environments: number of environments in it.
+        recovery: what the class, or the file of tools, says of itself; see `verl.environments.base.Environment`.
     """
 
     def __init__(self, options: Mapping[str, Any], python: str):
         self.options, self.python = options, python
         self.hung = self.late = self.environments = 0
         self.is_over = False
+        self.recovery: Any = None
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._process: asyncio.subprocess.Process | None = None
@@ -143,6 +145,8 @@ class Host:
             while line := await self._process.stdout.readline():
                 reply = json.loads(line)
                 future = self._waiting.get(reply["id"])
+                if reply["id"] == 0:
+                    self.recovery = reply.get("recovery")
                 if future is None or future.done():
                     self.late += 1
                 elif "error" in reply:
@@ -173,10 +177,15 @@ class Host:
 
 
 class HostPool(EnvironmentFactory):
-    """The host processes of one process of the actor."""
+    """The host processes of one process of the actor.
+
+    Attributes:
+        recovery: of its environments: what they say of themselves, else `environment.recovery`.
+    """
 
     def __init__(self, options: HostedDescription):
         self.options = options
+        self.recovery: Recovery = options.recovery
         self._hosts: list[Host | None] = [None] * options.processes
         self._starting = asyncio.Lock()
         self._next = 0
@@ -186,6 +195,7 @@ class HostPool(EnvironmentFactory):
     async def start(self) -> None:
         host = await self.host()
         self._hosts[0] = host
+        self.recovery = self.options.recovery_of(host.recovery)
 
     async def host(self) -> Host:
         """The next host that accepts new environments (round robin)."""
@@ -238,7 +248,7 @@ class HostedEnvironment(Environment):
     def __init__(self, pool: HostPool):
         self.pool, self.host, self.number = pool, None, next(self.numbers)
         self.host: Host | None = None
-        self.recovery = pool.options.recovery
+        self.recovery = pool.recovery
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         self.host = await self.pool.host()
@@ -285,7 +295,8 @@ class HostedDescription(EnvironmentDescription):
     Args:
         processes: beside each process of the actor.
         python: the interpreter that runs them, with its own packages; None: this one.
-        recovery: of the environments, see `verl.environments.base.Environment`.
+        recovery: of environments that do not say it of themselves, as an attribute of the class or of the file of
+            tools; see `verl.environments.base.Environment`.
     """
 
     has_rewards: ClassVar[bool] = True
@@ -297,6 +308,26 @@ class HostedDescription(EnvironmentDescription):
     def faults_here(self) -> Iterator[str]:
         if self.python is not None and not Path(self.python).exists():
             yield f"python is {self.python!r}: there is no such interpreter."
+
+    def recovery_of(self, told: Any) -> Recovery:
+        """The recovery of environments that say this of themselves; None where they say nothing.
+
+        Raises:
+            ConfigError: it is none, or the configuration says something else.
+        """
+        kinds = get_args(Recovery)
+        if told is not None and told not in kinds:
+            raise ConfigError(
+                f"environment: recovery of its class is {told!r}: expected {', '.join(kinds)}. Correct it there."
+            )
+        if told in (None, "restart"):  # which is the default: it is what a subclass of `Environment` has
+            return self.recovery
+        if self.recovery not in ("restart", told):
+            raise ConfigError(
+                f"environment.recovery is {self.recovery}, and the environment says of itself that it is {told}. Leave "
+                "environment.recovery out, or correct the attribute."
+            )
+        return told
 
     def host_options(self) -> dict[str, Any]:
         """The first message to a host."""
@@ -521,7 +552,7 @@ class _ToolPool(HostPool):
     def make(self) -> ToolEnvironment:
         assert isinstance(self.options, PythonTools)
         made = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix)
-        made.recovery = self.options.recovery
+        made.recovery = self.recovery
         return made
 
 
@@ -538,6 +569,7 @@ class PythonTools(HostedDescription):
     """
 
     has_rewards: ClassVar[bool] = False
+    has_tools: ClassVar[bool] = True
 
     path: str
     suffix: str = "\n"

@@ -106,7 +106,7 @@ class EpisodeJournal:
         self.close()
         self._step = step
         self._answers, self._turns, self._ends = {}, {}, set()
-        found = sorted((life, path) for at, life, path in self._files() if at == step)
+        found = _files_of(self.directory, step)
         for _, path in found:
             self._load(path)
         self._prune(step)
@@ -148,7 +148,7 @@ class EpisodeJournal:
         value: Any = entry.value
         if isinstance(value, StepResult):
             calls = [_fields(call) for call in value.info.get("calls", ())]
-            step = [_plain(value.observation), value.reward, value.terminated, value.truncated, calls]
+            step = [_plain(value.observation), value.reward, bool(value.terminated), bool(value.truncated), calls]
             self._records.append({"answer": key, "record": _fields(entry.record), "step": step})
         else:
             self._records.append({"answer": key, "record": _fields(entry.record), "reset": _plain(value)})
@@ -187,22 +187,32 @@ class EpisodeJournal:
     def _forget_failures(self) -> None:
         self._answers = {key: entry for key, entry in self._answers.items() if not entry.is_failure}
 
-    def _files(self) -> Iterator[tuple[int, int, Path]]:
-        if self.directory.is_dir():
-            for path in self.directory.iterdir():
-                if found := _FILE.fullmatch(path.name):
-                    yield int(found[1]), int(found[2]), path
-
     def _prune(self, step: int) -> None:
         """Remove the steps before the newest checkpoint, which no resume can need."""
         if self._rank:
             return
         saved = [int(found[1]) for path in self.directory.parent.glob("*") if (found := _CHECKPOINT.match(path.name))]
         newest = max((at for at in saved if at < step), default=None)
-        for at, _, path in list(self._files()):
+        for at, _, path in _files(self.directory):
             if newest is not None and at < newest:
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+
+def journal_records(directory: Path, step: int) -> Iterator[dict[str, Any]]:
+    """What all runs have recorded of a step, in the order in which they did."""
+    for _, path in _files_of(directory, step):
+        yield from _records(path)
+
+
+def _files(directory: Path) -> list[tuple[int, int, Path]]:
+    """Step, number of the run, and path of each file."""
+    paths = list(directory.iterdir()) if directory.is_dir() else []
+    return [(int(found[1]), int(found[2]), path) for path in paths if (found := _FILE.fullmatch(path.name))]
+
+
+def _files_of(directory: Path, step: int) -> list[tuple[int, Path]]:
+    return sorted((life, path) for at, life, path in _files(directory) if at == step)
 
 
 def refuse_other_answer(known: JournalEntry, found: JournalEntry, where: str) -> None:

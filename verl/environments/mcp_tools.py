@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -214,6 +214,8 @@ class MCPTools(EnvironmentDescription):
         recovery: what its tools are, see `verl.environments.base.Environment`.
         suffix: appended to a tool result if the prompt is not a chat.
     """
+
+    has_tools: ClassVar[bool] = True
 
     command: tuple[str, ...] | None = None
     url: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import PositiveInt
 
@@ -75,6 +75,8 @@ class PythonSandbox(EnvironmentDescription):
         sandbox: where programs run.
         suffix: appended to a tool result if the prompt is not a chat.
     """
+
+    has_tools: ClassVar[bool] = True
 
     sandbox: Sandbox | None
     suffix: str = "\n"

@@ -43,13 +43,16 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
     return metrics
 
 
-def evaluation_metrics(greedy: DataProto, drawn: DataProto | None, k: int, success: float) -> dict[str, float]:
+def evaluation_metrics(
+    greedy: DataProto, drawn: DataProto | None, k: int, success: float, without_tools: DataProto | None = None
+) -> dict[str, float]:
     """Metrics of an evaluation.
 
     Args:
         greedy: one scored response per prompt.
         drawn: k scored responses per prompt, side by side, or None.
         success: a score that counts as right.
+        without_tools: one scored response per prompt, where the policy had no tools; or None.
     """
     scores = _scores(greedy)
     metrics = {
@@ -58,6 +61,8 @@ def evaluation_metrics(greedy: DataProto, drawn: DataProto | None, k: int, succe
         "eval/response_length_tokens": float(greedy["response_mask"].sum(dim=1).double().mean()),
     }
     metrics |= accuracy_by_calls(greedy, (scores >= success).tolist())
+    if without_tools is not None:
+        metrics["eval/accuracy_without_tools"] = float((_scores(without_tools) >= success).double().mean())
     if drawn is not None:
         right = (_scores(drawn) >= success).double().view(-1, k)
         metrics |= {f"eval/mean@{k}": float(right.mean()), f"eval/best@{k}": float(right.amax(dim=1).mean())}

@@ -129,12 +129,14 @@ class GenerationRequest:
         num_samples: responses per prompt.
         greedy: take the likeliest token instead of drawing.
         stream: TRAINING or EVALUATION.
+        uses_environment: False: a single turn in place of an episode.
     """
 
     step: int
     num_samples: int = 1
     greedy: bool = False
     stream: int = TRAINING
+    uses_environment: bool = True
 
 
 @dataclass(frozen=True)

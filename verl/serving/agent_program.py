@@ -135,6 +135,7 @@ class _Programs:
         """
         engine, options = self.engine, self.options
         calls = engine.calls
+        calls.begin_play()
         turns = engine.engine.turns(self.request, limits)
         self.dtype = turns.dtype
         endpoint = PolicyEndpoint(
@@ -160,6 +161,7 @@ class _Programs:
                     raise RolloutError(f"environment: {endpoint.failure}")
                 report(f"programs left: {self.num_open}")
         finally:
+            calls.hand_over()  # the last ends
             for session in self.sessions.values():
                 session.is_closed = True
             server.shutdown()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PANELS: dict[str, list[str]] = {
     "reward": ["reward/mean"],
-    "accuracy": ["*accuracy", "*/accuracy_*_call", "*/mean@*", "*/best@*"],
+    "accuracy": ["*accuracy", "*/accuracy_*_call", "*/accuracy_without_tools", "*/mean@*", "*/best@*"],
     "episodes": ["*/call_share", "*/turns"],
     "KL (nats)": ["kl/*_nats", "actor/approx_kl*"],
     "response length (tokens)": ["*response_length_tokens"],

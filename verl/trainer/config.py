@@ -104,6 +104,8 @@ class PPOSettings(LoopSettings):
         prompts_per_step: different prompts per step.
         group_size: responses per prompt.
         eval_samples: k of mean@k and best@k, drawn at the rollout's temperature; 0 evaluates greedily only.
+        eval_without_tools: evaluate a second time with the tools of the environment taken away: prompts without their
+            schemas, one turn, in which nothing is executed.
         success_score: a response with at least this score counts as correct in `eval/accuracy`.
         rollout_ahead: 1: generate the responses of the next step during training, with weights that are one step older;
             requires an engine in a separate process and `algorithm.correction`. 0: generate and train alternately.
@@ -114,6 +116,7 @@ class PPOSettings(LoopSettings):
     group_size: PositiveInt = 8
     rollout_ahead: Annotated[int, Field(ge=0, le=1)] = 0
     eval_samples: NonNegativeInt = 0
+    eval_without_tools: bool = False
     success_score: float = 1.0
     placement: Placement | None = None
 

@@ -182,8 +182,9 @@ class PPOTrainer(PPOLifecycle):
         with self.reward.frozen():
             greedy = self._judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION))
             drawn = self._judge(prompts, GenerationRequest(step, num_samples=k, stream=EVALUATION)) if k else None
+            bare = self._judged_without_tools(step)
         self.tracker.samples(sample_rows(greedy, self.settings.sample_rows), step, "eval")
-        return evaluation_metrics(greedy, drawn, k, self.settings.success_score)
+        return evaluation_metrics(greedy, drawn, k, self.settings.success_score, bare)
 
     def _rewarded(self, rollout: DataProto) -> DataProto:
         if "token_level_scores" in rollout:  # a selection has read them
@@ -196,6 +197,12 @@ class PPOTrainer(PPOLifecycle):
 
     def _judge(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         return last_parts(self._rated(self._respond(prompts, request)))
+
+    def _judged_without_tools(self, step: int) -> DataProto | None:
+        if self.eval_data_without_tools is None:
+            return None
+        prompts = self.eval_data_without_tools.collate(range(len(self.eval_data_without_tools)))
+        return self._judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION, uses_environment=False))
 
     def _rated(self, rows: DataProto) -> DataProto:
         """Rows with their rewards: the one place where the reward is asked, in training and in evaluation."""

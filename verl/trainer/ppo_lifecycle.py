@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, as_plain
 from verl.data.base import report_counts
+from verl.data.chat_template import ChatTemplate
 from verl.data.sampler import EpochSampler, Mixture
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
@@ -118,6 +119,12 @@ class PPOLifecycle:
         with faults_below("data"):
             splits = run.data.build(context)
         self.train_data, self.eval_data = splits.train, splits.eval
+        self.eval_data_without_tools = None
+        if run.trainer.eval_without_tools:
+            self.eval_data_without_tools = splits.eval
+            if context.tools and ChatTemplate(context.tokenizer, context.chat_template).reads_tools:
+                with faults_below("data"):
+                    self.eval_data_without_tools = run.data.build(replace(context, tools=())).eval
         self.data_counts = report_counts(splits)
         self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
         self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)

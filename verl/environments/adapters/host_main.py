@@ -159,6 +159,12 @@ def public_functions(module):
     return found
 
 
+def recovery_of(source):
+    """How a class, or a file of tools, says that its state is restored: stateless, deterministic or restart."""
+    found = getattr(source, "recovery", None)
+    return None if found is None else str(found)
+
+
 def call_tool(function, request, replies):
     reply = {"id": request["id"]}
     try:
@@ -176,8 +182,10 @@ def main():
     options = json.loads(sys.stdin.readline())
     try:
         if options["kind"] == "tools":
-            functions = public_functions(located(options["path"]))
-            replies.send({"id": 0, "value": [tool_schema(function) for function in functions.values()]})
+            module = located(options["path"])
+            functions = public_functions(module)
+            schemas = [tool_schema(function) for function in functions.values()]
+            replies.send({"id": 0, "value": schemas, "recovery": recovery_of(module)})
         else:
             kind = located(options["path"])
             missing = [name for name in ("reset", "step") if not hasattr(kind, name)]
@@ -185,7 +193,7 @@ def main():
                 raise TypeError(f"{options['path']} has no {' and no '.join(missing)}")
             arguments = options.get("arguments", {})
             described = kind.describe(options.get("describe", 0), **arguments) if hasattr(kind, "describe") else None
-            replies.send({"id": 0, "value": described})
+            replies.send({"id": 0, "value": described, "recovery": recovery_of(kind)})
     except BaseException as error:  # noqa: BLE001 - code of the user
         replies.send({"id": 0, "error": f"{type(error).__name__}: {error}"[:2000], "kind": "infra"})
         return

@@ -30,6 +30,10 @@ TIMES = (
     "sync/proof_s",
     "perf/peak_memory_mib",
     "timing/",
+    "episode/call_s",
+    "episode/call_max_s",
+    "episode/seconds_max",
+    "episode/journal_",  # of the run that resumes alone
 )  # metrics with these prefixes differ in every run and are ignored
 STATES = ("dataloader/state.json", "scheduler/state.json", "rng/python.json", "rng/numpy.json")
 OF_ONE_LAYOUT = ("rng",)  # generators: roles in the driver's process draw from its own, roles elsewhere have theirs
