@@ -202,7 +202,7 @@ class EpisodeJournal:
 def journal_records(directory: Path, step: int) -> Iterator[dict[str, Any]]:
     """What all runs have recorded of a step, in the order in which they did."""
     for _, path in _files_of(directory, step):
-        yield from _records(path)
+        yield from read_records(path)
 
 
 def _files(directory: Path) -> list[tuple[int, int, Path]]:
