@@ -266,6 +266,7 @@ def run_child(module: str, *, on_parent_end: Callable[[], object] | None = None,
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the parent decides
         signal.signal(number, lambda *_: None)  # unlike SIG_IGN, nothing that processes inherit which are started here
         signal.siginterrupt(number, False)
+    faulthandler.enable()  # a crash in native code tells where each thread was
     faulthandler.register(signal.SIGUSR2)
     resume_without_parent()
     if not outlives_parent:
