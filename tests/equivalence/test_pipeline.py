@@ -97,7 +97,7 @@ def test_grpo_of_a_tied_model_through_stages_is_that_of_one_process(family, name
     assert_same(alone, bench.course(together, prompts, tmp_path).result(), 1e-6 if family == "qwen3" else 1e-9)
 
 
-@pytest.mark.parametrize("name", in_short("tp2 pp2"))
+@pytest.mark.parametrize("name", in_short("pp2 dp2"))
 def test_an_adapter_learns_the_same_through_stages(name, bench, deep64, tmp_path):
     def run(**parts):
         made = ppo_run(deep64, GRPO_ALGORITHM, group_size=3, **parts)
@@ -147,7 +147,7 @@ def assert_equal_updates(bench, model, sharding):
         assert seen == wanted.keys()
 
 
-@pytest.mark.parametrize("name", ["tp2 pp2", "pp2 dp2", "pp2 fsdp2", "pp2 cp2"])
+@pytest.mark.parametrize("name", in_short("pp2 dp2", "pp2 cp2"))
 def test_scores_loss_and_every_gradient_of_rows_with_masked_tokens_are_those_of_one_process(name, bench, model64):
     assert_equal_updates(bench, model64, LAYOUTS[name])
 

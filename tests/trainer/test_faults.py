@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from refusals import refusal
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run, read_lines
 from transformers import AutoTokenizer
 
@@ -124,7 +125,9 @@ class OfWholeModels(HFRollout):
 def test_stages_that_a_model_or_a_rollout_does_not_have_are_refused(model32):
     """The model has two layers."""
     (fault,) = faults_of(model32, n_gpus_per_node=4, sharding=Parallel(pp=4))
-    assert fault.startswith("sharding.pp is 4: the model has 2 layers, and every stage needs one. The nearest layout")
+    assert fault.startswith(
+        "sharding.pp is 4: the model has 2 layers, and every stage needs at least one. The nearest layout"
+    )
     assert fault.endswith("(layers of actor.model)")
     found = faults_of(model32, n_gpus_per_node=2, sharding=Parallel(pp=2), rollout=OfWholeModels())
     told = "rollout is a OfWholeModels: it takes no weights from an actor in 2 pipeline stages"
@@ -172,7 +175,7 @@ def test_more_prompts_in_a_step_than_in_the_data_are_refused(model32, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_refused(model32, tmp_path):
-    with pytest.raises(ConfigError, match=r"trainer\.device is 'cuda': torch finds no GPU here"):
+    with refusal("trainer.device"):
         ppo_run(model32, device="cuda").build(BuildContext(run_dir=tmp_path))
 
 
@@ -250,7 +253,7 @@ def test_a_critic_that_reads_other_token_ids_is_refused(dir32, tmp_path):
     tokenizer.save_pretrained(other)
     source = Pretrained(path=str(dir32))
     critic = Critic(model=Pretrained(path=str(other)), optimizer=AdamW(lr=1e-3))
-    with pytest.raises(ConfigError, match=r"critic\.model has another tokenizer than actor\.model"):
+    with refusal("critic.model"):
         ppo_run(source, critic=critic).build(BuildContext(run_dir=tmp_path / "run"))
 
 
@@ -258,7 +261,7 @@ def test_faults_of_the_data_that_show_when_it_is_read_are_told_by_their_path(mod
     file = tmp_path / "rows.jsonl"
     file.write_text('{"question": "1+1="}\n')
     run = ppo_run(model32, data=PromptFiles(train_files=(str(file),), max_prompt_length=16))
-    with pytest.raises(ConfigError, match=r"^data\.prompt_key is 'prompt'"):
+    with refusal("data.prompt_key"):
         run.build(BuildContext(run_dir=tmp_path / "run"))
 
 

@@ -1,10 +1,10 @@
-"""One process of a pipeline: its stage of the model, and what the stages exchange beside the states.
+"""One process of a pipeline: its stage of the model, and what the stages exchange apart from hidden states.
 
-tied embedding   on the first stage and the last: gradients are added up over both, and counted once in the norm
-value head       on all stages, with a gradient on the last: likewise
-numbers          losses and metrics are those of the last stage, and told to the others
+tied embedding   on the first and the last stage: gradients are summed over both, and counted once in the norm
+value head       on all stages, with a gradient on the last only: likewise
 experts          with ep those of a stage's layers are divided over its processes, which exchange tokens
-weights          with dp_shard or cp sharded over the processes of a stage, whole while it runs (`stage_shards`)
+metrics          losses and metrics of the last stage are broadcast to the others
+weights          with dp_shard or cp sharded over the processes of a stage, gathered while it runs (`stage_shards`)
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ from verl.resharding.dtensor import at_stage, is_divided, is_elsewhere, mesh_dim
 
 
 class PipelineParallelism(ShardedParallelism):
-    """This process on a mesh with stages.
+    """Process mesh with pipeline stages.
 
     Args:
+        context: build context of the role.
+        timeout_s: limit of one collective operation.
         degrees: sizes of the mesh.
-        schedule: of forward and backward passes.
-        least_micro_batches: into which the rows of a step are cut.
+        schedule: order of forward and backward passes.
+        least_micro_batches: micro-batches that the rows of a step are split into at least.
         cp_style: see `verl.model_paths.context_attention`.
     """
 
@@ -79,7 +81,7 @@ class PipelineParallelism(ShardedParallelism):
         self._models: dict[int, tuple[PipelineRunner, torch.dtype, list[StageShards]]] = {}
         self.in_step = degrees.ep > 1  # processes of other pipelines have experts for this one's tokens
         self._stages: dict[int, tuple[int, ...]] = {}  # of parameters, by id
-        self._kept: list[Any] = []  # so that no `id` is given twice
+        self._kept: list[Any] = []  # keeps the parameters alive, so that no `id` is reused
 
     def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
         """See `Parallelism.shard_model`. Raises ConfigError for a model that cannot be cut into stages."""
@@ -89,7 +91,7 @@ class PipelineParallelism(ShardedParallelism):
         if len(stack.layers) < self.num_stages:
             raise ConfigError(
                 f"sharding.pp is {self.num_stages}: the model has {len(stack.layers)} layers, and every stage needs "
-                f"one. Set it to at most {len(stack.layers)}."
+                f"at least one. Set it to at most {len(stack.layers)}."
             )
         costs, of_head = layer_costs(stack, output_head(model))
         partial = shard_over(core, self._device_mesh[TENSOR]) if self.mesh.extent(TENSOR) > 1 else []
@@ -124,9 +126,10 @@ class PipelineParallelism(ShardedParallelism):
 
     @torch.no_grad()
     def _leave_own(self, model: nn.Module, core: nn.Module, stages: Mapping[int, tuple[int, ...]]) -> None:
-        """Parameters of this stage on the device, or a part of each, those of others without data; tied ones stay tied.
+        """Move the parameters of this stage, or shards of them, to the device and free those of other stages; tied
+        parameters stay tied.
 
-        A head that stands on the core (a critic's) is small and stays whole.
+        A head on the core (a critic's) is small and is not sharded.
         """
         made: dict[int, nn.Parameter] = {}
         sharded = {id(p) for p in core.parameters() if p.ndim} if self.mesh.extent(SHARD) > 1 else set()
@@ -171,7 +174,7 @@ class PipelineParallelism(ShardedParallelism):
         model: nn.Module,
         trains: bool = False,
     ) -> None:
-        """See `Parallelism.run_micro_batches`; without one, no stage does anything, since all have the same rows."""
+        """See `Parallelism.run_micro_batches`; without micro-batches all stages return at once."""
         (runner, dtype, shards), made = self._models[id(model)], list(micros)
         with _whole(shards, trains):
             if made:
@@ -189,25 +192,24 @@ class PipelineParallelism(ShardedParallelism):
         return self.from_last_stage(results)["found"]
 
     def from_last_stage(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        named = self._told([(name, x.shape, x.dtype) for name, x in results.items()])
+        named = self._broadcast_from_last([(name, x.shape, x.dtype) for name, x in results.items()])
         found = {}
         for name, shape, dtype in named:
-            x = results[name].contiguous() if self._is_last else torch.empty(shape, dtype=dtype)
-            x = x.to(self.device)
+            x = results[name] if self._is_last else torch.empty(shape, dtype=dtype, device=self.device)
+            found[name] = x = x.to(self.device).contiguous()
             self.dist.broadcast(x, src=self._last, group=self.stage_group)
-            found[name] = x.to(results[name].device) if name in results else x
         return found
 
     def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
-        """See `Parallelism.of_each`; the numbers of the last stage stand for all of them."""
-        return super().of_each(self._told(dict(values)))
+        """See `Parallelism.of_each`; the numbers are those of the last stage."""
+        return super().of_each(self._broadcast_from_last(dict(values)))
 
     @property
     def _is_last(self) -> bool:
         return self.stage == self.num_stages - 1
 
-    def _told(self, value: Any) -> Any:
-        """What the last stage has."""
+    def _broadcast_from_last(self, value: Any) -> Any:
+        """The value of the last stage, on all stages."""
         box = [value]
         self.dist.broadcast_object_list(box, src=self._last, group=self.stage_group)
         return box[0]

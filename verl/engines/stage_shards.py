@@ -1,11 +1,11 @@
-"""Weights of a pipeline stage that are sharded over processes, and whole while micro-batches pass through the stage.
+"""Weights of a pipeline stage that are sharded over processes, and gathered while micro-batches pass through the stage.
 
-at rest      a part of every weight, its gradient and its optimizer state
+at rest      a shard of every weight, its gradient and its optimizer state
 for a step   gather all weights of the stage ──> every micro-batch, forward and backward ──> reduce-scatter gradients
 
-A stage runs many small micro-batches, so weights are gathered once for all of them, and gradients are added up where
-they are and sent once: for the time of a step a process holds the weights and gradients of its stage. (`fully_shard` of
-torch gathers for every micro-batch instead, and its hooks expect a forward pass that comes to its end.)
+A stage runs many small micro-batches, so weights are gathered once for all of them, and gradients are accumulated
+locally and reduced once. During a step a process therefore holds all weights and gradients of its stage. (`fully_shard`
+of torch gathers for every micro-batch, and its hooks expect a forward pass that runs to its end.)
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO), with the sharing of the first stage at rest.
 """
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from verl.resharding.dtensor import at_stage_of, is_divided, is_elsewhere, local, mesh_dims
 from verl.utils.progress import report
 
-BUCKET_BYTES = 25 * 2**20  # of what one exchange gathers for a process
+BUCKET_BYTES = 25 * 2**20  # per process, gathered by one collective
 
 
 @dataclass(frozen=True)
 class _ShardedWeight:
-    """A parameter in its place, or places where it is tied."""
+    """A sharded parameter and the modules that use it; several where it is tied."""
 
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]]
@@ -45,23 +45,23 @@ class _ShardedWeight:
 
     @property
     def rows(self) -> int:
-        """Of the part of each process, but perhaps the last ones."""
+        """Rows of each shard; the last shards may have fewer."""
         return -(-self.shape[0] // self.parameter.device_mesh.size(0))  # type: ignore[attr-defined]
 
     @property
     def part_numel(self) -> int:
-        """Numbers of the part of a process, padded to `rows`."""
+        """Elements of a shard, padded to `rows`."""
         return self.rows * self.shape[1:].numel()
 
 
 def shard_rows(data: Tensor, mesh: Any, device: torch.device | str) -> Tensor:
-    """A tensor that every process has, or none has, sharded by its first dimension over a mesh; nothing is sent.
+    """Shard a tensor by its first dimension over a mesh, without communication.
 
     Args:
-        data: whole, or divided over tensor-parallel ranks or owners of experts; one on the meta device gives memory
-            without content.
-        mesh: of one dimension, and for data that is divided of a second one, over which it is.
-        device: where the part will lie.
+        data: the whole tensor, or one sharded over tensor-parallel ranks or owners of experts; on the meta device it
+            gives uninitialised memory.
+        mesh: of one dimension, and for sharded data a second one, over which it is sharded.
+        device: of the shard.
     """
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -82,9 +82,9 @@ class StageShards:
     """The sharded weights of one stage of a model.
 
     Args:
-        model: whose parameters on the mesh, by `shard_rows`, these are; other parameters are left alone.
+        model: its parameters that `shard_rows` put on the mesh are handled; others are left alone.
         mesh: of one dimension.
-        divided_mesh: over which tensor-parallel ranks, or owners of experts, have divided some of them.
+        divided_mesh: mesh of the tensor-parallel ranks, or owners of experts, that share some of them.
     """
 
     def __init__(self, model: nn.Module, mesh: Any, divided_mesh: Any):
@@ -100,10 +100,10 @@ class StageShards:
 
     @contextlib.contextmanager
     def whole(self, trains: bool = False) -> Iterator[None]:
-        """Within, the parameters of the stage are whole in this process. All that share it enter and leave together.
+        """Inside this context the process has the whole parameters of the stage. Collective on entry and on exit.
 
         Args:
-            trains: gradients are wanted; afterwards every process has its part of their sum over all of them.
+            trains: on exit gradients are reduce-scattered, so that every process has its shard of their sum.
         """
         own = [weight for weight in self._weights if not is_elsewhere(weight.parameter)]
         made = dict(zip(map(id, own), self._gather([weight.parameter for weight in own]), strict=True))
@@ -139,7 +139,7 @@ class StageShards:
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
-        """Each of them whole."""
+        """Yield each parameter gathered."""
         for bucket in _buckets(parameters):
             weights = [_ShardedWeight(parameter, []) for parameter in bucket]
             sent = torch.cat([_padded(local(w.parameter), w.part_numel) for w in weights])
@@ -153,7 +153,7 @@ class StageShards:
 
     @torch.no_grad()
     def _reduce(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Add up gradients over the processes, each its part; zeros where a process has none."""
+        """Reduce-scatter gradients over the processes; a missing gradient counts as zeros."""
         whole_of = {id(parameter): whole for parameter, whole in pairs}
         for bucket in _buckets([parameter for parameter, _ in pairs]):
             weights, columns = [_ShardedWeight(parameter, []) for parameter in bucket], []
@@ -174,7 +174,7 @@ class StageShards:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """In their order, of one type each."""
+    """Consecutive parameters of one dtype, up to `BUCKET_BYTES` each."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
@@ -193,7 +193,7 @@ def _padded(x: Tensor, numel: int) -> Tensor:
 
 
 def _add_gradient(parameter: nn.Parameter, part: Tensor) -> None:
-    """Add this process's part of a gradient, which may be padded."""
+    """Add this process's shard of a gradient, which may be padded, to the parameter."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     own = local(parameter.grad)

@@ -113,12 +113,14 @@ def _rollout_faults(run: Any) -> Iterator[str]:
             f"rollout is a {type(run.rollout).__name__}: it takes no weights from an actor in {stages} pipeline stages "
             "(sharding.pp). Set rollout=vllm or rollout=hf, or sharding.pp=1."
         )
-    if stages > 1 and run.environment is not None:
-        yield (
-            f"environment is {type(run.environment).__name__}: episodes were not tried with an actor in {stages} "
-            "pipeline stages (sharding.pp). Set sharding.pp=1."
-        )
-    ep = shardings["actor"].degrees(_processes(run, shardings)["actor"]).ep
+    degrees = shardings["actor"].degrees(_processes(run, shardings)["actor"])
+    for name in run.rollout.no_turns_under if run.environment is not None else ():
+        if (size := getattr(degrees, name)) > 1:
+            yield (
+                f"environment is {type(run.environment).__name__}: {type(run.rollout).__name__} does not draw turns of "
+                f"episodes with an actor divided by {name} {size}. Set sharding=fsdp, or rollout=vllm."
+            )
+    ep = degrees.ep
     if ep > 1 and not run.rollout.takes_experts:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it was not tried with an actor whose experts are divided over "

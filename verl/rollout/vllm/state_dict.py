@@ -68,7 +68,7 @@ def weights_of(model: Any, *, merge: bool = True) -> Iterator[NamedWeight]:
         merge: fold the adapter in, if the model has one; otherwise the model is given as it is without.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    live = dict(_live(base, merge))
+    live = dict(live_weights(base, merge))
     for name, target, shape in _forms(base, live):
         source = live[name]
         is_itself = name == target and shape == source.tensor.shape
@@ -101,7 +101,7 @@ def _forms(base: nn.Module, live: Mapping[str, WeightSource]) -> list[Form]:
     return known[1]
 
 
-def _live(base: nn.Module, merge: bool) -> Iterator[tuple[str, WeightSource]]:
+def live_weights(base: nn.Module, merge: bool) -> Iterator[tuple[str, WeightSource]]:
     """The state of a model by name."""
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
     for name, tensor in base.state_dict(keep_vars=True).items():
