@@ -158,6 +158,7 @@ def test_eight_processes_of_stages_tensors_and_shards_train_as_one_does(name, ei
     """Data, tensor and pipeline parallelism at once; norms of these models compute in float64."""
     assert_equal_updates(eight, model64, OF_EIGHT[name])
     tied = saved_model(tmp_path, "starcoder2", tie_word_embeddings=True)
+    assert_equal_updates(eight, tied, OF_EIGHT[name])
     for kind, model, algorithm, group, prompts in (
         ("ppo", model64, PPO_ALGORITHM, 1, PROMPTS),
         ("grpo", tied, GRPO_ALGORITHM, 3, [[2, 0, 5], [1]]),

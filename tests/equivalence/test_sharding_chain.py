@@ -57,6 +57,7 @@ EXPERTS: Chain = [
     (Parallel(ep=2), 2, False),
     (Parallel(ep=2, dp_replicate=2), 4, False),
     (Parallel(ep=2, cp=2), 4, False),  # experts of a process are divided over two
+    (Parallel(ep=2, pp=2), 4, False),
     (NoSharding(), 1, False),
 ]
 

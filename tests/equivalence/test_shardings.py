@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import short_where
 from equivalence.courses import assert_rounding_alone, assert_same, run_course
+from equivalence.one_update import one_update, rows_with_holes
 from random_models import save_random_model
 from safetensors.torch import load_file
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
@@ -18,7 +19,7 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
-from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, Parallel
+from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, NoSharding, Parallel
 from verl.models.lora import LoRA
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
@@ -71,6 +72,16 @@ def test_four_processes_train_as_one_does(name, bench, alone, model64, tmp_path)
         model64, PPO_ALGORITHM, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40
     )
     assert_same(alone, bench.course(run, PROMPTS, tmp_path).result(timeout=120))
+
+
+@names("tp", "hsdp", "tp_fsdp", short=("tp",))
+def test_processes_without_rows_add_nothing_to_the_gradients_of_a_tied_model(name, bench, tied64):
+    """Under tensor parallelism torch gives some gradients in another layout than their parameter's."""
+    rows, sharding = rows_with_holes([4], 1, [7]), SHARDINGS[name]
+    wanted = one_update(tied64, NoSharding().build(BuildContext()), rows)
+    for found in bench.updated(tied64, sharding, rows, {}).result(timeout=120):
+        gaps = {key: float((x - wanted[key]).abs().max()) for key, x in found.items()}
+        assert {key: gap for key, gap in gaps.items() if not gap <= 1e-9} == {}
 
 
 @pytest.mark.parametrize(

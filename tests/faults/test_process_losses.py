@@ -63,6 +63,15 @@ def test_a_worker_killed_in_any_stage_is_named_and_the_run_goes_on_from_its_chec
 
 
 @pytest.mark.exhaustive
+def test_a_worker_that_crashes_in_native_code_tells_where_it_was(striking, model32, tmp_path):
+    striking("actor.update", 2, signal.SIGSEGV)
+    told = r"rank 1 failed in [\w.]+ at step 2[\s\S]*SIGSEGV[\s\S]*Segmentation fault[\s\S]*File \S+ line \d+ in "
+    with pytest.raises(WorkerDied, match=told):
+        fit(course(model32, tmp_path, PPO_ALGORITHM, **SHARED), tmp_path / "run")
+    assert wait_until_gone(workers_of(os.getpid())) == []
+
+
+@pytest.mark.exhaustive
 def test_a_worker_that_stops_in_a_step_is_named(striking, model32, tmp_path):
     striking("actor.update", 2, signal.SIGSTOP)
     shared = {**SHARED, "sharding": DDP(timeout_s=600.0, call_timeout_s=20.0)}

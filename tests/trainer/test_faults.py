@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,14 +23,12 @@ from verl.data.files import PromptFiles
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, NoSharding, Parallel
 from verl.errors import ConfigError, RewardError
-from verl.http_client.endpoint import Endpoint
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription
 from verl.rewards.function import CallableReward, RewardFunction
 from verl.rollout.hf import HFRollout
-from verl.rollout.server.config import ServerRollout
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
 from verl.trainer.config import PPOSettings
@@ -117,6 +115,13 @@ def test_several_processes_without_a_sharding_are_refused(model32):
     ppo_run(model32, n_gpus_per_node=2, sharding=DDP())
 
 
+@component
+class OfWholeModels(HFRollout):
+    """An engine of a user's that knows nothing of stages."""
+
+    takes_stages: ClassVar[bool] = False
+
+
 def test_stages_that_a_model_or_a_rollout_does_not_have_are_refused(model32):
     """The model has two layers."""
     (fault,) = faults_of(model32, n_gpus_per_node=4, sharding=Parallel(pp=4))
@@ -124,9 +129,8 @@ def test_stages_that_a_model_or_a_rollout_does_not_have_are_refused(model32):
         "sharding.pp is 4: the model has 2 layers, and every stage needs at least one. The nearest layout"
     )
     assert fault.endswith("(layers of actor.model)")
-    server = ServerRollout(endpoint=Endpoint(base_url="http://127.0.0.1:9"))
-    found = faults_of(model32, n_gpus_per_node=2, sharding=Parallel(pp=2), rollout=server)
-    told = "rollout is a ServerRollout: it takes no weights from an actor in 2 pipeline stages"
+    found = faults_of(model32, n_gpus_per_node=2, sharding=Parallel(pp=2), rollout=OfWholeModels())
+    told = "rollout is a OfWholeModels: it takes no weights from an actor in 2 pipeline stages"
     assert any(fault.startswith(told) for fault in found)
     ppo_run(model32, n_gpus_per_node=2, sharding=Parallel(pp=2))
 

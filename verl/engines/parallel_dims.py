@@ -396,11 +396,11 @@ class ShardedParallelism(DataParallelism):
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallelism.sum_gradients`; FSDP has reduced those of its weights already."""
         trained = [p for p in parameters if p.requires_grad]
-        by_fsdp = {SHARD, EXPERT_SHARD}
-        self.sum_over([p for p in trained if by_fsdp.isdisjoint(mesh_dims(p))], self.gradient_group)
-        for p in trained:
+        for p in trained:  # first: a process without rows has zeros in the layout of the parameter
             if p.grad is not None and is_divided(p.grad) and p.grad.placements != p.placements:  # type: ignore
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+        by_fsdp = {SHARD, EXPERT_SHARD}
+        self.sum_over([p for p in trained if by_fsdp.isdisjoint(mesh_dims(p))], self.gradient_group)
         partial = [p for p in trained if id(p) in self._partial_over_tensor]
         if partial:
             self.sum_over(partial, self._device_mesh[TENSOR].get_group())

@@ -2,6 +2,7 @@
 
 tied embedding   on the first and the last stage: gradients are summed over both, and counted once in the norm
 value head       on all stages, with a gradient on the last only: likewise
+experts          with ep those of a stage's layers are divided over its processes, which exchange tokens
 metrics          losses and metrics of the last stage are broadcast to the others
 weights          with dp_shard or cp sharded over the processes of a stage, gathered while it runs (`stage_shards`)
 """
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.component import BuildContext
+from verl.engines.expert_parallel import EXPERT, EXPERT_SHARD, divide_experts, experts_gathered
 from verl.engines.fsdp import read_slices
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import REPLICATE, SHARD, STAGE, TENSOR, ShardedParallelism
@@ -76,7 +78,8 @@ class PipelineParallelism(ShardedParallelism):
         self._row_ranks = tuple(rank for rank, share in enumerate(shares) if share == shares[self.rank])
         self._row_group = self._group(shares.__getitem__)
         self._ends_group = self._group(lambda rank: (rank % beside, rank // beside in (0, degrees.pp - 1)))
-        self._models: dict[int, tuple[PipelineRunner, torch.dtype, StageShards]] = {}
+        self._models: dict[int, tuple[PipelineRunner, torch.dtype, list[StageShards]]] = {}
+        self.in_step = degrees.ep > 1  # processes of other pipelines have experts for this one's tokens
         self._stages: dict[int, tuple[int, ...]] = {}  # of parameters, by id
         self._kept: list[Any] = []  # keeps the parameters alive, so that no `id` is reused
 
@@ -92,6 +95,7 @@ class PipelineParallelism(ShardedParallelism):
             )
         costs, of_head = layer_costs(stack, output_head(model))
         partial = shard_over(core, self._device_mesh[TENSOR]) if self.mesh.extent(TENSOR) > 1 else []
+        experts = [] if self._expert_mesh is None else divide_experts(core, self._expert_mesh[EXPERT])
         cut = StageCut(stack, stage_bounds(costs, self.num_stages, of_head), self.stage)
         self._leave_own(model, core, cut.stages_of(model))
         for module in model.modules():
@@ -104,7 +108,9 @@ class PipelineParallelism(ShardedParallelism):
         self._partial_over_tensor |= {id(named[name]) for name in partial if not is_elsewhere(named[name])}
         runner = PipelineRunner(cut, self.stage_group, self.device, self.schedule)
         dtype = getattr(torch, autocast) if autocast else next(core.parameters()).dtype
-        shards = StageShards(model, self._device_mesh[SHARD], self._device_mesh[TENSOR])
+        shards = [StageShards(model, self._device_mesh[SHARD], self._device_mesh[TENSOR])]
+        if self._expert_mesh is not None:
+            shards.append(StageShards(model, self._expert_mesh[EXPERT_SHARD], self._expert_mesh[EXPERT]))
         stages = WholeWeights(model, cut, self.stage_group, self.device)
         self._models[id(model)] = (runner, dtype, shards)
         info = self._info()
@@ -115,7 +121,7 @@ class PipelineParallelism(ShardedParallelism):
             sibling_group=self._row_group,
             through_stages=functools.partial(self._through_stages, model),
             generation_groups=(self.stage_group, *info.generation_groups),
-            gathered=lambda: _both(shards, stages),
+            gathered=lambda: _all_gathered(shards, stages, experts),
         )
 
     @torch.no_grad()
@@ -137,8 +143,7 @@ class PipelineParallelism(ShardedParallelism):
                     if id(parameter) in sharded:
                         is_own = self.stage in held
                         whole = parameter if is_own else parameter.to("meta")
-                        mesh = self._device_mesh[(SHARD, TENSOR) if is_divided(parameter) else SHARD]
-                        data = shard_rows(whole, mesh, self.device if is_own else "meta")
+                        data = shard_rows(whole, self._mesh_of(parameter), self.device if is_own else "meta")
                     elif self.stage not in held:
                         data = parameter.to("meta")
                     elif parameter.is_meta:
@@ -153,6 +158,13 @@ class PipelineParallelism(ShardedParallelism):
                 module._parameters[name] = made[id(parameter)]
         self._kept.append(made)
 
+    def _mesh_of(self, x: Tensor) -> Any:
+        """Over which a tensor is divided by FSDP; its last dimension is that over which it is divided already."""
+        if EXPERT in mesh_dims(x):
+            assert self._expert_mesh is not None
+            return self._expert_mesh[(EXPERT_SHARD, EXPERT)]
+        return self._device_mesh[(SHARD, TENSOR) if is_divided(x) else SHARD]
+
     def run_micro_batches(
         self,
         micros: Iterable[MicroBatch],
@@ -164,7 +176,7 @@ class PipelineParallelism(ShardedParallelism):
     ) -> None:
         """See `Parallelism.run_micro_batches`; without micro-batches all stages return at once."""
         (runner, dtype, shards), made = self._models[id(model)], list(micros)
-        with shards.whole(trains):
+        with _whole(shards, trains):
             if made:
                 with computing():
                     runner.run(made, forward, dtype, trains=trains)
@@ -209,7 +221,7 @@ class PipelineParallelism(ShardedParallelism):
         trained = [p for p in own if p.requires_grad]
         if self.mesh.extent(SHARD) > 1 and self.mesh.extent(REPLICATE) > 1:
             replicas = self._device_mesh[REPLICATE].get_group()
-            self.sum_over([p for p in trained if SHARD in mesh_dims(p)], replicas)
+            self.sum_over([p for p in trained if {SHARD, EXPERT_SHARD} & set(mesh_dims(p))], replicas)
         everywhere = tuple(range(self.num_stages))
         self.sum_over([p for p in trained if self._stages[id(p)] == everywhere], self.stage_group)
         ends = [p for p in trained if 1 < len(self._stages[id(p)]) < self.num_stages]
@@ -225,7 +237,16 @@ class PipelineParallelism(ShardedParallelism):
 
 
 @contextlib.contextmanager
-def _both(shards: StageShards, stages: WholeWeights) -> Iterator[None]:
-    """Inside this context the process has all weights of all stages, unsharded."""
-    with shards.whole(), stages.gathered():
+def _whole(shards: Iterable[StageShards], trains: bool = False) -> Iterator[None]:
+    """Within, all weights of the stage are whole in this process, experts in those that have them."""
+    with contextlib.ExitStack() as stack:
+        for part in shards:
+            stack.enter_context(part.whole(trains))
+        yield
+
+
+@contextlib.contextmanager
+def _all_gathered(shards: Iterable[StageShards], stages: WholeWeights, experts: list[nn.Module]) -> Iterator[None]:
+    """Within, all weights of all stages are whole in this process."""
+    with _whole(shards), stages.gathered(), experts_gathered(experts):
         yield

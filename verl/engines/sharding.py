@@ -379,14 +379,10 @@ class Parallel(FSDP):
     def faults(self) -> Iterator[str]:
         if self.dp_shard < 1 and self.dp_shard != -1:
             yield f"dp_shard is {self.dp_shard}: must be at least 1, or -1 for what the other sizes leave."
-        if self.pp > 1 and self.ep > 1:
-            yield f"ep is {self.ep}: cannot be combined with pipeline stages (pp is {self.pp}). Set ep=1 or pp=1."
         if self.pp > 1 and self.cpu_offload:
             yield f"cpu_offload is true: cannot be combined with pp={self.pp}. Set cpu_offload=false or pp=1."
         if self.ep > 1 and self.tp > 1:
             yield f"ep is {self.ep}: cannot be combined with tensor parallelism (tp is {self.tp}). Set ep=1 or tp=1."
-        if self.ep > 1 and self.cpu_offload:
-            yield f"ep is {self.ep}: cannot be combined with cpu_offload. Set ep=1 or cpu_offload=false."
 
     def size_fault(self, world_size: int) -> str | None:
         wanted, others = self._wanted(), self._product()
@@ -467,7 +463,9 @@ class Parallel(FSDP):
             cost = self._cost_of_sharded_stage(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
         compute = compute_bytes or weight_bytes
         sent = self.context_elements(sizes, tokens, trains) * compute
-        if self.ep > 1 and sizes.expert_elements:
+        if self.ep > 1 and self.pp > 1:
+            sent += self.expert_exchange_elements(sizes, tokens, trains) * compute / self.pp
+        if self.ep > 1 and self.pp == 1 and sizes.expert_elements:
             return self._with_experts_apart(cost, world_size, sizes, tokens, weight_bytes, compute, trains, int(sent))
         return replace(cost, per_micro_batch=cost.per_micro_batch + int(sent))
 
@@ -484,12 +482,17 @@ class Parallel(FSDP):
         cost = Sharding.cost(self, world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
         shards, held = self.degrees(world_size).shards, _held(sizes, self.tp, self.pp)
         cast = 0 if compute_bytes in (None, weight_bytes) else held * (compute_bytes or 0)
-        trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
+        all_train = sizes.trained == sizes.parameters
+        trained = (held if all_train else sizes.trained) if trains else 0
+        experts = sizes.expert_elements // self.pp if self.ep > 1 else 0  # of a stage, of which a process has 1 / ep
+        spared = (experts - experts // self.ep) * (1 + (trains and all_train))
+        fewer = _part(shards) * experts - _part(self.degrees(world_size).expert_shards) * experts / self.ep
+        sent = _part(shards) * (held + trained) - fewer * (1 + (trains and all_train))
         return replace(
             cost,
             weights=held * weight_bytes // shards,
-            gathered=(held + trained) * weight_bytes + cast,
-            per_update=cost.per_update + int(_part(shards) * (held + trained) * weight_bytes),
+            gathered=(held + trained - spared) * weight_bytes + cast,
+            per_update=cost.per_update + int(sent * weight_bytes),
         )
 
     def _with_experts_apart(

@@ -36,7 +36,7 @@ class _ShardedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Of what the stage runs with: the whole, or the slice of a tensor-parallel rank."""
+        """Of what the stage runs with: the whole, or the slice of a tensor-parallel rank or an owner of experts."""
         shape = list(self.parameter.shape)
         for number, placement in enumerate(self.parameter.placements[1:], start=1):  # type: ignore[attr-defined]
             if hasattr(placement, "dim"):
@@ -58,8 +58,8 @@ def shard_rows(data: Tensor, mesh: Any, device: torch.device | str) -> Tensor:
     """Shard a tensor by its first dimension over a mesh, without communication.
 
     Args:
-        data: the whole tensor, or one sharded over the tensor-parallel ranks; on the meta device it gives uninitialised
-            memory.
+        data: the whole tensor, or one sharded over tensor-parallel ranks or owners of experts; on the meta device it
+            gives uninitialised memory.
         mesh: of one dimension, and for sharded data a second one, over which it is sharded.
         device: of the shard.
     """
@@ -73,7 +73,7 @@ def shard_rows(data: Tensor, mesh: Any, device: torch.device | str) -> Tensor:
     first = min(rank * rows, own.shape[0])
     own = own[first : min(first + rows, own.shape[0])].detach()
     own = torch.empty_like(own, device=device) if own.is_meta else own.to(device, copy=True).contiguous()
-    # A tensor-parallel rank's rows are cut again: the mesh's first dimension then divides what its second has left.
+    # A slice's rows are cut again: the mesh's first dimension then divides what its second has left.
     by_rows = _StridedShard(0, split_factor=mesh.size(1)) if rest and rest[0] == Shard(0) else Shard(0)
     return DTensor.from_local(own, mesh, [by_rows, *rest], run_check=False, shape=data.shape, stride=data.stride())
 
@@ -84,11 +84,11 @@ class StageShards:
     Args:
         model: its parameters that `shard_rows` put on the mesh are handled; others are left alone.
         mesh: of one dimension.
-        tensor_mesh: mesh of the tensor-parallel ranks that share some of them.
+        divided_mesh: mesh of the tensor-parallel ranks, or owners of experts, that share some of them.
     """
 
-    def __init__(self, model: nn.Module, mesh: Any, tensor_mesh: Any):
-        self._group, self._size, self._tensor_mesh = mesh.get_group(), mesh.size(), tensor_mesh
+    def __init__(self, model: nn.Module, mesh: Any, divided_mesh: Any):
+        self._group, self._size, self._divided_mesh = mesh.get_group(), mesh.size(), divided_mesh
         (dimension,) = mesh.mesh_dim_names
         found: dict[int, _ShardedWeight] = {}
         for module in model.modules():
@@ -113,7 +113,7 @@ class StageShards:
                 p = weight.parameter
                 data = made.get(id(weight))
                 data = torch.empty(weight.shape, dtype=p.dtype, device="meta") if data is None else data
-                whole = nn.Parameter(self._of_tensor_ranks(p, data), requires_grad=p.requires_grad and trains)
+                whole = nn.Parameter(self._as_divided(p, data), requires_grad=p.requires_grad and trains)
                 at_stage_of(p, whole)
                 wholes.append((weight, whole))
                 for module, name in weight.places:
@@ -127,15 +127,15 @@ class StageShards:
                 for module, name in weight.places:
                     module._parameters[name] = weight.parameter
 
-    def _of_tensor_ranks(self, parameter: Tensor, data: Tensor) -> Tensor:
-        """What the stage runs with: where tensor-parallel ranks divide it, a slice that stands for the whole."""
+    def _as_divided(self, parameter: Tensor, data: Tensor) -> Tensor:
+        """What the stage runs with: where others divide it, a slice that stands for the whole."""
         rest = parameter.placements[1:]  # type: ignore[attr-defined]
         if not rest:
             return data
         from torch.distributed.tensor import DTensor
 
         shape, stride = parameter.shape, parameter.stride()
-        return DTensor.from_local(data, self._tensor_mesh, rest, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(data, self._divided_mesh, rest, run_check=False, shape=shape, stride=stride)
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:

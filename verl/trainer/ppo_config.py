@@ -111,7 +111,7 @@ def _rollout_faults(run: Any) -> Iterator[str]:
     if stages > 1 and not run.rollout.takes_stages:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes no weights from an actor in {stages} pipeline stages "
-            "(sharding.pp). Set rollout=hf, where the stages are put together for generation, or sharding.pp=1."
+            "(sharding.pp). Set rollout=vllm or rollout=hf, or sharding.pp=1."
         )
     degrees = shardings["actor"].degrees(_processes(run, shardings)["actor"])
     for name in run.rollout.no_turns_under if run.environment is not None else ():
@@ -124,7 +124,7 @@ def _rollout_faults(run: Any) -> Iterator[str]:
     if ep > 1 and not run.rollout.takes_experts:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it was not tried with an actor whose experts are divided over "
-            f"{ep} processes (sharding.ep). Set rollout=hf, or sharding.ep=1."
+            f"{ep} processes (sharding.ep). Set rollout=vllm or rollout=hf, or sharding.ep=1."
         )
     if run.rollout.router_replay:
         yield from _router_replay_faults(run, shardings["actor"].degrees(_processes(run, shardings)["actor"]))

@@ -13,8 +13,8 @@ from rollout.speaking import gap
 from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
 
 from verl.component import BuildContext
-from verl.engines.sharding import DDP
-from verl.errors import RolloutError
+from verl.engines.sharding import DDP, FSDP, TP, Parallel
+from verl.errors import RolloutError, WorkerError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import GenerationRequest
@@ -101,10 +101,29 @@ def test_a_directory_that_cannot_be_written_is_a_fault_of_the_configuration(atta
         attached(speaker, transfer_dir=str(tmp_path / "file" / "below"))
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize(
+    ("num_processes", "sharding"),
+    [
+        (1, None),
+        (2, Parallel(pp=2, timeout_s=60.0)),
+        *(
+            pytest.param(count, sharding, marks=pytest.mark.exhaustive)
+            for count, sharding in (
+                (2, DDP(timeout_s=60.0)),
+                (2, FSDP(timeout_s=60.0)),
+                (2, TP(timeout_s=60.0)),
+                (2, Parallel(cp=2, timeout_s=60.0)),
+                (4, Parallel(pp=2, tp=2, timeout_s=60.0)),
+                (4, Parallel(pp=2, dp_replicate=2, timeout_s=60.0)),
+                (4, Parallel(pp=2, timeout_s=60.0)),
+            )
+        ),
+    ],
+    ids=["one", "pp", "ddp", "fsdp", "tp", "cp", "tp pp", "pp dp", "pp fsdp"],
+)
 @pytest.mark.xdist_group("two processes")
-def test_a_run_trains_on_what_the_server_draws(num_processes, speaker, dir32, tmp_path):
-    sharding = {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2} if num_processes == 2 else {}
+def test_a_run_trains_on_what_the_server_draws(num_processes, sharding, speaker, dir32, tmp_path):
+    spread = {} if sharding is None else {"sharding": sharding, "n_gpus_per_node": num_processes}
     with serving(speaker.post, speaker.page) as server:
         run = ppo_run(
             Pretrained(path=str(dir32)),
@@ -112,7 +131,7 @@ def test_a_run_trains_on_what_the_server_draws(num_processes, speaker, dir32, tm
             rollout=ServerRollout(endpoint=server.endpoint(), max_new_tokens=7),
             total_steps=2,
             tracker=Trackers(jsonl=JsonLines()),
-            **sharding,
+            **spread,
         )
         with run.build(BuildContext(run_dir=tmp_path)) as trainer:
             trainer.fit()
@@ -123,17 +142,16 @@ def test_a_run_trains_on_what_the_server_draws(num_processes, speaker, dir32, tm
     assert len(speaker.reloads) == 3  # before the first response, and after each step; by one process
 
 
-def test_a_model_whose_tensors_are_divided_is_refused(model32, tokenizer, speaker):
-    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model, mesh = model32.load_causal_lm("cpu"), init_device_mesh("cpu", (1,))
-        norm = model.model.norm
-        norm.weight = torch.nn.Parameter(DTensor.from_local(norm.weight.detach(), mesh, [Replicate()]))
-        with serving(speaker.post, speaker.page) as server:
-            rollout = ServerRollout(endpoint=server.endpoint())
-            with refusal("rollout.weights"):
-                rollout.attach(model, tokenizer, 0)
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize("sharding", [FSDP(timeout_s=60.0), Parallel(pp=2, timeout_s=60.0)], ids=["fsdp", "pp"])
+def test_a_tensor_of_a_sharded_model_that_the_server_does_not_load_is_found_out(sharding, speaker, dir32, tmp_path):
+    """Of the second stage; and what the server says ends all processes, whatever they wait for."""
+    speaker.drops = ("model.layers.1.mlp.down_proj.weight",)
+    with serving(speaker.post, speaker.page) as server:
+        rollout = ServerRollout(endpoint=server.endpoint(), max_new_tokens=7)
+        model = Pretrained(path=str(dir32))
+        run = ppo_run(model, GRPO_ALGORITHM, rollout=rollout, lr=1e-2, sharding=sharding, n_gpus_per_node=2)
+        told = r"rank 0 failed in actor\.sync[\s\S]*log-probs of fixed text differ by .* nats on average"
+        with run.build(BuildContext(run_dir=tmp_path)) as trainer, pytest.raises(WorkerError, match=told):
+            trainer.fit()

@@ -92,8 +92,8 @@ def test_several_processes_and_their_engines_draw_as_one_does(case, model, alone
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("processes", "sharding"),
-    [(2, Parallel(ep=2)), (2, Parallel(pp=2)), (4, Parallel(ep=2))],
-    ids=["ep", "pp", "ep fsdp"],
+    [(2, Parallel(ep=2)), (2, Parallel(pp=2)), (4, Parallel(ep=2)), (4, Parallel(ep=2, pp=2))],
+    ids=["ep", "pp", "ep fsdp", "ep pp"],
 )
 def test_a_mixture_of_experts_reaches_its_engines_from_all_that_hold_a_part_of_it(processes, sharding, tmp_path):
     model = save_family(tmp_path / "model", "qwen3_moe")

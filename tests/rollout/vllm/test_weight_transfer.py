@@ -239,8 +239,9 @@ def test_stages_of_a_tied_model_send_the_shared_matrix_once(tied, tmp_path):
         (4, Parallel(ep=2)),
         (4, Parallel(ep=2, dp_replicate=2)),
         (4, Parallel(ep=2, cp=2)),
+        (4, Parallel(ep=2, pp=2)),
     ],
-    ids=["ep2", "pp2", "ep4", "ep2 fsdp2", "ep2 dp2", "ep2 cp2"],
+    ids=["ep2", "pp2", "ep4", "ep2 fsdp2", "ep2 dp2", "ep2 cp2", "ep2 pp2"],
 )
 def test_owners_of_experts_deliver_bit_by_bit(processes, sharding, tmp_path):
     source = save_family(tmp_path / "model", "qwen3_moe")

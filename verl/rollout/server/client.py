@@ -19,7 +19,14 @@ from torch import Tensor
 from verl.errors import ConfigError, RolloutError
 from verl.http_client.client import HTTPClient
 from verl.http_client.request import RequestReport
-from verl.models.parallel_info import Autocast, compute_device, computing_in, release_gathered
+from verl.models.parallel_info import (
+    Autocast,
+    ParallelInfo,
+    compute_device,
+    computing_in,
+    release_gathered,
+    weights_gathered,
+)
 from verl.ops.batching import micro_batches
 from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of, response_positions
@@ -28,7 +35,10 @@ from verl.rollout.base import GenerationRequest, RolloutEngine, SyncResult, Turn
 from verl.rollout.server.logprob_check import LogProbCheck
 from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol
 from verl.rollout.server.turns import ServerTurns
-from verl.rollout.server.weight_update import ServerWeightUpdate
+from verl.rollout.server.weight_update import ServerWeightUpdate, named_tensors
+from verl.rollout.vllm.client.engine_args import dtype_of
+from verl.rollout.vllm.sync.consensus import ConsensusFailed, consensus, from_first
+from verl.rollout.vllm.sync.weight_transfer import TransferToFirst
 from verl.weight_verification.logprob_probe import ALLOWED_NATS
 
 if TYPE_CHECKING:
@@ -64,12 +74,12 @@ class ServerConnection:
 
 @dataclass(frozen=True)
 class _PendingResponses:
-    """Responses that were requested and not yet collected."""
+    """Responses that were requested and not yet collected; `answers` is None where a sibling has requested them."""
 
     prompts: DataProto
     request: GenerationRequest
     draws: list[GenerateRequest]
-    answers: Future[list[RequestReport | None]]
+    answers: Future[list[RequestReport | None]] | None
 
 
 class ServerSampler(RolloutEngine):
@@ -91,6 +101,11 @@ class ServerSampler(RolloutEngine):
         self._begun: _PendingResponses | None = None
         self._before: np.ndarray | None = None  # the trainer's log-probs of the probe at the last sync
         self.compute_type, self.row_tokens = self._compute_type(), parts.limit
+        divided: ParallelInfo | None = getattr(model, "divided", None)
+        self._transfer = None if divided is None else TransferToFirst(model, dtype_of(model, autocast))
+        # Of processes that work on the same rows one asks.
+        self._siblings = divided if divided is not None and len(divided.siblings) > 1 else None
+        self._asks = self._siblings is None or self._siblings.rank == self._siblings.siblings[0]
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`.
@@ -119,7 +134,10 @@ class ServerSampler(RolloutEngine):
         """Wait for the responses of `begin`, in the form of `generate`."""
         assert self._begun is not None
         begun, self._begun = self._begun, None
-        self._await(begun)
+        if self._siblings is None:
+            self._await(begun)
+        else:
+            self._await_together(begun, self._siblings)
         return self._rows(begun)
 
     def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
@@ -151,7 +169,8 @@ class ServerSampler(RolloutEngine):
             GenerateRequest(self.parts.protocol, rows[i // request.num_samples], replace(wish, seed=seed))
             for i, seed in enumerate(self._seeds(prompts, request))
         ]
-        self._begun = _PendingResponses(prompts, request, draws, self.parts.client.begin(draws, stop_at_failure=True))
+        answers = self.parts.client.begin(draws, stop_at_failure=True) if self._asks else None
+        self._begun = _PendingResponses(prompts, request, draws, answers)
 
     def _rows(self, begun: _PendingResponses) -> DataProto:
         prompts, request, draws = begun.prompts, begun.request, begun.draws
@@ -182,9 +201,7 @@ class ServerSampler(RolloutEngine):
             metrics = {} if gap is None else {"sync/probe_gap_nats": gap}
             is_current = is_first and gap is not None and gap <= self._allowed_nats()
             return SyncResult("the server keeps its weights", metrics, is_current)
-        synced = (
-            self._renew() if self.parts.transfer is not None else SyncResult("the first process gives it the weights")
-        )
+        synced = self._renew() if self.parts.transfer is not None else self._support_first()
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # no process draws before the server holds the weights
         return synced
@@ -192,7 +209,9 @@ class ServerSampler(RolloutEngine):
     def _renew(self) -> SyncResult:
         """Send the current weights to the server and check that it uses them."""
         assert self.parts.transfer is not None
-        moved = self.parts.transfer.move(self.model, self.autocast)
+        moved = self.parts.transfer.move(
+            named_tensors(self.model, self.autocast) if self._transfer is None else self._transfer.tensors()
+        )
         gap, gap_before = self._gaps()
         if gap is None:
             raise RolloutError(
@@ -203,6 +222,15 @@ class ServerSampler(RolloutEngine):
         metrics = {"sync/copy_s": moved.write_s, "sync/load_s": moved.load_s, "sync/bytes": float(moved.num_bytes)}
         note = f"{moved.num_tensors} tensors, {moved.num_bytes / MIB:.1f} MiB to the server"
         return SyncResult(note, metrics | {"sync/probe_gap_nats": gap})
+
+    def _support_first(self) -> SyncResult:
+        """What a process has to do for the first one, which sends the weights."""
+        if self._transfer is not None:
+            for _ in self._transfer.tensors():
+                pass
+            self.model.eval()
+            self.parts.probe.trainer_log_probs(self.model, self.autocast)  # a forward pass needs all siblings
+        return SyncResult("the first process gives it the weights")
 
     def close(self) -> None:
         self.parts.client.close()
@@ -218,7 +246,23 @@ class ServerSampler(RolloutEngine):
         noise = uniform(self.seed, request.step, ids, samples, 0, stream=request.stream)
         return (noise * 2.0**53).long().tolist()
 
+    def _await_together(self, begun: _PendingResponses, divided: ParallelInfo) -> None:
+        """Wait for responses that one of the processes with the same rows has requested, and give them to all."""
+
+        def part() -> None:
+            if begun.answers is not None:
+                self._await(begun)
+
+        try:
+            consensus(divided, part, lambda error: False)
+        except ConsensusFailed as failed:
+            raise failed.error from failed
+        drawn = from_first(divided, [draw.drawn for draw in begun.draws])
+        for draw, found in zip(begun.draws, drawn, strict=True):
+            draw.drawn = found
+
     def _await(self, begun: _PendingResponses) -> None:
+        assert begun.answers is not None
         n, reports = begun.request.num_samples, self.parts.client.wait(begun.answers)
         for row, report in enumerate(reports):
             if report is not None and report.failure is not None:
@@ -238,12 +282,14 @@ class ServerSampler(RolloutEngine):
         self.model.eval()
         device, found = compute_device(self.model), torch.zeros(len(rows), width)
         lengths = rows["attention_mask"].sum(dim=1).tolist()
-        for part in micro_batches(lengths, max(MICRO_BATCH_TOKENS, max(lengths, default=1))):
-            inputs = {x: rows[x][part].to(device) for x in ("input_ids", "attention_mask", "position_ids")}
-            responses = rows["responses"][part].to(device)
-            with computing_in(self.autocast, self.model):
-                logits = response_positions(self.model(**inputs, use_cache=False).logits, responses.shape[1])
-            found[part, : responses.shape[1]] = log_probs_of(logits, responses, self.options.temperature).float().cpu()
+        with weights_gathered(self.model):  # processes may have different numbers of passes
+            for part in micro_batches(lengths, max(MICRO_BATCH_TOKENS, max(lengths, default=1))):
+                inputs = {x: rows[x][part].to(device) for x in ("input_ids", "attention_mask", "position_ids")}
+                responses = rows["responses"][part].to(device)
+                with computing_in(self.autocast, self.model):
+                    logits = response_positions(self.model(**inputs, use_cache=False).logits, responses.shape[1])
+                scores = log_probs_of(logits, responses, self.options.temperature)
+                found[part, : responses.shape[1]] = scores.float().cpu()
         release_gathered(self.model)
         return found
 

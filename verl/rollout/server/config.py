@@ -11,7 +11,6 @@ from verl.component import BuildContext, component
 from verl.http_client.endpoint import Endpoint
 from verl.models.parallel_info import Autocast
 from verl.rollout.base import Rollout, RolloutEngine
-from verl.rollout.server.protocols import DIVIDED
 
 
 @component
@@ -43,6 +42,7 @@ class ServerRollout(Rollout):
     draws_turns: ClassVar[bool] = True
     no_turns_under: ClassVar[tuple[str, ...]] = ("tp", "cp", "pp")  # processes that share rows would ask for them twice
     generates_here: ClassVar[bool] = False
+    takes_stages: ClassVar[bool] = True
 
     endpoint: Endpoint
     protocol: Literal["openai", "tgi"] = "openai"
@@ -66,10 +66,6 @@ class ServerRollout(Rollout):
             yield f"transfer_dir is {self.transfer_dir!r}: nothing is transferred where weights is fixed. Set it null."
         if self.protocol == "tgi":
             yield from self._tgi_faults()
-
-    def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
-        if self.weights == "reload" and is_divided:
-            yield f"rollout.weights is reload: {DIVIDED}"
 
     def _tgi_faults(self) -> Iterator[str]:
         if self.weights == "reload":

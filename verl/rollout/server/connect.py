@@ -18,7 +18,6 @@ from verl.rollout.base import stop_tokens
 from verl.rollout.server.client import ServerConnection, ServerSampler
 from verl.rollout.server.logprob_check import LogProbCheck, probe_rows_for
 from verl.rollout.server.protocols import (
-    DIVIDED,
     GenerateRequest,
     OpenAIProtocol,
     SamplingRequest,
@@ -63,7 +62,6 @@ def connect(
             _refuse_text_only(client, protocol, rows)
             probe = LogProbCheck(client, protocol, rows, wish)
             source = _source(options, probe)
-            _refuse_divided(options, model)
             gap = _refuse_another_model(options, probe, model, autocast)
             if options.weights == "reload" and context.rank == 0:  # one process gives the server what all of them hold
                 transfer = ServerWeightUpdate(client, options.transfer_dir)
@@ -198,11 +196,6 @@ def _refuse_another_model(options: ServerRollout, probe: LogProbCheck, model: An
             f"{model.config._name_or_path or 'the actor'} there."
         )
     return gap
-
-
-def _refuse_divided(options: ServerRollout, model: Any) -> None:
-    if options.weights == "reload" and any(hasattr(weight, "device_mesh") for weight in model.parameters()):
-        raise ConfigError(f"weights is reload: {DIVIDED}")
 
 
 def _num_tokens(model: Any, tokenizer: Any) -> int:

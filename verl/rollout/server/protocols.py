@@ -390,9 +390,3 @@ def _listed(value: Any, what: str) -> list[tuple[str, dict[str, Any]]]:
     """The objects of a list, each with its path for error messages."""
     found = [(f"{what}[{place}]", item) for place, item in enumerate(read_items(value, what))]
     return [(place, read_mapping(item, place)) for place, item in found]
-
-
-DIVIDED = (
-    "each process holds a part of every tensor, and the server is given whole ones. Set sharding=none or sharding=ddp, "
-    "or rollout=hf."
-)

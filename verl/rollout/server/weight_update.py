@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,8 @@ class ServerWeightUpdate:
                 f"{NEEDED}; the one at {self.client.endpoint.base_url} says {report.failure}. Or set weights=fixed."
             )
 
-    def move(self, model: Any, autocast: Autocast) -> ServerUpdateResult:
-        """Send the current weights of a model to the server, with adapters merged.
+    def move(self, tensors: Iterable[tuple[str, Tensor]]) -> ServerUpdateResult:
+        """Send weights to the server, by their names in a checkpoint.
 
         Raises:
             RolloutError: the server did not load them.
@@ -82,7 +82,7 @@ class ServerWeightUpdate:
         began = time.perf_counter()
         version.mkdir()
         try:
-            num_tensors, num_bytes = _write(model, version, None if autocast is None else getattr(torch, autocast))
+            num_tensors, num_bytes = _write(tensors, version)
             written = time.perf_counter()
             self._ask(_WorkerRequest(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(version)}}))
             self._ask(_CacheReset())
@@ -128,29 +128,34 @@ class _CacheReset(Request):
             raise NotRetryable(f"{RESET_CACHE} answers {answer!r}: are there requests of others?")
 
 
-def _write(model: Any, directory: Path, dtype: torch.dtype | None) -> tuple[int, int]:
+def named_tensors(model: Any, autocast: Autocast) -> Iterator[tuple[str, Tensor]]:
+    """The current weights of a model that each process has whole, with adapters merged."""
+    dtype = None if autocast is None else getattr(torch, autocast)
+    for weight in weights_of(model):
+        tensor = weight.make().detach()
+        yield weight.name, tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _write(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> tuple[int, int]:
     """Write the weights in files of at most `FILE_BYTES`, or one tensor; returns their number and bytes."""
     from safetensors.torch import save_file
 
     count = total = 0
-    for number, part in enumerate(_parts(model, dtype)):
+    for number, part in enumerate(_parts(tensors)):
         save_file(part, directory / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
         count += len(part)
         total += sum(tensor.nbytes for tensor in part.values())
     return count, total
 
 
-def _parts(model: Any, dtype: torch.dtype | None) -> Iterator[dict[str, Tensor]]:
+def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     part: dict[str, Tensor] = {}
     size = 0
-    for weight in weights_of(model):
-        tensor = weight.make().detach()
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
+    for name, tensor in tensors:
         if part and size + tensor.nbytes > FILE_BYTES:
             yield part
             part, size = {}, 0
-        part[weight.name] = tensor.cpu().contiguous()
+        part[name] = tensor.detach().cpu().contiguous()
         size += tensor.nbytes
     if part:
         yield part

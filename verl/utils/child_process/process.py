@@ -274,6 +274,7 @@ def run_child(module: str, *, on_parent_end: Callable[[], object] | None = None,
     ):  # sent to all processes of a job; only the parent handles them
         signal.signal(number, lambda *_: None)  # unlike SIG_IGN not inherited
         signal.siginterrupt(number, False)
+    faulthandler.enable()  # a crash in native code tells where each thread was
     faulthandler.register(signal.SIGUSR2)
     resume_without_parent()
     if not outlives_parent:

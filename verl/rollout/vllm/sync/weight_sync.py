@@ -31,6 +31,7 @@ from verl.rollout.vllm.sync.weight_transfer import (
     TransferInProgress,
     WeightTransfer,
     assigned,
+    formed,
     may_be_sliced,
 )
 from verl.utils.progress import Progress, ProgressWatch
@@ -141,23 +142,8 @@ class RankSync:
     def _formed(self, under_way: TransferInProgress) -> Iterator[tuple[str, Tensor]]:
         """The tensors for the engine, computed from tensors of the running model as they arrive."""
         coming = self.delivery.tensors({w.source.name: w.source for w in self.weights}, under_way)
-        here: dict[str, Tensor] = {}
-        wanted = [w for w in self.weights if w.source.name in self.share.wanted]
-        last = {w.source.name: number for number, w in enumerate(wanted)}
         there = {place.name for chunk in self.share.chunks for place in chunk}
-        for number, weight in enumerate(wanted):
-            source = weight.source.name
-            if weight.name not in there:
-                continue
-            while source not in here and weight.shape.numel():
-                name, tensor = next(coming)
-                here[name] = tensor
-            whole = here[source] if source in here else weight.source.tensor.new_empty(weight.source.tensor.shape)
-            yield weight.name, whole if weight.form is None else weight.form(whole)
-            if last[source] == number:
-                here.pop(source, None)
-        for _ in coming:
-            pass
+        return formed([w for w in self.weights if w.source.name in self.share.wanted and w.name in there], coming)
 
     def _is_sent_as_it_is(self, name: str) -> bool:
         return name in self._plain

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from verl.resharding.execute import LIMIT_BYTES, reshard
 from verl.resharding.layout import Box, Layout, TensorLayout
 from verl.resharding.plan import Plan, gathering_volume, reshard_plan
 from verl.rollout.vllm.messages import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
-from verl.rollout.vllm.state_dict import NamedWeight, WeightSource
+from verl.rollout.vllm.state_dict import NamedWeight, WeightSource, weights_of
 from verl.weight_verification.fingerprint import FingerprintShards, ProbeVectors, own_shard, upright
 
 
@@ -108,6 +109,51 @@ class WeightTransfer:
     def _is_first_holder(self, name: str) -> bool:
         own = self.plan.source.holds(self.divided.rank, name)
         return own is not None and all(self.plan.source.holds(r, name) != own for r in range(self.divided.rank))
+
+
+def formed(weights: Sequence[NamedWeight], coming: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a checkpoint, computed from those of the running model as they arrive, to the end.
+
+    Args:
+        weights: in the order of the tensors that come.
+        coming: from `WeightTransfer.tensors`.
+    """
+    here: dict[str, Tensor] = {}
+    last = {weight.source.name: number for number, weight in enumerate(weights)}
+    for number, weight in enumerate(weights):
+        source = weight.source.name
+        while source not in here and weight.shape.numel():
+            name, tensor = next(coming)
+            here[name] = tensor
+        whole = here[source] if source in here else weight.source.tensor.new_empty(weight.source.tensor.shape)
+        yield weight.name, whole if weight.form is None else weight.form(whole)
+        if last[source] == number:
+            here.pop(source, None)
+    for _ in coming:
+        pass
+
+
+class TransferToFirst:
+    """The weights of a sharded model, whole in its first process, tensor by tensor, by a plan that is made once.
+
+    Args:
+        dtype: that they are cast to before they travel.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype):
+        self.model, self.dtype = model, dtype
+        self._transfer: WeightTransfer | None = None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of a checkpoint in the first process, none in the others; all take part, to the end."""
+        divided, weights = self.model.divided, list(weights_of(self.model))
+        sources = {weight.source.name: weight.source for weight in weights}
+        if self._transfer is None:
+            whole: WantedSlices = {name: _all_of(source.tensor.shape) for name, source in sources.items()}
+            wants = [whole if rank == 0 else {} for rank in range(divided.mesh.size)]
+            self._transfer = WeightTransfer(divided, list(sources.values()), wants, self.dtype, set())
+        coming = self._transfer.tensors(sources, TransferInProgress(ProbeVectors(), lambda name: False))
+        yield from formed(weights if divided.rank == 0 else [], coming)
 
 
 class TransferInProgress:
