@@ -101,7 +101,7 @@ def test_a_directory_that_cannot_be_written_is_a_fault_of_the_configuration(atta
         attached(speaker, transfer_dir=str(tmp_path / "file" / "below"))
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.xdist_group("two processes")
 def test_a_run_trains_on_what_the_server_draws(num_processes, speaker, dir32, tmp_path):
     sharding = {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2} if num_processes == 2 else {}
