@@ -70,7 +70,7 @@ def test_a_store_that_refuses_to_list_or_to_take_is_told(status, method, model32
     proxy.misbehave = lambda request: Fault(status=status, body=body) if request.method == method else None
     storage = S3Storage(bucket="verl-tests", endpoint_url=proxy.url)
     for resume in (None, "latest"):
-        with pytest.raises(ConfigError, match="storage leads to s3://verl-tests/checkpoints/.*which refuses"):
+        with refusal("storage"):
             refuse_here(run(model32, storage=storage, resume=resume))
     assert not [*tmp_path.iterdir()]
 
@@ -122,7 +122,7 @@ def test_a_place_of_a_store_that_a_living_run_of_another_machine_holds_is_refuse
     try:
         shutil.rmtree(directory.parent)
         for made in living[:2]:
-            with pytest.raises(ConfigError, match=r"storage leads to .*a run of this training is uploading there"):
+            with refusal("storage"):
                 refuse_here(made)
         refuse_here(run(model32, storage=storage, data=OTHER))  # it takes a place of its own
     finally:

@@ -123,13 +123,20 @@ def test_a_step_replays_what_was_recorded_and_tells_both_gaps(tmp_path):
 
 def test_router_replay_is_refused_where_it_was_not_tried(tmp_path, model64):
     model, rollout = made(tmp_path, "qwen3_moe"), HFRollout(max_new_tokens=6, router_replay=True)
-    with refusal("actor.model"):
+    with refusal("rollout.router_replay"):
         ppo_run(model64, GRPO_ALGORITHM, group_size=3, rollout=rollout)
     for sharding in (TP(), Parallel(pp=2)):
         with refusal("rollout.router_replay"):
             ppo_run(model, GRPO_ALGORITHM, group_size=3, rollout=rollout, sharding=sharding, n_gpus_per_node=2)
     with refusal("rollout"):
-        ppo_run(model, GRPO_ALGORITHM, group_size=3, rollout=AutoRollout(), sharding=Parallel(ep=2), n_gpus_per_node=2)
+        ppo_run(
+            model,
+            GRPO_ALGORITHM,
+            group_size=3,
+            rollout=AutoRollout(max_new_tokens=6),
+            sharding=Parallel(ep=2),
+            n_gpus_per_node=2,
+        )
     with refusal("router_replay"):
         ScriptedRollout(router_replay=True)
 
@@ -158,5 +165,5 @@ def test_the_balance_loss_is_that_of_transformers_whatever_the_micro_batches(tmp
 
 
 def test_a_balance_loss_that_a_model_does_not_define_is_refused(tmp_path):
-    with refusal("router_aux_loss_coef"):
+    with refusal("actor.router_aux_loss_coef"):
         one_update(made(tmp_path, "deepseek_v3"), Parallelism(), ROWS, router_aux_loss_coef=0.1)
