@@ -33,6 +33,14 @@ def test_the_defaults_are_one_pass_with_neither_kl_nor_entropy():
     assert (algorithm.epochs, algorithm.mini_batches, algorithm.entropy_coef) == (1, 1, 0.0)
 
 
+def test_the_entropy_bonus_changes_linearly_from_the_first_update_to_the_last():
+    falling = Algorithm(advantage=GAE(), policy_loss=PPOClip(), entropy_coef=0.04, final_entropy_coef=0.0)
+    assert [falling.entropy_coef_at(update, 5) for update in range(5)] == pytest.approx([0.04, 0.03, 0.02, 0.01, 0.0])
+    assert falling.entropy_coef_at(9, 5) == 0.0  # a run that goes on longer than was planned
+    constant = Algorithm(advantage=GAE(), policy_loss=PPOClip(), entropy_coef=0.04)
+    assert {constant.entropy_coef_at(update, 5) for update in range(5)} == {0.04}
+
+
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_every_aggregation_can_be_chosen(mode):
     length = 5 if mode.endswith("-norm") else None

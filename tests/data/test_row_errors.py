@@ -35,7 +35,7 @@ SAID = (
     (4, "prompt is 7"),
     (5, "is not UTF-8 text"),
     (6, "expected valid Unicode"),
-    (7, "is no JSON"),
+    (7, "is not valid JSON"),
     (8, "expected a JSON object"),
     (9, "no such column"),
 )

@@ -94,7 +94,7 @@ def test_cutting_on_the_right_takes_the_end_with_eos():
 
 @pytest.mark.parametrize(("truncation", "limit"), [("left", 3), ("right", 6)])
 def test_cutting_the_whole_prompt_or_the_whole_completion_away_is_an_error(truncation, limit):
-    with pytest.raises(ConfigError, match=f"cutting row 1 on the {truncation} leaves no prompt or nothing to learn"):
+    with pytest.raises(ConfigError, match=f"truncating row 1 on the {truncation} leaves no prompt or nothing to learn"):
         open_rows(ROWS, max_length=limit, truncation=truncation)
 
 

@@ -276,7 +276,7 @@ def test_settings_of_generation_that_are_set_later_are_told_once(actor, encoded,
     actor.model.generation_config.repetition_penalty = 1.5
     for _ in range(2):
         actor.generate(**encoded, **ASKED)
-    assert caplog.text.count("has repetition_penalty=1.5, which this actor does not do") == 1
+    assert caplog.text.count("has repetition_penalty=1.5, which is not supported here") == 1
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda actor: pickle.loads(pickle.dumps(actor))])
@@ -337,12 +337,12 @@ REFUSED = [
     (cast(torch.bfloat16), VLLM, "Load the model with dtype='bfloat16'"),
     (half_and_back, VLLM, "model.dtype is float32, and model.rotary_emb.inv_freq was rounded on its way"),
     (cast(torch.float64), VLLM, "dtype is float64: vLLM computes in"),
-    (other_rope, VLLM, "inv_freq is not what model.config gives"),
-    (say_tied, VLLM, "output head has weights of its own by now"),
+    (other_rope, VLLM, "inv_freq differs from model.config"),
+    (say_tied, VLLM, "output head is no longer tied"),
     (other_vocabulary, VLLM, r"vocab_size is \d+, and the output head has 200 rows"),
     (quantize, VLLM, "model is quantized"),
-    (inject, VLLM, "and is no PeftModel: set actor.model"),
-    (dora, VLLM, "is no plain LoRA"),
+    (inject, VLLM, "but is not a PeftModel: set actor.model"),
+    (dora, VLLM, "is not plain LoRA"),
     (whole_modules, VLLM, "modules_to_save"),
     (merge_and_disable, VLLM, "is merged into .* and disabled"),
     (merge_what_is_sent, ADAPTER, "is merged into .* and sent to the engine as well"),
@@ -456,7 +456,7 @@ def test_weights_that_another_thread_writes_while_responses_are_drawn_are_notice
             thread.join()
 
     handle = actor.model.register_forward_pre_hook(step_in_the_midst)
-    with pytest.raises(RolloutError, match="the weights were written to while responses were drawn"):
+    with pytest.raises(RolloutError, match="the weights were changed during generation"):
         actor.generate(**encoded, **ASKED)
     handle.remove()
     assert torch.equal(actor.generate(**encoded, **ASKED), actor.model.generate(**encoded, **ASKED))

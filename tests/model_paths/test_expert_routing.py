@@ -138,7 +138,7 @@ def test_router_replay_is_refused_where_it_was_not_tried(tmp_path, model64):
             n_gpus_per_node=2,
         )
     with refusal("router_replay"):
-        ScriptedRollout(router_replay=True)
+        ScriptedRollout(texts=("1",), router_replay=True)
 
 
 def test_the_balance_loss_is_that_of_transformers_whatever_the_micro_batches(tmp_path):

@@ -70,7 +70,7 @@ def test_an_absent_answer_column_is_named_with_those_present():
 @pytest.mark.parametrize("answer", [None, True, 9.5, ["95"]])
 def test_an_answer_that_is_no_answer_is_named_with_its_sample(answer):
     answers = ["95", answer]
-    with pytest.raises(RewardError, match=r"column 'answer' is .* at sample 1 of the batch: expected an answer"):
+    with pytest.raises(RewardError, match=r"column 'answer' is .* at sample 1 of the batch: expected a text"):
         ExactMatch().score(batch_of(["1", "2"], answers, [[1], [1]]))
 
 

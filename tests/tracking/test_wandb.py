@@ -202,7 +202,7 @@ def test_wandb_neither_holds_a_run_up_nor_leaves_anything_of_one_that_is_killed(
     if what == "service":
         _, told = run.communicate(timeout=120)
         assert run.returncode == 0, told
-        assert "has been stopped for 1 s (tracker.wandb.timeout_s), and is ended" in told
+        assert "has been suspended for 1 s (tracker.wandb.timeout_s), and is killed" in told
         assert "tracker.wandb failed while closing" in told
         assert "Traceback" not in told
     else:

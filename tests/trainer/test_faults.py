@@ -23,13 +23,14 @@ from verl.data.files import PromptFiles
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, NoSharding, Parallel
 from verl.errors import ConfigError, RewardError
+from verl.http_client.endpoint import Endpoint
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription
 from verl.rewards.function import CallableReward, RewardFunction
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.config import VLLMRollout
+from verl.rollout.server.config import ServerRollout
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
 from verl.trainer.config import PPOSettings
@@ -119,13 +120,13 @@ def test_several_processes_without_a_sharding_are_refused(model32):
 def test_stages_that_a_model_or_a_rollout_does_not_have_are_refused(model32):
     """The model has two layers."""
     (fault,) = faults_of(model32, n_gpus_per_node=4, sharding=Parallel(pp=4))
-    assert fault.startswith("sharding.pp is 4: the model has 2 layers, and every stage needs one. The nearest layout")
+    assert fault.startswith(
+        "sharding.pp is 4: the model has 2 layers, and every stage needs at least one. The nearest layout"
+    )
     assert fault.endswith("(layers of actor.model)")
-    (fault,) = faults_of(model32, n_gpus_per_node=8, sharding=Parallel(pp=2, tp=2))
-    assert "dp_shard would be 2" in fault
-    assert fault.endswith("Set dp_replicate=2.")
-    found = faults_of(model32, n_gpus_per_node=2, sharding=Parallel(pp=2), rollout=VLLMRollout())
-    told = "rollout is a VLLMRollout: it takes no weights from an actor in 2 pipeline stages"
+    server = ServerRollout(endpoint=Endpoint(base_url="http://127.0.0.1:9"))
+    found = faults_of(model32, n_gpus_per_node=2, sharding=Parallel(pp=2), rollout=server)
+    told = "rollout is a ServerRollout: it takes no weights from an actor in 2 pipeline stages"
     assert any(fault.startswith(told) for fault in found)
     ppo_run(model32, n_gpus_per_node=2, sharding=Parallel(pp=2))
 

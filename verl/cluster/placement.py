@@ -9,10 +9,11 @@ DeviceMesh(devices=["cuda:0", "cuda:1"], sub_meshes={"critic": ["cuda:1"], "rm":
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from verl.cluster.local_worker_group import LocalWorkerGroup
@@ -202,6 +203,7 @@ class DeviceMesh(Placement):
 
     def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> WorkerGroup:
         groups = self.groups(host.worker_types())
+        uses = Counter(name for devices in groups for name in devices)
         threads = max(1, max_threads // sum(map(len, groups)))
         built: list[tuple[Collection[str], WorkerGroup]] = []
         with ExitStack() as undo:
@@ -210,7 +212,7 @@ class DeviceMesh(Placement):
                 is_pinned = devices[0].startswith("cpu")
                 cluster = LocalWorkerGroup(
                     part,
-                    context,
+                    replace(context, shares_device=any(uses[name] > 1 for name in devices)),
                     count,
                     num_threads=1 if is_pinned else threads,
                     devices=devices,

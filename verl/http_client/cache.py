@@ -1,4 +1,4 @@
-"""A cache of answers on disk, shared by runs: what was asked once is not asked, waited for and paid again."""
+"""A disk cache of answers, shared by runs, so that equal requests are sent and paid for only once."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def default_directory() -> Path:
 
 
 def key_of(url: str, body: object) -> str:
-    """What an answer is kept under: a hash of the address and of all that is sent, the model's name included.
+    """Cache key: a hash of the URL and the request body.
 
     Raises:
-        TypeError, ValueError: the body has no form in JSON.
+        TypeError, ValueError: the body cannot be encoded as JSON.
     """
     return hashlib.blake2b(url.encode() + b"\0" + encoded(body), digest_size=24).hexdigest()
 
 
 class AnswerCache:
-    """Texts by key. One that fails, of a full disk or a damaged file, warns once and keeps nothing from then on.
+    """Texts by key, in SQLite. After a failure (full disk, damaged file) it warns once and is disabled.
 
     Args:
-        directory: that holds it; made if it is absent.
-        max_gib: the oldest answers make room when the file would grow beyond.
+        directory: of the file; created if missing.
+        max_gib: size limit; the oldest answers are deleted beyond it.
     """
 
     def __init__(self, directory: Path, max_gib: float):
@@ -59,7 +59,7 @@ class AnswerCache:
             self._give_up(error)
 
     def find(self, keys: Iterable[str]) -> dict[str, str]:
-        """Those of the answers that are kept."""
+        """The cached answers among these keys."""
         wanted, found = list(dict.fromkeys(keys)), {}
         with self._lock:
             for start in range(0, len(wanted), QUESTIONS_AT_A_TIME):
@@ -69,13 +69,13 @@ class AnswerCache:
         return found
 
     def put(self, key: str, text: str) -> None:
-        """Keep an answer in place of an earlier one; it is on disk, whole or not at all, when this returns."""
+        """Store an answer atomically, replacing an earlier one; it is on disk when this returns."""
         with self._lock:
             self._make_room()
             self._run("INSERT OR REPLACE INTO answers (key, text) VALUES (?, ?)", [key, text])
 
     def close(self) -> None:
-        """Close the file; called again, do nothing."""
+        """Close the file; calling it again does nothing."""
         with self._lock:
             if self.connection is not None:
                 self.connection.close()

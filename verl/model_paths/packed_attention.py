@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from verl.model_paths.context_attention import ContextLine
 from verl.models.pretrained import quiet_transformers
+from verl.ops.attention import attend_heads
 from verl.ops.packing import AttentionBlock, PackedRows, gather_rows
 
 NAME = "verl_line"
@@ -269,14 +270,12 @@ def _attend_line(
     for number, (q, k, v) in enumerate(zip(queries, *keys, strict=True)):
         block = packing.blocks[number]
         mask = mask_of_block(packing, number, window, q.device)
-        heads = F.scaled_dot_product_attention(
+        heads = attend_heads(
             q.unflatten(0, (block.count, block.queries)).transpose(1, 2),
             k.unflatten(0, (block.count, block.keys)).transpose(1, 2),
             v.unflatten(0, (block.count, block.keys)).transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            mask,
+            scaling,
         )
         parts.append(heads.transpose(1, 2).flatten(0, 1))
     return gather_rows(torch.cat(parts), packing.out)
@@ -355,7 +354,7 @@ def make_block_mask(block: AttentionBlock, window: int | None, device: torch.dev
     query = torch.arange(block.queries, device=device)[:, None]
     sees_own = query >= torch.arange(own, device=device)
     lengths = block.prefix_lengths.unique() if have_equal_lengths(block) else block.prefix_lengths
-    lengths = lengths.to(device)[:, None, None]
+    lengths = lengths.to(device, non_blocking=True)[:, None, None]
     column = torch.arange(block.prefix, device=device)
     sees_prefix = (column < lengths).expand(-1, block.queries, -1)
     if window is not None:

@@ -35,9 +35,11 @@ class AutoRollout(Rollout):
     """
 
     takes_stages: ClassVar[bool] = True
-
+    takes_experts: ClassVar[bool] = True
+    takes_modules: ClassVar[bool] = True
     can_rest: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
+    no_turns_under: ClassVar[tuple[str, ...]] = HFRollout.no_turns_under
 
     max_model_len: int | None = None
 
@@ -58,9 +60,6 @@ class AutoRollout(Rollout):
 
     def choice(self, model: Any, autocast: Autocast = None) -> tuple[type[Rollout], str]:
         """The chosen rollout description and the reason for the choice."""
-        divided = getattr(model, "divided", None)
-        if divided is not None and divided.stage_group is not None:
-            return HFRollout, "the model is divided into pipeline stages"
         device, size = compute_device(model).type, sum(p.numel() for p in model.parameters())
         if size < FROM_ON.get(device, 0):
             limit = f"{FROM_ON[device] / 1e6:.0f} million"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,11 +15,12 @@ from verl.component import BuildContext, component
 from verl.model_paths.check import paths_for
 from verl.model_paths.decode import Choose, Decoder, allowed, key_multiple, padded_keys_distance
 from verl.model_paths.expert_routing import routing_of
-from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
+from verl.models.parallel_info import Autocast, compute_device, computing_in, meet, weights_gathered
 from verl.protocol import DataProto
 from verl.rollout.base import (
     ALONE,
     GenerationRequest,
+    PlayEpisodes,
     Rollout,
     RolloutEngine,
     TurnEngine,
@@ -47,7 +49,9 @@ class HFRollout(Rollout):
     may_change: ClassVar[bool] = True
     takes_stages: ClassVar[bool] = True
     takes_experts: ClassVar[bool] = True
+    takes_modules: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
+    no_turns_under: ClassVar[tuple[str, ...]] = ("tp",)  # its ranks decode the same rows in step
     tells_experts: ClassVar[bool] = True
 
     max_rows: PositiveInt = 512
@@ -76,6 +80,22 @@ class HFSampler(RolloutEngine):
     @torch.no_grad()
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
+        return self._with_whole_weights(prompts, lambda part: self._generate(part, request))
+
+    @torch.no_grad()
+    def play(self, prompts: DataProto, play: PlayEpisodes) -> DataProto:
+        """See `RolloutEngine.play`; each process plays the episodes of its own share of the prompts."""
+
+        def play_own(part: DataProto) -> DataProto:
+            rows = play([part])[0]
+            if (divided := getattr(self.model, "divided", None)) is not None and divided.generation_groups:
+                meet(divided)  # environments of one process may take long, and its siblings wait for the rows
+            return rows
+
+        return self._with_whole_weights(prompts, play_own)
+
+    def _with_whole_weights(self, prompts: DataProto, make_rows: Callable[[DataProto], DataProto]) -> DataProto:
+        """Rows of all prompts, made with whole weights; processes that have the same prompts divide them."""
         self.model.eval()
         divided = getattr(self.model, "divided", None)
         groups = () if divided is None else divided.generation_groups
@@ -83,7 +103,7 @@ class HFSampler(RolloutEngine):
             for group in groups:
                 count, place = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
                 prompts = prompts[len(prompts) * place // count : len(prompts) * (place + 1) // count]
-            found = self._generate(prompts, request)
+            found = make_rows(prompts)
         for group in reversed(groups):
             parts: list[Any] = [None] * torch.distributed.get_world_size(group)
             torch.distributed.all_gather_object(parts, found, group=group)

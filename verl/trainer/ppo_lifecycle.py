@@ -158,8 +158,8 @@ class PPOLifecycle:
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
         )
-        saved_in = self.saving.directory
-        journal_dir = None if saved_in is None else Path(saved_in) / "episode_journal"
+        # without checkpoints nobody claims the directory, and no run comes back to its episodes
+        journal_dir = None if run.checkpoint is None else Path(self.saving.directory) / "episode_journal"
         context = replace(context, row_tokens=self._row_tokens(run), journal_dir=journal_dir)
         self.cluster = start_cluster(host, run.trainer, context, run.trainer.placement)
         roles = role_handles(self.cluster, host)

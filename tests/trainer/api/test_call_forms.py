@@ -275,7 +275,7 @@ def test_rewards_of_tokens_go_to_their_tokens_alone_in_a_sum_and_from_a_file(tmp
         (
             lambda mask: {"token_level_rewards": 1.0 + 0 * mask},
             RewardError,
-            "where response_mask is False, 1 at place 1",
+            "where response_mask is False, 1 at position 1",
         ),
     ],
 )

@@ -103,7 +103,7 @@ def test_cleaning_by_hand_keeps_of_each_line_of_descent_what_its_own_retention_w
     resumed = run_of(directory, names(directory)[-1])
     told = CliRunner().invoke(checkpoint_commands, ["gc", str(directory), "--keep-last-n", "2"])
     assert told.exit_code == 0, told.output
-    assert "holds 2 trainings, and the rules hold for each by itself" in told.output
+    assert "holds 2 trainings; the rules apply to each separately" in told.output
     assert f"{second} -> {resumed}" in told.output
     left = [(one.step, one.manifest.run_id) for one in CheckpointDirectory(directory).complete()]
     assert left == [(3, first), (4, first), (4, resumed), (5, resumed)]

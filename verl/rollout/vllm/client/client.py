@@ -64,7 +64,7 @@ from verl.rollout.vllm.messages import (
 from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
 from verl.rollout.vllm.state_dict import NamedWeight, weights_of
 from verl.utils.env_check import num_cores
-from verl.utils.memory import release_cached
+from verl.utils.memory import on_current_device, release_cached
 from verl.weight_verification.fingerprint import FingerprintShards, join_shards
 from verl.weight_verification.verifier import SyncVerifier, VerificationResult, VerifyRequest
 
@@ -304,7 +304,9 @@ class VLLMClient(RolloutEngine):
         rank, all_weights = self.setting.lora_rank, self.setting.lora_rank is None or not self._has_base
         question = self._prover.question(weights=all_weights, adapter_rank=rank)
         with using_threads(self._threads_while_both_work), ThreadPoolExecutor(1) as aside:
-            looking = aside.submit(self._prover.look)  # while the weights travel: it only reads them too
+            looking = aside.submit(
+                on_current_device(self._prover.look)
+            )  # while the weights travel: it only reads them too
             if rank is None:
                 synced = self.push()
             else:
@@ -476,6 +478,14 @@ class GroupVLLMClient(VLLMClient):
             self.in_place = False
             return True
         return False
+
+    def outliving_death(self, action: Callable[[], T], *, is_start: bool = False) -> T:
+        """Do something. Only an engine that dies while it starts is made anew here: weights come from all processes."""
+        return super().outliving_death(action, is_start=True) if is_start else action()
+
+    def has_played(self) -> None:
+        """Note that it drew all turns of some episodes."""
+        self._deaths = 0
 
     def begin_sync(self) -> SyncRound:
         """Be ready for weights; an engine that has died is made anew."""

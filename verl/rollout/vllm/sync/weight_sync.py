@@ -30,7 +30,7 @@ from verl.rollout.vllm.sync.weight_transfer import (
     FeedAssignment,
     TransferInProgress,
     WeightTransfer,
-    feed_assignments,
+    assigned,
     may_be_sliced,
 )
 from verl.utils.progress import Progress, ProgressWatch
@@ -282,10 +282,10 @@ class WeightSync:
 
     def connect(self, key: tuple[Any, ...], weights: Sequence[NamedWeight]) -> _RankConnection:
         """Agree on layouts and handles with engines that were restarted or changed their way of loading."""
-        offers = consensus(self.divided, lambda: self._offer(weights), self._may_repeat)
-        shares = self._shares(offers, weights)
         siblings = self.divided.siblings
-        offer, delivery = offers[siblings[0]], self._delivery([share.wanted for share in shares], weights)
+        offers = consensus(self.divided, lambda: (siblings, self._offer(weights)), self._may_repeat)
+        shares = assigned(offers, weights, self.dtype, self.chunk_bytes)
+        (_, offer), delivery = offers[siblings[0]], self._delivery([share.wanted for share in shares], weights)
         assert offer is not None
         stream, feeds, readers = self._opened([shares[rank] for rank in siblings], offer)
         return _RankConnection(key, offer, shares[self.divided.rank], delivery, stream, feeds, readers)
@@ -317,14 +317,6 @@ class WeightSync:
             return None
         in_slices = len(self.divided.siblings) > 1 and self._may_slice and may_be_sliced(weights)
         return self.engine.offer({w.name: tuple(w.shape) for w in weights} if in_slices else None)
-
-    def _shares(self, offers: Sequence[SyncOffer | None], weights: Sequence[NamedWeight]) -> list[FeedAssignment]:
-        """Feed assignments of all ranks; the siblings of a leader come after it."""
-        shares: list[FeedAssignment] = []
-        for offer in offers:
-            if offer is not None:
-                shares += feed_assignments(offer, weights, len(self.divided.siblings), self.dtype, self.chunk_bytes)
-        return shares
 
     def _delivery(self, wants: list[WantedSlices], weights: Sequence[NamedWeight]) -> WeightTransfer:
         """The transfer plan, created at the first sync and again if engines need other slices."""
