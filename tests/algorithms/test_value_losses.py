@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from refusals import refusal
 
 from verl.algorithms.losses import ClippedValueLoss
-from verl.errors import ConfigError
 
 
 def batch_of(old_values, returns, mask=None):
@@ -70,7 +70,7 @@ def test_shapes_and_dtypes_are_kept(dtype, shape):
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, float("inf")])
 def test_a_clip_not_above_zero_is_refused(clip):
-    with pytest.raises(ConfigError, match=f"clip is {clip}: must be (finite|above 0, or null)"):
+    with refusal("clip"):
         ClippedValueLoss(clip=clip)
 
 

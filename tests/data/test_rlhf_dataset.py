@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from refusals import refusal
 
 from verl.component import BuildContext
 from verl.data.base import DataSplits, report_counts
@@ -147,7 +148,7 @@ def test_a_long_prompt_is_an_error_by_default_that_counts_and_places_it(tmp_path
 
 
 def test_dropping_every_row_is_an_error():
-    with pytest.raises(ConfigError, match="truncation=drop leaves no rows"):
+    with refusal("max_prompt_length"):
         open_rows(ROWS, max_prompt_length=1, truncation="drop")
 
 
@@ -181,11 +182,11 @@ def test_an_empty_data_set_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n \n")
     pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "e.parquet")
     for name in ("empty.jsonl", "e.parquet"):
-        with pytest.raises(ConfigError, match=r"data_files\[0\] is .*: the data set is empty, it holds no rows"):
+        with refusal("data_files[0]"):
             RLHFDataset([tmp_path / name], TOKENIZER)
-    with pytest.raises(ConfigError, match="rows is \\[\\]: the data set is empty"):
+    with refusal("rows"):
         open_rows([])
-    with pytest.raises(ConfigError, match="data_files is empty: name at least one file"):
+    with refusal("data_files"):
         RLHFDataset([], TOKENIZER)
 
 
@@ -202,7 +203,7 @@ def test_files_that_are_not_what_their_names_say_are_refused(tmp_path):
         assert fault in str(refused.value)
         assert f"{tmp_path}/{name}" in str(refused.value)
     (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(ConfigError, match="not a file"):
+    with refusal("data_files[0]"):
         RLHFDataset([tmp_path / "folder.jsonl"], TOKENIZER)
 
 

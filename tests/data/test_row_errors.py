@@ -7,6 +7,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
+from refusals import refusal
 
 from verl.component import BuildContext
 from verl.data.files import PromptFiles, SFTFiles
@@ -97,7 +98,7 @@ def test_skipping_every_row_is_an_error(kind):
 
 def test_a_file_without_one_readable_line_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xff\n\xfe\n")
-    with pytest.raises(ConfigError, match="2 of 2 rows are left out: .*line 1 is not UTF-8.*No row remains"):
+    with refusal("on_bad_row"):
         RLHFDataset([tmp_path / "a.jsonl"], TOKENIZER, {"on_bad_row": "skip"})
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from refusals import refusal
 
 from verl.component import BuildContext
 from verl.environments.base import Action
 from verl.environments.python_sandbox import PythonSandbox
 from verl.environments.tool_calls import ToolCall
-from verl.errors import ConfigError
 from verl.sandbox.base import CodeRunner, ExecutionResult
 from verl.sandbox.jail import Jail
 from verl.sandbox.unprotected import Unprotected
@@ -58,5 +56,5 @@ def test_a_sandbox_that_fails_is_not_the_models_fault(monkeypatch):
 def test_no_sandbox_and_too_little_time_are_refused():
     with refusal("sandbox"):
         PythonSandbox(sandbox=None)
-    with pytest.raises(ConfigError, match=r"step_timeout_s is 5: a program may run for sandbox.timeout_s 10"):
+    with refusal("step_timeout_s"):
         PythonSandbox(sandbox=Jail(), step_timeout_s=5.0)

@@ -82,7 +82,7 @@ CUTS = {
         "when all is saved": Cut(DRAIN, STEPS, after=True),
     },
 }
-SOME = {"ppo": 3, "grpo": 4}  # of these, as many of the cuts are tried in every run of the tests; of the others one
+SOME = {"ppo": 2, "grpo": 4}  # of these, as many of the cuts are tried in every run of the tests; of the others one
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,7 @@ CHANGES = [
 
 def test_a_model_quantized_by_the_batch_is_refused_by_name(actor, source, encoded):
     quantize(actor, source)
-    with refusal("model"):
+    with refusal("model", "model"):
         actor.generate(**encoded, **ASKED)
 
 
@@ -268,7 +268,7 @@ def test_settings_that_divide_nothing_may_be_set(actor):
     assert actor.hybrid_config.clears_cache
     with refusal("hybrid_config.tp_size"):
         actor.hybrid_config = {"tp_size": 2}
-    with refusal("busy_timeout_s"):
+    with refusal("hybrid_config.busy_timeout_s"):
         actor.hybrid_config = {"busy_timeout_s": -1}
 
 

@@ -18,16 +18,17 @@ from verl.engines.engine import TrainingEngine
 from verl.engines.expert_parallel import PROVEN
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import TP, Parallel
+from verl.http_client.endpoint import Endpoint
 from verl.model_paths.check import paths_for
 from verl.model_paths.expert_routing import routing_of, weights_of_router
 from verl.models.experts import routers
 from verl.models.heads import LMHead
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
-from verl.rollout.auto import AutoRollout
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.scripted import ScriptedRollout
+from verl.rollout.server.config import ServerRollout
 
 ROWS = rows_with_holes([9, 3, 1], 4, [14, 3, 6, 1])
 
@@ -123,15 +124,16 @@ def test_a_step_replays_what_was_recorded_and_tells_both_gaps(tmp_path):
 
 def test_router_replay_is_refused_where_it_was_not_tried(tmp_path, model64):
     model, rollout = made(tmp_path, "qwen3_moe"), HFRollout(max_new_tokens=6, router_replay=True)
-    with refusal("actor.model"):
+    with refusal("rollout.router_replay"):
         ppo_run(model64, GRPO_ALGORITHM, group_size=3, rollout=rollout)
     for sharding in (TP(), Parallel(pp=2)):
         with refusal("rollout.router_replay"):
             ppo_run(model, GRPO_ALGORITHM, group_size=3, rollout=rollout, sharding=sharding, n_gpus_per_node=2)
-    with refusal("rollout"):
-        ppo_run(model, GRPO_ALGORITHM, group_size=3, rollout=AutoRollout(), sharding=Parallel(ep=2), n_gpus_per_node=2)
+    served = ServerRollout(endpoint=Endpoint(base_url="http://localhost:1"), max_new_tokens=6)
+    with refusal("rollout.weights", "rollout"):
+        ppo_run(model, GRPO_ALGORITHM, group_size=3, rollout=served, sharding=Parallel(ep=2), n_gpus_per_node=2)
     with refusal("router_replay"):
-        ScriptedRollout(router_replay=True)
+        ScriptedRollout(texts=("1",), router_replay=True)
 
 
 def test_the_balance_loss_is_that_of_transformers_whatever_the_micro_batches(tmp_path):
@@ -158,5 +160,5 @@ def test_the_balance_loss_is_that_of_transformers_whatever_the_micro_batches(tmp
 
 
 def test_a_balance_loss_that_a_model_does_not_define_is_refused(tmp_path):
-    with refusal("router_aux_loss_coef"):
+    with refusal("actor.router_aux_loss_coef"):
         one_update(made(tmp_path, "deepseek_v3"), Parallelism(), ROWS, router_aux_loss_coef=0.1)

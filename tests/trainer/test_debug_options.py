@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import pytest
 import torch
+from refusals import refusal
 from trainer.runs import GRPO_ALGORITHM, Prompts, ppo_run, read_lines
 from trainer.test_sft import sft_run
 
@@ -14,7 +14,6 @@ from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.engines.sharding import DDP
-from verl.errors import ConfigError
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
 from verl.trainer.timers import Profile
@@ -85,7 +84,7 @@ def test_a_run_shorter_than_its_profile_writes_what_there_was(model32, tmp_path)
 
 
 def test_profiling_of_other_processes_is_refused_by_name(model32):
-    with pytest.raises(ConfigError, match=r"^trainer\.profile is set: .*sharding=none"):
+    with refusal("trainer.profile"):
         ppo_run(model32, profile=Profile(), sharding=DDP(), n_gpus_per_node=2)
-    with pytest.raises(ConfigError, match="^first_step is 0"):
+    with refusal("first_step"):
         Profile(first_step=0)

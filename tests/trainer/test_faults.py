@@ -159,7 +159,7 @@ def test_a_role_whose_own_sharding_does_not_fit_is_refused_by_its_own_path(model
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", ""])
 def test_a_device_that_does_not_exist_anywhere_is_refused(model32, device):
-    with pytest.raises(ConfigError, match=f"device is '{device}': expected auto, cpu, cuda"):
+    with refusal("device", "device"):
         ppo_run(model32, device=device)
 
 
@@ -169,7 +169,7 @@ def test_all_faults_are_told_at_once(model32):
 
 
 def test_more_prompts_in_a_step_than_in_the_data_are_refused(model32, tmp_path):
-    with pytest.raises(ConfigError, match=r"trainer\.prompts_per_step is 9: must lie between 1 and the 8 rows"):
+    with refusal("trainer.prompts_per_step"):
         ppo_run(model32, prompts_per_step=9).build(BuildContext(run_dir=tmp_path))
 
 

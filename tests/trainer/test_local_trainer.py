@@ -163,6 +163,7 @@ def test_an_override_that_is_none_is_told(short_file):
     assert fault.startswith("overrides: 'what is this' is not of the form key=value")
 
 
+@pytest.mark.exhaustive
 def test_it_works_in_a_script_without_main_guard_over_two_processes(short_file):
     config = short_file(sharding="ddp")
     Path("script.py").write_text(

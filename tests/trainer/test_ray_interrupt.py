@@ -14,7 +14,7 @@ import pytest
 from cluster.processes_of import wait_until_gone
 from trainer.runs import read_lines
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.exhaustive]
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -105,10 +105,10 @@ def test_a_directory_that_cannot_be_written_is_a_fault_of_the_configuration(atta
     ("num_processes", "sharding"),
     [
         (1, None),
-        (2, Parallel(pp=2, timeout_s=60.0)),
         *(
             pytest.param(count, sharding, marks=pytest.mark.exhaustive)
             for count, sharding in (
+                (2, Parallel(pp=2, timeout_s=60.0)),
                 (2, DDP(timeout_s=60.0)),
                 (2, FSDP(timeout_s=60.0)),
                 (2, TP(timeout_s=60.0)),

@@ -83,11 +83,11 @@ def test_gpus_of_an_engine_begin_with_the_trainers_own(monkeypatch):
     alone = engine_args.BuildContext(device="cuda:2")
     assert engine_args.engine_gpus(engine_args.BuildContext(device="cuda:1"), 1) == ["5"]
     assert engine_args.engine_gpus(alone, 3) == ["6", "7", "4"]
-    with refusal("tensor_parallel_size"):
+    with refusal("rollout.tensor_parallel_size"):
         engine_args.engine_gpus(alone, 5)
     two = engine_args.BuildContext(device="cuda:1", rank=1, world_size=2)
     assert engine_args.engine_gpus(two, 1) == ["5"]
-    with refusal("tensor_parallel_size"):
+    with refusal("rollout.tensor_parallel_size"):
         engine_args.engine_gpus(two, 2)
 
 

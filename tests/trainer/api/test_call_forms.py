@@ -111,6 +111,7 @@ def test_sub_meshes_may_name_devices_of_their_own():
             assert f"{path} has {', '.join(missing)}: this machine has {there} GPUs, numbered from 0." in faults
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(num_cores() < 2, reason="two cores")
 def test_a_role_on_a_device_that_its_sub_mesh_alone_names_trains(dir32, capsys):
     mesh = DeviceMesh(devices=["cpu:0"], sub_meshes={"critic": ["cpu:1"]})
