@@ -155,9 +155,7 @@ def test_a_token_of_an_episode_waits_once(monkeypatch):
     syncs, found = DeviceSyncs(), {}
     syncs.on_device([*actor.model.parameters(), *actor.model.buffers()])
     for new in (8, 24):
-        engine = actor.sampler.turns(
-            GenerationRequest(0, 1), TurnLimits(80, 0.1)
-        )
+        engine = actor.sampler.turns(GenerationRequest(0, 1), TurnLimits(80, 0.1))
         engine.drawing.stops = set()  # all turns have all tokens
         for episode in range(3):
             engine.add(TurnRequest(episode, list(range(4, 9 + episode)), episode, 0, 0, new))

@@ -21,6 +21,7 @@ class ModelStats:
         keys: width of the keys of a layer, and of its values.
         mlp: inner width of a layer's MLP.
         tied: the output head is the embedding, or there is none over the vocabulary.
+        has_head: there is an output head over the vocabulary.
         expert_elements: numbers in the routed experts of all layers.
         expert_layers, experts, top_k: layers that have experts, how many each, and how many of them a token is sent to.
     """
@@ -34,6 +35,7 @@ class ModelStats:
     keys: int
     mlp: int
     tied: bool = False
+    has_head: bool = True
     expert_elements: int = 0
     expert_layers: int = 0
     experts: int = 0
@@ -115,6 +117,7 @@ def _count(config: Any, lora: LoRA | None, kind: str) -> ModelStats:
         keys=(getattr(text, "num_key_value_heads", None) or heads) * head,
         mlp=getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size,
         tied=kind != "causal_lm" or bool(getattr(config, "tie_word_embeddings", False)),
+        has_head=kind == "causal_lm",
         expert_elements=expert_elements,
         expert_layers=len(mixtures),
         experts=mixtures[0].num_experts if mixtures else 0,

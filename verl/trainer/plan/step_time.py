@@ -4,7 +4,7 @@ layer."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.models.model_stats import ModelStats
@@ -59,14 +59,15 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
     settings = run.trainer
     if not isinstance(settings, PPOSettings):
         length = getattr(run.data, "max_length", None) or memory.roles[0].tokens
-        own_tokens = settings.batch_size * length // memory.roles[0].memory.layout.processes
+        own_tokens = settings.batch_size * length // memory.roles[0].memory.layout.token_shares
         return [_update(run, memory.roles[0], work["actor"], max(1, own_tokens), length, 1, device)]
     rows, new = settings.prompts_per_step * settings.group_size, response or run.response_tokens
     prompt = getattr(run.data, "max_prompt_length", 0)
-    own = {role.name: -(-rows // role.memory.layout.shares) for role in memory.roles}
     found = []
     if run.rollout.generates_here:
-        found.append(_generation(run, work["actor"], own["actor"], prompt, new, device))
+        layout = next(role.memory.layout for role in memory.roles if role.name == "actor")
+        own = -(-rows // (layout.shares if run.rollout.runs_ahead else layout.generation_shares))
+        found.append(_generation(run, replace(work["actor"], ways=layout.siblings), own, prompt, new, device))
     width = prompt + new
     for role in memory.roles:
         if role.name == "actor" and not run.algorithm.needs_old_log_probs:
