@@ -22,7 +22,7 @@ SHORT = ["trainer.total_steps=2", "trainer.eval_before=false", "trainer.eval_int
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "tp", "parallel cp=2"])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "tp", "pp", "parallel cp=2", "parallel pp_schedule=gpipe pp=2"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
 def test_an_update_in_two_processes_takes_what_the_plan_says(tmp_path, family, sharding):
     path = save_random_model(tmp_path / "model", family, torch.float32, vocab_size=512, **SHAPE)
