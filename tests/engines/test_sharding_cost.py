@@ -85,6 +85,17 @@ def test_a_block_and_the_embedding_are_gathered_or_all_weights():
     assert FSDP().cost(4, SIZES, trains=False).resting == N
 
 
+def test_what_is_refused_is_not_named_as_a_smaller_setting():
+    assert [setting for setting, _ in Parallel(cp=2).smaller()] == ["sharding.cpu_offload=true"]
+    assert not [*Parallel(pp=2).smaller(), *Parallel(ep=2).smaller()]
+
+
+def test_stages_keep_what_is_under_way():
+    assert Parallel(pp=4).activation_share(16) == Parallel(cp=2).activation_share(16) == 1
+    assert Parallel(pp=4, pp_schedule="gpipe").activation_share(16) == 4
+    assert Parallel(pp=4).activation_share(2) == 0.5  # too few for 1f1b: all of them
+
+
 def test_tables_offer_what_so_many_devices_allow():
     assert "hsdp" not in usual(8)
     assert usual(64)["hsdp"].mesh_sizes(64) == (8, 8, 1)

@@ -592,6 +592,10 @@ class Parallel(FSDP):
         count = self.least_micro_batches
         return self.pp * count / (count + self.pp - 1)
 
+    def smaller(self) -> Iterator[tuple[str, Sharding]]:
+        if self.pp == self.ep == 1:  # what the others refuse to be beside
+            yield from super().smaller()
+
     def activation_share(self, micro_batches: int) -> float:
         is_1f1b = self.pp_schedule == "1f1b" and micro_batches >= self.pp
         return (self.pp if is_1f1b else micro_batches) / self.pp  # under way at a time, of the first stage

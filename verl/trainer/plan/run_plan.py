@@ -162,7 +162,9 @@ class RunPlan:
             "host_bytes": self.memory.host,
             "batch": list(self.batch),
             "step_seconds": self.step_s,
-            "stages": [{"name": s.name, "seconds": s.seconds, "bound": s.bound} for s in self.stages],
+            "stages": [
+                {"name": s.name, "seconds": s.seconds, "bound": s.bound, "sent_bytes": s.sent} for s in self.stages
+            ],
             "checkpoint_bytes": self.memory.estimate.saving,
             "checkpoints_kept": self.memory.estimate.kept,
             "changes": [

@@ -15,11 +15,17 @@ from verl.trainer.plan.memory import MemoryPlan, RolePlan, tokens_per_row
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one stage of a step; `bound` names the limiting resource."""
+    """Seconds of one stage of a step.
+
+    Attributes:
+        bound: the limiting resource.
+        sent: bytes that a process sends to others for forward and backward passes.
+    """
 
     name: str
     seconds: float
     bound: str
+    sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,17 +147,17 @@ def _update(
     once, bound = work.pass_s(tokens, length, calls)
     compute = once * (4 if role.recomputed else 3)
     layout = role.memory.layout
-    sent = 0.0
+    sent, sending = 0, 0.0
     if layout.processes > 1:
         kind = getattr(run, role.name).model.dtype
         cost = layout.sharding.cost(layout.processes, work.sizes, role.tokens, _itemsize(kind), work.itemsize)
-        sent = cost.per_step(calls, updates) / (device.network if run.trainer.nnodes > 1 else device.link)
+        sent = cost.per_step(calls, updates)
+        sending = sent / (device.network if run.trainer.nnodes > 1 else device.link)
     moments = 7 * (role.memory.gradients or role.memory.weights) / device.reads() * updates  # AdamW reads 4, writes 3
     if role.memory.is_offloaded:
         moments += 2 * role.memory.weights / device.host_link * updates
-    return StageTime(
-        f"update {role.name}", max(compute, sent) + moments, "links between devices" if sent > compute else bound
-    )
+    bound = "links between devices" if sending > compute else bound
+    return StageTime(f"update {role.name}", max(compute, sending) + moments, bound, sent)
 
 
 def _itemsize(name: str) -> int:
