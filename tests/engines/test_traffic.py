@@ -39,7 +39,7 @@ CASES = [
 
 @pytest.fixture
 def group(monkeypatch):
-    monkeypatch.setattr(LMHead, "_is_whole_state", lambda self: True)  # compares numbers of all processes
+    monkeypatch.setattr(LMHead, "is_whole_state", lambda self: True)  # compares numbers of all processes
     yield lambda size: dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     dist.destroy_process_group()
 

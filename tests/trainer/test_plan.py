@@ -101,7 +101,7 @@ QUICKSTART = {
     "num_attention_heads": 4,
 }  # actor=tiny
 OF_88M = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
-LARGE = {f"88M {family}": {"family": family, **OF_88M} for family in ("llama", "qwen3", "gemma2")}
+LARGE = {f"88M {family}": {"family": family, **OF_88M} for family in ("llama", "qwen3", "mistral")}
 SIZES = {"narrow": SHAPE, "quickstart": QUICKSTART, **LARGE}
 SMALL = [("narrow", False), ("narrow", True), ("quickstart", False)]
 

@@ -4,8 +4,9 @@
                         ^                                                                              |
                         └── slots of episodes that wait for their environment, oldest first ───────────┘
 
-Rows in different slots may have different lengths, so turns start and end at any time. If there are more episodes than
-slots, an episode that waits for its environment loses its slot and is computed again when it continues. Models for
+Rows in different slots may have different lengths, so turns start and end at any time. Before a token is decoded, slots
+of live turns are moved to the front, so that attention reads keys and values where they lie. If there are more episodes
+than slots, an episode that waits for its environment loses its slot and is computed again when it continues. Models for
 which the slot check fails are decoded turn by turn from whole rows.
 """
 
@@ -42,14 +43,16 @@ class SlotLayer(DynamicLayer):
     """Keys and values of one layer, a row of its own length per slot: [slots + 1, H, L, D]; the last slot is scratch.
 
     Attributes:
-        slots, positions: [b q] where the tokens of the current call are written, and [b] the rows that attend.
+        slots, positions: [b q] where the tokens of the current call are written.
+        rows: [b] the slots that attend; their number where they are the first ones, which are then not copied.
         width: number of keys that attention reads.
     """
 
     def __init__(self, num_slots: int):
         super().__init__()
         self.num_slots = num_slots
-        self.rows = self.slots = self.positions = torch.zeros(0, dtype=torch.int64)
+        self.slots = self.positions = torch.zeros(0, dtype=torch.int64)
+        self.rows: Tensor | int = self.slots
         self.width = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -65,7 +68,14 @@ class SlotLayer(DynamicLayer):
             self.keys, self.values = (_longer(x, longer) for x in (self.keys, self.values))
         self.keys[self.slots, :, self.positions] = key_states.transpose(1, 2)
         self.values[self.slots, :, self.positions] = value_states.transpose(1, 2)
-        return self.keys[self.rows, :, : self.width], self.values[self.rows, :, : self.width]
+        chosen = slice(self.rows) if isinstance(self.rows, int) else self.rows
+        return self.keys[chosen, :, : self.width], self.values[chosen, :, : self.width]
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy the first tokens of slots [m] to other slots [m], of which some may be sources too."""
+        for states in (self.keys, self.values):
+            assert states is not None
+            states[targets, :, :length] = states[sources, :, :length]
 
     def copy(self, source: int, targets: Tensor, length: int) -> None:
         """Copy the first tokens of one slot to other slots."""
@@ -88,7 +98,7 @@ class SlotCache(DynamicCache):
         self.layers = [SlotLayer(num_slots) for _ in self.layers]
         self.num_slots = num_slots
 
-    def place(self, rows: Tensor, slots: Tensor, positions: Tensor, width: int) -> None:
+    def place(self, rows: Tensor | int, slots: Tensor, positions: Tensor, width: int) -> None:
         """Set where the tokens of the next call are written."""
         for layer in self.layers:
             layer.rows, layer.slots, layer.positions, layer.width = rows, slots, positions, width  # type: ignore
@@ -99,6 +109,10 @@ class SlotCache(DynamicCache):
     def copy(self, source: int, targets: Tensor, length: int) -> None:
         for layer in self.layers:
             layer.copy(source, targets, length)  # type: ignore[union-attr]
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        for layer in self.layers:
+            layer.move(sources, targets, length)  # type: ignore[union-attr]
 
 
 class SlotModel:
@@ -133,7 +147,8 @@ class SlotModel:
         multiple = key_multiple(self.device)
         width = -(-width // multiple) * multiple
         rows, targets, positions, ids = _to_device([rows, targets, positions, ids], self.device)
-        self.cache.place(rows, targets, positions, width)
+        is_front = all(slot == place for place, slot in enumerate(slots))
+        self.cache.place(len(slots) if is_front else rows, targets, positions, width)
         mask = (torch.arange(width, device=self.device) <= positions[:, :, None])[:, None]
         with computing_in(self.autocast, self.model):
             out = call_model(
@@ -292,6 +307,8 @@ class SlotTurns(TurnEngine):
                 going.append(row)
         self._live = [self._live[row] for row in going]
         if self._live:
+            self._bring_to_front()
+            self._live.sort(key=lambda live: live.slot)
             self._logits = self.slots.read(
                 [live.slot for live in self._live],
                 [len(live.request.tokens) + len(live.tokens) - 1 for live in self._live],
@@ -317,6 +334,33 @@ class SlotTurns(TurnEngine):
             slot, _ = self._held.pop(next(iter(self._held)))
             return slot, 0
         return None
+
+    def _bring_to_front(self) -> None:
+        """Give live turns the first slots, in the order of these; the episodes that had them get theirs."""
+        count = len(self._live)
+        slots = {live.slot for live in self._live}
+        behind = [live for live in self._live if live.slot >= count]
+        if not behind or 2 * len(behind) > count + 1:  # to copy what this token reads costs no more than moving it
+            return
+        holders = {slot: episode for episode, (slot, _) in self._held.items()}
+        places = iter([slot for slot in range(count) if slot not in slots])
+        sources, targets, longest = [], [], 0
+        for live in behind:
+            source, target = live.slot, next(places)
+            moves = [(source, target, len(live.request.tokens) + len(live.tokens) - 1)]
+            live.slot = target
+            if (episode := holders.get(target)) is None:
+                self._free.remove(target)
+                self._free.append(source)
+            else:
+                _, tokens = self._held[episode]
+                self._held[episode] = source, tokens
+                moves.append((target, source, len(tokens)))
+            sources += [move[0] for move in moves]
+            targets += [move[1] for move in moves]
+            longest = max(longest, *(move[2] for move in moves))
+        device = self.drawing.device
+        self.slots.cache.move(torch.tensor(sources, device=device), torch.tensor(targets, device=device), longest)
 
     def _admit(self) -> None:
         """Prefill the new tokens of turns that get a slot; a prompt shared by several episodes is computed once."""
