@@ -133,9 +133,9 @@ def test_experts_that_do_not_divide_name_the_nearest_layout():
         ({"dp_shard": 0}, "dp_shard is 0: must be at least 1, or -1"),
         ({"cp": 0}, "cp is 0"),
         ({"cp_style": "ring"}, "cp_style is 'ring': expected one of allgather, ulysses"),
-        ({"pp": 2, "cpu_offload": True}, "cpu_offload is true: not together with pipeline stages"),
-        ({"ep": 2, "tp": 2}, "ep is 2: not together with tensor parallelism"),
-        ({"ep": 2, "cpu_offload": True}, "ep is 2: not together with cpu_offload"),
+        ({"pp": 2, "cpu_offload": True}, "cpu_offload is true: cannot be combined with pp=2"),
+        ({"ep": 2, "tp": 2}, "ep is 2: cannot be combined with tensor parallelism"),
+        ({"ep": 2, "cpu_offload": True}, "ep is 2: cannot be combined with cpu_offload"),
     ],
 )
 def test_what_a_mesh_cannot_be_is_refused_by_name(options, told):
