@@ -1,4 +1,5 @@
-"""Write the tables of plans between the marks in docs/scaling.md: three models on 1, 8 and 64 GPUs, and long rows.
+"""Write the tables of plans between the marks in docs/scaling.md: models on 1, 8 and 64 GPUs, layouts, long rows
+and experts.
 
     python scripts/make_plan_table.py
 
@@ -31,6 +32,12 @@ SHAPES = {  # of Qwen3 0.6B, Llama 3 8B and 70B
     "8B": (4096, 14336, 32, 32),
     "70B": (8192, 28672, 80, 64),
 }
+MIXTURE = {  # of Qwen3 30B-A3B
+    **LLAMA, "model_type": "qwen3_moe", "vocab_size": 151936, "head_dim": 128, "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+}  # fmt: skip
+TOKENS = 16384  # of a micro-batch
 QWEN3 = {**LLAMA, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "tie_word_embeddings": True}
 RUN = [
     "algorithm=grpo", "critic=none", "actor=llama8b", "rollout=vllm", "rollout.kv_cache_gib=8",
@@ -46,16 +53,40 @@ SHARDINGS = {
         "++trainer.prompts_per_step=128",
     ],
 }  # fmt: skip
-ROW = 32768  # tokens of a long row
-EIGHT = ["++trainer.n_gpus_per_node=8", "rollout.max_new_tokens=31744", "++trainer.prompts_per_step=16"]
-LONG = [  # model, GPUs, what the table calls it, micro-batch tokens of a process, further arguments
-    ("8B", 8, "fsdp", ROW, ["sharding=fsdp", *EIGHT]),
-    ("8B", 8, "dp_shard=4 cp=2", ROW // 2, ["sharding=parallel", "sharding.cp=2", *EIGHT]),
-    ("8B", 8, "dp_shard=1 cp=8", ROW // 8, ["sharding=parallel", "sharding.cp=8", *EIGHT]),
+ON_HOSTS = ["trainer=ray", "trainer.placement.address=auto", "++trainer.nnodes=8", "++trainer.n_gpus_per_node=8"]
+PLACES = {8: ["++trainer.n_gpus_per_node=8"], 64: ON_HOSTS}
+SHORT_ROW, LONG_ROW = 2048, 32768  # tokens, 1,024 of them the prompt
+# Table, model, GPUs, tokens of a row, and sizes of `sharding=parallel`
+LAYOUTS = [
+    ("layouts", "8B", 8, SHORT_ROW, "dp_shard=8"),
+    ("layouts", "8B", 8, SHORT_ROW, "dp_shard=4 tp=2"),
+    ("layouts", "8B", 8, SHORT_ROW, "pp=2 dp_shard=4"),
+    ("layouts", "8B", 8, SHORT_ROW, "pp=2 dp_replicate=2 tp=2"),
+    ("layouts", "8B", 8, SHORT_ROW, "pp=4 dp_shard=2"),
+    ("layouts", "70B", 64, SHORT_ROW, "dp_shard=64"),
+    ("layouts", "70B", 64, SHORT_ROW, "dp_shard=8 tp=8"),
+    ("layouts", "70B", 64, SHORT_ROW, "pp=4 dp_shard=16"),
+    ("layouts", "70B", 64, SHORT_ROW, "pp=8 dp_shard=8"),
+    ("layouts", "70B", 64, SHORT_ROW, "pp=8 dp_replicate=1 tp=8"),
+    ("long plan", "8B", 8, LONG_ROW, "dp_shard=8"),
+    ("long plan", "8B", 8, LONG_ROW, "dp_shard=4 cp=2"),
+    ("long plan", "8B", 8, LONG_ROW, "dp_shard=1 cp=8"),
+    ("long plan", "8B", 8, LONG_ROW, "dp_shard=2 cp=4 cp_style=ulysses"),
+    ("long plan", "8B", 8, LONG_ROW, "pp=2 dp_shard=1 cp=4"),
+    ("long plan", "70B", 64, LONG_ROW, "dp_shard=64"),
+    ("long plan", "70B", 64, LONG_ROW, "dp_shard=8 cp=8"),
+    ("long plan", "70B", 64, LONG_ROW, "dp_shard=2 cp=4 tp=8"),
+    ("long plan", "70B", 64, LONG_ROW, "pp=4 dp_shard=2 cp=8"),
+    ("experts", "30B-A3B", 8, SHORT_ROW, "dp_shard=8"),
+    ("experts", "30B-A3B", 8, SHORT_ROW, "dp_shard=8 ep=2"),
+    ("experts", "30B-A3B", 8, SHORT_ROW, "dp_shard=8 ep=8"),
+    ("experts", "30B-A3B", 64, SHORT_ROW, "dp_shard=64"),
+    ("experts", "30B-A3B", 64, SHORT_ROW, "dp_shard=64 ep=8"),
+    ("experts", "30B-A3B", 64, LONG_ROW, "dp_shard=8 cp=8 ep=8"),
 ]
-LONG_HEAD = (
-    "| model | GPUs | layout | tokens of a micro-batch | update, GiB | of it activations | seconds | most memory in |\n"
-    "|---|---|---|---|---|---|---|---|\n"
+LAYOUT_HEAD = (
+    "| model | GPUs | layout | tokens of a row | of a micro-batch | at rest, GiB | activations | update | sent, GiB | "
+    "update, s |\n|---|---|---|---|---|---|---|---|---|---|\n"
 )
 HEAD = (
     "| model | GPUs | sharding | most memory in | GiB | seconds of a step | mostly |\n|---|---|---|---|---|---|---|\n"
@@ -70,6 +101,8 @@ def row(name: str, count: int, plan: RunPlan) -> str:
 
 
 def rows(directory: Path) -> Iterator[str]:
+    (directory / "30B-A3B").mkdir()
+    (directory / "30B-A3B" / "config.json").write_text(json.dumps(MIXTURE))
     for name, (hidden, mlp, layers, heads) in SHAPES.items():
         shape = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
         family = QWEN3 if name == "0.6B" else LLAMA
@@ -80,17 +113,25 @@ def rows(directory: Path) -> Iterator[str]:
             yield row(name, count, plan_run(run, device_named("h100")))
 
 
-def long_rows(directory: Path) -> Iterator[str]:
-    for name, count, layout, tokens, more in LONG:
-        engine = () if "rollout=hf" not in more else ("rollout=vllm", "rollout.kv_cache_gib=8")
-        words = [word for word in (*RUN, *more) if word not in engine]
+def layout_rows(directory: Path, table: str) -> Iterator[str]:
+    """Of the update of the actor, in one of the processes."""
+    for _, name, count, length, layout in (case for case in LAYOUTS if case[0] == table):
+        degrees = dict(pair.split("=") for pair in layout.split())
+        tokens = max(TOKENS, length) // int(degrees.get("cp", 1))
+        prompts = 128 if length == SHORT_ROW else 16 * count // 8
+        words = [word for word in RUN if not word.startswith(("rollout", "++trainer.prompts"))]
+        words += [f"rollout.max_new_tokens={length - 1024}", f"++trainer.prompts_per_step={prompts}", *PLACES[count]]
+        words += ["sharding=parallel", *(f"sharding.{degree}={size}" for degree, size in degrees.items())]
         words += [f"actor.model.path={directory / name}", f"actor.micro_batch_tokens={tokens}"]
         plan = plan_run(validate(compose_root("ppo", words)), device_named("h100"))
+        role = plan.memory.roles[0]
         update = next(phase for phase in plan.memory.phases if phase.name == "update actor")
-        seconds = next(stage.seconds for stage in plan.stages if stage.name == "update actor")
-        sizes = [f"{size / GIB:.1f}" for size in (update.total, update.parts.get("activations", 0))]
-        peak = f"{plan.memory.peak.name}, {plan.memory.peak.total / GIB:.1f}" + ("" if plan.fits else ", does not fit")
-        yield f"| {name} | {count} | {layout} | {tokens} | {' | '.join(sizes)} | {seconds:.0f} | {peak} |"
+        stage = next(stage for stage in plan.stages if stage.name == "update actor")
+        rest = role.memory.weights + role.memory.gradients + role.memory.optimizer
+        sizes = [rest, update.parts["activations"], update.total, stage.sent]
+        cells = [f"{size / GIB:.1f}" for size in sizes]
+        cells[2] += "" if update.total <= plan.memory.limit else ", does not fit"
+        yield f"| {name} | {count} | {layout} | {length} | {role.tokens} | {' | '.join(cells)} | {stage.seconds:.0f} |"
 
 
 def main() -> None:
@@ -101,7 +142,8 @@ def main() -> None:
     old = document.read_text()
     with tempfile.TemporaryDirectory() as directory:
         new = between(old, "plan", HEAD + "\n".join(rows(Path(directory))) + "\n")
-        new = between(new, "long plan", LONG_HEAD + "\n".join(long_rows(Path(directory))) + "\n")
+        for table in dict.fromkeys(case[0] for case in LAYOUTS):
+            new = between(new, table, LAYOUT_HEAD + "\n".join(layout_rows(Path(directory), table)) + "\n")
     if args.check and new != old:
         sys.exit("docs/scaling.md is not up to date: run scripts/make_plan_table.py")
     document.write_text(new)

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl.component import BuildContext
+from verl.engines.fsdp import units_of
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import ShardedParallelism
-from verl.models.heads import ValueHeadModel
+from verl.models.heads import LMHead, ValueHeadModel
 from verl.models.lora import LoRA
 from verl.models.pretrained import SafetensorsReader
-from verl.resharding.dtensor import local, own_part, tensor_layout
+from verl.resharding.dtensor import is_divided, local, own_part, tensor_layout
 
 MESHES = {
     "fsdp": ParallelDegrees(dp_shard=4),
@@ -59,6 +60,14 @@ def test_a_process_reads_its_slices_and_no_more(parallel, model64):
     assert files.num_read == held
     total = sum(x.numel() for x in whole.values())
     assert held < {4: 0.3, 2: 0.6}[parallel.mesh.extent("shard") * parallel.mesh.extent("tensor")] * total
+
+
+def test_the_trial_of_the_output_head_leaves_nothing_gathered(parallel, model64):
+    model = model64.load_causal_lm("cpu")
+    parallel.shard_model(model)
+    LMHead(model)
+    assert all(unit._get_fsdp_state()._fsdp_param_group.is_sharded for unit in units_of(model))
+    assert all(is_divided(p) for p in model.parameters()) or not parallel.fully
 
 
 def test_whole_or_in_slices_a_process_comes_to_the_same_part(parallel, model64):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, NoSharding, Parallel, usual
 from verl.models.model_stats import ModelStats
 
 N = 1_000_000
-SIZES = ModelStats(
-    parameters=N, trained=N, layers=4, hidden=64, vocabulary=1000, attention=64, keys=32, mlp=256, tied=True
-)
+SIZES = ModelStats(  # without an output head, as a critic's
+    parameters=N, trained=N, layers=4, hidden=64, vocabulary=1000, attention=64, keys=32, mlp=256, tied=True,
+    has_head=False,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -33,13 +36,20 @@ def test_what_rests_is_divided_by_shards_and_siblings(sharding, mesh, bytes_at_r
     assert sharding.cost(4, SIZES).resting == bytes_at_rest
 
 
+def test_an_embedding_that_is_the_head_too_is_divided_with_it():
+    assert TP(tensor_parallel=2).cost(4, replace(SIZES, has_head=True)).resting == 8 * N
+
+
 def test_traffic_is_that_of_ring_algorithms():
+    block = 4 * (N - 64_000)  # bytes; what lies outside of blocks stays from the forward pass to the backward pass
     assert DDP().cost(4, SIZES).per_update == 2 * 3 / 4 * 4 * N
-    assert FSDP().cost(4, SIZES).per_micro_batch == 3 / 4 * 12 * N
+    assert FSDP().cost(4, SIZES).per_micro_batch == 3 / 4 * (8 * N + block)
     assert FSDP(strategy="SHARD_GRAD_OP").cost(4, SIZES).per_micro_batch == 3 / 4 * 8 * N
-    assert FSDP().cost(4, SIZES, compute_bytes=2).per_micro_batch == 3 / 4 * (2 * 2 + 4) * N
-    assert HSDP(replicas=2).cost(4, SIZES).per_update == 2 * 1 / 2 * 4 * N / 2
-    assert TP().cost(4, SIZES, tokens=10).per_micro_batch == 2 * 3 / 4 * 4 * 4 * 64 * 10 * 4
+    assert FSDP().cost(4, SIZES, compute_bytes=2).per_micro_batch == 3 / 4 * (6 * N + block / 2)
+    assert HSDP(replicas=2).cost(4, SIZES).per_update == 0  # of each micro-batch
+    within = 1 / 2 * (8 * N + block)
+    assert HSDP(replicas=2).cost(4, SIZES).per_micro_batch == within + 2 * 1 / 2 * 4 * N / 2
+    assert TP().cost(4, SIZES, tokens=10).per_micro_batch == 2 * 3 / 4 * 7 * 4 * 64 * 10 * 4  # sums, layers
     assert FSDP().cost(1, SIZES).per_step(8) == 0
     assert FSDP().cost(4, SIZES).per_step(3, 2) == 3 * FSDP().cost(4, SIZES).per_micro_batch
 
@@ -73,6 +83,17 @@ def test_a_block_and_the_embedding_are_gathered_or_all_weights():
     assert FSDP().cost(4, SIZES, compute_bytes=2).generating == 2 * N
     assert DDP().cost(4, SIZES, compute_bytes=2).weights == 6 * N  # with the copy that is computed with
     assert FSDP().cost(4, SIZES, trains=False).resting == N
+
+
+def test_what_is_refused_is_not_named_as_a_smaller_setting():
+    assert [setting for setting, _ in Parallel(cp=2).smaller()] == ["sharding.cpu_offload=true"]
+    assert not [*Parallel(pp=2).smaller(), *Parallel(ep=2).smaller()]
+
+
+def test_stages_keep_what_is_under_way():
+    assert Parallel(pp=4).activation_share(16) == Parallel(cp=2).activation_share(16) == 1
+    assert Parallel(pp=4, pp_schedule="gpipe").activation_share(16) == 4
+    assert Parallel(pp=4).activation_share(2) == 0.5  # too few for 1f1b: all of them
 
 
 def test_tables_offer_what_so_many_devices_allow():

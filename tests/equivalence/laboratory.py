@@ -21,6 +21,7 @@ import torch
 import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as distributed_c10d
 from cluster.processes_of import LABORATORY
+from collective_bytes import bytes_of_update
 from equivalence.courses import Course, run_course
 from equivalence.one_update import one_update
 from torch import Tensor, nn
@@ -213,6 +214,13 @@ class Bench:
         with SentByAllToAll(self.context.rank % sharding.ep) as sent:
             engine.update(rows[own], loss)
         return sent.bytes, sum(tokens)
+
+    @on_each
+    def sent_in_update(self, source: Any, sharding: Sharding, rows: DataProto, tokens: int) -> Any:
+        """See `bytes_of_update`."""
+        parallel, degrees = sharding.build(self.context), sharding.degrees(self.context.world_size)
+        own = BatchPartition(rows, degrees.row_shares).rows[degrees.row_share(self.context.rank)]
+        return bytes_of_update(source.load_causal_lm("cpu"), parallel, rows[own], tokens)
 
     @on_each
     def summed(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

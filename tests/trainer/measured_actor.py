@@ -40,11 +40,11 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def resting_bytes(worker: Any) -> int:
-    """Weights and what the optimizer keeps of them."""
+    """Weights that are here, and what the optimizer keeps of them."""
     tensors = list(worker.model.parameters())
     for state in worker.engine.optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    return sum(local(tensor).nbytes for tensor in tensors)
+    return sum(local(tensor).nbytes for tensor in tensors if not local(tensor).is_meta)
 
 
 @component

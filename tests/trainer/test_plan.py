@@ -101,11 +101,14 @@ QUICKSTART = {
     "num_attention_heads": 4,
 }  # actor=tiny
 OF_88M = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
-SIZES = {"narrow": SHAPE, "quickstart": QUICKSTART, "88M": {"family": "llama", **OF_88M}}
-LARGE = pytest.param("88M", False, marks=pytest.mark.exhaustive)
+LARGE = {f"88M {family}": {"family": family, **OF_88M} for family in ("llama", "qwen3", "mistral")}
+SIZES = {"narrow": SHAPE, "quickstart": QUICKSTART, **LARGE}
+SMALL = [("narrow", False), ("narrow", True), ("quickstart", False)]
 
 
-@pytest.mark.parametrize(("name", "recomputed"), [("narrow", False), ("narrow", True), ("quickstart", False), LARGE])
+@pytest.mark.parametrize(
+    ("name", "recomputed"), [*SMALL, *(pytest.param(name, False, marks=pytest.mark.exhaustive) for name in LARGE)]
+)
 def test_an_update_of_the_actor_takes_what_the_plan_says(tmp_path, name, recomputed, record_property):
     shape = {"family": "qwen2", "max_position_embeddings": 256, **SIZES[name]}
     path = save_random_model(tmp_path, shape.pop("family"), torch.float32, **shape)

@@ -22,12 +22,14 @@ SHORT = ["trainer.total_steps=2", "trainer.eval_before=false", "trainer.eval_int
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "tp"])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "tp", "pp", "parallel cp=2", "parallel pp_schedule=gpipe pp=2"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
 def test_an_update_in_two_processes_takes_what_the_plan_says(tmp_path, family, sharding):
     path = save_random_model(tmp_path / "model", family, torch.float32, vocab_size=512, **SHAPE)
     actor = ["actor=pretrained", f"actor.model.path={path}", "actor._target_=trainer.measured_actor.MeasuredActor"]
-    two = [f"sharding={sharding}", "trainer.n_gpus_per_node=2", f"+actor.place={tmp_path}", "tracker=[jsonl]"]
+    group, *sizes = sharding.split()
+    layout = [f"sharding={group}", *(f"sharding.{size}" for size in sizes)]
+    two = [*layout, "trainer.n_gpus_per_node=2", f"+actor.place={tmp_path}", "tracker=[jsonl]"]
     run = validate(compose_root("ppo", [*actor, *two, *GRPO, *ROWS, *LONG, *SHORT]))
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         trainer.fit()
@@ -35,5 +37,6 @@ def test_an_update_in_two_processes_takes_what_the_plan_says(tmp_path, family, s
     planned = next(phase for phase in plan.memory.phases if phase.name == "update actor").total
     measured = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     assert len(measured) == 2
-    for held in measured:
-        assert planned == pytest.approx(held["rest"] + held["peak"], rel=0.1)
+    found = [held["rest"] + held["peak"] for held in measured]
+    for held in [max(found)] if "pp" in sharding else found:  # stages differ: the plan is that of the largest
+        assert planned == pytest.approx(held, rel=0.1)

@@ -20,6 +20,7 @@ from verl.component import BuildContext, Description, component
 from verl.engines.parallel_degrees import ParallelDegrees, nearest_ep, nearest_layout
 from verl.engines.parallel_dims import DataParallelism, Parallelism
 from verl.engines.stage_balance import largest_stage
+from verl.engines.tensor_parallel import exchanged_elements, heads_fault
 from verl.models.model_stats import ModelStats
 
 
@@ -119,6 +120,12 @@ class Sharding(Description):
         """Speed-up of a pass over the rows of a step by pipeline stages."""
         return 1.0
 
+    def activation_share(self, micro_batches: int) -> float:
+        """What a process keeps for the backward pass of so many micro-batches of a step, over what all layers keep of
+        one of them.
+        """
+        return 1.0
+
     def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
         """Numbers of replicas, of FSDP shards and of tensor-parallel processes."""
         degrees = self.degrees(world_size)
@@ -136,31 +143,34 @@ class Sharding(Description):
         weight_bytes: int = 4,
         compute_bytes: int | None = None,
         trains: bool = True,
+        predicted: int | None = None,
     ) -> ShardingCost:
         """Memory and traffic of a role per process.
 
         Args:
             world_size: number of processes.
             sizes: of the model.
-            tokens: tokens of a micro-batch, for the activations that tensor-parallel processes exchange.
+            tokens: tokens of a micro-batch, for the activations that processes exchange.
             weight_bytes: bytes per element at rest, of weights, gradients and each of AdamW's two moments.
             compute_bytes: bytes per element of the dtype of computation; None for `weight_bytes`.
             trains: whether the role has gradients and an optimizer.
+            predicted: tokens of a micro-batch whose logits are computed; None for all.
         """
         replicas, shards, siblings = self.mesh_sizes(world_size)
         compute, stages = compute_bytes or weight_bytes, self.degrees(world_size).pp
         held = _held(sizes, siblings, stages)
         trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
-        sums = 4 if trains else 2  # after attention and MLP, forward and backward
-        exchanged = sums * -(-sizes.layers // stages) * sizes.hidden * tokens * compute if siblings > 1 else 0
+        exchanged = exchanged_elements(sizes, siblings, stages, tokens, predicted, trains=trains) * compute
         handed_on = min(stages - 1, 2 if trains else 1) * sizes.hidden * tokens * compute  # states, and their gradients
+        is_on_both_ends = stages > 1 and trained > 0 and sizes.tied and sizes.has_head
+        of_ends = sizes.vocabulary * sizes.hidden if is_on_both_ends else 0
         return ShardingCost(
             weights=held * weight_bytes // shards + (0 if compute == weight_bytes else held * compute),
             gradients=trained * weight_bytes // shards,
             optimizer=2 * trained * weight_bytes // shards,
             generating=_held(sizes, siblings) * compute if stages > 1 else 0,
-            per_micro_batch=int(2 * _part(siblings) * exchanged) + handed_on,
-            per_update=int(2 * _part(replicas) * trained * weight_bytes / shards),
+            per_micro_batch=int(exchanged) + handed_on,
+            per_update=int((2 * _part(replicas) * trained + of_ends) * weight_bytes / shards),
         )
 
 
@@ -229,8 +239,9 @@ class FSDP(_Processes):
         weight_bytes: int = 4,
         compute_bytes: int | None = None,
         trains: bool = True,
+        predicted: int | None = None,
     ) -> ShardingCost:
-        cost = super().cost(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
+        cost = super().cost(world_size, sizes, tokens, weight_bytes, compute_bytes, trains, predicted)
         _, shards, siblings = self.mesh_sizes(world_size)
         compute, held = compute_bytes or weight_bytes, _held(sizes, siblings, self.degrees(world_size).pp)
         rests = {"weights": held * weight_bytes // shards, "is_offloaded": self.cpu_offload}
@@ -239,13 +250,15 @@ class FSDP(_Processes):
         block = (sizes.parameters - sizes.embedding_elements) // max(sizes.layers, 1) // siblings
         ends, twice = held - block * sizes.layers, self.strategy == "FULL_SHARD"
         trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
-        sent = _part(shards) * ((1 + (twice and trains)) * held * compute + trained * weight_bytes)
+        again = held - ends if twice and trains else 0  # the ends stay from the forward pass to the backward pass
+        sent = _part(shards) * ((held + again) * compute + trained * weight_bytes) + cost.per_update
         return replace(
             cost,
             **rests,
             gathered=(ends + block if twice else held) * compute,
             generating=held * compute,
             per_micro_batch=cost.per_micro_batch + int(sent),
+            per_update=0,  # FSDP adds gradients up over replicas in each backward pass
         )
 
     def build(self, context: BuildContext) -> Parallelism:
@@ -302,8 +315,6 @@ class TP(_Processes):
         return _division_fault("tensor_parallel", self.tensor_parallel or world_size, world_size)
 
     def heads_fault(self, heads: int, kv_heads: int, world_size: int) -> str | None:
-        from verl.engines.tensor_parallel import heads_fault
-
         fault = heads_fault(heads, kv_heads, self.tensor_parallel or world_size)
         return None if fault is None else f"tensor_parallel {fault}"
 
@@ -331,8 +342,6 @@ class TPFSDP(FSDP):
         return _division_fault("tensor_parallel", self.tensor_parallel, world_size)
 
     def heads_fault(self, heads: int, kv_heads: int, world_size: int) -> str | None:
-        from verl.engines.tensor_parallel import heads_fault
-
         fault = heads_fault(heads, kv_heads, self.tensor_parallel)
         return None if fault is None else f"tensor_parallel {fault}"
 
@@ -400,8 +409,6 @@ class Parallel(FSDP):
         )
 
     def heads_fault(self, heads: int, kv_heads: int, world_size: int) -> str | None:
-        from verl.engines.tensor_parallel import heads_fault
-
         def fits(degrees: ParallelDegrees) -> bool:
             if heads_fault(heads, kv_heads, degrees.tp) is not None:
                 return False
@@ -457,10 +464,13 @@ class Parallel(FSDP):
         weight_bytes: int = 4,
         compute_bytes: int | None = None,
         trains: bool = True,
+        predicted: int | None = None,
     ) -> ShardingCost:
-        cost = super().cost(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
+        cost = super().cost(world_size, sizes, tokens, weight_bytes, compute_bytes, trains, predicted)
         if self.pp > 1 and self.degrees(world_size).shards > 1:
-            cost = self._cost_of_sharded_stage(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
+            cost = self._cost_of_sharded_stage(
+                world_size, sizes, tokens, weight_bytes, compute_bytes, trains, predicted
+            )
         compute = compute_bytes or weight_bytes
         sent = self.context_elements(sizes, tokens, trains) * compute
         if self.ep > 1 and self.pp > 1:
@@ -477,9 +487,10 @@ class Parallel(FSDP):
         weight_bytes: int,
         compute_bytes: int | None,
         trains: bool,
+        predicted: int | None,
     ) -> ShardingCost:
         """Weights of a stage are gathered once for all micro-batches, gradients reduced once; see `stage_shards`."""
-        cost = Sharding.cost(self, world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
+        cost = Sharding.cost(self, world_size, sizes, tokens, weight_bytes, compute_bytes, trains, predicted)
         shards, held = self.degrees(world_size).shards, _held(sizes, self.tp, self.pp)
         cast = 0 if compute_bytes in (None, weight_bytes) else held * (compute_bytes or 0)
         all_train = sizes.trained == sizes.parameters
@@ -575,6 +586,14 @@ class Parallel(FSDP):
         count = self.least_micro_batches
         return self.pp * count / (count + self.pp - 1)
 
+    def smaller(self) -> Iterator[tuple[str, Sharding]]:
+        if self.pp == self.ep == 1:  # what the others refuse to be beside
+            yield from super().smaller()
+
+    def activation_share(self, micro_batches: int) -> float:
+        is_1f1b = self.pp_schedule == "1f1b" and micro_batches >= self.pp
+        return (self.pp if is_1f1b else micro_batches) / self.pp  # under way at a time, of the first stage
+
     def _wanted(self) -> dict[str, int]:
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "cp": self.cp, "tp": self.tp}
         return sizes if self.dp_shard == -1 else sizes | {"dp_shard": self.dp_shard}
@@ -610,8 +629,8 @@ def usual(world_size: int, per_machine: int = 8) -> dict[str, Sharding]:
 
 
 def _held(sizes: ModelStats, siblings: int, stages: int = 1) -> int:
-    """Parameters per process with tensor parallelism and stages; transformers' plans do not split the embedding."""
-    embedding = sizes.vocabulary * sizes.hidden if siblings > 1 else 0
+    """Parameters per process with tensor parallelism and stages; transformers' plans split only a tied embedding."""
+    embedding = sizes.vocabulary * sizes.hidden if siblings > 1 and not (sizes.tied and sizes.has_head) else 0
     parameters = sizes.parameters if stages == 1 else largest_stage(sizes, stages)
     return (parameters - embedding) // siblings + embedding
 

@@ -17,9 +17,32 @@ from typing import Any
 
 import torch
 
+from verl.engines.chunked_logprobs import logits_at_a_time
 from verl.errors import ConfigError
+from verl.models.model_stats import ModelStats
 
 EXPERT_STYLES = {"grouped_gemm", "moe_tp_experts", "ep_router"}
+
+
+SUMS_FORWARD, SUMS_BACKWARD = 2, 5  # of a layer: after attention and MLP; before q, k, v, gate and up
+
+
+def exchanged_elements(
+    sizes: ModelStats, siblings: int, stages: int, tokens: int, predicted: int | None, *, trains: bool
+) -> float:
+    """Numbers that a process sends to those that share its layers, in a micro-batch.
+
+    Styles of transformers add up the states after attention and MLP, the gradients before each layer that is divided by
+    its outputs, and the states of a divided embedding; the logits of a divided head are gathered, and once more in the
+    backward pass where they are made in parts.
+    """
+    if siblings == 1:
+        return 0.0
+    of_head = (tokens if predicted is None else predicted) if sizes.has_head else 0
+    sums = (SUMS_FORWARD + SUMS_BACKWARD * trains) * -(-sizes.layers // stages) * tokens
+    sums += tokens * (sizes.tied and sizes.has_head) + of_head * trains
+    in_parts = trains and of_head * sizes.vocabulary > logits_at_a_time("cuda")
+    return (siblings - 1) / siblings * (2 * sums * sizes.hidden + of_head * sizes.vocabulary * (1 + in_parts))
 
 
 def with_experts(model: Any, plan: dict[str, str], size: int) -> dict[str, str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from verl.errors import ConfigError
 from verl.models.call import call_model
-from verl.models.parallel_info import compute_device, layers_gathered
+from verl.models.parallel_info import compute_device, layers_gathered, release_gathered
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
 from verl.ops.masking import last_true
 
@@ -295,6 +295,7 @@ class LMHead:
         self.head: nn.Module | None = model.get_output_embeddings()
         with layers_gathered(model):
             self.is_separable = self.head is not None and self.is_whole_state()
+        release_gathered(model)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [... V] of hidden states [... D]."""

@@ -21,6 +21,7 @@ class ModelStats:
         keys: width of the keys (and of the values) of a layer.
         mlp: intermediate size of the MLP of a layer.
         tied: whether the output head is the embedding, or there is no output head.
+        has_head: whether there is an output head over the vocabulary.
         expert_elements: parameters of the routed experts of all layers.
         expert_layers, experts, top_k: layers with experts, experts per layer, and experts per token.
     """
@@ -34,6 +35,7 @@ class ModelStats:
     keys: int
     mlp: int
     tied: bool = False
+    has_head: bool = True
     expert_elements: int = 0
     expert_layers: int = 0
     experts: int = 0
@@ -116,6 +118,7 @@ def _count(config: Any, lora: LoRA | None, kind: str) -> ModelStats:
         keys=(getattr(text, "num_key_value_heads", None) or heads) * head,
         mlp=getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size,
         tied=kind != "causal_lm" or bool(getattr(config, "tie_word_embeddings", False)),
+        has_head=kind == "causal_lm",
         expert_elements=expert_elements,
         expert_layers=len(mixtures),
         experts=mixtures[0].num_experts if mixtures else 0,

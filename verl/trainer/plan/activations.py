@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage in self._known:
+        if storage in self._known or tensor.is_meta:
             return
         size = storage.nbytes()
         self._known[storage] = size

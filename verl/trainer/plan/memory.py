@@ -82,7 +82,9 @@ def role_plans(run: Any, estimate: MemoryEstimate, device: DeviceRates, exact: b
         autocast = run.actor.autocast if memory.name == "reference" else getattr(role, "autocast", None)
         kind = getattr(torch, autocast or (getattr(role, "model", None) or run.actor.model).dtype)
         sharding = memory.layout.sharding
-        tokens = sharding.micro_batch_tokens(role.micro_batch_tokens, micro_batch_limit(run, memory))
+        limit = micro_batch_limit(run, memory)
+        tokens = sharding.micro_batch_tokens(role.micro_batch_tokens, limit)
+        under_way = sharding.activation_share(-(-limit // tokens))
         recomputed = bool(getattr(role, "gradient_checkpointing", False))
         device_type = "cuda" if device.is_gpu else "cpu"
         siblings = memory.layout.siblings
@@ -101,7 +103,12 @@ def role_plans(run: Any, estimate: MemoryEstimate, device: DeviceRates, exact: b
                 device_type=device_type,
                 expert_load=load,
             )
-            one = replace(one, scoring=int(more * one.scoring))
+            one = replace(
+                one,
+                scoring=int(more * one.scoring),
+                training=int(one.training + (under_way - 1) * one.kept),
+                kept=int(under_way * one.kept),
+            )
             made.append(replace(one, logits=0) if memory.name in _HEADS else one)
         sizes = model_stats(config, kind=_HEADS.get(memory.name, "causal_lm"))
         found.append(RolePlan(memory, config, sizes, tokens, kind, recomputed, made[0], *made[1:]))
@@ -117,7 +124,7 @@ def micro_batch_limit(run: Any, role: RoleMemory, *, scores: bool = False) -> in
     settings = run.trainer
     if not isinstance(settings, PPOSettings):
         length = getattr(run.data, "max_length", None) or run.actor.micro_batch_tokens
-        return max(1, -(-settings.batch_size * length // role.layout.processes))
+        return max(1, -(-settings.batch_size * length // role.layout.token_shares))
     rows = settings.prompts_per_step * settings.group_size
     is_whole = scores or not role.gradients or run.algorithm.mini_batches == 1
     if not is_whole:

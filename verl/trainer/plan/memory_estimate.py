@@ -47,6 +47,14 @@ class RoleLayout:
         return self.sharding.token_shares(self.processes)
 
     @property
+    def generation_shares(self) -> int:
+        """Number of shares of a step's rows where they are generated with the weights that train: each of the processes
+        that share tokens or layers' stages has whole weights then.
+        """
+        degrees = self.sharding.degrees(self.processes)
+        return self.shares * degrees.pp * degrees.cp
+
+    @property
     def siblings(self) -> int:
         """Processes that share each layer."""
         return self.sharding.mesh_sizes(self.processes)[2]
@@ -159,7 +167,7 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
         sizes = model_stats(source.load_config(), kind="classifier")
         processes = layouts["rm"].processes if run.reward_as_role is not None else 1  # each has a copy of its own
         roles.append(_scoring("reward", sizes, RoleLayout(NoSharding(), processes), source.dtype, source.dtype))
-    own = -(-rows // layouts["actor"].shares)
+    own = -(-rows // layouts["actor"].generation_shares)
     drawn = min(own, getattr(rollout, "max_rows", own))
     cache = actor.cache_elements // layouts["actor"].siblings * drawn * width * _computed_in(run.actor)
     is_here = _is_on_host(settings) if on_host is None else on_host

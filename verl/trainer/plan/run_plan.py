@@ -162,7 +162,9 @@ class RunPlan:
             "host_bytes": self.memory.host,
             "batch": list(self.batch),
             "step_seconds": self.step_s,
-            "stages": [{"name": s.name, "seconds": s.seconds, "bound": s.bound} for s in self.stages],
+            "stages": [
+                {"name": s.name, "seconds": s.seconds, "bound": s.bound, "sent_bytes": s.sent} for s in self.stages
+            ],
             "checkpoint_bytes": self.memory.estimate.saving,
             "checkpoints_kept": self.memory.estimate.kept,
             "changes": [
@@ -291,10 +293,9 @@ def _one_of_each(found: list[FittingChange], *, by_peak: bool = False) -> list[F
 
 def _batch(run: Any) -> Iterator[str]:
     settings = run.trainer
-    world = settings.n_gpus_per_node * settings.nnodes
     if not isinstance(settings, PPOSettings):
         yield f"A step trains on {settings.batch_size} sequences in one optimizer step."
-        yield from _remainder(settings.batch_size, world, "sequences", "processes")
+        yield from _remainder(settings.batch_size, role_layouts(run)["actor"].shares, "sequences", "shares of the rows")
         return
     prompts, group, algorithm = settings.prompts_per_step, settings.group_size, run.algorithm
     rows = prompts * group

@@ -4,7 +4,7 @@ layer."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.models.model_stats import ModelStats
@@ -15,11 +15,17 @@ from verl.trainer.plan.memory import MemoryPlan, RolePlan, tokens_per_row
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one stage of a step; `bound` names the limiting resource."""
+    """Seconds of one stage of a step.
+
+    Attributes:
+        bound: the limiting resource.
+        sent: bytes that a process sends to others for forward and backward passes.
+    """
 
     name: str
     seconds: float
     bound: str
+    sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,15 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
     settings = run.trainer
     if not isinstance(settings, PPOSettings):
         length = getattr(run.data, "max_length", None) or memory.roles[0].tokens
-        own_tokens = settings.batch_size * length // memory.roles[0].memory.layout.processes
+        own_tokens = settings.batch_size * length // memory.roles[0].memory.layout.token_shares
         return [_update(run, memory.roles[0], work["actor"], max(1, own_tokens), length, 1, device)]
     rows, new = settings.prompts_per_step * settings.group_size, response or run.response_tokens
     prompt = getattr(run.data, "max_prompt_length", 0)
-    own = {role.name: -(-rows // role.memory.layout.shares) for role in memory.roles}
     found = []
     if run.rollout.generates_here:
-        found.append(_generation(run, work["actor"], own["actor"], prompt, new, device))
+        layout = next(role.memory.layout for role in memory.roles if role.name == "actor")
+        own = -(-rows // (layout.shares if run.rollout.runs_ahead else layout.generation_shares))
+        found.append(_generation(run, replace(work["actor"], ways=layout.siblings), own, prompt, new, device))
     width = prompt + new
     for role in memory.roles:
         if role.name == "actor" and not run.algorithm.needs_old_log_probs:
@@ -140,17 +147,17 @@ def _update(
     once, bound = work.pass_s(tokens, length, calls)
     compute = once * (4 if role.recomputed else 3)
     layout = role.memory.layout
-    sent = 0.0
+    sent, sending = 0, 0.0
     if layout.processes > 1:
         kind = getattr(run, role.name).model.dtype
         cost = layout.sharding.cost(layout.processes, work.sizes, role.tokens, _itemsize(kind), work.itemsize)
-        sent = cost.per_step(calls, updates) / (device.network if run.trainer.nnodes > 1 else device.link)
+        sent = cost.per_step(calls, updates)
+        sending = sent / (device.network if run.trainer.nnodes > 1 else device.link)
     moments = 7 * (role.memory.gradients or role.memory.weights) / device.reads() * updates  # AdamW reads 4, writes 3
     if role.memory.is_offloaded:
         moments += 2 * role.memory.weights / device.host_link * updates
-    return StageTime(
-        f"update {role.name}", max(compute, sent) + moments, "links between devices" if sent > compute else bound
-    )
+    bound = "links between devices" if sending > compute else bound
+    return StageTime(f"update {role.name}", max(compute, sending) + moments, bound, sent)
 
 
 def _itemsize(name: str) -> int:
