@@ -2,7 +2,7 @@
 
     python examples/hybrid_actor.py
 
-REINFORCE with the mean of the batch as its baseline teaches the embedded model, from random weights, to answer in
+REINFORCE with the mean of the batch as its baseline teaches the built-in model, from random weights, to answer in
 digits. Takes seconds on a CPU and needs no network. Your own model comes by HybridActor.from_pretrained(NAME_OR_PATH).
 """
 

@@ -2,7 +2,7 @@
 
     python examples/pipeline.py
 
-Two rewards, summed by weight, teach the embedded model, from random weights, to answer with digits that do not repeat.
+Two rewards, summed by weight, teach the built-in model, from random weights, to answer with digits that do not repeat.
 Takes seconds on a CPU and needs no network. With models of yours, write their names or paths.
 """
 

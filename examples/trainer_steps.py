@@ -2,7 +2,7 @@
 
     python examples/trainer_steps.py
 
-GRPO teaches the embedded model, from random weights, to answer in digits, and then in even digits. Takes seconds on a
+GRPO teaches the built-in model, from random weights, to answer in digits, and then in even digits. Takes seconds on a
 CPU and needs no network; writes below outputs/ and checkpoints/ of the directory that it is started in. With a model
 of yours, write model=NAME_OR_PATH; a loaded Hugging Face model with its tokenizer does as well, and is itself trained.
 """

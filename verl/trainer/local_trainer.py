@@ -132,7 +132,7 @@ def _compose(
     if "data" in given:
         short, notes = without_data_files(short)
         if not any(option.startswith("data=") for option in overrides):
-            overrides = ["data=files", *overrides]  # not the lengths that suit the embedded example
+            overrides = ["data=files", *overrides]  # not the lengths that suit the built-in example
     replacements = {key: as_plain(item) for key, item in given.items()}
     if device_mesh is not None:
         replacements["trainer.placement"] = as_plain(device_mesh)

@@ -178,7 +178,7 @@ def _defaults(given: Mapping[str, Description], saves: bool, algorithm: str | Al
         "actor": "pretrained",
         "critic": "own_model" if "critic.model" in given else "same_as_actor",
         "checkpoint": "async" if saves else "off",
-        "data": "files",  # not the lengths that suit the embedded example
+        "data": "files",  # not the lengths that suit the built-in example
         "tracker.console": None,
         "trainer.prompts_per_step": prompts,
     }
