@@ -142,14 +142,14 @@ class Description:
         opens with the field: `norm_length is 8: only aggregation=seq-mean-token-sum-norm reads it.`"""
         yield from ()
 
-    def faults_here(self) -> Iterator[str]:
+    def machine_faults(self) -> Iterator[str]:
         """Yield what it needs and this machine lacks (a package, a device, a directory), each opening with the field.
         Asked before anything is trained or written; `faults` must hold on any machine."""
         yield from ()
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
         """Yield what it needs of other machines, and of directories, and cannot have: a server that does not answer, a
-        store that refuses, each opening with the field. Asked after `faults_here`, before anything is trained or
+        store that refuses, each opening with the field. Asked after `machine_faults`, before anything is trained or
         written; whoever asks a server waits for a few seconds at most (PREFLIGHT_TIMEOUT_S)."""
         yield from ()
 

@@ -84,7 +84,7 @@ def test_two_processes_draw_the_episodes_of_one(tmp_path):
         (["replay=tiered"], "the replay buffer does not keep the masks of episodes"),
         (["algorithm=remax"], "the greedy baseline of algorithm=remax was not tried"),
         (["algorithm=dapo"], "algorithm.selection was not tried with episodes"),
-        (["rollout.min_new_tokens=2"], "a turn ends when it ends"),
+        (["rollout.min_new_tokens=2"], "a turn has no minimum"),
         (["sharding=fsdp", "trainer.n_gpus_per_node=2"], "sharding FSDP divides the actor"),
         (["environment=guess_number"], "the rows of data have no column 'secret'"),
         (["environment=none", "reward=environment"], "environment is null"),

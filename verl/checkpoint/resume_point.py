@@ -234,8 +234,8 @@ def _newest(
             _log.error("NOT USING checkpoint %s", error)
         else:
             after = "" if published is chosen[-1][0] else ", those after it being damaged"
-            beside = f", {others} of another training beside them" if own and others else ""
-            why = f"{what}: the last published of {len(chosen)} complete ones{after}{beside}"
+            others_text = f", {others} of another training beside them" if own and others else ""
+            why = f"{what}: the last published of {len(chosen)} complete ones{after}{others_text}"
             return ResumePoint(published, state, why)
     raise _all_damaged(directory)
 

@@ -158,14 +158,14 @@ class LocalTransport:
         return [rank for rank in ranks if self._children[rank].is_stopped()]
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        said = {rank: self._logs[rank].size for rank in ranks}
+        log_sizes = {rank: self._logs[rank].size for rank in ranks}
         for rank in ranks:
             self._children[rank].request_stack()
         deadline, silent = Deadline(STACK_TIMEOUT_S), list(ranks)
         while silent and deadline.left_s:
             time.sleep(0.1)
-            silent = [rank for rank in silent if self._logs[rank].size == said[rank]]
-        return {rank: self._logs[rank].text(said[rank]) for rank in ranks}
+            silent = [rank for rank in silent if self._logs[rank].size == log_sizes[rank]]
+        return {rank: self._logs[rank].text(log_sizes[rank]) for rank in ranks}
 
     def state(self, rank: int) -> str:
         return self._children[rank].state()

@@ -70,8 +70,8 @@ class PipelineParallelism(ShardedParallelism):
         self.stage, self.num_stages = self.rank // (self.world_size // degrees.pp), degrees.pp
         self.stage_group = self._device_mesh[STAGE].get_group()
         self._last = self.dist.get_global_rank(self.stage_group, degrees.pp - 1)
-        beside = self.world_size // degrees.pp
-        self._ends_group = self._group(lambda rank: (rank % beside, rank // beside in (0, degrees.pp - 1)))
+        stage_size = self.world_size // degrees.pp
+        self._ends_group = self._group(lambda rank: (rank % stage_size, rank // stage_size in (0, degrees.pp - 1)))
         self._models: dict[int, tuple[PipelineRunner, torch.dtype, StageShards]] = {}
         self._stages: dict[int, tuple[int, ...]] = {}  # of parameters, by id
         self._kept: list[Any] = []  # keeps the parameters alive, so that no `id` is reused

@@ -84,7 +84,7 @@ class Rollout(Description):
         """The description used for this model; another one than `self` only if this one chooses between engines."""
         return self
 
-    def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
+    def faults_with_actor(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
         """Faults in combination with the actor: the rank of its adapter, and whether its weights are sharded."""
         return iter(())
 

@@ -72,7 +72,7 @@ class Jail(Sandbox):
     python: str | None = None
     bwrap: str | None = None
 
-    def faults_here(self) -> Iterator[str]:
+    def machine_faults(self) -> Iterator[str]:
         try:
             with _pool_of_one(self) as pool:
                 result = pool.run("print(6 * 7)")

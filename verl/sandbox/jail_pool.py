@@ -224,9 +224,9 @@ class JailPool(CodeRunner):
             raise JailFailed(f"a jail did not start within {START_TIMEOUT_S:g} s ({error})") from error
         if not ready:
             assert process.stderr is not None
-            said = process.stderr.read(2000).decode(errors="replace").strip()
+            output = process.stderr.read(2000).decode(errors="replace").strip()
             jail.kill()
-            raise JailFailed(f"a jail cannot be made on this machine: {said or f'exit status {process.returncode}'}")
+            raise JailFailed(f"a jail cannot be made on this machine: {output or f'exit status {process.returncode}'}")
         if self.groups is not None:
             self._put_in_group(jail, self.groups)
         return jail

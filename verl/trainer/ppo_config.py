@@ -101,7 +101,7 @@ def _processes(run: Any, shardings: Mapping[str, Sharding]) -> Mapping[str, int]
 def _rollout_faults(run: Any) -> Iterator[str]:
     shardings, adapter = run.shardings(), run.actor.lora
     is_divided = shardings["actor"].parameter_shards(_processes(run, shardings)["actor"]) > 1
-    yield from run.rollout.faults_beside(None if adapter is None else adapter.rank, is_divided)
+    yield from run.rollout.faults_with_actor(None if adapter is None else adapter.rank, is_divided)
     if isinstance(run.actor.model, ModuleModel) and not run.rollout.takes_stages:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes models of transformers alone, and actor.model is a "
@@ -237,7 +237,7 @@ class PPORun(Description):
         """Faults between components, each with its full config path."""
         yield from faults_between(self)
 
-    def faults_here(self) -> Iterator[str]:
+    def machine_faults(self) -> Iterator[str]:
         if self.trainer.placement is None:  # else the actor may live on another machine
             device = "cuda" if self.trainer.device == "auto" and torch.cuda.is_available() else self.trainer.device
             try:

@@ -96,7 +96,7 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
         )
     device = settings.device
     with faults_below("trainer"):
-        if found := list(settings.faults_here()):
+        if found := list(settings.machine_faults()):
             raise ConfigError(found)
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"

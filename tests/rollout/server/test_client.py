@@ -282,7 +282,9 @@ def test_turns_of_episodes_are_requests_of_their_own_with_seeds_by_turn(attached
 
     def played(rows):
         environment, context = Scripted(answer=answer, max_tokens=30), BuildContext()
-        engine = EpisodeEngine(environment, sampler, sampler.options, actor.tokenizer, sampler.wish.stop_ids, context)
+        engine = EpisodeEngine(
+            environment, sampler, sampler.options, actor.tokenizer, sampler.sampling_params.stop_ids, context
+        )
         found = engine.generate(rows, request)
         engine._calls.close()
         return found

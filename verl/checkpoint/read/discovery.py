@@ -193,8 +193,8 @@ def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPa
         if given.name == LATEST and _holds_checkpoints(disk, given.parent):
             return ResolvedPath(given.parent, LATEST)
         real = Path(os.path.realpath(given))
-        beside = CheckpointDirectory(real.parent, disk)
-        if beside.exists(real) and beside.is_candidate(real):
+        parent = CheckpointDirectory(real.parent, disk)
+        if parent.exists(real) and parent.is_candidate(real):
             return ResolvedPath(real.parent, real.name)
         for directory in (real, real / OF_A_RUN, *_pointed_to(disk, real)):
             if _holds_checkpoints(disk, directory):

@@ -272,10 +272,10 @@ def find_at(address: str, storage: Storage | None = None) -> tuple[RemoteStore, 
     below = [found.key.removesuffix(suffix) for found in tier.store.list() if found.key.endswith(suffix)]
     if len(below) == 1:
         return RemoteStore(named.below(below[0]).connect()), None
-    said = (
+    reason = (
         f"did you mean {' or '.join(f'{named.address}/{one}' for one in below[:3])}?" if below else "nothing is there"
     )
-    raise CheckpointNotFound(f"{address} holds no checkpoints: {said}")
+    raise CheckpointNotFound(f"{address} holds no checkpoints: {reason}")
 
 
 def _in_order(

@@ -374,11 +374,11 @@ class Uploader:
     def _listen(self, child: ChildProcess) -> None:
         with contextlib.suppress(ChannelClosed, pickle.UnpicklingError):
             while True:
-                self._hear(child.channel.receive())
+                self._handle(child.channel.receive())
         with self._changed:
             self._changed.notify_all()
 
-    def _hear(self, message: UploadEvent) -> None:
+    def _handle(self, message: UploadEvent) -> None:
         with self._changed:
             self._is_done |= message.kind == "done"
             self.is_fenced |= message.kind == "fenced"

@@ -348,8 +348,8 @@ class CheckpointWriter:
         if error is not None:
             log.error("the checkpoint of step %d failed: %s", job.plan.step, error)
         if error is not None and job.plan.joint is not None and not job.plan.joint.commits:
-            told = f"{type(error).__name__}: {error}"
-            submit_failure(self.store.disk, job.plan.joint.directory, job.plan.joint.name, told)
+            reason = f"{type(error).__name__}: {error}"
+            submit_failure(self.store.disk, job.plan.joint.directory, job.plan.joint.name, reason)
         if job.staging is not None:
             job.staging.abort()  # after a publication only its lock is left
         self._host_buffers.give_back(job.host_buffer)

@@ -154,11 +154,11 @@ def abandon_missing(disk: FileSystem, directory: Path, names: Collection[str], r
 
 
 def _report(name: str, data: bytes, directory: Path) -> RankReport:
-    told = json.loads(data)
-    if "error" in told:
-        raise CheckpointIncomplete(directory, [FileFault(name, f"could not write its part: {told['error']}")])
-    wrapped = Manifest.from_bytes(told["manifest"].encode())
-    return RankReport(name, wrapped.files, wrapped.tensors, tuple(told["shared"]), wrapped.deltas)
+    report = json.loads(data)
+    if "error" in report:
+        raise CheckpointIncomplete(directory, [FileFault(name, f"could not write its part: {report['error']}")])
+    wrapped = Manifest.from_bytes(report["manifest"].encode())
+    return RankReport(name, wrapped.files, wrapped.tensors, tuple(report["shared"]), wrapped.deltas)
 
 
 @dataclass(frozen=True, kw_only=True)

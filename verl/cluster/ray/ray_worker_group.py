@@ -259,30 +259,30 @@ class RayTransport:
         return group.on_reply(number, rank, answer)
 
     def look(self, ranks: Sequence[int]) -> None:
-        for rank, told in self._told_progress(ranks).items():
-            if told is not None and told[0] != self._counts.get(rank):
-                self._counts[rank] = told[0]
+        for rank, progress in self._progress_of(ranks).items():
+            if progress is not None and progress[0] != self._counts.get(rank):
+                self._counts[rank] = progress[0]
                 self.progress.advance(slot=rank)
 
-    def _told_progress(self, ranks: Sequence[int]) -> dict[int, tuple[int, str] | None]:
+    def _progress_of(self, ranks: Sequence[int]) -> dict[int, tuple[int, str] | None]:
         """By rank, of those that answer: what they say of their progress; None of one that has ended."""
-        told: dict[int, tuple[int, str] | None] = {}
+        progress: dict[int, tuple[int, str] | None] = {}
         with contextlib.suppress(RayError):
             asked = [self._actors[rank].progress.options(concurrency_group="watch").remote() for rank in ranks]
             answered, _ = ray.wait(asked, num_returns=len(asked), timeout=STACK_TIMEOUT_S) if asked else ([], [])
             for rank, ref in zip(ranks, asked, strict=True):
                 if ref in answered:
-                    told[rank] = None
+                    progress[rank] = None
                     with contextlib.suppress(RayError):  # whoever waits for its answer is told
-                        told[rank] = ray.get(ref)
-        return told
+                        progress[rank] = ray.get(ref)
+        return progress
 
     def stopped_s(self, ranks: Sequence[int], time_of: StoppedTime) -> float:
         """Not looked at: an actor may be on another machine, and one that is stopped makes no progress."""
         return 0.0
 
     def inert(self, ranks: Sequence[int]) -> Sequence[int]:
-        return sorted(set(ranks) - self._told_progress(ranks).keys())
+        return sorted(set(ranks) - self._progress_of(ranks).keys())
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         stacks, end = dict.fromkeys(ranks, ""), Deadline(STACK_TIMEOUT_S)

@@ -79,13 +79,13 @@ class ServerSampler(RolloutEngine):
         self,
         options: ServerRollout,
         parts: ServerConnection,
-        wish: SamplingRequest,
+        sampling_params: SamplingRequest,
         model: Any,
         tokenizer: Any,
         seed: int,
         autocast: Autocast,
     ):
-        self.options, self.parts, self.wish, self.model = options, parts, wish, model
+        self.options, self.parts, self.sampling_params, self.model = options, parts, sampling_params, model
         self.seed, self.pad_id = seed, tokenizer.pad_token_id
         self.autocast: Autocast = autocast
         self._begun: _PendingResponses | None = None
@@ -140,15 +140,15 @@ class ServerSampler(RolloutEngine):
                 f"and the server takes {limit}. Lower it."
             )
         seed = self.seed if self.options.send_seed else None
-        return ServerTurns(self.parts.client, self.parts.protocol, self.wish, request, seed)
+        return ServerTurns(self.parts.client, self.parts.protocol, self.sampling_params, request, seed)
 
     def _begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         assert self._begun is None
         rows = [row[mask].tolist() for row, mask in zip(prompts["prompts"], prompts["prompt_mask"], strict=True)]
         self._refuse_too_long(max(map(len, rows), default=0))
-        wish = replace(self.wish, greedy=request.greedy)
+        sampling_params = replace(self.sampling_params, greedy=request.greedy)
         draws = [
-            GenerateRequest(self.parts.protocol, rows[i // request.num_samples], replace(wish, seed=seed))
+            GenerateRequest(self.parts.protocol, rows[i // request.num_samples], replace(sampling_params, seed=seed))
             for i, seed in enumerate(self._seeds(prompts, request))
         ]
         self._begun = _PendingResponses(prompts, request, draws, self.parts.client.begin(draws, stop_at_failure=True))

@@ -66,7 +66,7 @@ class ServerRollout(Rollout):
         if self.protocol == "tgi":
             yield from self._tgi_faults()
 
-    def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
+    def faults_with_actor(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
         if self.weights == "reload" and is_divided:
             yield f"rollout.weights is reload: {DIVIDED}"
 

@@ -75,7 +75,7 @@ class VLLMRollout(Rollout):
                 f"{self.max_new_tokens}."
             )
 
-    def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
+    def faults_with_actor(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
         if self.lora == "merged" or lora_rank is None:
             return
         if lora_rank > LORA_RANKS[-1]:

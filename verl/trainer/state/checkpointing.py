@@ -91,7 +91,7 @@ class CheckpointUploads:
         """Notify the upload process of a new checkpoint."""
         self._uploader.look()
 
-    def hear(self) -> None:
+    def process_events(self) -> None:
         """Record uploaded checkpoints and log failures."""
         self._record(self._uploader.heard())
 
@@ -480,7 +480,7 @@ class CheckpointSaver:
                 if self._uploads is not None:
                     self._uploads.published()
         if self._uploads is not None:
-            self._uploads.hear()
+            self._uploads.process_events()
         return outcomes
 
     def _state(self, state: PartStates, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -318,8 +318,8 @@ class SaveDirectoryChoice:
             if taken is None:
                 claimed = self._claim(place)
                 if not isinstance(claimed, LockHolder):
-                    said = [f"{passed[0]}: this run saves in {place.directory}."] if passed else []
-                    return SaveDirectory(place.directory, place.tier, None, *claimed, said)
+                    notes = [f"{passed[0]}: this run saves in {place.directory}."] if passed else []
+                    return SaveDirectory(place.directory, place.tier, None, *claimed, notes)
                 holder, found = claimed, self._differing(claimed.identity)
                 if self._is_fixed or not found:
                     raise self._busy(place, holder)
@@ -423,10 +423,10 @@ class SaveDirectoryChoice:
         yield first
         if self._is_fixed and first.tier is None:
             return
-        beside = re.compile(re.escape(first.directory.name) + r"-([1-9]\d{0,8})")
+        sibling_name = re.compile(re.escape(first.directory.name) + r"-([1-9]\d{0,8})")
         parent = first.directory.parent
         names = (path.name for path in parent.iterdir()) if parent.is_dir() and not self._is_fixed else ()
-        local = {int(match[1]) for name in names if (match := beside.fullmatch(name)) and int(match[1]) > 1}
+        local = {int(match[1]) for name in names if (match := sibling_name.fullmatch(name)) and int(match[1]) > 1}
         for number in itertools.count(2):
             place = self._place(number, job)
             if number in local or _is_used(place.tier):
