@@ -1,4 +1,4 @@
-"""What a GRPO step sends through the driver, counted; and what rows that stay on the workers would save, timed.
+"""Traffic of a GRPO step through the driver, counted, and the time that rows kept on the workers would save.
 
 python benchmarks/driver_traffic.py [--small] [--count-only]
 

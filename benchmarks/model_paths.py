@@ -1,4 +1,4 @@
-"""What trying a model's ways costs at the start of a run, with an empty cache and with a full one.
+"""Cost of checking the execution paths of a model at the start of a run, with an empty and a full cache.
 
     python benchmarks/model_paths.py
 

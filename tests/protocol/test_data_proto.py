@@ -127,7 +127,7 @@ def test_rows_outside_the_batch_and_masks_of_another_length_are_refused():
             data[key]
     with pytest.raises(DataProtoValidationError, match="mask of shape"):
         data[torch.tensor([True])]
-    with pytest.raises(DataProtoValidationError, match="whole numbers"):
+    with pytest.raises(DataProtoValidationError, match="selected by integers"):
         data[[0.5]]
     with pytest.raises(DataProtoValidationError, match="each of the 3 rows once"):
         data.reorder([0, 0, 1])
@@ -244,7 +244,7 @@ def test_select_pop_and_rename_move_fields_with_their_producers():
 
 def test_rename_checks_the_new_name():
     data = rollout()
-    with pytest.raises(DataProtoValidationError, match="taken by no other"):
+    with pytest.raises(DataProtoValidationError, match="different from the others"):
         data.rename("values", "prompts")
     with pytest.raises(DataProtoValidationError, match="one new name for each"):
         data.rename(["values", "prompts"], "returns")

@@ -350,7 +350,7 @@ def test_dates_and_records_stay_what_they_are():
 
 @pytest.mark.parametrize("key", [True, np.bool_(True), torch.tensor(1.5), np.float64(1.0), torch.tensor(True)])
 def test_what_is_no_row_number_is_refused(key):
-    with pytest.raises(DataProtoValidationError, match="is no row"):
+    with pytest.raises(DataProtoValidationError, match="is not a row"):
         column(1, 2)[key]
 
 
@@ -367,7 +367,7 @@ def test_indices_of_any_array_choose_rows():
         ["a"],
         objects([1.5]),
     ):
-        with pytest.raises(DataProtoValidationError, match="mask of shape|whole numbers"):
+        with pytest.raises(DataProtoValidationError, match="mask of shape|selected by integers"):
             data[empty]
 
 
