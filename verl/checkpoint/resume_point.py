@@ -35,7 +35,7 @@ from verl.utils.saved_targets import current_targets
 
 _log = logging.getLogger(__name__)
 
-IsOwn = Callable[[Mapping[str, Any]], bool]  # whether what `trainer_state.json` tells is the training that goes on
+IsOwn = Callable[[Mapping[str, Any]], bool]  # whether `trainer_state.json` is of the training to resume
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def find(
         strict: a damaged checkpoint is an error, instead of being passed over.
         verify: false looks at names, sizes and headers alone.
         tier: where `latest` looks too; what is newer there is fetched.
-        storage: how an address of the same kind is asked.
+        storage: settings for addresses of the same kind.
         is_own: of a directory, the newest checkpoint of this training is meant, wherever those of others stand. Where
             it holds those of others alone, their newest is returned, for the caller to refuse. None: any training.
     Raises:

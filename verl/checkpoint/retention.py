@@ -274,7 +274,7 @@ def clean(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     """Retention for each line of descent by itself, then what dead processes left, then shared files that no checkpoint
     holds any more.
 
-    A living trainer stays the owner of the directory, and what it is saving is left alone.
+    A running trainer stays the owner of the directory, and its current save is not touched.
 
     Raises:
         CheckpointFenced: a trainer took over in this moment; nothing was removed.
@@ -295,7 +295,7 @@ def _names(checkpoints: list[Checkpoint]) -> tuple[str, ...]:
 
 
 def _leftovers(store: CheckpointStore) -> Iterator[Path]:
-    """Of dead processes: staged saves that nobody holds a lock on, and all of the trash."""
+    """Leftovers of dead processes: staged saves without a lock, and the trash."""
     # Under the lock of the store a save is either not begun or has its own lock: looking cannot come between the two.
     with store.ownership.locked() if store.exists(store.directory / FORMAT) else contextlib.nullcontext():
         for part in (STAGING, TRASH):

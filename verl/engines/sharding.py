@@ -116,7 +116,7 @@ class Sharding(Description):
         return min(budget, total)
 
     def pipeline_ways(self, world_size: int) -> float:
-        """Speed-up of a pass over the rows of a step by pipeline stages."""
+        """Speed-up of a pass over the rows of a step by pipeline stages, as a factor."""
         return 1.0
 
     def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:

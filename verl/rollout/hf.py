@@ -30,7 +30,7 @@ from verl.rollout.token_sampler import TokenSampler
 
 log = logging.getLogger(__name__)
 
-NOISE_TOKENS = 64  # positions whose noise is made at a time
+NOISE_TOKENS = 64  # positions per call of the noise generator
 
 
 @component
@@ -38,7 +38,7 @@ class HFRollout(Rollout):
     """Generate with the training model itself, through transformers. No weights are copied, so there is no sync.
 
     Args:
-        max_rows: responses decoded at a time, or those of one prompt if they are more.
+        max_rows: responses decoded concurrently, or those of one prompt if they are more.
         share_prefix: compute each prompt once for all of its samples, if the model supports it. Affects speed only.
         drop_finished: remove finished rows from the batch once they are an eighth of it, if the model supports it.
             Affects speed only.
@@ -140,7 +140,7 @@ class HFSampler(RolloutEngine):
                 except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
                     fault = f"{type(error).__name__}: {error}"
                 if fault is not None:
-                    log.warning("Each new token has a length of keys of its own: %s.", fault)
+                    log.warning("Each new token uses its exact length of keys, without padding: %s.", fault)
                     self._key_multiple = 1
         return self._key_multiple
 

@@ -39,7 +39,8 @@ FIRST_LENGTH = 64  # tokens of a slot; it grows by half
 
 
 class SlotLayer(DynamicLayer):
-    """Keys and values of one layer, a row of its own length per slot: [slots + 1, H, L, D]; the last slot is scratch.
+    """Keys and values of one layer, a row of individual length per slot: [slots + 1, H, L, D]; the last slot is
+    scratch.
 
     Attributes:
         slots, positions: [b q] where the tokens of the current call are written, and [b] the rows that attend.
@@ -322,7 +323,7 @@ class SlotTurns(TurnEngine):
             fresh.append((_LiveTurn(self._queue.popleft(), found[0]), found[1]))
         if not fresh:
             return
-        first: dict[tuple[int, ...], int] = {}  # whole prompts -> who reads them
+        first: dict[tuple[int, ...], int] = {}  # whole prompts -> who computes them
         reading, same = [], {}
         for number, (live, start) in enumerate(fresh):
             key = tuple(live.request.tokens)

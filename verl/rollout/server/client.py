@@ -1,7 +1,7 @@
 """The engine of `rollout=server`: one request for each response, and weights that are updated where the server can.
 
 prompts ──> requests, each with its seed ──> client ──> server
-rows    <── tokens and log-probs         <──┘   asked again: only what failed
+rows    <── tokens and log-probs         <──┘   retried: only failed requests
 sync    ──> weights ──> server, proven by log-probs of fixed text on both sides
 """
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 MICRO_BATCH_TOKENS = 16384  # of a forward pass where the trainer tells the log-probs
-NOISE_NATS = 1e-5  # below it nothing can be told of which weights a server holds
+NOISE_NATS = 1e-5  # below it the weights of a server cannot be distinguished
 
 
 @dataclass(frozen=True)
@@ -225,11 +225,11 @@ class ServerSampler(RolloutEngine):
                 prompt = int(begun.prompts["prompt_ids"][row // n])
                 raise RolloutError(
                     f"The server at {self.parts.client.endpoint.base_url} gives no response to prompt {prompt}, sample "
-                    f"{row % n}, asked {report.attempts} times: {report.failure}"
+                    f"{row % n}, sent {report.attempts} times: {report.failure}"
                 )
         again = sum(report.attempts > 1 for report in reports if report is not None)
         if again:
-            logger.warning("%d of %d responses were asked for more than once.", again, len(begun.draws))
+            logger.warning("%d of %d responses needed more than one request.", again, len(begun.draws))
 
     @torch.no_grad()
     def _trainers_log_probs(self, rows: DataProto, width: int) -> Tensor:

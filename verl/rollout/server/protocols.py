@@ -110,7 +110,7 @@ def checked(drawn: ServerResponse, was_cut: bool, sampling_params: SamplingReque
     """
     ids, log_probs = drawn.ids, drawn.log_probs
     if not ids or len(ids) > sampling_params.max_tokens or (was_cut and len(ids) < sampling_params.max_tokens):
-        raise RetryableAnswer(f"a response of {len(ids)} tokens, where {sampling_params.max_tokens} were asked for")
+        raise RetryableAnswer(f"a response of {len(ids)} tokens, where {sampling_params.max_tokens} were requested")
     if len(log_probs) != len(ids):
         raise RetryableAnswer(f"{len(log_probs)} log-probs for {len(ids)} tokens")
     if not was_cut and ids[-1] not in sampling_params.stop_ids:
@@ -197,7 +197,7 @@ def shown_value(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
 
-TOKEN_ID = "token_id:"  # vLLM writes a token so where it is asked for ids in place of text
+TOKEN_ID = "token_id:"  # prefix of tokens that vLLM returns as ids
 TEXT_ONLY = (
     "text without token ids. Training needs the very tokens that were drawn, and a text can be cut into tokens in many "
     "ways: use a server that gives them, such as vLLM (return_token_ids)"
@@ -259,12 +259,12 @@ def _only_choice(answer: Any) -> dict[str, Any]:
     if not isinstance(choices, list) or not choices:
         raise RetryableAnswer("an answer without choices[0].finish_reason")
     if len(choices) > 1:
-        raise RetryableAnswer(f"{len(choices)} choices, where one response was asked for (n is 1)")
+        raise RetryableAnswer(f"{len(choices)} choices, where one response was requested (n is 1)")
     choice = choices[0]
     if not isinstance(choice, dict) or "finish_reason" not in choice:
         raise RetryableAnswer("an answer without choices[0].finish_reason")
     if (index := choice.get("index", 0)) != 0 or isinstance(index, bool):
-        raise RetryableAnswer(f"choices[0].index is {shown_value(index)}, where one response was asked for (n is 1)")
+        raise RetryableAnswer(f"choices[0].index is {shown_value(index)}, where one response was requested (n is 1)")
     return choice
 
 

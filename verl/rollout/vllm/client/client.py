@@ -85,7 +85,7 @@ class _Connection:
 
     Attributes:
         key: identifies the engine and tensors that it was made for.
-        chunks: where each tensor lies in the stream.
+        chunks: location of each tensor in the stream.
         feeds: what each worker of the engine reads.
         num_bytes: total size of all tensors.
     """
@@ -128,7 +128,7 @@ class VLLMClient(RolloutEngine):
         self._begun: tuple[DataProto, GenerationRequest, tuple[Any, ...]] | None = None
         self._stream: StreamWriter | None = None
         self._connection: _Connection | None = None
-        self._connected: list[FeedPlan] | None = None  # what the engine was told to read
+        self._connected: list[FeedPlan] | None = None  # the streams that the engine reads
         self._while_drawing = contextlib.ExitStack()
         self._files = EngineFiles()
         try:
@@ -194,7 +194,7 @@ class VLLMClient(RolloutEngine):
         assert self._begun is not None
         (prompts, request, asked), self._begun = self._begun, None
         self._while_drawing.close()
-        answers = iter([self._process.answer])  # to the question that was sent; later ones are asked anew
+        answers = iter([self._process.answer])  # of the request that was sent; later ones are new requests
         self.has_redrawn = False
 
         def anew() -> SampleOutput:
@@ -344,7 +344,7 @@ class VLLMClient(RolloutEngine):
         return SyncResult(f"adapter {self._adapters}, {size / MIB:.1f} MiB to vLLM", metrics)
 
     def connect(self, weights: Sequence[NamedWeight]) -> _Connection:
-        """Where tensors of these names and shapes lie in the stream: agreed on once with an engine, and kept."""
+        """Layout of tensors in the stream by name and shape, agreed on once per engine."""
         key = self._in_place, self._chunk_bytes, tuple((weight.name, tuple(weight.shape)) for weight in weights)
         if self._connection is None or self._connection.key != key:
             dtype = self.setting.dtype
@@ -379,7 +379,7 @@ class VLLMClient(RolloutEngine):
         return SyncResult(f"{len(weights)} tensors, {size / MIB:.1f} MiB to vLLM", metrics)
 
     def begin_load(self, feeds: list[FeedPlan]) -> None:
-        """Let the engine's workers read; what, and from where, is told once."""
+        """Let the engine's workers read the streams, whose layout is sent once."""
         self._is_synced = False
         if self._connected is not feeds:
             self._process.call("connect", feeds, self.setting.dtype)
@@ -463,7 +463,7 @@ class GroupVLLMClient(VLLMClient):
     def may_repeat(self, error: Exception) -> bool:
         """Whether what failed may be tried again, and if so, with what is needed for that.
 
-        An engine that died is made anew, once. One that cannot be proven at its first sync is told to have vLLM load
+        An engine that died is restarted once. One that fails verification at its first sync is told to have vLLM load
         its model itself, as `VLLMClient` does.
         """
         if isinstance(error, EngineDied):
@@ -477,7 +477,7 @@ class GroupVLLMClient(VLLMClient):
         return False
 
     def begin_sync(self) -> SyncRound:
-        """Be ready for weights; an engine that has died is made anew."""
+        """Prepare for weights; an engine that has died is restarted."""
         question = self._prover.question()  # before what may fail: questions are counted alike beside all engines
         if not self._process.is_alive():
             self._process.kill()

@@ -1,7 +1,7 @@
 """vLLM beside a sharded model: one engine for each group of ranks that work on the same rows.
 
     rank 0  leads ── engine: worker 0 <── slices or whole tensors ──┐
-    rank 1        └────────  worker 1 <── slices                  ──┼── moved by a plan from all who hold them
+    rank 1        └────────  worker 1 <── slices                  ──┼── sent by a plan from their holders
     rank 2  leads ── another engine   <── ...                     ──┘
 
 A process without an engine feeds the engine of its group, or only sends its tensors to the processes that do. If the
@@ -209,7 +209,7 @@ class ShardedVLLMClient(RolloutEngine):
 
     def _may_repeat(self, error: Exception) -> bool:
         """Whether a failure of this process may be retried."""
-        if isinstance(error, StreamBroken):  # an engine that another process leads is gone, and will be made anew
+        if isinstance(error, StreamBroken):  # the engine of another process died and will be restarted
             self._times_broken += 1
             return self._times_broken == 1
         return self.engine is not None and self.engine.may_repeat(error)
