@@ -75,7 +75,7 @@ _log = logging.getLogger(__name__)
 
 
 def paths_for(model: Any, row_tokens: int, name: str = "model", *, shares_tokens: bool = False) -> ModelPaths:
-    """The ways that are open to a model for rows of up to so many tokens; found once, and kept.
+    """The verified execution paths of a model for rows up to a length; checked once, and cached.
 
     The model takes its attention function from where these paths say.
 

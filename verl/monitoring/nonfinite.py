@@ -28,7 +28,7 @@ Ranking = Callable[[str, DataProto], Attribution]
 
 
 class StepSkipped(Exception):
-    """The training step under way trains nothing; the loop goes on with the next one."""
+    """The current training step is skipped; the loop continues with the next one."""
 
 
 class NonFiniteGuard:

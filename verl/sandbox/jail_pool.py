@@ -136,7 +136,7 @@ class JailPool(CodeRunner):
         if self.groups is not None:
             self.groups.close()
 
-    # Jails that stand ready
+    # Jails started in advance
 
     def _take(self) -> _JailProcess:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -186,7 +186,7 @@ class JailPool(CodeRunner):
 
     def _makes_another(self) -> bool:
         if self._failure is not None and not self._wanted:
-            return False  # a machine that cannot make one is asked again with the next program
+            return False  # retried with the next program
         return len(self._warm) + self._being_made < self.described.pool_size
 
     def _made(self) -> _JailProcess:

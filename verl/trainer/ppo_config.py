@@ -253,7 +253,7 @@ class PPORun(Description):
         yield from saving_faults(self, context, self.replay is not None)
 
     def parts_here(self) -> Iterator[str]:
-        away = () if self.trainer.placement is None else ("rollout",)  # it is asked from where the actor lives
+        away = () if self.trainer.placement is None else ("rollout",)  # it is checked on the machine of the actor
         yield from (name for name in super().parts_here() if name not in away)
 
     def shardings(self) -> dict[str, Sharding]:

@@ -54,7 +54,7 @@ def test_a_pipeline_takes_its_data_when_it_is_run_and_lengths_and_epochs_by_thei
         train_config={"num_epochs": 2}, overrides=[*QUIET, "trainer.eval_samples=0"],
     )  # fmt: skip
     assert RLTrainer(pipeline=within).run().last_metrics["actor/loss"] == result.last_metrics["actor/loss"]
-    with pytest.raises(ConfigError, match="data is given, and the pipeline has data of its own"):
+    with pytest.raises(ConfigError, match="data is given, but the pipeline has its own data"):
         RLTrainer(pipeline=within, data=rows)
     with pytest.raises(ConfigError, match="data is missing"):
         RLTrainer(pipeline=pipeline)

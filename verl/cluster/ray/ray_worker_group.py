@@ -1,6 +1,6 @@
 """Roles in Ray actors, on this machine or on a cluster: the same calls, futures and errors as with sibling processes.
 
-    driver ──batch──> object store ──> actor 0, actor 1, ...     each takes its rows from where the batch lies
+    driver ──batch──> object store ──> actor 0, actor 1, ...     each reads its rows from the batch
            <─────replies───────── object store <──                           rows joined in their order
                                                    actor 0 <──gloo/nccl──> actor 1
 
@@ -145,7 +145,7 @@ class RayTransport:
         self._bundles = bundles or SharedBundles(own, group.size, group.strategy)
         self.progress, self.pids = Progress(num_slots=group.size), []
         self._actors: list[Any] = []
-        self._counts: dict[int, int] = {}  # of each worker's progress, when it was asked last
+        self._counts: dict[int, int] = {}  # last known progress counter of each worker
         self._shares_store = False  # all actors share the driver's memory: they are on its machine
         self._room: Any = None
         self._inbox: SimpleQueue[tuple[int, list[Any]] | None] = SimpleQueue()
@@ -238,7 +238,7 @@ class RayTransport:
                 ready = ready or ray.wait(list(tracked), timeout=LOOK_EVERY_S)[0]
                 for ref in ready:
                     self._take(group, ref, *tracked.pop(ref))
-            except Exception as error:  # noqa: BLE001 - whoever waits for an answer is told
+            except Exception as error:  # noqa: BLE001 - raised where the reply is awaited
                 broken = f"the connection to Ray broke ({type(error).__name__}: {error})"
                 group.on_end(0, partial(str, broken))
                 return
@@ -273,7 +273,7 @@ class RayTransport:
             for rank, ref in zip(ranks, asked, strict=True):
                 if ref in answered:
                     progress[rank] = None
-                    with contextlib.suppress(RayError):  # whoever waits for its answer is told
+                    with contextlib.suppress(RayError):  # raised where its reply is awaited
                         progress[rank] = ray.get(ref)
         return progress
 

@@ -117,11 +117,11 @@ class CheckpointUploads:
                 _log.info("%s is in %s: %.1f MiB, %.1f s", one.name, self._tier.address, size_mib, one.took_s)
                 self._lineage.add("uploaded", checkpoint=one.name, address=self._tier.address)
             elif one.kind == "fenced":
-                _log.error("NOTHING MORE IS UPLOADED: %s. Training goes on, and saves to the local disk.", one.error)
+                _log.error("UPLOADS HAVE STOPPED: %s. Training continues, and saves to the local disk.", one.error)
             elif one.kind == "failed":
                 what = one.name or "a checkpoint"
                 _log.error(
-                    "%s is NOT in %s: %s. Training goes on; %d wait on the local disk.",
+                    "%s is NOT in %s: %s. Training continues; %d wait on the local disk.",
                     what, self._tier.address, one.error, one.waiting,
                 )  # fmt: skip
 

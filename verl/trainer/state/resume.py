@@ -68,7 +68,7 @@ def _at(config: Mapping[str, Any], path: str) -> Any:
     return node
 
 
-# Where a run ends, and where the checkpoint lies: nothing of what is trained.
+# Settings of the end of a run and of the checkpoint location, which do not affect training.
 OF_THIS_START = ("resume", "trainer.stop_after")
 
 
