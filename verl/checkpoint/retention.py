@@ -93,10 +93,10 @@ class Retention(Description):
 
 
 def lineages_of(store: CheckpointStore, complete: list[Checkpoint]) -> list[dict[str, int]]:
-    """The lines of descent in a directory, each as `Retention.lineage` has it: of a run and those that it came from.
+    """The lineages in a directory, each of a run and its ancestors, in the form of `Retention.lineage`.
 
-    A run all of whose checkpoints belong to the descent of a later one has no line of its own. Checkpoints that tell
-    nothing of where they come from, as of a script, are one line.
+    A run whose checkpoints all belong to the lineage of a later one has none of its own. Checkpoints without recorded
+    origin, e.g. of a script, form one lineage.
     """
     lines: dict[str, dict[str, int]] = {}
     newest: dict[str, int] = {}
