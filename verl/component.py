@@ -56,6 +56,7 @@ class BuildContext:
         job: name of the job in a sweep, or empty; part of names that jobs must not share.
         journal_dir: directory of the journal of episodes, or None.
         swept: configuration paths that differ between the jobs of a sweep.
+        shares_device: whether other processes of the run have roles on the same device.
     """
 
     device: str = "cpu"
@@ -73,6 +74,7 @@ class BuildContext:
     job: str = ""
     journal_dir: Path | None = None
     swept: tuple[str, ...] = ()
+    shares_device: bool = False
 
 
 MaybeInfinite = typing.Annotated[float, AllowInfNan()]

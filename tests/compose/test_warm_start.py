@@ -58,7 +58,7 @@ def test_the_key_follows_the_fine_tuning_run_and_the_sources(cache, monkeypatch)
     assert warm_start_dir("x", run) == warm_start_dir("x", run)
     assert warm_start_dir("x", run) != warm_start_dir("x", other)
     before = warm_start_dir("x", run)
-    monkeypatch.setattr(warm_start, "_sources", lambda: "other sources")
+    monkeypatch.setattr(warm_start, "source_identity", lambda: "other sources")
     assert warm_start_dir("x", run) != before
 
 
@@ -67,7 +67,7 @@ def test_the_slower_of_two_processes_takes_what_the_faster_one_made(tmp_path):
     for directory, text in ((final, "first"), (making, "second")):
         (directory / "actor").mkdir(parents=True)
         (directory / "actor" / "config.json").write_text(text)
-    warm_start._publish(making, final)
+    warm_start.publish(making, final)
     assert (final / "actor" / "config.json").read_text() == "first"
 
 

@@ -122,7 +122,7 @@ def test_a_prompt_of_100_000_characters_meets_the_truncation_policy(truncation, 
             RLHFDataset([path], TOKENIZER, config)
         return
     dataset = RLHFDataset([path], TOKENIZER, config)
-    assert dataset._tokens.lengths.tolist() == ([1] if truncation == "drop" else [16, 1])
+    assert dataset.tokens.lengths.tolist() == ([1] if truncation == "drop" else [16, 1])
     assert said in caplog.text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from refusals import refusal
 
 from verl.component import BuildContext
 from verl.engines.parallel_degrees import ParallelDegrees
@@ -29,7 +30,7 @@ def test_a_place_says_whether_it_needs_processes():
 
 
 def test_a_time_out_is_positive():
-    with pytest.raises(ConfigError, match="timeout_s is 0"):
+    with refusal("timeout_s"):
         DDP(timeout_s=0)
 
 
@@ -132,17 +133,9 @@ def test_experts_that_do_not_divide_name_the_nearest_layout():
         ({"dp_shard": 0}, "dp_shard is 0: must be at least 1, or -1"),
         ({"cp": 0}, "cp is 0"),
         ({"cp_style": "ring"}, "cp_style is 'ring': expected one of allgather, ulysses"),
-        (
-            {"pp": 2, "tp": 2, "cp": 2},
-            "cp is 2: this version cannot shard a pipeline stage",
-        ),
-        (
-            {"pp": 2, "tp": 2, "dp_shard": 2},
-            "dp_shard is 2: this version cannot shard a pipeline stage",
-        ),
-        ({"pp": 2, "cpu_offload": True}, "cpu_offload is true: cannot be combined with pp=2"),
-        ({"ep": 2, "tp": 2}, "ep is 2: cannot be combined with tensor parallelism"),
-        ({"ep": 2, "cpu_offload": True}, "ep is 2: cannot be combined with cpu_offload"),
+        ({"pp": 2, "cpu_offload": True}, "cpu_offload is true: not together with pipeline stages"),
+        ({"ep": 2, "tp": 2}, "ep is 2: not together with tensor parallelism"),
+        ({"ep": 2, "cpu_offload": True}, "ep is 2: not together with cpu_offload"),
     ],
 )
 def test_what_a_mesh_cannot_be_is_refused_by_name(options, told):

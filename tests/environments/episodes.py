@@ -39,8 +39,8 @@ def prompts_of(tokenizer: Any, texts: Sequence[str], ids: Sequence[int] | None =
 class ScriptedEnvironment:
     """Answers every turn by what a function of (row, number of the turn, action) gives."""
 
-    def __init__(self, answer: Callable[..., Any]):
-        self.answer, self.turn = answer, 0
+    def __init__(self, answer: Callable[..., Any], answers_at_once: bool = False):
+        self.answer, self.turn, self.answers_at_once = answer, 0, answers_at_once
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
         self.row, self.turn = row, 0
@@ -52,12 +52,12 @@ class ScriptedEnvironment:
 
 
 class ScriptedFactory(EnvironmentFactory):
-    def __init__(self, answer: Callable[..., Any], tools: Mapping[str, Sequence[str]]):
-        self.answer, self.tool_names, self.made = answer, tools, 0
+    def __init__(self, answer: Callable[..., Any], tools: Mapping[str, Sequence[str]], answers_at_once: bool = False):
+        self.answer, self.tool_names, self.made, self.answers_at_once = answer, tools, 0, answers_at_once
 
     def make(self) -> ScriptedEnvironment:
         self.made += 1
-        return ScriptedEnvironment(self.answer)
+        return ScriptedEnvironment(self.answer, self.answers_at_once)
 
 
 @component
@@ -66,9 +66,10 @@ class Scripted(EnvironmentDescription):
 
     answer: Any
     tools: Any = None
+    answers_at_once: bool = False
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        return ScriptedFactory(self.answer, self.tools or {})
+        return ScriptedFactory(self.answer, self.tools or {}, self.answers_at_once)
 
 
 def engine_of(

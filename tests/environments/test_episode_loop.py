@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 
 import pytest
@@ -24,7 +25,7 @@ from verl.environments.rows import kept_rows
 from verl.errors import RolloutError
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.rollout.base import GenerationRequest
-from verl.rollout.hf_turns import slot_bytes
+from verl.rollout.hf_turns import SlotCache, slot_bytes
 
 TEXTS = ["1+2=", "34+5=", "what is 6*7? ", "9-", "77+1="]
 
@@ -97,6 +98,76 @@ def test_an_episode_is_the_same_alone_in_a_batch_in_another_order_and_with_few_s
         for key, (ids, log_probs) in tokens_by_sample(found).items():
             assert ids == whole[key][0]
             assert log_probs == pytest.approx(whole[key][1], abs=1e-5)
+
+
+def test_slots_of_live_turns_are_moved_to_the_front_and_give_what_whole_rows_give(model, monkeypatch):
+    moved, move = [], SlotCache.move
+    monkeypatch.setattr(SlotCache, "move", lambda self, *given: moved.append(len(given[0])) or move(self, *given))
+
+    def answer(row, turn, action):
+        async def slow():  # some wait, and their slots stay theirs, while others are drawn
+            await asyncio.sleep(0.02 * (len(action.text) % 3))
+            return long_turns(row, turn, action)
+
+        return slow()
+
+    engine = engine_of(Scripted(answer=answer, max_tokens=90), model=model, stop_token_ids=STOPS, max_new_tokens=12)
+    found = []
+    try:
+        for engine.engine._keeps_slots in (True, False):
+            found.append(tokens_by_sample(engine.generate(prompts_of(model[1], TEXTS), REQUEST)))
+    finally:
+        engine.close()
+    assert len(moved) > 3
+    assert any(count % 2 == 0 for count in moved)  # two change places where a waiting episode has the slot
+    for key, (ids, log_probs) in found[0].items():
+        assert ids == found[1][key][0]
+        assert log_probs == pytest.approx(found[1][key][1], abs=1e-5)
+
+
+def test_an_environment_that_answers_at_once_is_called_in_the_thread_that_draws(model):
+    threads, waits = set(), False
+
+    async def answer_of(turn):
+        if waits and turn == 2:
+            await asyncio.sleep(0)
+        return StepResult("x", 1.0, terminated=turn >= 2)
+
+    def answer(row, turn, action):
+        threads.add(threading.current_thread())
+        return answer_of(turn)
+
+    environment = Scripted(answer=answer, answers_at_once=True, retries=0)
+    rows = played(model, environment, ["1+1="], stop_token_ids=tuple(range(6, 100)))
+    assert threads == {threading.current_thread()}
+    assert {(record["end"], record["reward"]) for record in rows["episode"]} == {("terminated", 2.0)}
+    waits = True
+    rows = played(model, environment, ["1+1="], stop_token_ids=tuple(range(6, 100)))
+    assert all("says that it answers at once" in record["infra"][0] for record in rows["episode"])
+
+
+def test_what_an_earlier_batch_of_episodes_asked_for_is_not_taken_for_an_answer_of_a_later_one(model):
+    is_first = True
+
+    def answer(row, turn, action):
+        async def slow(delay_s, reward):
+            await asyncio.sleep(delay_s)
+            return StepResult(None, reward, terminated=True)
+
+        if is_first and row["prompt_id"] == 0:
+            raise InfraError("no machine")
+        return slow(0.3, 5.0) if is_first else slow(0.6, 1.0)
+
+    environment = Scripted(answer=answer, retries=0, on_infra="stop")
+    engine = engine_of(environment, model=model, stop_token_ids=tuple(range(6, 100)))
+    try:
+        with pytest.raises(RolloutError, match="no machine"):
+            engine.generate(prompts_of(model[1], TEXTS), REQUEST)
+        is_first = False
+        rows = engine.generate(prompts_of(model[1], TEXTS), GenerationRequest(4, 4))
+    finally:
+        engine.close()
+    assert {record["reward"] for record in rows["episode"]} == {1.0}
 
 
 def test_a_turn_has_noise_of_its_own(model):

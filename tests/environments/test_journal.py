@@ -20,7 +20,7 @@ from environments.episodes import (
 from verl.component import BuildContext, component
 from verl.environments.base import CallRecord, InfraError, StepResult
 from verl.environments.episode_loop import EpisodeEngine
-from verl.environments.journal import EpisodeJournal, _records
+from verl.environments.journal import EpisodeJournal, read_records
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 
@@ -184,8 +184,32 @@ def test_failures_that_are_not_the_models_are_reused_and_forgotten_when_they_end
     with pytest.raises(RolloutError, match="the service is down"):
         engine.generate(prompts_of(model[1], TEXTS), REQUEST)
     engine.close()
-    assert any("forget" in record for path in (tmp_path / "episode_journal").iterdir() for record in _records(path))
+    assert any("forget" in record for path in (tmp_path / "episode_journal").iterdir() for record in read_records(path))
     assert len(life(model, tmp_path, Failing())) == 12
+
+
+@pytest.mark.parametrize("answers_at_once", [False, True])
+def test_answers_are_on_disk_before_anything_follows_from_them(model, tmp_path, answers_at_once):
+    late = []
+
+    def answer(row, turn, action):
+        (path,) = (tmp_path / "episode_journal").iterdir()
+        own = action.call_id.rpartition(".")[0]
+        before = f"{own}.{turn - 2}" if turn > 1 else f"{own}.reset"
+        late.extend([before] * (before not in path.read_text()))
+        return StepResult("x", 1.0, terminated=turn >= 3)
+
+    engine = engine_of(Scripted(answer=answer, answers_at_once=answers_at_once), model=model, stop_token_ids=STOPS)
+    engine.journal = EpisodeJournal(tmp_path / "episode_journal", "x", 0)
+    writes, flush = [], engine.journal.flush
+    engine.journal.flush = lambda: writes.append(len(engine.journal._records)) or flush()
+    try:
+        rows = engine.generate(prompts_of(model[1], TEXTS), REQUEST)
+    finally:
+        engine.close()
+    assert late == []
+    assert sum(len(record["turns"]) for record in rows["episode"]) > 20
+    assert max(writes) >= 6  # what comes together is written together
 
 
 def test_time_outs_are_reused_and_not_waited_for_again(model, tmp_path):
@@ -223,6 +247,7 @@ def test_a_line_that_was_cut_short_is_left_out_with_all_after_it(tmp_path):
     record = CallRecord("a", "step", "ok", 0.1)
     for name in "ab":
         journal.write_answer(name, _entry(record, name))
+        journal.flush()
     journal.close()
     (path,) = (tmp_path / "journal").iterdir()
     path.write_bytes(path.read_bytes()[:-3])

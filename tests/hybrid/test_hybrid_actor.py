@@ -350,11 +350,11 @@ def test_another_engine_is_taken_by_name_or_as_a_description(dir32, encoded, tok
 def test_one_engine_serves_calls_of_any_options_until_responses_end_otherwise(dir32, encoded):
     actor = HybridActor.from_pretrained(dir32, device="cpu")
     actor.generate(**encoded, max_new_tokens=2)
-    engine = actor._engine[1]
+    engine = actor.rollout_engine
     actor.generate(**encoded, max_new_tokens=3, do_sample=True, top_p=0.5)
-    assert actor._engine[1] is engine
+    assert actor.rollout_engine is engine
     actor.generate(**encoded, max_new_tokens=3, eos_token_id=7)
-    assert actor._engine[1] is not engine
+    assert actor.rollout_engine is not engine
 
 
 def test_a_model_that_ignores_padding_is_never_shown_any(tmp_path, encoded):

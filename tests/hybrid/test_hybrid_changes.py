@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from random_models import save_random_model
+from refusals import refusal
 
 from verl.errors import ActorBusy, ConfigError, RolloutError
 from verl.hybrid.actor import HybridActor
@@ -156,7 +157,7 @@ CHANGES = [
 
 def test_a_model_quantized_by_the_batch_is_refused_by_name(actor, source, encoded):
     quantize(actor, source)
-    with pytest.raises(ConfigError, match="model is quantized: if scales are computed over a batch"):
+    with refusal("model"):
         actor.generate(**encoded, **ASKED)
 
 
@@ -189,14 +190,14 @@ def test_what_was_proven_of_a_model_is_proven_anew_of_the_changed_one(change, ac
 
 
 def test_weights_alone_are_no_change_and_neither_are_switches_of_training(actor, encoded):
-    form, engine = ModelForm.of(actor.model), actor._engine[1]
+    form, engine = ModelForm.of(actor.model), actor.rollout_engine
     optimizer = torch.optim.AdamW(actor.parameters(), lr=0.1)
     actor.train()(input_ids=encoded["input_ids"], labels=encoded["input_ids"]).loss.backward()
     optimizer.step()
     actor.model.config.use_cache = False
     assert ModelForm.of(actor.model).change_since(form) is None
     actor.generate(**encoded, **ASKED)
-    assert actor._engine[1] is engine
+    assert actor.rollout_engine is engine
     actor.model.gradient_checkpointing_enable()  # by a hook, of which an engine with weights of its own knows nothing
     assert not ModelForm.of(actor.model).change_since(form).is_of_form
 
@@ -233,7 +234,7 @@ def test_engine_tokenizer_and_seed_may_be_replaced(actor, tokenizer, encoded):
     assert not torch.equal(other, first)
     actor.rollout = HFRollout(max_rows=1)
     assert torch.equal(actor.generate(**encoded, **drawn), other)
-    assert actor._engine[1].options.max_rows == 1
+    assert actor.rollout_engine.options.max_rows == 1
     actor.rollout = "scripted"
     assert tokenizer.batch_decode(actor.generate(**encoded, max_new_tokens=4), skip_special_tokens=True)[0] == "1+2=1"
     with pytest.raises(ConfigError, match="this version has"):
@@ -265,9 +266,9 @@ def test_what_is_no_actor_cannot_be_set_and_the_former_model_stays(actor, source
 def test_settings_that_divide_nothing_may_be_set(actor):
     actor.hybrid_config = {"auto_cache_clear": True, "busy_timeout_s": 3}
     assert actor.hybrid_config.clears_cache
-    with pytest.raises(ConfigError, match=r"hybrid_config.tp_size is 2, but the actor was sharded with 1"):
+    with refusal("hybrid_config.tp_size"):
         actor.hybrid_config = {"tp_size": 2}
-    with pytest.raises(ConfigError, match=r"busy_timeout_s is -1"):
+    with refusal("busy_timeout_s"):
         actor.hybrid_config = {"busy_timeout_s": -1}
 
 
@@ -357,7 +358,7 @@ def test_what_an_engine_cannot_be_given_is_refused_by_its_cause(change, rollout,
     for _ in range(2):
         with pytest.raises(ConfigError, match=told):
             actor.generate(**encoded, **ASKED)
-    assert actor._engine is None
+    assert actor.rollout_engine is None
     actor.rollout, actor.model = "hf", source.load_causal_lm("cpu")
     assert torch.equal(actor.generate(**encoded, **ASKED), actor.model.generate(**encoded, **ASKED))
 

@@ -58,7 +58,7 @@ def made(tmp_path):
 
 
 def processes_of(reward):
-    return [worker.pid for worker in reward._pool._workers]
+    return [worker.pid for worker in reward.pool.workers]
 
 
 def is_alive(pid):
@@ -330,7 +330,7 @@ from verl.rewards.function import RewardFunction
 print("started", flush=True)  # once: the workers do not run this script
 reward = RewardFunction(path=sys.argv[1], per_sample=True, num_workers=2, timeout_s=float(sys.argv[2]))
 reward = reward.build(BuildContext())
-print(*[worker.pid for worker in reward._pool._workers], flush=True)
+print(*[worker.pid for worker in reward.pool.workers], flush=True)
 texts = ["1", "2"]
 batch = DataProto.from_dict(
     tensors={"response_mask": torch.ones(2, 1, dtype=torch.bool)},

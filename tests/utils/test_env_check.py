@@ -11,9 +11,9 @@ import packaging.specifiers
 import packaging.version  # the check imports these on first use, which must not be under an emptied path
 import pytest
 import torch  # noqa: F401
+from refusals import refusal
 
 import verl
-from verl.errors import ConfigError
 from verl.utils import env_check
 from verl.utils.env_check import BACKENDS, REQUIREMENTS, check_env
 
@@ -143,7 +143,7 @@ def test_every_backend_of_this_environment_is_met(capsys):
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="backends has vlm: must be among hf, ddp"):
+    with refusal("backends"):
         check_env(backends=("vlm",))
 
 

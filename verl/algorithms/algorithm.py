@@ -29,6 +29,7 @@ class Algorithm(Description):
         value_loss: value loss per token; used only if the estimator needs values.
         kl: KL control.
         entropy_coef: coefficient of the entropy bonus, at least 0, in loss per nat.
+        final_entropy_coef: its value at the last update, reached linearly; null keeps it constant.
         aggregation: how losses per token become a scalar, see verl.ops.loss_aggregation.
         norm_length: divisor in tokens of seq-mean-token-sum-norm; null with any other aggregation.
         correction: importance weights for differences between rollout engine and trainer; null for none.
@@ -49,6 +50,7 @@ class Algorithm(Description):
     value_loss: ValueLoss = field(default_factory=ClippedValueLoss)
     kl: KLControl = field(default_factory=NoKL)
     entropy_coef: NonNegativeFloat = 0.0
+    final_entropy_coef: NonNegativeFloat | None = None
     aggregation: Aggregation = "token-mean"
     norm_length: PositiveInt | None = None
     correction: TruncatedIS | None = None
@@ -86,6 +88,13 @@ class Algorithm(Description):
     def needs_reference(self) -> bool:
         """Whether the run needs a reference."""
         return self.kl.needs_reference
+
+    def entropy_coef_at(self, update: int, total_updates: int) -> float:
+        """Loss per nat of entropy at an optimizer step, counted from 0, of so many in the run."""
+        if self.final_entropy_coef is None:
+            return self.entropy_coef
+        share = min(1.0, update / max(1, total_updates - 1))
+        return self.entropy_coef + share * (self.final_entropy_coef - self.entropy_coef)
 
     def faults(self) -> Iterator[str]:
         if self.aggregation != NORMED and self.norm_length is not None:

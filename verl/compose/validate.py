@@ -219,7 +219,7 @@ class _Validation:
         where = join(path, TARGET)
         if target is UNSOUND:
             return None
-        found = _import(target) if isinstance(target, str) else "expected the dotted path of a component class"
+        found = import_component(target) if isinstance(target, str) else "expected the dotted path of a component class"
         if isinstance(found, str):
             self.faults.append(f"{self.plain.origin(where)} is {target!r}: {found}.")
             return None
@@ -243,7 +243,7 @@ class _Validation:
         self.faults.append(join(self.plain.origin(path), fault))
 
 
-def _import(target: str) -> type[Description] | str:
+def import_component(target: str) -> type[Description] | str:
     """Import a component class; returns a message if that fails."""
     module_name, _, name = target.rpartition(".")
     if not module_name:
@@ -283,7 +283,7 @@ def _paths(node: Any, path: str) -> Iterator[str]:
     if isinstance(node, list):
         return
     if isinstance(node, dict):
-        kind = _import(node[TARGET]) if isinstance(node.get(TARGET), str) else None
+        kind = import_component(node[TARGET]) if isinstance(node.get(TARGET), str) else None
         names = field_types(kind) if isinstance(kind, type) else {}
         yield from (join(path, name) for name in names)
         for key, item in node.items():

@@ -24,6 +24,7 @@ from verl.compose.schema import conf_dir, group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.models.pretrained import WARM_START
+from verl.utils.memory import gpu_name_from_outside
 from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
@@ -118,10 +119,11 @@ def _make(run: Any, final: Path) -> None:
         finally:
             trainer.close()
         assert (making / "actor" / "config.json").is_file(), "supervised fine-tuning saved no actor"
-        _publish(making, final)
+        publish(making, final)
 
 
-def _publish(making: Path, final: Path) -> None:
+def publish(making: Path, final: Path) -> None:
+    """Rename a finished directory into its place; another process may have been there first."""
     try:
         os.rename(making, final)
     except OSError:
@@ -137,13 +139,20 @@ def _cache() -> Path:
 def _key(run: Any) -> str:
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    gpu = gpu_name_from_outside(0) if torch.cuda.is_available() else None  # torch would open a context in the driver
+    device = gpu or platform.processor() or platform.machine()
     versions = [torch.__version__, importlib.metadata.version("transformers")]
-    parts = [json.dumps(as_plain(run), sort_keys=True), _sources(), *versions, device, str(torch.get_num_threads())]
+    parts = [
+        json.dumps(as_plain(run), sort_keys=True),
+        source_identity(),
+        *versions,
+        device,
+        str(torch.get_num_threads()),
+    ]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
-def _sources() -> str:
+def source_identity() -> str:
     """One hash of every source file of the package."""
     digest, package = hashlib.blake2b(digest_size=16), Path(verl.__file__).resolve().parent
     for file in sorted(package.rglob("*.py")):

@@ -105,7 +105,7 @@ class RLHFDataset:
                 texts[index] = tokenizer.decode(tokens[index])
         rows = rows.only(kept)
         self.sources = rows.sources
-        self._tokens = RaggedTokens([tokens[index] for index in kept])
+        self.tokens = RaggedTokens([tokens[index] for index in kept])
         self._prompt_ids = torch.tensor([rows.number(index) for index in range(len(rows))], dtype=torch.int64)
         self._columns = {name: object_array([row.get(name) for row in rows.values]) for name in columns}
         self._columns["prompt_text"] = object_array([texts[index] for index in kept])
@@ -121,12 +121,12 @@ class RLHFDataset:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
-        return int(self._tokens.lengths.max()) if len(self) else 0
+        return int(self.tokens.lengths.max()) if len(self) else 0
 
     @property
     def digests(self) -> list[bytes]:
         """A hash of each row's tokens, to find duplicates."""
-        return self._tokens.digests()
+        return self.tokens.digests()
 
     def __len__(self) -> int:
         return len(self._prompt_ids)
@@ -134,7 +134,7 @@ class RLHFDataset:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """A row without padding: `prompts` [P] int64, `prompt_ids` (an int), `prompt_text` and the other columns."""
         place = range(len(self))[index]
-        row = {"prompts": self._tokens[place], "prompt_ids": int(self._prompt_ids[place])}
+        row = {"prompts": self.tokens[place], "prompt_ids": int(self._prompt_ids[place])}
         return row | {name: values[place] for name, values in self._columns.items()}
 
     def collate(self, indices: Sequence[int]) -> DataProto:
@@ -146,7 +146,7 @@ class RLHFDataset:
             other columns.
         """
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        prompts, mask = self._tokens.padded(chosen, self._pad_id, left=True)
+        prompts, mask = self.tokens.padded(chosen, self._pad_id, left=True)
         return DataProto.from_dict(
             tensors={"prompts": prompts, "prompt_mask": mask, "prompt_ids": self._prompt_ids[chosen]},
             non_tensors={name: values[chosen.numpy()] for name, values in self._columns.items()},

@@ -109,19 +109,21 @@ class TrainingEngine:
         def infer_one(micro: MicroBatch) -> None:
             if self.routing is not None:
                 self.routing.begin(micro, replays=self.replays_routing if replays is None else replays)
-            for name, x in compute(self.model, micro).items():
-                x = x.masked_fill(~micro.tensors["response_mask"], 0.0).to(mask.device)
+            found = compute(self.model, micro)
+            rows = micro.rows.to(self.device, non_blocking=True)
+            for name, x in found.items():  # together on the device until the last: none waits for the one before
+                x = x.masked_fill(~micro.tensors["response_mask"], 0.0)
                 whole = results.setdefault(name, x.new_zeros(mask.shape))
-                if len(micro.rows):
-                    whole[micro.rows.to(mask.device), : x.shape[1]] = x
+                if len(rows):
+                    whole[rows, : x.shape[1]] = x
 
         with computing_in(self.autocast, self.model):
-            micros = self._micro_batches(batch, alone)
+            micros = self.micro_batches(batch, alone)
             self.parallel.run_micro_batches(micros, infer_one, contextlib.nullcontext, model=self.model)
         self.parallel.settle(self.model)
         if self.routing is not None:
             self.routing.end(self.device)
-        return self.parallel.from_last_stage(results)
+        return {name: x.to(mask.device) for name, x in self.parallel.from_last_stage(results).items()}
 
     def update(self, batch: DataProto, loss: Loss) -> dict[str, float]:
         """One optimizer step on this process's share of the rows of a batch.
@@ -158,7 +160,7 @@ class TrainingEngine:
             return value
 
         self.parallel.run_micro_batches(
-            self._micro_batches(batch),
+            self.micro_batches(batch),
             loss_of_one,
             lambda: computing_in(self.autocast, self.model),
             model=self.model,
@@ -242,7 +244,8 @@ class TrainingEngine:
             report()
         self.updates = updates
 
-    def _micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:
+    def micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:
+        """A batch in parts of at most the token budget, or row by row."""
         batch = batch.to("cpu")  # reading the lengths must not wait for the device
         budget, paths = (1, PLAIN) if alone else (self._token_budget(batch), self.paths(batch))
         multiple = 1 if self.device.type == "cpu" else BLOCK_MULTIPLE
@@ -323,7 +326,7 @@ class TrainingEngine:
                 micro.predict(last_states)
 
         with computing_in(self.autocast, self.model):
-            micros = self._micro_batches(batch)
+            micros = self.micro_batches(batch)
             self.parallel.run_micro_batches(micros, count_one, contextlib.nullcontext, model=self.model)
         self.parallel.settle(self.model)
         return self.parallel.sum_of_tokens(routing.end(self.device).tensors())

@@ -411,11 +411,12 @@ class ShardedParallelism(DataParallelism):
         """
         trained = [p for p in parameters if p.grad is not None]
         grads: list[Any] = [p.grad for p in trained]
-        squares = [
-            torch.linalg.vector_norm(local(grad)).double().square().to(self.device) / self._holders(p)
-            for p, grad in zip(trained, grads, strict=True)
-        ]
-        total = torch.stack(squares).sum()
+        squares: dict[torch.device, list[Tensor]] = {self.device: []}  # by where gradients lie: one copy from each
+        for p, grad in zip(trained, grads, strict=True):
+            square = torch.linalg.vector_norm(local(grad)).double().square() / self._holders(p)
+            squares.setdefault(square.device, []).append(square)
+        sums = [torch.stack(found).sum().to(self.device) for found in squares.values() if found]
+        total = torch.stack(sums).sum()
         self.dist.all_reduce(total)
         norm = total.sqrt()
         if limit is not None:

@@ -9,6 +9,7 @@ weights          with dp_shard or cp sharded over the processes of a stage, gath
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -39,7 +40,7 @@ from verl.model_paths.context_attention import ContextStyle
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import head_of
 from verl.models.parallel_info import Autocast
-from verl.resharding.dtensor import at_stage, is_elsewhere, mesh_dims
+from verl.resharding.dtensor import at_stage, is_divided, is_elsewhere, mesh_dims
 
 
 class PipelineParallelism(ShardedParallelism):
@@ -71,6 +72,9 @@ class PipelineParallelism(ShardedParallelism):
         self.stage_group = self._device_mesh[STAGE].get_group()
         self._last = self.dist.get_global_rank(self.stage_group, degrees.pp - 1)
         stage_size = self.world_size // degrees.pp
+        shares = [degrees.row_share(rank) for rank in range(self.world_size)]
+        self._row_ranks = tuple(rank for rank, share in enumerate(shares) if share == shares[self.rank])
+        self._row_group = self._group(shares.__getitem__)
         self._ends_group = self._group(lambda rank: (rank % stage_size, rank // stage_size in (0, degrees.pp - 1)))
         self._models: dict[int, tuple[PipelineRunner, torch.dtype, StageShards]] = {}
         self._stages: dict[int, tuple[int, ...]] = {}  # of parameters, by id
@@ -100,13 +104,16 @@ class PipelineParallelism(ShardedParallelism):
         self._partial_over_tensor |= {id(named[name]) for name in partial if not is_elsewhere(named[name])}
         runner = PipelineRunner(cut, self.stage_group, self.device, self.schedule)
         dtype = getattr(torch, autocast) if autocast else next(core.parameters()).dtype
-        shards = StageShards(model, self._device_mesh[SHARD], self.device)
+        shards = StageShards(model, self._device_mesh[SHARD], self._device_mesh[TENSOR])
         stages = WholeWeights(model, cut, self.stage_group, self.device)
         self._models[id(model)] = (runner, dtype, shards)
         info = self._info()
         model.divided = replace(  # type: ignore[assignment]
             info,
             stage_group=self.stage_group,
+            siblings=self._row_ranks,
+            sibling_group=self._row_group,
+            through_stages=functools.partial(self._through_stages, model),
             generation_groups=(self.stage_group, *info.generation_groups),
             gathered=lambda: _both(shards, stages),
         )
@@ -130,7 +137,8 @@ class PipelineParallelism(ShardedParallelism):
                     if id(parameter) in sharded:
                         is_own = self.stage in held
                         whole = parameter if is_own else parameter.to("meta")
-                        data = shard_rows(whole, self._device_mesh[SHARD], self.device if is_own else "meta")
+                        mesh = self._device_mesh[(SHARD, TENSOR) if is_divided(parameter) else SHARD]
+                        data = shard_rows(whole, mesh, self.device if is_own else "meta")
                     elif self.stage not in held:
                         data = parameter.to("meta")
                     elif parameter.is_meta:
@@ -161,14 +169,23 @@ class PipelineParallelism(ShardedParallelism):
                 with computing():
                     runner.run(made, forward, dtype, trains=trains)
 
+    def _through_stages(self, model: nn.Module, ids: Tensor, function: Callable[[], Tensor]) -> Tensor:
+        """See `ParallelInfo.through_stages`."""
+        micro, results = MicroBatch(torch.arange(len(ids)), {"input_ids": ids}), dict[str, Tensor]()
+
+        def forward(_: MicroBatch) -> None:
+            results["found"] = function()
+
+        self.run_micro_batches([micro], forward, contextlib.nullcontext, model=model)
+        return self.from_last_stage(results)["found"]
+
     def from_last_stage(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
         named = self._broadcast_from_last([(name, x.shape, x.dtype) for name, x in results.items()])
         found = {}
         for name, shape, dtype in named:
-            x = results[name].contiguous() if self._is_last else torch.empty(shape, dtype=dtype)
-            x = x.to(self.device)
+            x = results[name] if self._is_last else torch.empty(shape, dtype=dtype, device=self.device)
+            found[name] = x = x.to(self.device).contiguous()
             self.dist.broadcast(x, src=self._last, group=self.stage_group)
-            found[name] = x.to(results[name].device) if name in results else x
         return found
 
     def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:

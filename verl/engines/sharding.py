@@ -340,7 +340,6 @@ class TPFSDP(FSDP):
         return ParallelDegrees(dp_shard=world_size // self.tensor_parallel, tp=self.tensor_parallel)
 
 
-NOT_BY_BOTH = "this version cannot shard a pipeline stage over both tp and dp_shard or cp."
 Size = Annotated[int, Field(ge=1)]
 
 
@@ -354,7 +353,7 @@ class Parallel(FSDP):
     Args:
         tp: size of tensor parallelism; it must divide the key-value heads. See `TP`.
         cp: size of context parallelism: processes with different tokens of the same rows. Only attention communicates.
-        pp: number of pipeline stages; with it weights can be sharded over dp_shard x cp or over tp, not both.
+        pp: number of pipeline stages.
         dp_replicate: number of replicas, each sharded by itself; see `HSDP`.
         dp_shard: FSDP shards, each on different rows; -1 for what the other sizes leave.
         ep: size of expert parallelism: each process holds some experts of every layer, and tokens are sent to the
@@ -382,11 +381,6 @@ class Parallel(FSDP):
             yield f"dp_shard is {self.dp_shard}: must be at least 1, or -1 for what the other sizes leave."
         if self.pp > 1 and self.ep > 1:
             yield f"ep is {self.ep}: cannot be combined with pipeline stages (pp is {self.pp}). Set ep=1 or pp=1."
-        if self.pp > 1 and self.tp > 1:
-            if self.cp > 1:
-                yield f"cp is {self.cp}: {NOT_BY_BOTH} Set cp=1, tp=1 or pp=1."
-            if self.dp_shard > 1:
-                yield f"dp_shard is {self.dp_shard}: {NOT_BY_BOTH} Set dp_shard=1 and dp_replicate={self.dp_shard}."
         if self.pp > 1 and self.cpu_offload:
             yield f"cpu_offload is true: cannot be combined with pp={self.pp}. Set cpu_offload=false or pp=1."
         if self.ep > 1 and self.tp > 1:
@@ -397,13 +391,7 @@ class Parallel(FSDP):
     def size_fault(self, world_size: int) -> str | None:
         wanted, others = self._wanted(), self._product()
         if self.dp_shard == -1 and world_size % others == 0:
-            degrees = self.degrees(world_size)
-            if self.pp > 1 and self.tp > 1 and degrees.dp_shard > 1:
-                return (
-                    f"pp is {self.pp}: dp_shard would be {degrees.dp_shard}, and {NOT_BY_BOTH} "
-                    f"Set dp_replicate={self.dp_replicate * degrees.dp_shard}."
-                )
-            return self._ep_fault(degrees)
+            return self._ep_fault(self.degrees(world_size))
         if self.dp_shard != -1 and others * self.dp_shard == world_size:
             return self._ep_fault(self.degrees(world_size))
         product = " x ".join(f"{name} {size}" for name, size in wanted.items())
@@ -494,7 +482,7 @@ class Parallel(FSDP):
     ) -> ShardingCost:
         """Weights of a stage are gathered once for all micro-batches, gradients reduced once; see `stage_shards`."""
         cost = Sharding.cost(self, world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
-        shards, held = self.degrees(world_size).shards, _held(sizes, 1, self.pp)
+        shards, held = self.degrees(world_size).shards, _held(sizes, self.tp, self.pp)
         cast = 0 if compute_bytes in (None, weight_bytes) else held * (compute_bytes or 0)
         trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
         return replace(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl.resharding.dtensor import at_stage_of, is_elsewhere, local
+from verl.resharding.dtensor import at_stage_of, is_divided, is_elsewhere, local, mesh_dims
 from verl.utils.progress import report
 
 BUCKET_BYTES = 25 * 2**20  # per process, gathered by one collective
@@ -35,32 +35,47 @@ class _ShardedWeight:
     places: list[tuple[nn.Module, str]]
 
     @property
+    def shape(self) -> torch.Size:
+        """Of what the stage runs with: the whole, or the slice of a tensor-parallel rank."""
+        shape = list(self.parameter.shape)
+        for number, placement in enumerate(self.parameter.placements[1:], start=1):  # type: ignore[attr-defined]
+            if hasattr(placement, "dim"):
+                shape[placement.dim] //= self.parameter.device_mesh.size(number)  # type: ignore[attr-defined]
+        return torch.Size(shape)
+
+    @property
     def rows(self) -> int:
         """Rows of each shard; the last shards may have fewer."""
-        return -(-self.parameter.shape[0] // self.parameter.device_mesh.size())  # type: ignore[attr-defined]
+        return -(-self.shape[0] // self.parameter.device_mesh.size(0))  # type: ignore[attr-defined]
 
     @property
     def part_numel(self) -> int:
         """Elements of a shard, padded to `rows`."""
-        return self.rows * self.parameter.shape[1:].numel()
+        return self.rows * self.shape[1:].numel()
 
 
 def shard_rows(data: Tensor, mesh: Any, device: torch.device | str) -> Tensor:
     """Shard a tensor by its first dimension over a mesh, without communication.
 
     Args:
-        data: the whole tensor, the same in every process; on the meta device it gives uninitialised memory.
-        mesh: of one dimension.
+        data: the whole tensor, or one sharded over the tensor-parallel ranks; on the meta device it gives uninitialised
+            memory.
+        mesh: of one dimension, and for sharded data a second one, over which it is sharded.
         device: of the shard.
     """
     from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
-    count, rank = mesh.size(), mesh.get_local_rank()
-    rows = -(-data.shape[0] // count)
-    first = min(rank * rows, data.shape[0])
-    own = data[first : min(first + rows, data.shape[0])].detach()
+    own, rest = local(data), list(getattr(data, "placements", ()))
+    assert mesh.ndim == 1 + len(rest), (mesh, rest)
+    count, rank = mesh.size(0), mesh.get_local_rank(0)
+    rows = -(-own.shape[0] // count)
+    first = min(rank * rows, own.shape[0])
+    own = own[first : min(first + rows, own.shape[0])].detach()
     own = torch.empty_like(own, device=device) if own.is_meta else own.to(device, copy=True).contiguous()
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=data.shape, stride=data.stride())
+    # A tensor-parallel rank's rows are cut again: the mesh's first dimension then divides what its second has left.
+    by_rows = _StridedShard(0, split_factor=mesh.size(1)) if rest and rest[0] == Shard(0) else Shard(0)
+    return DTensor.from_local(own, mesh, [by_rows, *rest], run_check=False, shape=data.shape, stride=data.stride())
 
 
 class StageShards:
@@ -69,15 +84,16 @@ class StageShards:
     Args:
         model: its parameters that `shard_rows` put on the mesh are handled; others are left alone.
         mesh: of one dimension.
-        device: the device of computation.
+        tensor_mesh: mesh of the tensor-parallel ranks that share some of them.
     """
 
-    def __init__(self, model: nn.Module, mesh: Any, device: torch.device):
-        self._group, self._size, self._device = mesh.get_group(), mesh.size(), device
+    def __init__(self, model: nn.Module, mesh: Any, tensor_mesh: Any):
+        self._group, self._size, self._tensor_mesh = mesh.get_group(), mesh.size(), tensor_mesh
+        (dimension,) = mesh.mesh_dim_names
         found: dict[int, _ShardedWeight] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and getattr(parameter, "device_mesh", None) == mesh:
+                if parameter is not None and dimension in mesh_dims(parameter):
                     weight = found.setdefault(id(parameter), _ShardedWeight(parameter, []))
                     weight.places.append((module, name))
         self._weights = list(found.values())
@@ -95,8 +111,9 @@ class StageShards:
         try:
             for weight in self._weights:
                 p = weight.parameter
-                data = made[id(weight)] if id(weight) in made else torch.empty(p.shape, dtype=p.dtype, device="meta")
-                whole = nn.Parameter(data, requires_grad=p.requires_grad and trains)
+                data = made.get(id(weight))
+                data = torch.empty(weight.shape, dtype=p.dtype, device="meta") if data is None else data
+                whole = nn.Parameter(self._of_tensor_ranks(p, data), requires_grad=p.requires_grad and trains)
                 at_stage_of(p, whole)
                 wholes.append((weight, whole))
                 for module, name in weight.places:
@@ -110,6 +127,16 @@ class StageShards:
                 for module, name in weight.places:
                     module._parameters[name] = weight.parameter
 
+    def _of_tensor_ranks(self, parameter: Tensor, data: Tensor) -> Tensor:
+        """What the stage runs with: where tensor-parallel ranks divide it, a slice that stands for the whole."""
+        rest = parameter.placements[1:]  # type: ignore[attr-defined]
+        if not rest:
+            return data
+        from torch.distributed.tensor import DTensor
+
+        shape, stride = parameter.shape, parameter.stride()
+        return DTensor.from_local(data, self._tensor_mesh, rest, run_check=False, shape=shape, stride=stride)
+
     @torch.no_grad()
     def _gather(self, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
         """Yield each parameter gathered."""
@@ -120,7 +147,7 @@ class StageShards:
             dist.all_gather_single(found, sent, group=self._group)
             parts = found.view(self._size, -1).split([w.part_numel for w in weights], dim=1)
             for weight, x in zip(weights, parts, strict=True):
-                shape = weight.parameter.shape
+                shape = weight.shape
                 yield x.reshape(self._size * weight.rows, *shape[1:])[: shape[0]].contiguous()
             report()
 
@@ -132,8 +159,11 @@ class StageShards:
             weights, columns = [_ShardedWeight(parameter, []) for parameter in bucket], []
             for weight in weights:
                 whole = whole_of[id(weight.parameter)]
-                grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
+                grad: Any = torch.zeros_like(whole) if whole.grad is None else whole.grad
                 whole.grad = None
+                if is_divided(grad) and grad.placements != whole.placements:  # type: ignore[attr-defined]
+                    grad = grad.redistribute(placements=whole.placements)  # type: ignore[attr-defined]
+                grad = local(grad)
                 columns.append(_padded(grad, self._size * weight.part_numel).view(self._size, -1))
             sent = torch.cat(columns, dim=1).flatten()
             own = sent.new_empty(len(sent) // self._size)

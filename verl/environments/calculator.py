@@ -61,7 +61,7 @@ class _CalculatorFactory(EnvironmentFactory):
 
     def make(self) -> ToolEnvironment:
         made = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix)
-        made.recovery = "stateless"
+        made.recovery, made.answers_at_once = "stateless", True
         return made
 
 

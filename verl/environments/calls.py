@@ -1,7 +1,8 @@
 """Calls of environments, run in a separate thread: each has an id, a deadline and a typed outcome.
 
 The episode loop generates tokens in its own thread; calls run in an event loop in another thread, and results arrive
-through a queue. The result of a call that returns after its deadline is dropped.
+through a queue. The result of a call that returns after its deadline is dropped. Calls are handed over together, when
+the loop next takes results. An environment that says that it `answers_at_once` is called in the thread of the loop.
 """
 
 from __future__ import annotations
@@ -14,9 +15,17 @@ import queue
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from verl.environments.base import CallRecord, EnvironmentDescription, EnvironmentFactory, InfraError, StepResult
+from verl.environments.base import (
+    CallRecord,
+    Environment,
+    EnvironmentDescription,
+    EnvironmentFactory,
+    InfraError,
+    Outcome,
+    StepResult,
+)
 from verl.errors import RolloutError
 from verl.http_client.client import EventLoopThread
 
@@ -33,18 +42,36 @@ class CallResult:
         episode: its number in this call of the engine.
         attempt: attempt of the episode; results of earlier attempts are dropped.
         value: an observation (`reset`) or a `StepResult` (`step`); None if the outcome is not ok.
+        play: which call of the engine that was.
     """
 
     episode: int
     attempt: int
     record: CallRecord
     value: Any = None
+    play: int = 0
 
 
 async def called(method: Callable[..., Any], *args: Any) -> Any:
     """Call a function or coroutine function and return its result."""
     found = method(*args)
     return await found if inspect.isawaitable(found) else found
+
+
+def _at_once(found: Any) -> Any:
+    """What a function returned, or a coroutine that does not suspend.
+
+    Raises:
+        InfraError: it does.
+    """
+    if not inspect.iscoroutine(found):
+        return found
+    try:
+        found.send(None)
+    except StopIteration as end:
+        return end.value
+    found.close()
+    raise InfraError("a method waits for something, and its environment says that it answers at once")
 
 
 def as_step_result(found: Any) -> StepResult:
@@ -71,6 +98,17 @@ def as_step_result(found: Any) -> StepResult:
     return made
 
 
+def as_observation(found: Any) -> Any:
+    """The return value of `reset`.
+
+    Raises:
+        InfraError: it has another form.
+    """
+    if fault := observation_fault(found):
+        raise InfraError(f"reset gave {fault}")
+    return found
+
+
 def observation_fault(observation: Any) -> str | None:
     """Why an observation is invalid; None if it is valid."""
     if observation is None or isinstance(observation, str):
@@ -83,6 +121,57 @@ def observation_fault(observation: Any) -> str | None:
     return f"an observation of type {type(observation).__name__}: expected a text, chat messages or None"
 
 
+class _Call:
+    """A call that is to be made."""
+
+    __slots__ = (
+        "arguments",
+        "attempt",
+        "begin",
+        "call_id",
+        "environment",
+        "episode",
+        "name",
+        "play",
+        "timeout_s",
+    )
+
+    def __init__(
+        self,
+        play: int,
+        episode: int,
+        attempt: int,
+        call_id: str,
+        name: Literal["reset", "step"],
+        environment: Any,
+        arguments: tuple[Any, ...],
+        timeout_s: float,
+    ):
+        self.play, self.episode, self.attempt, self.call_id, self.name = play, episode, attempt, call_id, name
+        self.environment, self.arguments, self.timeout_s = environment, arguments, timeout_s
+        self.begin = 0.0
+
+    @property
+    def method(self) -> Callable[..., Any]:
+        return self.environment.step if self.name == "step" else self.environment.reset
+
+    def answered(self, found: Any) -> CallResult:
+        """The result where the method returned this.
+
+        Raises:
+            InfraError: it is no answer.
+        """
+        return self.result("ok", as_step_result(found) if self.name == "step" else as_observation(found))
+
+    def failed(self, failure: BaseException) -> CallResult:
+        """The result where the method raised."""
+        return self.result("infra", None, f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}")
+
+    def result(self, outcome: Outcome, value: Any = None, error: str = "") -> CallResult:
+        record = CallRecord(self.call_id, self.name, outcome, time.monotonic() - self.begin, error)
+        return CallResult(self.episode, self.attempt, record, value, self.play)
+
+
 class CallRunner:
     """Runs the environments of one process."""
 
@@ -91,7 +180,9 @@ class CallRunner:
         self.results: queue.SimpleQueue[CallResult] = queue.SimpleQueue()
         self._loop = EventLoopThread("environments")
         self._slots: asyncio.Semaphore | None = None
-        self._pending = 0
+        self._play = self._pending = 0
+        self._waiting: list[Coroutine[Any, Any, None]] = []  # not handed over yet
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps weak references only
         start = self._loop.begin(self._start())
         self._loop.wait(start, options.reset_timeout_s + STUCK_S)
 
@@ -100,28 +191,24 @@ class CallRunner:
         """Number of calls whose results were not taken yet."""
         return self._pending
 
+    def begin_play(self) -> None:
+        """Begin other episodes under the same numbers: results of calls that were made before are dropped."""
+        self._play += 1
+        self._pending = 0
+
     async def _start(self) -> None:
         self._slots = asyncio.Semaphore(self.options.max_concurrent)
         await self.factory.start()
 
     def reset(self, episode: int, attempt: int, call_id: str, environment: Any, row: Any, seed: int) -> None:
         """Begin an episode."""
-
-        async def run() -> Any:
-            observation = await called(environment.reset, row, seed)
-            if fault := observation_fault(observation):
-                raise InfraError(f"reset gave {fault}")
-            return observation
-
-        self._begin(episode, attempt, call_id, "reset", run, environment, self.options.reset_timeout_s)
+        arguments, limit_s = (row, seed), self.options.reset_timeout_s
+        self._begin(_Call(self._play, episode, attempt, call_id, "reset", environment, arguments, limit_s))
 
     def step(self, episode: int, attempt: int, call_id: str, environment: Any, action: Any) -> None:
         """Take a turn."""
-
-        async def run() -> Any:
-            return as_step_result(await called(environment.step, action))
-
-        self._begin(episode, attempt, call_id, "step", run, environment, self._step_limit(environment))
+        arguments, limit_s = (action,), self._step_limit(environment)
+        self._begin(_Call(self._play, episode, attempt, call_id, "step", environment, arguments, limit_s))
 
     def _step_limit(self, environment: Any) -> float:
         # The calls of a turn have deadlines of their own, and run side by side.
@@ -129,13 +216,15 @@ class CallRunner:
 
     def end(self, environment: Any) -> None:
         """Close an environment without waiting for it."""
+        close = getattr(environment, "close", None)
+        if close is None or getattr(close, "__func__", None) is Environment.close:
+            return
 
         async def run() -> None:
             with contextlib.suppress(Exception):
-                if (close := getattr(environment, "close", None)) is not None:
-                    await asyncio.wait_for(called(close), self.options.step_timeout_s)
+                await asyncio.wait_for(called(close), self.options.step_timeout_s)
 
-        self._loop.begin(run())
+        self._waiting.append(run())
 
     def take(self, timeout_s: float) -> list[CallResult]:
         """The available results; optionally waits for the first.
@@ -143,47 +232,60 @@ class CallRunner:
         Raises:
             RolloutError: an environment blocks the event loop, so deadlines cannot be enforced.
         """
+        self.hand_over()
         found = []
         with contextlib.suppress(queue.Empty):
             found.append(self.results.get(timeout=timeout_s) if timeout_s else self.results.get_nowait())
             while True:
                 found.append(self.results.get_nowait())
+        found = [result for result in found if result.play == self._play]
         self._pending -= len(found)
         return found
 
-    def _begin(
-        self,
-        episode: int,
-        attempt: int,
-        call_id: str,
-        name: str,
-        run: Callable[[], Coroutine[Any, Any, Any]],
-        environment: Any,
-        timeout_s: float,
-    ) -> None:
-        async def guarded() -> None:
-            assert self._slots is not None
-            async with self._slots:
-                begin = time.monotonic()
-                value, outcome, error = None, "ok", ""
-                try:
-                    value = await asyncio.wait_for(run(), timeout_s)
-                except TimeoutError:
-                    outcome, error = "timeout", f"no answer within {timeout_s:g} s"
-                    with contextlib.suppress(Exception):
-                        await asyncio.wait_for(self.factory.abandon(environment), timeout_s)
-                except asyncio.CancelledError:
-                    raise
-                except BaseException as failure:  # noqa: BLE001 - code of the user
-                    outcome, error = "infra", f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
-                record = CallRecord(call_id, name, outcome, time.monotonic() - begin, error)  # type: ignore[arg-type]
-            self.results.put(CallResult(episode, attempt, record, value))
-
+    def _begin(self, call: _Call) -> None:
         self._pending += 1
-        self._loop.begin(guarded())
+        if getattr(call.environment, "answers_at_once", False):
+            call.begin = time.monotonic()
+            try:
+                self.results.put(call.answered(_at_once(call.method(*call.arguments))))
+            except Exception as failure:  # noqa: BLE001 - code of the environment
+                self.results.put(call.failed(failure))
+            return
+        self._waiting.append(self._made(call))
+
+    def hand_over(self) -> None:
+        """Give the event loop what is to run in it; `take` does so too. All at once, since each time wakes a thread."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            self._loop.begin(self._run_all(waiting))
+
+    async def _run_all(self, coroutines: list[Coroutine[Any, Any, None]]) -> None:
+        for coroutine in coroutines:
+            task = asyncio.create_task(coroutine)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _made(self, call: _Call) -> None:
+        assert self._slots is not None
+        async with self._slots:
+            call.begin = time.monotonic()
+            try:
+                async with asyncio.timeout(call.timeout_s):
+                    found = await called(call.method, *call.arguments)
+                result = call.answered(found)
+            except TimeoutError:
+                result = call.result("timeout", error=f"no answer within {call.timeout_s:g} s")
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(self.factory.abandon(call.environment), call.timeout_s)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as failure:  # noqa: BLE001 - code of the user
+                result = call.failed(failure)
+        self.results.put(result)
 
     def close(self) -> None:
         """End all environments."""
+        self.hand_over()
         with contextlib.suppress(Exception):
             self._loop.wait(self._loop.begin(self.factory.stop()), self.options.reset_timeout_s)
         self._loop.close()

@@ -9,11 +9,13 @@ sample, turn, position) and on its environment's answers, not on other episodes.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -22,7 +24,7 @@ from verl.component import BuildContext
 from verl.data.chat_template import ChatTemplate
 from verl.environments.base import Action, CallRecord, EnvironmentDescription, Observation, StepResult
 from verl.environments.calls import CallResult, CallRunner
-from verl.environments.journal import EpisodeJournal, JournalEntry, refuse_other_answer
+from verl.environments.journal import EpisodeJournal, JournalEntry, PrefixHash, refuse_other_answer
 from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.rendered_history import ConversationRenderer
 from verl.environments.rows import rows_of_episodes, rows_of_turns
@@ -87,6 +89,7 @@ class Episode:
         end: how it ended; empty while it runs.
         answers: messages written and answered so far, if the template renders them again.
         infra: failures that the model did not cause, including retried ones.
+        prefix: hash of the tokens so far, for journal keys.
         key: journal key of the current call.
         known: the journal's entry for the current call, if the call is repeated for comparison.
         reads_journal: whether answers are taken from the journal.
@@ -114,6 +117,7 @@ class Episode:
     infra: list[str] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
     answers: list[tuple[str | None, Observation]] = field(default_factory=list)
+    prefix: PrefixHash | None = None
     key: str = ""
     known: JournalEntry | None = None
     reads_journal: bool = True
@@ -142,6 +146,7 @@ class Episode:
         """Start from the prompt in a new environment."""
         self.environment, self.context, self.turns, self.opening = environment, list(self.prompt), [], 0
         self.calls, self.answers, self.begun_s, self.is_behind = [], [], time.monotonic(), False
+        self.prefix = None
         self.attempt += 1
 
 
@@ -191,7 +196,12 @@ class EpisodeEngine(RolloutEngine):
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """One episode per sample; see `RolloutEngine.generate`."""
-        episodes, dtype = self._episodes(prompts, request), torch.float32
+        return self.engine.play(prompts, lambda parts: self.play_parts(parts, request))
+
+    def play_parts(self, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
+        """The rows of each part of the prompts; the episodes of all parts are played side by side."""
+        of_parts = self.begin_episodes(parts, request)
+        episodes, dtype = list(chain.from_iterable(of_parts)), torch.float32
         if episodes:
             limits = TurnLimits(
                 max(len(episode.prompt) for episode in episodes) + self.options.max_tokens, self.options.kv_cache_gib
@@ -203,11 +213,12 @@ class EpisodeEngine(RolloutEngine):
             except RolloutError:
                 if self.journal is not None:
                     self.journal.forget_failures()
+                self._close_calls()  # they may be answered yet, and the same episodes be played again
                 raise
             finally:
                 turns.close()
-        make_rows = rows_of_episodes if self.renderer is None else rows_of_turns
-        return make_rows(prompts, request, episodes, self.tokenizer.pad_token_id, dtype)
+        make_rows, pad_id = rows_of_episodes if self.renderer is None else rows_of_turns, self.tokenizer.pad_token_id
+        return [make_rows(part, request, own, pad_id, dtype) for part, own in zip(parts, of_parts, strict=True)]
 
     def sync(self) -> SyncResult:
         return self.engine.sync()
@@ -216,14 +227,24 @@ class EpisodeEngine(RolloutEngine):
         self.engine.rest()
 
     def close(self) -> None:
-        if self._calls is not None:
-            self._calls.close()
-            self._calls = None
+        self._close_calls()
         if self.journal is not None:
             self.journal.close()
         self.engine.close()
 
-    def _episodes(self, prompts: DataProto, request: GenerationRequest) -> list[Episode]:
+    def _close_calls(self) -> None:
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
+
+    def begin_episodes(self, parts: Sequence[DataProto], request: GenerationRequest) -> list[list[Episode]]:
+        """The episodes of each part of the prompts, numbered over all of them."""
+        numbers, groups = itertools.count(), itertools.count()
+        return [self._episodes(part, request, numbers, groups) for part in parts]
+
+    def _episodes(
+        self, prompts: DataProto, request: GenerationRequest, numbers: Iterator[int], groups: Iterator[int]
+    ) -> list[Episode]:
         columns = prompts.non_tensor_batch
         episodes = []
         for place in range(len(prompts)):
@@ -234,9 +255,11 @@ class EpisodeEngine(RolloutEngine):
             if self.renderer is not None:
                 self.renderer.refuse_other_prompt(row)
             seed = derive_seed(self.seed, "environment", request.stream, request.step, prompt_id)
-            for sample in range(request.num_samples):
-                number = len(episodes)
-                episodes.append(Episode(number, tokens, prompt_id, sample, place, row, seed, sample_key=sample))
+            group = next(groups)
+            episodes += [
+                Episode(next(numbers), tokens, prompt_id, sample, group, row, seed, sample_key=sample)
+                for sample in range(request.num_samples)
+            ]
         return episodes
 
 
@@ -251,6 +274,7 @@ class _Play:
         self.journal = engine.journal
         self.known: deque[CallResult] = deque()  # answers from the journal
         self.differing = 0
+        self.calls.begin_play()
         if self.journal is not None:
             self.journal.open(request.step)
 
@@ -265,9 +289,14 @@ class _Play:
             while self.known:
                 self._answered(self.known.popleft())
             is_idle = not self.turns.num_pending and bool(self.num_open)
+            if self.journal is not None:
+                self.journal.flush()  # turns and ends, before calls are handed over
             results = self.calls.take(IDLE_WAIT_S if is_idle else 0.0)
+            if self.journal is not None:
+                for result in results:
+                    self._write_answer(self.journal, result)
+                self.journal.flush()
             for result in results:
-                self._write_answer(result)
                 self._answered(result)
             for drawn in self.turns.advance():
                 self._drew(self.episodes[drawn.episode], drawn)
@@ -278,6 +307,9 @@ class _Play:
                 raise self.calls.stuck_error()
             else:
                 report(f"waiting for the environment; episodes left: {self.num_open}")
+        self.calls.hand_over()
+        if self.journal is not None:
+            self.journal.flush()
 
     def _start(self, episode: Episode) -> None:
         episode.begin(self.calls.factory.make())
@@ -433,25 +465,27 @@ class _Play:
         episode.seconds = time.monotonic() - episode.begun_s
         self.num_open -= 1
         if self.journal is not None and end != "dropped":
-            self.journal.write_end(self._end_key(episode))
+            self.journal.write_end(self._end_key(self.journal, episode))
 
     # The journal
 
-    def _key(self, episode: Episode, what: str, attempt: int) -> str:
-        assert self.journal is not None
-        request = self.request
-        place = (request.stream, request.step, episode.prompt_id, episode.sample_key, attempt, len(episode.turns), what)
-        return self.journal.key(*place, tokens=episode.context)
+    def _key(self, journal: EpisodeJournal, episode: Episode, what: str, attempt: int) -> str:
+        prefix, request = episode.prefix, self.request
+        if prefix is None or self.engine.renderer is not None:  # which may have changed what came before
+            place = request.stream, request.step, episode.prompt_id, episode.sample_key
+            prefix = episode.prefix = journal.prefix(*place)
+        if prefix.num_tokens < len(episode.context):
+            prefix.append(episode.context[prefix.num_tokens :])
+        return prefix.key(attempt, len(episode.turns), what)
 
-    def _end_key(self, episode: Episode) -> str:
-        assert self.journal is not None
+    def _end_key(self, journal: EpisodeJournal, episode: Episode) -> str:
         request = self.request
-        return self.journal.key("end", request.stream, request.step, episode.prompt_id, episode.sample_id)
+        return journal.prefix("end", request.stream, request.step, episode.prompt_id, episode.sample_id).key()
 
     def _write_turn(self, episode: Episode, tokens: list[int]) -> None:
         if self.journal is None:
             return
-        if self.journal.write_turn(self._key(episode, "turn", 0), tokens) and not self.differing:
+        if self.journal.write_turn(self._key(self.journal, episode, "turn", 0), tokens) and not self.differing:
             self.differing += 1
             log.warning(
                 "Turns of step %d differ from those before the interruption, because weights or settings "
@@ -467,12 +501,12 @@ class _Play:
         if journal is None:
             return False
         recovery = getattr(episode.environment, "recovery", "restart")
-        episode.key = self._key(episode, what, episode.attempt if recovery == "restart" else 0)
+        episode.key = self._key(journal, episode, what, episode.attempt if recovery == "restart" else 0)
         if not journal.is_resumed:
             return False
-        own = episode.key if recovery == "restart" else self._key(episode, what, episode.attempt)
+        own = episode.key if recovery == "restart" else self._key(journal, episode, what, episode.attempt)
         if what == "reset" and recovery == "restart":
-            episode.reads_journal &= self._had_ended(episode)
+            episode.reads_journal &= self._had_ended(journal, episode)
             episode.restarted |= not episode.reads_journal and journal.answer(own) is not None
         if not episode.reads_journal:
             return False
@@ -482,7 +516,7 @@ class _Play:
         is_made_again = recovery == "deterministic" or (recovery == "stateless" and what == "reset")
         if entry is None:
             if is_behind := episode.is_behind:
-                self._begin_again(episode)
+                self._begin_again(journal, episode)
             return is_behind
         if entry.record.outcome == "ok" and is_made_again and not entry.is_failure:
             episode.known = entry
@@ -492,27 +526,26 @@ class _Play:
         self.known.append(CallResult(episode.number, episode.attempt, entry.record, entry.value))
         return True
 
-    def _had_ended(self, episode: Episode) -> bool:
+    def _had_ended(self, journal: EpisodeJournal, episode: Episode) -> bool:
         """Whether the journal has all episodes of a group completely."""
-        assert self.journal is not None
         group = [other for other in self.episodes if other.group == episode.group]
-        return all(self.journal.has_ended(self._end_key(other)) for other in group)
+        return all(journal.has_ended(self._end_key(journal, other)) for other in group)
 
-    def _begin_again(self, episode: Episode) -> None:
+    def _begin_again(self, journal: EpisodeJournal, episode: Episode) -> None:
         """Restart an episode whose environment must answer now but missed the actions that were answered from the
         journal."""
         self.turns.forget(episode.number)
         self.calls.end(episode.environment)
         episode.restarted, episode.reads_journal = True, False
         episode.begin(self.calls.factory.make())
-        episode.key = self._key(episode, "reset", episode.attempt)
+        episode.key = self._key(journal, episode, "reset", episode.attempt)
         call_id = self._call_id(episode, "reset")
         self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
 
-    def _write_answer(self, result: CallResult) -> None:
+    def _write_answer(self, journal: EpisodeJournal, result: CallResult) -> None:
         """Record an environment's answer, and compare it with the recorded one of an earlier run."""
         episode = self.episodes[result.episode]
-        if self.journal is None or result.attempt != episode.attempt or episode.end:
+        if result.attempt != episode.attempt or episode.end:
             return
         entry = JournalEntry(result.record, result.value)
         if episode.known is not None and result.record.outcome == "ok" and not entry.is_failure:
@@ -521,8 +554,9 @@ class _Play:
             return
         key = episode.key
         if entry.is_failure:
-            key = self._key(episode, "reset" if result.record.name == "reset" else "step", episode.attempt)
-        self.journal.write_answer(key, entry)
+            what = "reset" if result.record.name == "reset" else "step"
+            key = self._key(journal, episode, what, episode.attempt)
+        journal.write_answer(key, entry)
 
     def _tell_difference(self, episode: Episode) -> None:
         messages = episode.row.get("prompt_messages")
@@ -566,7 +600,3 @@ def environment_faults(run: Any) -> Iterator[str]:
             f"{prefix} with history=rerender: the ratio of algorithm=gspo is of a row, and an episode has several. Set "
             "environment.history=append, or another algorithm."
         )
-    for role, sharding in run.shardings().items():
-        if role == "actor" and type(sharding).__name__ not in ("NoSharding", "DDP"):
-            name = type(sharding).__name__
-            yield f"{prefix}: sharding {name} shards the actor: its ranks would sample other turns. Set sharding=ddp."

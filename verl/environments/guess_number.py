@@ -13,6 +13,7 @@ from verl.environments.base import Action, Environment, EnvironmentDescription, 
 
 class _Game(Environment):
     recovery = "deterministic"
+    answers_at_once = True
 
     def __init__(self, options: GuessNumber):
         self.options, self.secret, self.guesses = options, 0, 0

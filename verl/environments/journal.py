@@ -5,9 +5,10 @@
                         the journal knows is not made again, or made and compared, as the environment allows
 
 The key of an answer is a hash of everything that led to it: environment, stream, step, prompt, sample, tokens of the
-episode. With other weights the tokens differ, so nothing is found. A line holds a record and its checksum; an
-incomplete last line is ignored. Records are written but not synced before the loop continues, so they survive the
-death of the process, but not a loss of power.
+episode. With other weights the tokens differ, so nothing is found. A line holds a checksum and the records that came
+together: answers are written before they are used, turns before an environment in another thread is called. An
+incomplete last line is ignored. Lines are not synced, so they survive the death of the process, but not a loss of
+power.
 
 The values of an environment's `recovery`:
 
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 _FILE = re.compile(r"step-(\d+)\.(\d+)\.rank-\d+\.[0-9a-f]+\.jsonl")
 _CHECKPOINT = re.compile(r"global_step_(\d+)")
 SHOWN = 300  # characters of an answer in a message
+_encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"), check_circular=False).encode
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,27 @@ class JournalEntry:
         return any(record.outcome == "infra" for record in (self.record, *calls))
 
 
+class PrefixHash:
+    """The hash of everything that led to a point of an episode; it grows with the episode's tokens.
+
+    Attributes:
+        num_tokens: how many of them are in it.
+    """
+
+    def __init__(self, digest: Any):
+        self._digest, self.num_tokens = digest, 0
+
+    def append(self, tokens: Sequence[int]) -> None:
+        self._digest.update(array("q", tokens))
+        self.num_tokens += len(tokens)
+
+    def key(self, *position: Any) -> str:
+        """The journal key of a position behind these tokens."""
+        digest = self._digest.copy()
+        digest.update(f"{self.num_tokens}{position}".encode())
+        return digest.hexdigest()
+
+
 class EpisodeJournal:
     """The journal of one process for the current step.
 
@@ -71,6 +94,7 @@ class EpisodeJournal:
         self.directory, self._identity, self._rank = directory, identity.encode(), rank
         self._step: int | None = None
         self._file: Any = None
+        self._records: list[Mapping[str, Any]] = []  # not written yet
         self._answers: dict[str, JournalEntry] = {}
         self._turns: dict[str, list[int]] = {}
         self._ends: set[str] = set()
@@ -98,20 +122,14 @@ class EpisodeJournal:
 
     def close(self) -> None:
         if self._file is not None:
+            self.flush()
             self._file.close()
             self._file = None
         self._step = None
 
-    def key(self, *parts: Any, tokens: Sequence[int] = ()) -> str:
-        """The journal key of a position in an episode.
-
-        Args:
-            tokens: of the episode so far, its prompt included.
-        """
-        digest = hashlib.blake2b(self._identity, digest_size=16)
-        digest.update(repr(parts).encode())
-        digest.update(array("q", tokens).tobytes())
-        return digest.hexdigest()
+    def prefix(self, *place: Any) -> PrefixHash:
+        """The hash of an episode that has no tokens yet, for `PrefixHash.key`."""
+        return PrefixHash(hashlib.blake2b(self._identity + repr(place).encode(), digest_size=16))
 
     def answer(self, key: str) -> JournalEntry | None:
         return self._answers.get(key)
@@ -123,35 +141,40 @@ class EpisodeJournal:
         """Record a turn of the model; returns whether the journal already has other tokens for it."""
         known = self._turns.get(key)
         if known is None:
-            self._write({"turn": key, "tokens": list(tokens)})
+            self._records.append({"turn": key, "tokens": list(tokens)})
         return known is not None and known != list(tokens)
 
     def write_answer(self, key: str, entry: JournalEntry) -> None:
         value: Any = entry.value
         if isinstance(value, StepResult):
-            calls = [vars(call) for call in value.info.get("calls", ())]
-            value = {"step": [_plain(value.observation), value.reward, value.terminated, value.truncated, calls]}
+            calls = [_fields(call) for call in value.info.get("calls", ())]
+            step = [_plain(value.observation), value.reward, value.terminated, value.truncated, calls]
+            self._records.append({"answer": key, "record": _fields(entry.record), "step": step})
         else:
-            value = {"reset": _plain(value)}
-        self._write({"answer": key, "record": vars(entry.record), **value})
+            self._records.append({"answer": key, "record": _fields(entry.record), "reset": _plain(value)})
 
     def write_end(self, key: str) -> None:
-        self._write({"end": key})
+        self._records.append({"end": key})
 
     def forget_failures(self) -> None:
         """Drop recorded failures that the model did not cause, because they end the run; a resumed run retries the
         calls."""
         if self._file is not None:
-            self._write({"forget": "infra"})
+            self._records.append({"forget": "infra"})
+            self.flush()
             self._forget_failures()
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        assert self._file is not None
-        text = json.dumps(record, ensure_ascii=True, separators=(",", ":")).encode()
-        self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
+    def flush(self) -> None:
+        """Write the records that were given since the last time."""
+        if self._records:
+            assert self._file is not None
+            text, self._records = _encode(self._records).encode(), []
+            line = memoryview(b"%08x %s\n" % (zlib.crc32(text), text))
+            while line:
+                line = line[self._file.write(line) :]
 
     def _load(self, path: Path) -> None:
-        for record in _records(path):
+        for record in read_records(path):
             if "turn" in record:
                 self._turns[record["turn"]] = record["tokens"]
             elif "answer" in record:
@@ -216,20 +239,29 @@ def _shown(value: Any) -> str:
     return text if len(text) <= SHOWN else text[: SHOWN - 4] + " ..."
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file, up to the first incomplete line."""
     with open(path, "rb") as file:
         for line in file:
             checksum, _, text = line.rstrip(b"\n").partition(b" ")
             if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
                 return
-            yield json.loads(text)
+            found = json.loads(text)
+            yield from found if isinstance(found, list) else (found,)  # one alone: written by earlier versions
 
 
 def _entry(record: Mapping[str, Any]) -> JournalEntry:
     value: Any = record.get("reset")
     if "step" in record:
         observation, reward, terminated, truncated, calls = record["step"]
-        info = {"calls": [CallRecord(**call) for call in calls]} if calls else {}
+        info = {"calls": [_record(call) for call in calls]} if calls else {}
         value = StepResult(observation, reward, terminated, truncated, info)
-    return JournalEntry(CallRecord(**record["record"]), value)
+    return JournalEntry(_record(record["record"]), value)
+
+
+def _fields(record: CallRecord) -> list[Any]:
+    return [record.call_id, record.name, record.outcome, record.seconds, record.error]
+
+
+def _record(found: Any) -> CallRecord:
+    return CallRecord(*found) if isinstance(found, list) else CallRecord(**found)  # by name: of earlier versions

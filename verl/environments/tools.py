@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,41 +61,55 @@ class ToolEnvironment(Environment):
     async def step(self, action: Action) -> StepResult:
         if not action.calls:
             return StepResult(terminated=True)
-        ids = [f"{action.call_id}.{place}" for place in range(len(action.calls))]
-        found = await asyncio.gather(*map(self._answer, action.calls, ids))
-        records = [record for record, _ in found]
+        begun = [self._begin(call, f"{action.call_id}.{place}") for place, call in enumerate(action.calls)]
+        if waiting := [answer for answer in begun if inspect.isawaitable(answer)]:
+            found = iter(await asyncio.gather(*waiting))
+            begun = [next(found) if inspect.isawaitable(answer) else answer for answer in begun]
+        answers: list[tuple[CallRecord, str]] = begun
+        records = [record for record, _ in answers]
         if self.is_chat:
-            messages = [{"role": "tool", "name": record.name, "content": text} for record, text in found]
+            messages = [{"role": "tool", "name": record.name, "content": text} for record, text in answers]
             return StepResult(messages, info={"calls": records})
-        return StepResult("".join(f"{text}{self.suffix}" for _, text in found), info={"calls": records})
+        return StepResult("".join(f"{text}{self.suffix}" for _, text in answers), info={"calls": records})
 
-    async def _answer(self, call: ToolCall | ParseFault, call_id: str) -> tuple[CallRecord, str]:
+    def _begin(self, call: ToolCall | ParseFault, call_id: str) -> Any:
+        """The record and the text of a call, or a coroutine that gives them where its tool has to be awaited."""
         if isinstance(call, ParseFault):
             return CallRecord(call_id, "", "tool_error", 0.0, call.reason), f"error: {call.reason}"
-        begin = time.monotonic()
-        outcome, text = await self._run(call)
-        error = text if outcome != "ok" else ""
-        return CallRecord(call_id, call.name, outcome, time.monotonic() - begin, error[:300]), text
-
-    async def _run(self, call: ToolCall) -> tuple[Outcome, str]:
-        tool = self.tools[call.name]
+        tool, begin = self.tools[call.name], time.monotonic()
         if fault := argument_fault(tool, call.arguments):
-            return "tool_error", f"error: {fault}"
+            return _answer(call, call_id, begin, "tool_error", f"error: {fault}")
         try:
-            return "ok", as_text(await asyncio.wait_for(_called(tool.function, call.arguments), self.timeout_s))
-        except TimeoutError:
-            return "timeout", f"error: {call.name} gave no answer within {self.timeout_s:g} s"
-        except ToolError as error:
-            return "tool_error", f"error: {error}"
-        except (InfraError, OSError, MemoryError) as error:
-            return "infra", f"{type(error).__name__}: {error}"
+            found = tool.function(**call.arguments)
+            if inspect.isawaitable(found):
+                return self._finished(call, call_id, begin, found)
+            return _answer(call, call_id, begin, "ok", as_text(found))
         except Exception as error:  # noqa: BLE001 - of the tool, on the model's arguments
-            return "tool_error", f"error: {type(error).__name__}: {error}"
+            return _answer(call, call_id, begin, *self._said(call, error))
+
+    async def _finished(
+        self, call: ToolCall, call_id: str, begin: float, found: Awaitable[Any]
+    ) -> tuple[CallRecord, str]:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return _answer(call, call_id, begin, "ok", as_text(await found))
+        except Exception as error:  # noqa: BLE001 - of the tool
+            return _answer(call, call_id, begin, *self._said(call, error))
+
+    def _said(self, call: ToolCall, error: Exception) -> tuple[Outcome, str]:
+        """The outcome of a call that raised, and what the model reads."""
+        if isinstance(error, TimeoutError):
+            return "timeout", f"error: {call.name} gave no answer within {self.timeout_s:g} s"
+        if isinstance(error, ToolError):
+            return "tool_error", f"error: {error}"
+        if isinstance(error, (InfraError, OSError, MemoryError)):
+            return "infra", f"{type(error).__name__}: {error}"
+        return "tool_error", f"error: {type(error).__name__}: {error}"  # of the tool, on the model's arguments
 
 
-async def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    found = function(**arguments)
-    return await found if inspect.isawaitable(found) else found
+def _answer(call: ToolCall, call_id: str, begin: float, outcome: Outcome, text: str) -> tuple[CallRecord, str]:
+    error = text if outcome != "ok" else ""
+    return CallRecord(call_id, call.name, outcome, time.monotonic() - begin, error[:300]), text
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

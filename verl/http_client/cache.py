@@ -44,15 +44,15 @@ class AnswerCache:
     def __init__(self, directory: Path, max_gib: float):
         self.file, self._max_bytes = directory / NAME, max_gib * 2**30
         self._lock = threading.Lock()
-        self._connection: sqlite3.Connection | None = None
+        self.connection: sqlite3.Connection | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(
+            self.connection = sqlite3.connect(
                 self.file, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
-            self._connection.execute("PRAGMA journal_mode=WAL")
-            self._connection.execute("PRAGMA synchronous=NORMAL")
-            self._connection.execute(
+            self.connection.execute("PRAGMA journal_mode=WAL")
+            self.connection.execute("PRAGMA synchronous=NORMAL")
+            self.connection.execute(
                 "CREATE TABLE IF NOT EXISTS answers (number INTEGER PRIMARY KEY, key TEXT UNIQUE, text TEXT NOT NULL)"
             )
         except (OSError, sqlite3.Error) as error:
@@ -77,9 +77,9 @@ class AnswerCache:
     def close(self) -> None:
         """Close the file; calling it again does nothing."""
         with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+            if self.connection is not None:
+                self.connection.close()
+                self.connection = None
 
     def _make_room(self) -> None:
         numbers = [self._run(f"PRAGMA {name}") for name in ("page_count", "freelist_count", "page_size")]
@@ -91,16 +91,16 @@ class AnswerCache:
             self._run(f"DELETE FROM answers WHERE number IN ({oldest})")
 
     def _run(self, statement: str, values: Iterable[str] = ()) -> list[tuple]:
-        if self._connection is None:
+        if self.connection is None:
             return []
         try:
-            return self._connection.execute(statement, list(values)).fetchall()
+            return self.connection.execute(statement, list(values)).fetchall()
         except sqlite3.Error as error:
             self._give_up(error)
             return []
 
     def _give_up(self, error: Exception) -> None:
         logger.warning("%s: responses are no longer cached, %s: %s", self.file, type(error).__name__, error)
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None

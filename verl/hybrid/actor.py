@@ -506,6 +506,11 @@ class HybridActor:
         with self._held("close"):
             self._end_engine()
 
+    @property
+    def rollout_engine(self) -> RolloutEngine | None:
+        """What `generate` draws with, from its first call until `close` or a change that needs another one."""
+        return None if self._engine is None else self._engine[1]
+
     def _end_engine(self) -> None:
         engine, self._engine = self._engine, None
         self._was_synced = False

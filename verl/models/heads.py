@@ -294,7 +294,7 @@ class LMHead:
         self.model = model
         self.head: nn.Module | None = model.get_output_embeddings()
         with layers_gathered(model):
-            self.is_separable = self.head is not None and self._is_whole_state()
+            self.is_separable = self.head is not None and self.is_whole_state()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [... V] of hidden states [... D]."""
@@ -316,7 +316,8 @@ class LMHead:
                 self.head.forward = before
 
     @torch.no_grad()
-    def _is_whole_state(self) -> bool:
+    def is_whole_state(self) -> bool:
+        """Whether the logits come from the last hidden state of all layers by the head alone."""
         tokens = torch.arange(4, device=compute_device(self.model)).unsqueeze(0)
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
         was_training = self.model.training

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,9 @@ class ParallelInfo:
         gathered: a context in which this process has all weights, so that forward passes do not communicate.
         mesh: process mesh of the model.
         rank: of this process in the mesh.
-        siblings: ranks that work on the same rows, including this one, in order.
+        through_stages: of a pipeline: runs a function that calls the model once on token ids [b s], and returns its
+            result in all stages. None if each process has all layers.
+        siblings: ranks that work on the same rows, including this one and those of other stages, in order.
         sibling_group: process group of the siblings.
         layout_of: layout of a tensor of the model over the mesh.
         local: the local part of such a tensor.
@@ -46,7 +50,31 @@ class ParallelInfo:
     gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     settle: Callable[[], None] = lambda: None
     stage_group: Any = None
+    through_stages: Callable[[Tensor, Callable[[], Tensor]], Tensor] | None = None
     generation_groups: tuple[Any, ...] = ()
+
+
+_MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # so far, by store
+LONGEST_LOOK_S = 0.05
+
+
+def meet(divided: ParallelInfo) -> None:
+    """Barrier over all processes of the model, without a time limit: collective operations have one.
+
+    For what may take one process much longer than another. If a process dies, the driver ends the run.
+    """
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    number = _MEETINGS[store] = _MEETINGS.get(store, 0) + 1
+    store.set(f"verl/meeting/{number}/{divided.rank}", "here")
+    everyone = [f"verl/meeting/{number}/{rank}" for rank in range(divided.mesh.size)]
+    look_s = 0.0005
+    while not store.check(everyone):
+        time.sleep(look_s)
+        look_s = min(2 * look_s, LONGEST_LOOK_S)
+    if number > 1:  # all have left that one, or they would not have come to this
+        store.delete_key(f"verl/meeting/{number - 1}/{divided.rank}")
 
 
 def compute_device(model: Any) -> torch.device:
@@ -81,6 +109,12 @@ def layers_gathered(model: Any) -> AbstractContextManager[None]:
     """Inside this context the process has all layers of a model; calls stay collective with its siblings."""
     divided = getattr(model, "divided", None)
     return divided.gathered() if divided is not None and divided.stage_group is not None else contextlib.nullcontext()
+
+
+def through_stages(model: Any, ids: Tensor, function: Callable[[], Tensor]) -> Tensor:
+    """What a function that calls the model once on token ids [b s] gives; all processes that hold it take part."""
+    divided = getattr(model, "divided", None)
+    return function() if divided is None or divided.through_stages is None else divided.through_stages(ids, function)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

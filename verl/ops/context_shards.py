@@ -31,6 +31,8 @@ class PieceBlock:
     Attributes:
         queries: [count, Q], indices into the rank's tokens; padded by repeating the last one of a piece.
         is_query: [count, Q], False on that padding.
+        real_slots: [q], their places in the flattened [count * Q].
+        real_queries: [q], `queries` there.
         positions: [count, Q], positions of the queries in their rows.
         entries: [E], indices into the whole line of all tokens that any piece attends to.
         keys: [count * K], keys of each piece as indices into `entries`.
@@ -40,6 +42,8 @@ class PieceBlock:
 
     queries: Tensor
     is_query: Tensor
+    real_slots: Tensor
+    real_queries: Tensor
     positions: Tensor
     entries: Tensor
     keys: GatherIndex
@@ -59,8 +63,9 @@ class PieceBlock:
         return seen
 
     def to(self, device: torch.device | str) -> PieceBlock:
-        names = ("queries", "is_query", "positions", "entries", "keys")
-        return replace(self, masks={}, **{name: getattr(self, name).to(device) for name in names})
+        names = ("queries", "is_query", "real_slots", "real_queries", "positions", "entries")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, masks={}, keys=self.keys.to(device), **moved)
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class ContextShard:
         own: [n], indices into the line of the rank's tokens.
         sizes: n of every rank.
         place: [N], index of each token of the line in the concatenation over ranks, each padded to the largest n.
+        dense: [N], the same without that padding.
         blocks: of attention.
         predictors: gathers the states that predict the response tokens of this rank from its own tokens.
         predicted: [m], indices of those response tokens, in the order of mask.nonzero().
@@ -81,6 +87,7 @@ class ContextShard:
     own: Tensor
     sizes: tuple[int, ...]
     place: Tensor
+    dense: Tensor
     blocks: tuple[PieceBlock, ...]
     predictors: GatherIndex
     predicted: Tensor
@@ -88,9 +95,10 @@ class ContextShard:
     joined: Tensor
 
     def to(self, device: torch.device | str) -> ContextShard:
-        names = ("own", "place", "predictors", "predicted", "joined")
-        moved = {name: getattr(self, name).to(device) for name in names}
-        return replace(self, blocks=tuple(block.to(device) for block in self.blocks), **moved)
+        names = ("own", "place", "dense", "predicted", "joined")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        blocks = tuple(block.to(device) for block in self.blocks)
+        return replace(self, blocks=blocks, predictors=self.predictors.to(device), **moved)
 
 
 def shard_line(packing: PackedRows, size: int, rank: int) -> ContextShard:
@@ -100,7 +108,8 @@ def shard_line(packing: PackedRows, size: int, rank: int) -> ContextShard:
     owned = [own if len(own) else torch.zeros(1, dtype=torch.int64) for own in owned]
     sizes = tuple(len(own) for own in owned)
     place = _places(owned, length)
-    holder = place // max(sizes)
+    holder, counted = place // max(sizes), torch.tensor(sizes)
+    dense = (counted.cumsum(0) - counted)[holder] + place % max(sizes)
     predicting = [(holder[packing.predictors.index] == r).nonzero()[:, 0] for r in range(size)]
     counts, own = tuple(len(found) for found in predicting), owned[rank]
     local = torch.full((length,), -1)
@@ -109,6 +118,7 @@ def shard_line(packing: PackedRows, size: int, rank: int) -> ContextShard:
         own,
         sizes,
         place,
+        dense,
         tuple(_blocks(packing, own)),
         gather_index(local[packing.predictors.index[predicting[rank]]], len(own)),
         predicting[rank],
@@ -192,9 +202,13 @@ def _block(packing: PackedRows, pieces: list[_Piece]) -> PieceBlock:
     keys = torch.stack([_keys(packing, piece, width) for piece in pieces])
     entries, index = torch.unique(keys, return_inverse=True)
     is_key = torch.arange(width) < torch.tensor([piece.keys for piece in pieces])[:, None]
+    in_line, is_query = starts[:, :1] + within, column < lengths
+    real = is_query.flatten().nonzero()[:, 0]
     return PieceBlock(
-        starts[:, :1] + within,
-        column < lengths,
+        in_line,
+        is_query,
+        real,
+        in_line.flatten()[real],
         starts[:, 1:] + within,
         entries,
         gather_index(index.flatten(), len(entries), is_real=is_key.flatten()),

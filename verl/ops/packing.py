@@ -35,7 +35,8 @@ class GatherIndex:
     is_identity: bool = False
 
     def to(self, device: torch.device | str) -> GatherIndex:
-        return GatherIndex(self.index.to(device), tuple(u.to(device) for u in self.uses), self.is_identity)
+        index, *uses = (x.to(device, non_blocking=True) for x in (self.index, *self.uses))
+        return GatherIndex(index, tuple(uses), self.is_identity)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class PackedRows:
 
     def to(self, device: torch.device | str) -> PackedRows:
         takes = {name: getattr(self, name).to(device) for name in ("queries", "keys", "out", "predictors")}
-        return replace(self, tokens=self.tokens.to(device), positions=self.positions.to(device), **takes)
+        tokens, positions = (x.to(device, non_blocking=True) for x in (self.tokens, self.positions))
+        return replace(self, tokens=tokens, positions=positions, **takes)
 
 
 def pack(

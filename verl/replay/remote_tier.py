@@ -42,10 +42,10 @@ class RemoteTier:
     """
 
     def __init__(self, store: ObjectStore, directory: Path, timeout_s: float, retry_s: float):
-        self._store, self._directory, self._disk = store, directory, FileSystem()
-        self._timeout_s, self._retry_s = timeout_s, retry_s
+        self.store, self._directory, self.disk = store, directory, FileSystem()
+        self.timeout_s, self._retry_s = timeout_s, retry_s
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="replay_cold")
-        self._uploads: dict[str, tuple[ReplayShard, Path, Future[int]]] = {}
+        self.uploads: dict[str, tuple[ReplayShard, Path, Future[int]]] = {}
         self._fetches: dict[str, tuple[ReplayShard, Future[Path]]] = {}
         self._here: dict[str, Path] = {}  # fetched files, least recently requested first
         self._silent_until = 0.0
@@ -56,17 +56,17 @@ class RemoteTier:
 
     def upload(self, shard: ReplayShard, path: Path) -> None:
         """Start an upload, unless it is in progress or the store does not answer."""
-        if shard.name not in self._uploads and self.is_reachable:
-            future = self._threads.submit(self._store.put_file, _key(shard.name), path)
-            self._uploads[shard.name] = shard, path, future
+        if shard.name not in self.uploads and self.is_reachable:
+            future = self._threads.submit(self.store.put_file, _key(shard.name), path)
+            self.uploads[shard.name] = shard, path, future
 
     def uploaded(self) -> list[ReplayShard]:
         """Shards whose uploads were confirmed since the last call; failed uploads can be started again."""
         done = []
-        for name, (shard, path, future) in list(self._uploads.items()):
+        for name, (shard, path, future) in list(self.uploads.items()):
             if not future.done():
                 continue
-            del self._uploads[name]
+            del self.uploads[name]
             try:
                 future.result()
                 done.append(shard)
@@ -94,7 +94,7 @@ class RemoteTier:
         wanted, waits = {shard.name: shard for shard in shards}, self.is_reachable
         self.want(wanted.values())
         waiting = [self._fetches[name][1] for name in wanted if name in self._fetches]
-        wait(waiting, timeout=self._timeout_s if waits else 0)
+        wait(waiting, timeout=self.timeout_s if waits else 0)
         for name in list(self._fetches):
             self._finish_fetch(name, waits and name in wanted)
         for name in [*wanted]:
@@ -106,7 +106,7 @@ class RemoteTier:
         """Delete fetched files beyond `KEPT_FILES`; open maps of them stay valid."""
         for name in list(self._here)[: max(0, len(self._here) - KEPT_FILES)]:
             with contextlib.suppress(OSError):
-                self._disk.unlink(self._here.pop(name))
+                self.disk.unlink(self._here.pop(name))
 
     def delete(self, names: Iterable[str]) -> None:
         """Start to delete shards from the store."""
@@ -115,28 +115,28 @@ class RemoteTier:
 
     def settle(self) -> None:
         """Wait for pending uploads, at most `timeout_s`."""
-        wait([future for *_, future in self._uploads.values()], timeout=self._timeout_s)
+        wait([future for *_, future in self.uploads.values()], timeout=self.timeout_s)
 
     def close(self) -> None:
         """Cancel pending requests."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._store.close()
+        self.store.close()
         self._threads.shutdown(wait=True)
 
     def _fetch(self, shard: ReplayShard) -> Path:
-        data = self._store.get(_key(shard.name), 0, shard.size)
+        data = self.store.get(_key(shard.name), 0, shard.size)
         if hash_buffers([data]) != shard.leaves:
-            raise ReplayCorrupt(f"{self._store.url(_key(shard.name))} differs from what was written")
+            raise ReplayCorrupt(f"{self.store.url(_key(shard.name))} differs from what was written")
         path, unfinished = self._directory / shard.name, self._directory / (shard.name + UNFINISHED)
         with contextlib.suppress(FileNotFoundError):
-            self._disk.unlink(unfinished)
-        write_file(self._disk, unfinished, [data])
-        self._disk.rename(unfinished, path)
+            self.disk.unlink(unfinished)
+        write_file(self.disk, unfinished, [data])
+        self.disk.rename(unfinished, path)
         return path
 
     def _delete(self, name: str) -> None:
         try:
-            self._store.delete(_key(name))
+            self.store.delete(_key(name))
         except StorageError as error:
             _log.warning("%s could not be deleted from the store, where it is no longer needed: %s", name, error)
 
@@ -145,7 +145,7 @@ class RemoteTier:
         shard, future = self._fetches[name]
         if not future.done():
             if is_wanted:
-                self._fell_silent("does not give", shard, f"no answer within {self._timeout_s:g} s")
+                self._fell_silent("does not give", shard, f"no answer within {self.timeout_s:g} s")
             return
         del self._fetches[name]
         try:

@@ -258,20 +258,20 @@ class ProcessReward(CallableReward):
     """
 
     def __init__(self, path: str, kwargs: Mapping[str, Any], timeout_s: float):
-        self._pool = ProcessPool(path, "", kwargs, timeout_s, num_workers=1, whole_batch=True)
+        self.pool = ProcessPool(path, "", kwargs, timeout_s, num_workers=1, whole_batch=True)
         try:
-            source, signature = self._pool.facts
-            self._pool.file = source.file
+            source, signature = self.pool.facts
+            self.pool.file = source.file
             self._describe(source, kwargs, signature)
         except BaseException:
-            self._pool.close()
+            self.pool.close()
             raise
 
     def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
     def _invoke(self, given: DataProto | dict[str, Any]) -> Any:
-        (outcome,) = self._pool.rate([given])
+        (outcome,) = self.pool.rate([given])
         assert outcome is not None
         if outcome.failure is not None:
             raise CallFailed(outcome.failure, outcome.failure.partition(":")[0] if outcome.was_raised else None)

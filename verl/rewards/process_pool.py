@@ -84,13 +84,13 @@ class ProcessPool:
     ):
         self.path, self.file, self.timeout_s = path, file, timeout_s
         self._setting = PoolSettings(_absolute(path), dict(kwargs), timeout_s, whole_batch, trace=-1)
-        self._workers: list[_PoolProcess] = []
+        self.workers: list[_PoolProcess] = []
         atexit.register(self.close)
         try:
             for _ in range(num_workers):
-                self._workers.append(_PoolProcess(self._setting))
-            for place, worker in enumerate(self._workers):
-                self._workers[place] = self._ready(worker)
+                self.workers.append(_PoolProcess(self._setting))
+            for place, worker in enumerate(self.workers):
+                self.workers[place] = self._ready(worker)
         except BaseException:
             self.close()
             raise
@@ -98,7 +98,7 @@ class ProcessPool:
     @property
     def facts(self) -> tuple[Source, Signature]:
         """Source location and signature of the function, as imported by the workers."""
-        return self._workers[0].facts
+        return self.workers[0].facts
 
     def rate(self, samples: Sequence[Any], stop_at_failure: bool = False) -> list[PoolResult | None]:
         """Score every sample by one call each.
@@ -107,7 +107,7 @@ class ProcessPool:
             samples: keyword arguments of each call.
             stop_at_failure: start no further sample after a failure; the result of those is None.
         """
-        if not self._workers:
+        if not self.workers:
             raise RewardError("The workers of this reward were stopped: close() was called.")
         outcomes: list[PoolResult | None] = [None] * len(samples)
         waiting = _packed(samples, outcomes, stop_at_failure)
@@ -116,10 +116,10 @@ class ProcessPool:
         retried: set[int] = set()
         try:
             while True:
-                for place, worker in enumerate(self._workers):
+                for place, worker in enumerate(self.workers):
                     if worker in busy or (handed := again.popleft() if again else next(waiting, None)) is None:
                         continue
-                    worker = self._workers[place] = self._hand_over(worker, handed[1])
+                    worker = self.workers[place] = self._hand_over(worker, handed[1])
                     busy[worker] = handed
                 if not busy:
                     return outcomes
@@ -141,7 +141,7 @@ class ProcessPool:
     def close(self) -> None:
         """Kill the workers; calling it again does nothing."""
         atexit.unregister(self.close)
-        workers, self._workers = self._workers, []
+        workers, self.workers = self.workers, []
         for worker in workers:
             worker.kill()
 
@@ -359,7 +359,7 @@ class SampleReward(Reward):
             if self._accepted is not None and name not in self._accepted:
                 found = f"it takes {', '.join(self._accepted)}"
                 raise reward_error(f"a function that takes `{name}`", found, self.function)
-        self._pool = ProcessPool(path, source_of(self.function).file, self.kwargs, timeout_s, num_workers)
+        self.pool = ProcessPool(path, source_of(self.function).file, self.kwargs, timeout_s, num_workers)
 
     @property
     def producer(self) -> Callable:
@@ -384,7 +384,7 @@ class SampleReward(Reward):
             {"prompt": prompt, "response": response, **{name: columns[name][index] for name in names}}
             for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
         ]
-        outcomes = self._pool.rate(samples, stop_at_failure=self.error_score is None)
+        outcomes = self.pool.rate(samples, stop_at_failure=self.error_score is None)
         failures = {index: found for index, outcome in enumerate(outcomes) if (found := _failure(outcome)) is not None}
         if failures:
             numbers = [index for index in failures if (o := outcomes[index]) is not None and o.failure is None]
@@ -401,7 +401,7 @@ class SampleReward(Reward):
         return RewardResult(np.array(scores, dtype=np.float64), {"failed": failed})
 
     def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
     def _report(self, failures: dict[int, str], prompts: list[str], responses: list[str], numbers: list[int]) -> None:
         """Raise or warn. `numbers`: indices of failures whose score is a number that is not finite."""

@@ -31,7 +31,7 @@ from verl.protocol import DataProto
 from verl.rewards.base import RewardDescription, RewardResult, texts_of
 from verl.rewards.normalization import NormalisedReward
 from verl.rewards.validation import checked_scores, reward_error
-from verl.utils.memory import make_current
+from verl.utils.memory import make_current, release_cached
 from verl.utils.progress import report
 
 RewardInput = Literal["auto", "tokens", "chat", "text", "pair"]
@@ -238,16 +238,18 @@ class ModelReward(NormalisedReward):
     def _scores(self, reading: RewardTokens) -> Tensor:
         """Scores [B] float64, in the order of the rows; micro-batches have rows of similar length."""
         assert self.model is not None, "the reward has been closed"
-        scores = torch.empty(len(reading.ids), dtype=torch.float64)
+        scores = torch.empty(len(reading.ids), dtype=torch.float64, device=self.device)
         for rows in self._batches([len(ids) for ids in reading.ids]):
             chosen = rows.tolist()
             inputs = {"input_ids": _padded([reading.ids[row] for row in chosen])}
             inputs["attention_mask"] = _padded([[1] * len(reading.ids[row]) for row in chosen])
             if reading.types is not None:
                 inputs["token_type_ids"] = _padded([reading.types[row] for row in chosen])
-            inputs = {name: x.to(self.device) for name, x in inputs.items()}
-            scores[rows] = self.model(**inputs).scores.double().cpu()
+            inputs = {name: x.to(self.device, non_blocking=True) for name, x in inputs.items()}
+            scores[rows.to(self.device, non_blocking=True)] = self.model(**inputs).scores.double()
             report()
+        scores = scores.cpu()
+        release_cached(self.device)  # it may live in another process than the engine that wakes next
         return scores
 
     def _batches(self, lengths: list[int]) -> list[Tensor]:

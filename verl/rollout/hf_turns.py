@@ -4,8 +4,9 @@
                         ^                                                                              |
                         └── slots of episodes that wait for their environment, oldest first ───────────┘
 
-Rows in different slots may have different lengths, so turns start and end at any time. If there are more episodes than
-slots, an episode that waits for its environment loses its slot and is computed again when it continues. Models for
+Rows in different slots may have different lengths, so turns start and end at any time. Before a token is decoded, slots
+of live turns are moved to the front, so that attention reads keys and values where they lie. If there are more episodes
+than slots, an episode that waits for its environment loses its slot and is computed again when it continues. Models for
 which the slot check fails are decoded turn by turn from whole rows.
 """
 
@@ -43,14 +44,16 @@ class SlotLayer(DynamicLayer):
     scratch.
 
     Attributes:
-        slots, positions: [b q] where the tokens of the current call are written, and [b] the rows that attend.
+        slots, positions: [b q] where the tokens of the current call are written.
+        rows: [b] the slots that attend; their number where they are the first ones, which are then not copied.
         width: number of keys that attention reads.
     """
 
     def __init__(self, num_slots: int):
         super().__init__()
         self.num_slots = num_slots
-        self.rows = self.slots = self.positions = torch.zeros(0, dtype=torch.int64)
+        self.slots = self.positions = torch.zeros(0, dtype=torch.int64)
+        self.rows: Tensor | int = self.slots
         self.width = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -66,7 +69,14 @@ class SlotLayer(DynamicLayer):
             self.keys, self.values = (_longer(x, longer) for x in (self.keys, self.values))
         self.keys[self.slots, :, self.positions] = key_states.transpose(1, 2)
         self.values[self.slots, :, self.positions] = value_states.transpose(1, 2)
-        return self.keys[self.rows, :, : self.width], self.values[self.rows, :, : self.width]
+        chosen = slice(self.rows) if isinstance(self.rows, int) else self.rows
+        return self.keys[chosen, :, : self.width], self.values[chosen, :, : self.width]
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy the first tokens of slots [m] to other slots [m], of which some may be sources too."""
+        for states in (self.keys, self.values):
+            assert states is not None
+            states[targets, :, :length] = states[sources, :, :length]
 
     def copy(self, source: int, targets: Tensor, length: int) -> None:
         """Copy the first tokens of one slot to other slots."""
@@ -89,7 +99,7 @@ class SlotCache(DynamicCache):
         self.layers = [SlotLayer(num_slots) for _ in self.layers]
         self.num_slots = num_slots
 
-    def place(self, rows: Tensor, slots: Tensor, positions: Tensor, width: int) -> None:
+    def place(self, rows: Tensor | int, slots: Tensor, positions: Tensor, width: int) -> None:
         """Set where the tokens of the next call are written."""
         for layer in self.layers:
             layer.rows, layer.slots, layer.positions, layer.width = rows, slots, positions, width  # type: ignore
@@ -100,6 +110,10 @@ class SlotCache(DynamicCache):
     def copy(self, source: int, targets: Tensor, length: int) -> None:
         for layer in self.layers:
             layer.copy(source, targets, length)  # type: ignore[union-attr]
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        for layer in self.layers:
+            layer.move(sources, targets, length)  # type: ignore[union-attr]
 
 
 class SlotModel:
@@ -133,8 +147,9 @@ class SlotModel:
         width = max(FIRST_LENGTH, width) if self.cache.layers[0].keys is None else width
         multiple = key_multiple(self.device)
         width = -(-width // multiple) * multiple
-        rows, targets, positions, ids = (x.to(self.device) for x in (rows, targets, positions, ids))
-        self.cache.place(rows, targets, positions, width)
+        rows, targets, positions, ids = _to_device([rows, targets, positions, ids], self.device)
+        is_front = all(slot == place for place, slot in enumerate(slots))
+        self.cache.place(len(slots) if is_front else rows, targets, positions, width)
         mask = (torch.arange(width, device=self.device) <= positions[:, :, None])[:, None]
         with computing_in(self.autocast, self.model):
             out = call_model(
@@ -148,6 +163,12 @@ class SlotModel:
             )
         logits = out.logits[:, -1]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Integers in main memory on the device, in one copy that nothing waits for."""
+    flat = torch.cat([x.flatten() for x in columns]).to(device, non_blocking=True)
+    return [x.view_as(like) for x, like in zip(flat.split([x.numel() for x in columns]), columns, strict=True)]
 
 
 def slots_fault(model: Any, decoder: Decoder) -> str | None:
@@ -227,16 +248,14 @@ class _Drawing:
     def choose(self, logits: Tensor, turns: Sequence[TurnRequest], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The next token of each turn, and its log-prob."""
 
-        def column(values: Any) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+        keys = torch.tensor([(turn.prompt_id, turn.sample_id, turn.turn) for turn in turns], dtype=torch.int64)
+        keys, places = _to_device([keys, torch.tensor(positions)], self.device)
+        return self.choose_by(logits, keys, places)
 
-        tokens = self.sampler.choose(
-            logits,
-            column(turn.prompt_id for turn in turns),
-            column(turn.sample_id for turn in turns),
-            column(positions),
-            column(turn.turn for turn in turns),
-        )
+    def choose_by(self, logits: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for keys [b 3] of noise: prompt, sample and turn."""
+        prompt_ids, sample_ids, numbers = keys.unbind(dim=1)
+        tokens = self.sampler.choose(logits, prompt_ids, sample_ids, positions, numbers)
         return tokens, log_probs_of(logits[:, None], tokens[:, None], self.sampler.temperature)[:, 0]
 
 
@@ -276,10 +295,9 @@ class SlotTurns(TurnEngine):
             return []
         turns = [live.request for live in self._live]
         tokens, log_probs = self.drawing.choose(self._logits, turns, [len(live.tokens) for live in self._live])
+        drawn = torch.stack([tokens.double(), log_probs.double()]).tolist()  # exact for both; one question to a device
         going, ended = [], []
-        for row, (live, token, log_prob) in enumerate(
-            zip(self._live, tokens.tolist(), log_probs.tolist(), strict=True)
-        ):
+        for row, (live, token, log_prob) in enumerate(zip(self._live, map(int, drawn[0]), drawn[1], strict=True)):
             live.tokens.append(token)
             live.log_probs.append(log_prob)
             is_complete = token in self.drawing.stops
@@ -290,6 +308,8 @@ class SlotTurns(TurnEngine):
                 going.append(row)
         self._live = [self._live[row] for row in going]
         if self._live:
+            self._bring_to_front()
+            self._live.sort(key=lambda live: live.slot)
             self._logits = self.slots.read(
                 [live.slot for live in self._live],
                 [len(live.request.tokens) + len(live.tokens) - 1 for live in self._live],
@@ -315,6 +335,33 @@ class SlotTurns(TurnEngine):
             slot, _ = self._held.pop(next(iter(self._held)))
             return slot, 0
         return None
+
+    def _bring_to_front(self) -> None:
+        """Give live turns the first slots, in the order of these; the episodes that had them get theirs."""
+        count = len(self._live)
+        slots = {live.slot for live in self._live}
+        behind = [live for live in self._live if live.slot >= count]
+        if not behind or 2 * len(behind) > count + 1:  # to copy what this token reads costs no more than moving it
+            return
+        holders = {slot: episode for episode, (slot, _) in self._held.items()}
+        places = iter([slot for slot in range(count) if slot not in slots])
+        sources, targets, longest = [], [], 0
+        for live in behind:
+            source, target = live.slot, next(places)
+            moves = [(source, target, len(live.request.tokens) + len(live.tokens) - 1)]
+            live.slot = target
+            if (episode := holders.get(target)) is None:
+                self._free.remove(target)
+                self._free.append(source)
+            else:
+                _, tokens = self._held[episode]
+                self._held[episode] = source, tokens
+                moves.append((target, source, len(tokens)))
+            sources += [move[0] for move in moves]
+            targets += [move[1] for move in moves]
+            longest = max(longest, *(move[2] for move in moves))
+        device = self.drawing.device
+        self.slots.cache.move(torch.tensor(sources, device=device), torch.tensor(targets, device=device), longest)
 
     def _admit(self) -> None:
         """Prefill the new tokens of turns that get a slot; a prompt shared by several episodes is computed once."""
@@ -344,7 +391,7 @@ class SlotTurns(TurnEngine):
         for source in set(same.values()):
             copies = [number for number, other in same.items() if other == source]
             live = fresh[source][0]
-            targets = torch.tensor([fresh[i][0].slot for i in copies], device=self.drawing.device)
+            (targets,) = _to_device([torch.tensor([fresh[i][0].slot for i in copies])], self.drawing.device)
             self.slots.cache.copy(live.slot, targets, len(live.request.tokens))
             logits |= dict.fromkeys(copies, logits[source])
         made = torch.stack([logits[number] for number in range(len(fresh))])
@@ -401,16 +448,18 @@ class RowTurns(TurnEngine):
             tokens[row, width - len(turn.tokens) :] = torch.tensor(turn.tokens)
             mask[row, width - len(turn.tokens) :] = True
 
+        keys = torch.tensor([(turn.prompt_id, turn.sample_id, turn.turn) for turn in turns]).to(device)
+
         def choose(logits: Tensor, rows: Tensor, t: int) -> Tensor:
-            asked = [turns[row] for row in rows.tolist()]
-            return self.drawing.choose(logits, asked, [t] * len(asked))[0]
+            return self.drawing.choose_by(logits, keys[rows], torch.full_like(rows, t))[0]
 
         with computing_in(self.autocast, decoder.model):
             out = decoder.decode(tokens.to(device), mask.to(device), 1, choose)
+        responses, is_made, all_log_probs = out.responses.cpu(), out.mask.cpu(), out.log_probs.cpu()
         drawn = []
         for row, turn in enumerate(turns):
-            made = out.responses[row][out.mask[row]].tolist()
-            log_probs = out.log_probs[row][out.mask[row]].tolist()
+            made = responses[row][is_made[row]].tolist()
+            log_probs = all_log_probs[row][is_made[row]].tolist()
             drawn.append(DrawnTurn(turn.episode, made, log_probs, made[-1] in self.drawing.stops))
         return drawn
 

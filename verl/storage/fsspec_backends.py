@@ -48,7 +48,7 @@ class S3Backend(Backend):
         self._timeout_s = storage.timeout_s
         self.is_conditional = storage.conditional_put
         limits = (storage.connect_timeout_s, storage.timeout_s, storage.concurrency)
-        self._fs = _s3_client(storage.endpoint_url, storage.region, *limits)
+        self.fs = _s3_client(storage.endpoint_url, storage.region, *limits)
 
     def put(self, key: str, data: Data) -> None:
         self._call(key, lambda s3: s3.put_object(**self._at(key), Body=bytes(data)))
@@ -111,13 +111,13 @@ class S3Backend(Backend):
         """Send a request with a total time-out, which also ends a slow transfer."""
 
         async def connected() -> Any:
-            return await request(await self._fs.set_session())
+            return await request(await self.fs.set_session())
 
         async def asked() -> Any:
             return await asyncio.wait_for(connected(), self._timeout_s)
 
         try:
-            return sync(self._fs.loop, asked)
+            return sync(self.fs.loop, asked)
         except self._client_error as error:
             raise self._meaning(key, error) from error
         except self._refusals as error:
@@ -158,11 +158,11 @@ class FsspecBackend(Backend):
     """
 
     def __init__(self, fs: Any, root: str, create: Callable[[str, bytes], None] | None, timeout_s: float | None = None):
-        self._fs, self._root, self._create, self._timeout_s = fs, root, create, timeout_s
+        self.fs, self._root, self._create, self._timeout_s = fs, root, create, timeout_s
         self.is_conditional = create is not None
 
     def put(self, key: str, data: Data) -> None:
-        self._ask(key, lambda path: self._fs.pipe_file(path, bytes(data)))
+        self._ask(key, lambda path: self.fs.pipe_file(path, bytes(data)))
         self._same_size(key, len(data))
 
     def create(self, key: str, data: Data) -> None:
@@ -174,25 +174,25 @@ class FsspecBackend(Backend):
             size = sum(whole.write(piece) for piece in pieces)
             whole.flush()
             name = f"/proc/self/fd/{whole.fileno()}" if isinstance(whole.name, int) else whole.name
-            self._ask(key, lambda path: self._fs.put_file(name, path), num_parts=1 + size // PART_BYTES)
+            self._ask(key, lambda path: self.fs.put_file(name, path), num_parts=1 + size // PART_BYTES)
         self._same_size(key, size)
 
     def get(self, key: str, begin: int, end: int) -> bytes:
-        found = self._ask(key, lambda path: self._fs.cat_file(path, start=begin, end=end))
+        found = self._ask(key, lambda path: self.fs.cat_file(path, start=begin, end=end))
         return found[: end - begin]  # ossfs includes `end`
 
     def size(self, key: str) -> int:
-        return self._ask(key, self._fs.info)["size"]
+        return self._ask(key, self.fs.info)["size"]
 
     def list(self, prefix: str) -> list[StoredObject]:
         inside = prefix.rpartition("/")[0]
-        found = self._ask(inside, lambda path: self._fs.find(path, detail=True))
+        found = self._ask(inside, lambda path: self.fs.find(path, detail=True))
         keys = {path.lstrip("/")[len(self._root.strip("/")) :].lstrip("/"): info for path, info in found.items()}
         return sorted(StoredObject(key, info["size"]) for key, info in keys.items() if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
         try:
-            self._ask(key, self._fs.rm_file)
+            self._ask(key, self.fs.rm_file)
         except ObjectNotFound:
             return
 
@@ -202,7 +202,7 @@ class FsspecBackend(Backend):
 
     def _ask(self, key: str, request: Callable[[str], Any], num_parts: int = 1) -> Any:
         path = f"{self._root}/{key}".rstrip("/")
-        self._fs.invalidate_cache()  # other processes write there too
+        self.fs.invalidate_cache()  # other processes write there too
         try:
             return _within(None if self._timeout_s is None else num_parts * self._timeout_s, lambda: request(path))
         except (VerlError, TransientError, AlreadyExists):  # raised by the iterator of pieces

@@ -37,9 +37,9 @@ class ObjectStore:
 
     def __init__(self, storage: Storage, backend: Backend):
         self.storage, self.address = storage, storage.address
-        self._backend = backend
+        self.backend = backend
         self._part_bytes = storage.part_mib * MIB
-        self._retrying = RetryPolicy(storage.retries, storage.backoff_s)
+        self.retrying = RetryPolicy(storage.retries, storage.backoff_s)
         self._threads = ThreadPoolExecutor(storage.concurrency, thread_name_prefix="storage")
 
     def __repr__(self) -> str:
@@ -86,11 +86,11 @@ class ObjectStore:
         """
         if size <= self._part_bytes:
             whole = b"".join(self._exactly(key, pieces(), size))
-            self._ask(f"put {self.url(key)}", lambda: self._backend.put(key, whole))
-        elif self._backend.has_parts:
+            self._ask(f"put {self.url(key)}", lambda: self.backend.put(key, whole))
+        elif self.backend.has_parts:
             self._put_parts(key, pieces, size)
         else:
-            self._ask(f"put {self.url(key)}", lambda: self._backend.put_stream(key, self._exactly(key, pieces(), size)))
+            self._ask(f"put {self.url(key)}", lambda: self.backend.put_stream(key, self._exactly(key, pieces(), size)))
 
     def create(self, key: str, data: Data) -> bool:
         """Put an object unless one exists.
@@ -102,9 +102,9 @@ class ObjectStore:
             Whether the object has this content now.
         """
         try:
-            if not self._backend.is_conditional:
+            if not self.backend.is_conditional:
                 return self._create_after_check(key, data)
-            self._ask(f"create {self.url(key)}", lambda: self._backend.create(key, data))
+            self._ask(f"create {self.url(key)}", lambda: self.backend.create(key, data))
         except AlreadyExists:
             return self._holds(key, data)
         return True
@@ -148,7 +148,7 @@ class ObjectStore:
         Raises:
             ObjectNotFound: there is no such object.
         """
-        return self._ask(f"look at {self.url(key)}", lambda: self._backend.size(key))
+        return self._ask(f"look at {self.url(key)}", lambda: self.backend.size(key))
 
     def find(self, key: str) -> StoredObject | None:
         """The object, or None."""
@@ -161,22 +161,22 @@ class ObjectStore:
         """All objects whose keys begin with `prefix`, sorted by key. Some stores list a new object only after a
         delay.
         """
-        return self._ask(f"list {self.url(prefix)}", lambda: self._backend.list(prefix))
+        return self._ask(f"list {self.url(prefix)}", lambda: self.backend.list(prefix))
 
     def delete(self, key: str) -> None:
         """Delete an object; does nothing if there is none."""
-        self._ask(f"delete {self.url(key)}", lambda: self._backend.delete(key))
+        self._ask(f"delete {self.url(key)}", lambda: self.backend.delete(key))
 
     def close(self) -> None:
         """Close connections; pending requests fail."""
-        self._retrying.close()
+        self.retrying.close()
         self._threads.shutdown(cancel_futures=True)
-        self._backend.close()
+        self.backend.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _ask(self, what: str, request: Callable[[], Any]) -> Any:
-        return self._retrying(what, request)
+        return self.retrying(what, request)
 
     def part_bytes(self, size: int) -> int:
         """Size of the pieces for an object of `size` bytes."""
@@ -185,14 +185,14 @@ class ObjectStore:
     def _range(self, key: str, begin: int, end: int) -> bytes:
         if begin >= end:
             return b""
-        data = self._ask(f"get {self.url(key)}", lambda: self._backend.get(key, begin, end))
+        data = self._ask(f"get {self.url(key)}", lambda: self.backend.get(key, begin, end))
         if len(data) != end - begin:
             raise ObjectDamaged(f"{self.url(key)} has {begin + len(data)} bytes instead of {end} or more")
         return data
 
     def _put_parts(self, key: str, pieces: Callable[[], Iterable[Data]], size: int) -> None:
         url = self.url(key)
-        token = self._ask(f"begin {url}", lambda: self._backend.begin(key))
+        token = self._ask(f"begin {url}", lambda: self.backend.begin(key))
         sent: list[str] = []
         under_way: deque[Future[str]] = deque()
         try:
@@ -206,18 +206,18 @@ class ObjectStore:
             for future in under_way:
                 future.cancel()
             with contextlib.suppress(StorageError, TransientError):  # lifecycle rules delete them later
-                self._backend.abort(key, token)
+                self.backend.abort(key, token)
             raise
 
     def _put_part(self, key: str, token: str, number: int, piece: Data) -> str:
         what = f"put part {number} of {self.url(key)}"
-        return self._ask(what, lambda: self._backend.put_part(key, token, number, piece))
+        return self._ask(what, lambda: self.backend.put_part(key, token, number, piece))
 
     def _finish(self, key: str, token: str, parts: list[str], size: int) -> None:
         try:
-            self._backend.finish(key, token, parts)
+            self.backend.finish(key, token, parts)
         except ObjectNotFound:  # completed by an earlier attempt whose answer was lost?
-            if self._backend.size(key) != size:
+            if self.backend.size(key) != size:
                 raise
 
     def _create_after_check(self, key: str, data: Data) -> bool:

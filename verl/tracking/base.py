@@ -170,7 +170,7 @@ class TrackerSet(Tracker):
     """
 
     def __init__(self, trackers: Mapping[str, Tracker]):
-        self._trackers = dict(trackers)
+        self.trackers = dict(trackers)
         self._failed: dict[str, int] = {}  # calls by tracker
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path | str, total_steps: int | None) -> None:
@@ -188,12 +188,12 @@ class TrackerSet(Tracker):
         run_dir.mkdir(parents=True, exist_ok=True)
         name, started = "", {}
         try:
-            for name, tracker in self._trackers.items():
+            for name, tracker in self.trackers.items():
                 started[name] = tracker
                 with kept_generators():
                     tracker.start(redact(run_name), config, run_dir, total_steps)
         except BaseException as error:
-            self._trackers = started
+            self.trackers = started
             self.close("failed")
             if not raised_by_code(error):
                 raise
@@ -203,7 +203,7 @@ class TrackerSet(Tracker):
 
     def resume(self, identity: Mapping[str, Any]) -> None:
         known = {name.removeprefix("more."): value for name, value in identity.items()}  # as 0.2 wrote them
-        for name, tracker in self._trackers.items():
+        for name, tracker in self.trackers.items():
             if name in known:
                 with kept_generators():
                     tracker.resume(known[name])
@@ -211,7 +211,7 @@ class TrackerSet(Tracker):
     def identity(self) -> dict[str, Any]:
         """Identities by name of the tracker."""
         with kept_generators():
-            found = {name: tracker.identity() for name, tracker in self._trackers.items()}
+            found = {name: tracker.identity() for name, tracker in self.trackers.items()}
         return {name: identity for name, identity in found.items() if identity}
 
     def stage_begins(self, name: str) -> None:
@@ -246,7 +246,7 @@ class TrackerSet(Tracker):
         self._each(lambda tracker: tracker.result(shown))
 
     def close(self, status: str = "finished") -> None:
-        trackers, self._trackers = self._trackers, {}
+        trackers, self.trackers = self.trackers, {}
         for name, tracker in trackers.items():
             self._close(name, tracker, status)
         for name, calls in self._failed.items():
@@ -265,7 +265,7 @@ class TrackerSet(Tracker):
             _log.warning("tracker.%s failed while closing: %s", name, _cause(error))
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
-        for name, tracker in self._trackers.items():
+        for name, tracker in self.trackers.items():
             self._call(name, tracker, call)
 
     def _call(self, name: str, tracker: Tracker, call: Callable[[Tracker], None]) -> None:

@@ -8,14 +8,16 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
+
+Result = TypeVar("Result")
 
 _STATM = Path("/proc/self/statm")
 
@@ -70,6 +72,22 @@ def make_current(device: str) -> None:
 
         torch.cuda.set_device(torch.device(device).index or 0)
         torch.backends.cuda.enable_cudnn_sdp(os.environ.get(CUDNN_VARIABLE) == "1")
+
+
+def on_current_device(work: Callable[..., Result]) -> Callable[..., Result]:
+    """A function for another thread, in which it takes the GPU that is current in this one: a thread begins with the
+    first GPU of the machine, and kernels that are compiled here run on the current one."""
+    import torch
+
+    if not torch.cuda.is_initialized():  # by this process, which may have no GPU
+        return work
+    device = torch.cuda.current_device()
+
+    def run(*args: Any, **kwargs: Any) -> Result:
+        torch.cuda.set_device(device)
+        return work(*args, **kwargs)
+
+    return run
 
 
 def gpu_memory_from_outside(index: int) -> DeviceMemory | None:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from http_client.servers import Say, in_turn, serving
+from refusals import refusal
 from trainer.runs import ppo_run, read_lines
 
 from verl.component import BuildContext
@@ -231,7 +232,7 @@ def test_a_server_that_does_not_answer_is_told_before_anything_loads(tmp_path):
     with serving(scored_by_value) as server:
         pass
     described = HTTPReward(endpoint=server.endpoint(), cache_dir=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"endpoint\.base_url is .*: no server answers there \(ConnectError"):
+    with refusal("endpoint.base_url"):
         described.build(BuildContext())
 
 

@@ -103,8 +103,8 @@ def load_checkpoint(
             is the step, the KL control, reward statistics and response lengths; `dataloader` the position in the data;
             `replay_buffer` replaces the rows of the buffer. None loads everything, and training continues as the saved
             run would have.
-        mmap: map files into memory instead of reading them.
-        device_map: device of each role; None for its present device.
+        mmap: copy from memory-mapped files, instead of reading them into memory first.
+        device_map: device by way of which tensors are copied to the weights, such as cuda:0; None for main memory.
     Raises:
         ConfigError: there is no such component or device, the checkpoint is of another model, or all components are
             loaded and it is of another training.
