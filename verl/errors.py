@@ -105,8 +105,8 @@ class DataProtoValidationError(VerlError, ValueError):
     """A field of a DataProto breaks its contract.
 
     Args:
-        field: at fault, None where the message speaks of the whole batch.
-        row: the first offending one, where one row can be blamed.
+        field: the field; None if the message is about the whole batch.
+        row: index of the first offending row, if known.
     """
 
     def __init__(self, message: str, field: str | None = None, row: int | None = None):

@@ -95,10 +95,10 @@ def find(
     storage: Storage | None = None,
     is_own: IsOwn | None = None,
 ) -> ResumePoint | None:
-    """The checkpoint that `resume` means; None where `latest` finds none.
+    """The checkpoint that `resume` refers to; None if `latest` finds none.
 
-    Every byte of it is read and hashed. Where a directory is searched and its newest checkpoint is damaged, that is
-    told with the file and the tensor, and the one before it is taken.
+    Every byte of it is read and hashed. If a directory is searched and its newest checkpoint is damaged, a warning
+    names the file and the tensor, and the previous checkpoint is used.
 
     Args:
         resume: `latest`, a checkpoint, a directory of checkpoints, the directory of a run, or an address of checkpoints

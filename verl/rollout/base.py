@@ -263,11 +263,11 @@ class RolloutEngine:
         raise NotImplementedError
 
     def play(self, prompts: DataProto, play: PlayEpisodes) -> DataProto:
-        """Rows of episodes. Processes that hold the model together call it together.
+        """Play the episodes of prompts. Collective over the processes that hold the model.
 
         Args:
-            play: the rows of each part of the prompts, by `turns` of this engine. It is called in the processes that
-                have an engine, whose weights are whole there and do not change until it returns.
+            play: returns the rows of each part of the prompts, sampled by `turns` of this engine. It is called in the
+                processes that have an engine, with unsharded weights that do not change until it returns.
         """
         return play([prompts])[0]
 

@@ -51,7 +51,7 @@ class HFRollout(Rollout):
     takes_experts: ClassVar[bool] = True
     takes_modules: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
-    no_turns_under: ClassVar[tuple[str, ...]] = ("tp",)  # its ranks decode the same rows in step
+    no_turns_under: ClassVar[tuple[str, ...]] = ("tp",)  # its ranks must decode the same rows in lockstep
     tells_experts: ClassVar[bool] = True
 
     max_rows: PositiveInt = 512
@@ -95,7 +95,7 @@ class HFSampler(RolloutEngine):
         return self._with_whole_weights(prompts, play_own)
 
     def _with_whole_weights(self, prompts: DataProto, make_rows: Callable[[DataProto], DataProto]) -> DataProto:
-        """Rows of all prompts, made with whole weights; processes that have the same prompts divide them."""
+        """Rows of all prompts, generated with unsharded weights; processes with the same prompts divide them."""
         self.model.eval()
         divided = getattr(self.model, "divided", None)
         groups = () if divided is None else divided.generation_groups

@@ -238,7 +238,7 @@ class SaveDirectoryChoice:
             return holder
         try:
             return living_holder(place.tier.storage.hasty, WATCH_S)
-        except StorageError:  # told elsewhere, or what lies on the disk goes on without it
+        except StorageError:  # reported elsewhere, or the run resumes from disk without the store
             return None
 
     def _look_at(self, resume: str, directory: Path) -> None:

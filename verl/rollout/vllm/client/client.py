@@ -306,7 +306,7 @@ class VLLMClient(RolloutEngine):
         with using_threads(self._threads_while_both_work), ThreadPoolExecutor(1) as aside:
             looking = aside.submit(
                 on_current_device(self._prover.look)
-            )  # while the weights travel: it only reads them too
+            )  # during the transfer of the weights, which it only reads
             if rank is None:
                 synced = self.push()
             else:
@@ -399,7 +399,7 @@ class VLLMClient(RolloutEngine):
         return seconds
 
     def wake(self, what: str) -> None:
-        """Give a sleeping engine its `weights` or its `kv_cache` back."""
+        """Restore the `weights` or the `kv_cache` of a sleeping engine."""
         if self.is_asleep:
             release_cached(compute_device(self.model))  # the engine cannot use what torch keeps here for later
             self.process.call("wake", what)
@@ -456,7 +456,7 @@ def _threads_while_both_work(setting: EngineArgs, context: BuildContext) -> int:
 class GroupVLLMClient(VLLMClient):
     """The running engine of a group of processes that share a model."""
 
-    _deaths = 0  # since it drew last
+    _deaths = 0  # since its last finished generation
 
     @property
     def needs_weights(self) -> bool:
@@ -464,10 +464,10 @@ class GroupVLLMClient(VLLMClient):
         return not self.is_synced or not self.process.is_alive()
 
     def may_repeat(self, error: Exception) -> bool:
-        """Whether what failed may be tried again, and if so, with what is needed for that.
+        """Whether a failed action may be repeated; if so, prepares the engine for that.
 
-        An engine that died is restarted once. One that fails verification at its first sync is told to have vLLM load
-        its model itself, as `VLLMClient` does.
+        An engine that died is restarted once. One that fails verification at its first sync loads weights through
+        vLLM's own loader from then on, as with `VLLMClient`.
         """
         if isinstance(error, EngineDied):
             self._deaths += 1
@@ -480,11 +480,11 @@ class GroupVLLMClient(VLLMClient):
         return False
 
     def outliving_death(self, action: Callable[[], T], *, is_start: bool = False) -> T:
-        """Do something. Only an engine that dies while it starts is made anew here: weights come from all processes."""
+        """Run an action. Restarts only an engine that dies while starting: weights have to come from all processes."""
         return super().outliving_death(action, is_start=True) if is_start else action()
 
     def has_played(self) -> None:
-        """Note that it drew all turns of some episodes."""
+        """Reset the count of engine deaths, after all turns of some episodes."""
         self._deaths = 0
 
     def begin_sync(self) -> SyncRound:

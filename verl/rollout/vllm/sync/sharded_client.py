@@ -136,8 +136,8 @@ class ShardedVLLMClient(RolloutEngine):
         return self.engine.turns(request, limits)
 
     def play(self, prompts: DataProto, play: PlayEpisodes) -> DataProto:
-        """See `RolloutEngine.play`. The first process of a group plays the episodes of all of it; if its engine died,
-        they are played again."""
+        """See `RolloutEngine.play`. The first process of a group plays the episodes of the whole group; if its engine
+        died, they are played again."""
         self._load_if_needed()
         parts = among_siblings(self.divided, prompts)[:: self.num_same_rows]
         while True:
