@@ -1,4 +1,4 @@
-"""vLLM alone in a process, with the settings of our own engine: what `rollout=vllm` is compared with.
+"""vLLM without verl in a process, with the settings of our engine, as the reference for `rollout=vllm`.
 
 Started by `vllm_rollout.py` and `weight_switch.py`; takes one JSON object a line and answers with one.
 """

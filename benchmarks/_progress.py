@@ -1,7 +1,7 @@
-"""Progress to look at, and results that outlast being cut short.
+"""Progress messages, and results that survive an interruption.
 
-A benchmark of several legs says on stderr where it is, keeps to a time, and prints its JSON line after each leg: the
-last line holds all that is known.
+A benchmark of several legs reports progress on stderr, keeps a time budget, and prints a JSON line after each leg; the
+last line has all results so far.
 """
 
 from __future__ import annotations

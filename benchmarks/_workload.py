@@ -1,4 +1,4 @@
-"""The work that is measured on both sides of a comparison: one model, prompts, and responses of prescribed lengths.
+"""The workload of both sides of a comparison: a model, prompts, and responses of prescribed lengths.
 
 A response of length L never ends before token L. Under `fixed` every response has the same length; under `longtail`
 lengths are log-normal (median 24, sigma 0.9, cut to 4..128) and token L is the end of text.

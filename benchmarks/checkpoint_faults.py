@@ -1,10 +1,10 @@
-"""Kills, errors, short writes and power cuts during a save: what a resume makes of them, here and with other tools.
+"""Kills, errors, short writes and power cuts during a save: the outcome of a resume, with verl and other tools.
 
-    python benchmarks/checkpoint_faults.py                  some twenty minutes; --small for a look
+    python benchmarks/checkpoint_faults.py                  about twenty minutes; --small for a short run
     python benchmarks/checkpoint_faults.py --sample 30 --cuts 60        fewer of each kind
 
-Prints one JSON line. Every tool saves three steps of a tiny training as its documentation says, and the last save is
-struck below all libraries, where they call the kernel (tests/faults/interposer/). The counts depend on the versions of
+Prints one JSON line. Every tool saves three steps of a tiny training as documented, and faults are injected into the
+last save at the level of system calls (tests/faults/interposer/). The counts depend on the versions of
 the tools, not on the machine. docs/checkpoints.md says what the outcomes mean.
 """
 

@@ -1,9 +1,9 @@
-"""Loading 1.2 GB of training state: one component mapped, and all of it hashed while it is read, against others.
+"""Loading 1.2 GB of training state: one component memory-mapped, and everything with hashing, against other tools.
 
-    python benchmarks/checkpoint_load.py                  a minute or two; --small for a look
+    python benchmarks/checkpoint_load.py                  a minute or two; --small for a short run
 
-Prints one JSON line. All ways take turns, medians with the quartiles as spread. Every way ends with one byte of each
-page read, so that what is mapped is really there. Cold means that the page cache was told to forget the files.
+Prints one JSON line. Methods alternate; medians with quartiles. Every method ends with reading one byte of each page,
+so that mapped memory is loaded. Cold means that the files were dropped from the page cache.
 """
 
 from __future__ import annotations

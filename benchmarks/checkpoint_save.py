@@ -1,12 +1,12 @@
-"""Saving 1.2 GB of training state, against what the disk and the memory allow and against what others do.
+"""Saving 1.2 GB of training state, against the limits of disk and memory and against other tools.
 
-    python benchmarks/checkpoint_save.py                  about eight minutes; --small for a look
+    python benchmarks/checkpoint_save.py                  about eight minutes; --small for a short run
 
-Prints one JSON line. All ways take turns, medians with the quartiles as spread. Before each save the earlier one is
-removed, the disk is synced, and memory is touched and freed, since a virtual machine may have to fetch fresh memory
-from its host. `durable` includes a sync of every file and of the directory. In the loop a step multiplies matrices on
-all threads and then writes every page of the state, as an optimizer does; what a save costs is how much longer than the
-other steps of the same run those steps took in which it was under way.
+Prints one JSON line. Methods alternate; medians with quartiles. Before each save the previous one is removed, the disk
+is synced, and memory is touched and freed, since a virtual machine may have to get memory from its host. `durable`
+includes a sync of every file and of the directory. In the loop a step multiplies matrices on all threads and then
+writes every page of the state, like an optimizer; the cost of a save is the additional time of the steps during which
+it runs.
 """
 
 from __future__ import annotations

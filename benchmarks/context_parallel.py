@@ -1,10 +1,10 @@
-"""Two processes that share the tokens of one long row (`sharding=parallel sharding.cp=2`), a thread each.
+"""Context parallelism: two processes split the tokens of a long row (`sharding=parallel sharding.cp=2`), a thread each.
 
 python benchmarks/context_parallel.py [--small] [--tokens 8192] [--style allgather]
 
 Seconds of a forward and backward pass of one row, the bytes of its activations, and the bytes that the processes
-exchange for attention. Sides take turns in the same two processes: both share one row; both run a whole row each,
-knowing nothing of each other (what the machine allows is two rows in that time); one runs a row alone.
+exchange for attention. Three cases alternate in the same two processes: both split one row; both run a whole row each
+independently (the limit of the machine is two rows in that time); one runs a row alone.
 
 Activations are counted at dispatch: bytes of all storages alive that operations have made, at their peak, with weights
 and their gradients left out. Traffic is counted in the collectives that attention calls, as numbers that a process has

@@ -3,7 +3,7 @@
     python benchmarks/dataproto.py
 
 Prints one JSON line. Times are medians with the quartiles as spread. The costs of a union, and the same union without
-any check, are measured in turns within one run. The share of a step is measured in real PPO steps on the embedded model
+any check, are measured in turns within one run. The share of a step is measured in real PPO steps on the built-in model
 with strict checks on: the time spent in them, over the time of the step. Targets: union below 50 us, strict below 2%.
 A union of two batches that both have a column of 10^6 equal rows, none of the same object, is measured in turns with
 `numpy.array_equal` of the two columns, which knows nothing of types, NaN or arrays in rows.

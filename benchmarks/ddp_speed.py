@@ -5,10 +5,9 @@ python benchmarks/ddp_speed.py [--small]
 Generation, scoring and update of the same prompts by the same model, large enough for computing to dominate. The sides
 take turns; all are up all the time, and wait while one works.
 
-What the machine allows is measured beside it, by two processes that know nothing of each other: each does the whole
-step (two cores share their memory, and often more), and each does it for half of the prompts (which also takes what
-does not shrink with them: reading the weights for each token, the optimizer). The latter is what no exchange at all
-would come to.
+The limit of the machine is measured by two independent processes: each runs the whole step (two cores share memory
+bandwidth and often more), and each runs it for half of the prompts (with the constant costs: reading the weights for
+each token, the optimizer). The latter is the time without any communication.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a call with a 64 MB batch costs the driver: dividing, sending and joining, in copies at memory bandwidth.
+"""Cost of a call with a 64 MB batch in the driver: splitting, sending and joining, in multiples of one copy.
 
 python benchmarks/driver_overhead.py [--small]
 

@@ -1,8 +1,8 @@
-"""What a GRPO step sends through the driver, counted; and what rows that stay on the workers would save, timed.
+"""Traffic of a GRPO step through the driver, counted, and the time that rows kept on the workers would save.
 
 python benchmarks/driver_traffic.py [--small] [--count-only]
 
-Counted, of one step of the embedded example with a reference, in one process and in two: calls to roles, bytes that
+Counted, of one step of the built-in example with a reference, in one process and in two: calls to roles, bytes that
 leave the driver and come back, bytes that it copies (rows taken out of a batch, batches joined), unions, and what those
 check. The counts are the same on every machine.
 

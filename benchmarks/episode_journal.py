@@ -1,4 +1,4 @@
-"""What the journal of episodes and the typed calls of environments take of a training step.
+"""Share of a training step that the journal of episodes and typed calls of environments take.
 
 python benchmarks/episode_journal.py [--small]
 

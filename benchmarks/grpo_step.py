@@ -1,4 +1,4 @@
-"""One GRPO step beside TRL's: the same model, prompts, response lengths, loss and number type.
+"""A GRPO step against TRL: the same model, prompts, response lengths, loss and dtype.
 
     python benchmarks/grpo_step.py --lengths longtail --prompt-length 64
 

@@ -1,4 +1,4 @@
-"""What an incremental checkpoint takes, of real trainings of a model of about 100M parameters: LoRA, and all weights.
+"""Size of incremental checkpoints of real training runs with about 100M parameters: LoRA, and all weights.
 
     python benchmarks/incremental_checkpoint.py           some minutes; --small for a look
 

@@ -1,4 +1,4 @@
-"""Peak memory of the policy loss over a large vocabulary: some logits at a time, against all of them at once.
+"""Peak memory of the policy loss over a large vocabulary: logits in chunks, against all of them at once.
 
     python benchmarks/loss_memory.py --vocabulary 150000 --tokens 2048
 

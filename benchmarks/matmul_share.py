@@ -1,4 +1,4 @@
-"""How much of the machine's matrix rate a GRPO step reaches, in decoding and in the update, and what the rest is.
+"""Fraction of the machine's matrix throughput that a GRPO step reaches, in decoding and update, and the other costs.
 
     python benchmarks/matmul_share.py
 

@@ -1,8 +1,8 @@
-"""What trying a model's ways costs at the start of a run, with an empty cache and with a full one.
+"""Cost of checking the execution paths of a model at the start of a run, with an empty and a full cache.
 
     python benchmarks/model_paths.py
 
-Prints one JSON line. The embedded model is as `python main_ppo.py` has it; the others have the shapes of Qwen2-0.5B and
+Prints one JSON line. The built-in model is as `python main_ppo.py` has it; the others have the shapes of Qwen2-0.5B and
 Llama-3-8B and no weights, since a twin is made from the configuration alone: the cost at 8B is measured, not scaled.
 Beside them, in the same run, a forward pass of 512 tokens of the 0.5B model with random float32 weights. Medians of
 `--repeats` with the quartiles as spread; all ways take turns.

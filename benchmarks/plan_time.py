@@ -2,7 +2,7 @@
 
     python benchmarks/plan_time.py
 
-Three runs of a few steps: PPO and GRPO on the embedded model, and GRPO on a wider one. Prints one JSON line: the median
+Three runs of a few steps: PPO and GRPO on the built-in model, and GRPO on a wider one. Prints one JSON line: the median
 of the measured steps with quartiles, the first step left out, and the plan's seconds over that.
 """
 

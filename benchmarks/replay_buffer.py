@@ -1,4 +1,4 @@
-"""The replay buffer, twenty times larger than the memory it may take, against plain Arrow and NumPy.
+"""The replay buffer with twenty times more data than its memory limit, against plain Arrow and NumPy.
 
     python benchmarks/replay_buffer.py                  2 GB on disk, some minutes; --small for a look
 

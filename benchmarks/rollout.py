@@ -1,4 +1,4 @@
-"""Rollout beside transformers' own `generate`, log-probs of the drawn tokens included on both sides.
+"""Rollout against `generate` of transformers, with log-probs of the sampled tokens on both sides.
 
     python benchmarks/rollout.py
 

@@ -1,4 +1,4 @@
-"""Run every benchmark, keep its JSON line in benchmarks/results/, and rewrite the tables made of them.
+"""Run every benchmark, store its JSON line in benchmarks/results/, and rewrite the tables made of them.
 
     python benchmarks/run.py [name ...]
     python benchmarks/run.py grpo_step:longtail_vllm      one case of a benchmark, kept beside its other ones

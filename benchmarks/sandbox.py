@@ -1,4 +1,4 @@
-"""Programs in jails: how soon one begins, how long a trivial one takes, and how many run in a second.
+"""Programs in jails: start latency, time of a trivial program, and programs per second.
 
 python benchmarks/sandbox.py [--small]
 

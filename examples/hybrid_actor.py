@@ -1,9 +1,9 @@
-"""A loop of your own around a HybridActor: sample, score, train, on one set of weights.
+"""A user-defined training loop with HybridActor: sample, score and train with one set of weights.
 
     python examples/hybrid_actor.py
 
-REINFORCE with the mean of the batch as its baseline teaches the embedded model, from random weights, to answer in
-digits. Takes seconds on a CPU and needs no network. Your own model comes by HybridActor.from_pretrained(NAME_OR_PATH).
+REINFORCE with the mean of the batch as its baseline teaches the built-in model, from random weights, to answer in
+digits. Takes seconds on a CPU and needs no network. For your own model use HybridActor.from_pretrained(NAME_OR_PATH).
 """
 
 from __future__ import annotations

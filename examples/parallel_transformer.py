@@ -1,11 +1,11 @@
-"""A transformer of one's own that divides its layers over processes by itself, trained by GRPO.
+"""A user-defined transformer that shards its own layers over processes, trained by GRPO.
 
     python examples/parallel_transformer.py
 
-A `ModuleModel` says which module a process has and what its tensors are parts of; verl trains, saves and resumes it,
-and draws its responses by its own forward. Here two processes share each layer for ten steps, as Megatron-LM does
-(Shoeybi et al. 2019, arXiv:1909.08053): queries, keys, values and the first matrix of the MLP are cut by columns, what
-follows them by rows. One process then goes on from their checkpoint. A module that a library makes fits likewise.
+A `ModuleModel` builds the module of each process and declares how its tensors are sharded; verl trains, saves and
+resumes it, and samples responses by its forward. Here two processes split each layer for ten steps, as in Megatron-LM
+(Shoeybi et al. 2019, arXiv:1909.08053): queries, keys, values and the first matrix of the MLP by columns, the following
+matrices by rows. Then one process resumes from their checkpoint. Modules of libraries can be used in the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTEXT = 64
 
 
 class _SumBackward(torch.autograd.Function):
-    """Into columns: every process reads the same input, and its gradient is the sum of theirs."""
+    """Input of a column-parallel layer: identity; the backward pass sums gradients over the processes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -44,7 +44,7 @@ class _SumBackward(torch.autograd.Function):
 
 
 class _SumForward(torch.autograd.Function):
-    """Out of rows: the output is the sum of what the processes have."""
+    """Output of a row-parallel layer: sums over the processes; the backward pass is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -58,7 +58,7 @@ class _SumForward(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Attention and an MLP, of which this process has some heads and some of the inner width."""
+    """Attention and MLP; each process has some of the heads and of the MLP width."""
 
     def __init__(self, width: int, heads: int, place: ModulePlace):
         super().__init__()
@@ -87,7 +87,7 @@ COLUMNS, ROWS = ("query", "key", "value", "up"), ("out", "down")
 
 
 class Transformer(nn.Module):
-    """A decoder with learned positions; all that is called is `forward(input_ids, attention_mask)`."""
+    """A decoder with learned positions. verl only calls `forward(input_ids, attention_mask)`."""
 
     def __init__(self, vocabulary: int, width: int, heads: int, depth: int, place: ModulePlace):
         super().__init__()
@@ -111,7 +111,7 @@ class ParallelTransformer(ModuleModel):
     """The model of a run; `conf/actor/parallel_transformer.yaml` beside this file is the actor that trains it.
 
     Args:
-        width, heads, depth: of the transformer; the processes that share its layers must divide the heads.
+        width, heads, depth: of the transformer; the number of tensor-parallel processes must divide `heads`.
     """
 
     width: int = 64

@@ -1,9 +1,9 @@
-"""DataPipeline and RLTrainer: a run declared by its parts.
+"""DataPipeline and RLTrainer: a run defined by its parts.
 
     python examples/pipeline.py
 
-Two rewards, summed by weight, teach the embedded model, from random weights, to answer with digits that do not repeat.
-Takes seconds on a CPU and needs no network. With models of yours, write their names or paths.
+Two rewards, summed by weight, teach the built-in model, from random weights, to answer with digits that do not repeat.
+Takes seconds on a CPU and needs no network. For your own models use their names or paths.
 """
 
 from __future__ import annotations

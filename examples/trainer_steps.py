@@ -1,10 +1,10 @@
-"""Trainer, one step at a time: save, load, go on with another reward.
+"""Trainer, one step at a time: save, load, continue with another reward.
 
     python examples/trainer_steps.py
 
-GRPO teaches the embedded model, from random weights, to answer in digits, and then in even digits. Takes seconds on a
-CPU and needs no network; writes below outputs/ and checkpoints/ of the directory that it is started in. With a model
-of yours, write model=NAME_OR_PATH; a loaded Hugging Face model with its tokenizer does as well, and is itself trained.
+GRPO teaches the built-in model, from random weights, to answer in digits, and then in even digits. Takes seconds on a
+CPU and needs no network; writes to outputs/ and checkpoints/ in the working directory. For your own model use
+model=NAME_OR_PATH, or pass a loaded Hugging Face model with its tokenizer, which is then trained in place.
 """
 
 from __future__ import annotations

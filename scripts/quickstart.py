@@ -1,4 +1,4 @@
-"""Train the embedded model by SFT and then PPO, and show that it learned: `verl quickstart` of a checkout."""
+"""Train the built-in model by SFT and then PPO, and show that it learned: `verl quickstart` of a checkout."""
 
 import os
 import sys

@@ -40,7 +40,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is exported here when it is first asked for: `import verl` itself stays light."""
+    """Import exported names lazily, so that `import verl` is fast."""
     if name == "config":
         return importlib.import_module("verl.config")
     if name not in _HOMES:

@@ -1,8 +1,8 @@
-"""Components: what a part of a run is, checked when it is made, built in the process that owns the device.
+"""Components: validated descriptions of the parts of a run, built in the process that owns the device.
 
-A `_target_` in the configuration names a description. It is a frozen keyword-only dataclass that pydantic checks
-(`@component`), so a config key can be checked against its fields, it travels to workers as it is, and its hash is the
-component's identity.
+A `_target_` in the configuration names a description, a frozen keyword-only dataclass that pydantic validates
+(`@component`). So configuration keys are checked against its fields, it can be pickled to workers, and its hash is the
+identity of the component.
 
     values -> types and bounds of each field (pydantic) -> rules across fields (`faults`) -> ConfigError with all faults
 """
@@ -37,26 +37,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildContext:
-    """What a description may need to know of the process it is built in.
+    """What a component may need to know about the process it is built in.
 
     Attributes:
         device: torch device string of this process.
-        seed: run seed; everything random derives from it.
-        rank, world_size: place of this process among the data-parallel ones.
-        tokenizer: the actor's tokenizer, once it is loaded.
-        run_dir: where results are written, or None.
-        row_tokens: of the longest row that the run can have, prompt and response; None where it is not known.
-        bytes_beside_engine: that the roles of the actor's process need on its GPU while an engine beside them is awake,
-            as estimated before they load; None where it is not known.
-        chat_template: in place of the tokenizer's own, for prompts and observations.
+        seed: run seed; all random numbers derive from it.
+        rank, world_size: rank of this process, and number of data-parallel processes.
+        tokenizer: of the actor; None before it is loaded.
+        run_dir: directory of the run, or None.
+        row_tokens: the most tokens of a row, prompt and response; None if unknown.
+        bytes_beside_engine: GPU memory that the roles of the actor's process need while an engine in another process is
+            awake, estimated before they load; None if unknown.
+        chat_template: for prompts and observations; None for that of the tokenizer.
         tools: JSON schemas that chat templates write into prompts.
-        prompts: gives the chat messages with which the environment's first tasks begin, at most so many; None where
-            there is no environment.
-        day: the date that dated chat templates write, such as 2026-11-23; empty for today.
-        job: of a sweep, or empty: what must not be shared by its jobs carries it in its name.
-        journal_dir: where episodes are written down as they are played, or None.
-        swept: configuration paths whose values tell the jobs of the sweep apart.
-        shares_device: other processes of the run have roles on the same device.
+        prompts: returns the first chat messages of the environment's tasks, at most the given number; None without
+            environment.
+        day: date for chat templates that write it, such as 2026-11-23; empty for today.
+        job: name of the job in a sweep, or empty; part of names that jobs must not share.
+        journal_dir: directory of the journal of episodes, or None.
+        swept: configuration paths that differ between the jobs of a sweep.
+        shares_device: whether other processes of the run have roles on the same device.
     """
 
     device: str = "cpu"
@@ -88,17 +88,17 @@ _CONFIG = ConfigDict(
     allow_inf_nan=False,
     arbitrary_types_allowed=True,
     validate_default=True,
-    defer_build=True,  # most components of the package are imported and never made
+    defer_build=True,  # most components are imported but never instantiated
 )
 Kind = TypeVar("Kind", bound=type)
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 def component(kind: Kind) -> Kind:
-    """Class decorator of a description: a frozen, keyword-only dataclass whose fields pydantic checks.
+    """Class decorator of components: makes a frozen, keyword-only dataclass whose fields pydantic validates.
 
-    A list becomes the declared tuple, a whole number the declared float; nothing else is converted. Bounds stand in the
-    annotation: `Annotated[int, Field(ge=1)]`, or a name of pydantic's such as `PositiveInt`.
+    A list is converted to a declared tuple and an integer to a declared float; nothing else is converted. Bounds are
+    declared in the annotation: `Annotated[int, Field(ge=1)]`, or a type of pydantic such as `PositiveInt`.
 
     >>> @component
     ... class Decay(Description):
@@ -119,58 +119,61 @@ def _init(self: Description, /, **values: Any) -> None:
 
 @component
 class Description:
-    """Base of every description.
+    """Base class of components.
 
-    Subclasses are decorated by `component`. They add fields, yield in `faults` what the types cannot say, and make the
-    running thing in `build`. A pure component, such as a loss, is its own running thing and inherits `build`.
+    Subclasses are decorated by `component`. They add fields, yield faults that types cannot express in `faults`, and
+    make the running object in `build`. A pure component, such as a loss, inherits `build`, which returns itself.
 
     Attributes:
-        other_keys: the field, a mapping, that takes components under keys which are no fields; None refuses such keys.
+        other_keys: name of a mapping field that collects components under unknown keys; None refuses such keys.
     Raises:
-        ConfigError: on construction, with every fault of type or value, each opening with its field's name.
+        ConfigError: on construction, with every fault of type or value, each beginning with the field's name.
     """
 
     other_keys: ClassVar[str | None] = None
 
     def __post_init__(self):
-        # Of a class that `dataclasses.dataclass` made: its fields are set, and not checked yet.
+        # For a class made by `dataclasses.dataclass`, whose fields are set but not checked.
         if not _is_checked(type(self)) and (
             faults := set_fields(self, {f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
         ):
             raise ConfigError(faults)
 
     def faults(self) -> Iterator[str]:
-        """Yield one sentence per fault that the types of the fields cannot say, such as a rule across two of them. It
-        opens with the field: `norm_length is 8: only aggregation=seq-mean-token-sum-norm reads it.`"""
+        """Yield a sentence per fault that types cannot express, such as a rule across two fields. It begins with the
+        field: `norm_length is 8: only aggregation=seq-mean-token-sum-norm uses it.` It must not depend on the machine.
+        """
         yield from ()
 
-    def faults_here(self) -> Iterator[str]:
-        """Yield what it needs and this machine lacks (a package, a device, a directory), each opening with the field.
-        Asked before anything is trained or written; `faults` must hold on any machine."""
+    def machine_faults(self) -> Iterator[str]:
+        """Yield a sentence per requirement that this machine does not meet (a package, a device, a directory),
+        beginning with the field. Called before anything is trained or written.
+        """
         yield from ()
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
-        """Yield what it needs of other machines, and of directories, and cannot have: a server that does not answer, a
-        store that refuses, each opening with the field. Asked after `faults_here`, before anything is trained or
-        written; whoever asks a server waits for a few seconds at most (PREFLIGHT_TIMEOUT_S)."""
+        """Yield a sentence per external requirement that is not met, beginning with the field: a server that does not
+        answer, a store that refuses. Called after `machine_faults`, before anything is trained or written; a request
+        may take a few seconds at most (PREFLIGHT_TIMEOUT_S).
+        """
         yield from ()
 
     def parts_here(self) -> Iterator[str]:
-        """Yield the fields whose components ask from the driver's machine in `preflight`."""
+        """Yield the fields whose components run `preflight` on the driver's machine."""
         yield from (f.name for f in dataclasses.fields(self))
 
     def build(self, context: BuildContext) -> Any:
-        """Make the running thing in the process that owns the device."""
+        """Make the running object, in the process that owns the device."""
         return self
 
     def identity(self) -> str:
-        """A short hash of what this is: equal for equal fields, in any process, on any machine."""
+        """A short hash of class and fields, equal in any process and on any machine."""
         text = json.dumps(as_plain(self), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
-        if handler.field_name is not None:  # a component as a field of another: it was checked when it was made
+        if handler.field_name is not None:  # a component as a field of another was checked when it was made
             return core_schema.is_instance_schema(cls)
         schema = handler(source)
         for field in schema["schema"]["fields"]:
@@ -186,10 +189,11 @@ class Description:
 
 
 def package_fault(package: str, setting: str) -> str | None:
-    """What to say where a package is not installed that a component needs.
+    """The fault if a package that a component needs is not installed; None if it is.
 
     Args:
-        setting: that leaves the component out.
+        package: import name.
+        setting: the setting without the component.
     """
     if importlib.util.find_spec(package) is not None:
         return None
@@ -217,12 +221,12 @@ def field_types(kind: type[Description]) -> dict[str, Any]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, or None where none comes close."""
+    """The known word closest to `word`; None if none is close."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
 
 
 def hint(found: str | None) -> str:
-    """The sentence that offers what was found; empty where nothing was."""
+    """The sentence ` Did you mean ...?`; empty for None."""
     return f" Did you mean {found}?" if found else ""
 
 
@@ -230,13 +234,13 @@ def hint(found: str | None) -> str:
 
 
 class Unsound:
-    """In place of a value that has a fault already, while the rules across fields are asked for further faults.
+    """Placeholder for an invalid value, so that rules across fields can still find other faults.
 
-    Whatever is computed from it is unsound; a condition on it has the next of `answers`.
+    Values computed from it are placeholders too; a condition on it has the next of `answers`.
     """
 
     TEXT = "\0unsound\0"
-    MOST_ANSWERS = 1000  # a rule that loops on one ends
+    MOST_ANSWERS = 1000  # ends a rule that loops on it
 
     def __init__(self, answers: Sequence[bool] = (False,)):
         self.__answers = itertools.islice(itertools.cycle(answers), self.MOST_ANSWERS)
@@ -274,11 +278,11 @@ UNSOUND = Unsound()
 
 
 def set_fields(made: Description, values: Mapping[str, Any]) -> list[str]:
-    """Set the fields of a new description from `values`, and give every fault of them, each opening with its field.
+    """Set the fields of a new component from `values`; returns all faults, each beginning with the field.
 
     Args:
-        values: may hold `UNSOUND` for a field whose fault is known already. It is set to that, as is every field that
-            turns out to be at fault.
+        made: the new component.
+        values: by field; `UNSOUND` for a field with a known fault. Invalid fields are set to that.
     """
     kind = type(made)
     validator = _validator(kind)
@@ -298,21 +302,21 @@ def set_fields(made: Description, values: Mapping[str, Any]) -> list[str]:
 
 
 def _rules_across(made: Description, unsound: Iterable[str]) -> list[str]:
-    """The faults that `made.faults` finds in its sound fields: those told whichever way conditions on others go."""
+    """Faults that `made.faults` finds in valid fields: those found for every outcome of conditions on invalid ones."""
     runs = []
     for answers in ((False,), (True,), (False, True), (True, False)):
         for name in unsound:
             object.__setattr__(made, name, Unsound(answers))
         runs.append(found := [])
         try:
-            found.extend(made.faults())  # those before an exception stay
-        except Exception:  # noqa: BLE001  a rule that cannot do without the value
+            found.extend(made.faults())  # faults before an exception are kept
+        except Exception:  # noqa: BLE001  a rule that needs the value
             continue
     return [fault for fault in runs[0] if Unsound.TEXT not in fault and all(fault in run for run in runs[1:])]
 
 
 def _is_checked(kind: type) -> bool:
-    """Whether the class is one that `component` made, or inherits from such a one without a decorator of its own."""
+    """Whether the class was made by `component`, or inherits from such a class without its own decorator."""
     return "__is_pydantic_dataclass__" in vars(_dataclass_of(kind))
 
 
@@ -323,12 +327,12 @@ def _dataclass_of(kind: type) -> type:
 @functools.cache
 def _validator(kind: type) -> SchemaValidator:
     made: Any = _dataclass_of(kind)
-    if not _is_checked(made):  # by `dataclasses.dataclass`: the same fields in a class that pydantic has seen
+    if not _is_checked(made):  # made by `dataclasses.dataclass`: an equal class for pydantic
         made = component(
             types.new_class(made.__name__, (made,), {}, lambda names: names.update(__module__=kind.__module__))
         )
     pydantic.dataclasses.rebuild_dataclass(made)
-    made.__init__ = _init  # building sets that of pydantic
+    made.__init__ = _init  # building the validator replaced it
     return made.__pydantic_validator__
 
 
@@ -337,7 +341,7 @@ def _unless_unsound(value: Any, check: Any) -> Any:
 
 
 def _lists_too(schema: Any) -> Any:
-    """A pydantic schema in which every tuple is taken from a list too, as YAML has it."""
+    """A pydantic schema in which tuples also accept lists, as in YAML."""
     if isinstance(schema, list):
         return [_lists_too(item) for item in schema]
     if not isinstance(schema, dict):
@@ -352,11 +356,11 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-# What pydantic found, in our words
+# Messages for faults found by pydantic
 
 
 def faults_of(kind: type[Description], values: Mapping[str, Any], details: Sequence[ErrorDetails]) -> list[str]:
-    """One sentence for each value that pydantic refused: what it is, and what was expected.
+    """A sentence for each value that pydantic refused: the value, and what was expected.
 
     >>> faults_of(kind, {"betas": (0.9, 7)}, [{"type": "less_than", "loc": ("betas", 1), "input": 7, "ctx": {"lt": 1}}])
     ['betas[1] is 7: must lie in [0, 1).']
@@ -377,13 +381,13 @@ def faults_of(kind: type[Description], values: Mapping[str, Any], details: Seque
 
 
 def shown(value: Any) -> str:
-    """A value as a fault shows it."""
+    """A value for a message."""
     text = type(value).__name__ if isinstance(value, Description) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _located(loc: Sequence[int | str], value: Any, annotation: Any) -> tuple[str, Any, Any]:
-    """The path of a fault, with the value and the annotation there; a union is reported as a whole."""
+    """The path of a fault, with value and annotation; a union is reported as one value."""
     path = str(loc[0])
     for key, after in itertools.zip_longest(loc[1:], loc[2:]):
         choices = [choice for choice in _choices(annotation) if choice is not type(None)]
@@ -427,7 +431,7 @@ _WORDS_OF_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "bel
 
 
 def _bounds(annotation: Any) -> str:
-    """What a number must do: `lie in [0, 1)`, `be at least 1`."""
+    """The bounds of a number as text: `lie in [0, 1)`, `be at least 1`."""
     found: dict[str, Any] = {}
     for item in _metadata(annotation):
         found |= {
@@ -453,7 +457,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; any other annotation alone."""
+    """The members of a union; any other annotation as the only member."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
@@ -468,7 +472,7 @@ _WORDS = {float: "a number", int: "a whole number", str: "a text", bool: "true o
 
 
 def in_words(annotation: Any) -> str:
-    """What a field takes: `a number or null`."""
+    """The type of a field as text: `a number or null`."""
     bare = _bare(annotation)
     origin, args = typing.get_origin(bare), typing.get_args(bare)
     if origin in (typing.Union, types.UnionType):

@@ -31,8 +31,8 @@ def flag(variable: str) -> bool:
     return value
 
 
-# Content checks (masks, padding, finite values) on every DataProto that is made or joined, not shapes and dtypes alone.
+# Check the content (masks, padding, finite values) of every DataProto, not only shapes and dtypes.
 strict_data_check: bool = flag("VERL_STRICT_DATA_CHECK")
 
-# Give back what torch keeps of a GPU's memory whenever generation is done; see `release_cached`.
+# Empty the caching allocator of a GPU after generation; see `release_cached`.
 auto_cache_clear: bool = flag("VERL_AUTO_CACHE_CLEAR")

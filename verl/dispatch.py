@@ -1,4 +1,4 @@
-"""Decorators that say how the call of a role's method is divided over the processes that hold the role."""
+"""Decorators that declare how a call of a role's method is distributed over the processes of the role."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The way a call travels.
+    """How a call is distributed.
 
     Attributes:
-        divides: the first argument is a DataProto whose rows are divided over the processes, balanced by tokens;
+        divides: whether the first argument is a DataProto whose rows are split over the processes, balanced by tokens;
             otherwise every process receives all arguments.
-        joins: the results are DataProtos to be joined again in the order of the rows; otherwise the result of rank 0
-            is the result of the call (the processes agree on it).
-        gathers: the result of the call is a list of the results, by rank.
+        joins: whether the results are DataProtos that are joined in the order of the rows; otherwise the result of the
+            call is that of rank 0.
+        gathers: whether the result of the call is a list of results by rank.
     """
 
     divides: bool
@@ -25,25 +25,25 @@ class Dispatch:
 
 
 def by_rows(method: Callable) -> Callable:
-    """Each process works on its share of the rows; the answers are rows again."""
+    """Each process works on its share of the rows; results are rows, which are joined."""
     method.dispatch = Dispatch(divides=True, joins=True)  # type: ignore[attr-defined]
     return method
 
 
 def by_rows_to_one(method: Callable) -> Callable:
-    """Each process works on its share of the rows; they reduce the answer among themselves."""
+    """Each process works on its share of the rows; the processes reduce the result themselves."""
     method.dispatch = Dispatch(divides=True, joins=False)  # type: ignore[attr-defined]
     return method
 
 
 def on_all(method: Callable) -> Callable:
-    """Every process does the same; rank 0 answers."""
+    """Every process receives all arguments; the result is that of rank 0."""
     method.dispatch = Dispatch(divides=False, joins=False)  # type: ignore[attr-defined]
     return method
 
 
 def on_each(method: Callable) -> Callable:
-    """Every process answers for itself: a list by rank, of one where there is one process."""
+    """Every process receives all arguments; the result is a list by rank, also for a single process."""
     method.dispatch = Dispatch(divides=False, joins=False, gathers=True)  # type: ignore[attr-defined]
     return method
 

@@ -3,34 +3,34 @@
 VerlError
 ├── ConfigError (ValueError)                  a fault in the configuration, by config path
 ├── DataProtoValidationError (ValueError)     a field breaks its contract; names the function that produced it
-├── SandboxError (RuntimeError)               a program could not be run apart from this machine
-├── RewardError (ValueError)                  a reward function raised, or returned something that is no reward
+├── SandboxError (RuntimeError)               a program could not be run in the sandbox
+├── RewardError (ValueError)                  a reward function raised, or returned an invalid result
 ├── NonFiniteError (FloatingPointError)       a loss, gradient, log-prob or advantage is not a finite number
 │   └── NonFiniteRewardError (RewardError)    a reward is not a finite number
 ├── WorkerError (RuntimeError)                a role failed in another process; carries that process's traceback
 │   └── WorkerDied                            the process itself is gone
-│       └── WorkerHung                        it is there and does not answer
-├── ComponentExit (RuntimeError)              a reward, a data set, a tracker, ... wanted to end the whole program
+│       └── WorkerHung                        it exists but does not answer
+├── ComponentExit (RuntimeError)              a reward, a data set, a tracker, ... called exit()
 ├── ComponentHung (RuntimeError)              code of a component did not return
 ├── RolloutError (RuntimeError)               an engine that generates failed
-│   └── LogProbGapError                       its log-probs are not the trainer's, by more than rounding
+│   └── LogProbGapError                       its log-probs differ from the trainer's by more than rounding
 ├── ActorBusy (RuntimeError)                  another thread was in a call to this HybridActor for too long
-├── WeightSyncError (RuntimeError)            a rollout engine does not hold the trainer's weights; names the tensors
+├── WeightSyncError (RuntimeError)            a rollout engine does not have the trainer's weights; names the tensors
 ├── StorageError (OSError)                    object storage
 │   ├── ObjectNotFound (FileNotFoundError)    there is no such object
-│   ├── ObjectDamaged (ValueError)            it is not as long, or not what it should be
-│   ├── StorageRefused (PermissionError)      no credentials, no permission, no such bucket: asking again would not help
-│   └── StorageUnreachable (ConnectionError)  no answer, retries included
+│   ├── ObjectDamaged (ValueError)            it has another length or content than expected
+│   ├── StorageRefused (PermissionError)      no credentials, no permission, no such bucket: retries are useless
+│   └── StorageUnreachable (ConnectionError)  no answer after all retries
 ├── ReplayError (RuntimeError)                the replay buffer
-│   └── ReplayCorrupt (ValueError)            a file of it is not what was written
+│   └── ReplayCorrupt (ValueError)            a file of it differs from what was written
 └── CheckpointError                           saving or reading a checkpoint
     ├── BadCheckpoint (ValueError)            this one cannot be used; names every file at fault
-    │   ├── CheckpointIncomplete              it was never published whole, or something of it is gone
-    │   ├── CheckpointCorrupt                 something of it is not what was written
+    │   ├── CheckpointIncomplete              it was never completely published, or a part is missing
+    │   ├── CheckpointCorrupt                 a part of it differs from what was written
     │   └── CheckpointTooNew                  a later version of verl wrote it
     ├── CheckpointNotFound (FileNotFoundError)   there is none
     ├── CheckpointFenced (RuntimeError)       another trainer has taken over the directory
-    ├── CheckpointReadFailed (OSError)        the file system does not show what is there
+    ├── CheckpointReadFailed (OSError)        the file system cannot be read
     └── CheckpointWriteFailed (OSError)       the file system refused; nothing was published
         └── NoSpaceForCheckpoint              too few bytes or inodes are free
 """
@@ -67,14 +67,14 @@ def install_command(package: str) -> str:
 
 
 class VerlError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of all errors that verl raises."""
 
 
 class ConfigError(VerlError, ValueError):
     """One or more faults in a configuration.
 
     Args:
-        faults: one sentence each, opening with the field or config path it speaks of.
+        faults: one sentence each, beginning with the field or configuration path.
     """
 
     def __init__(self, faults: Sequence[str] | str):
@@ -94,7 +94,7 @@ class ConfigError(VerlError, ValueError):
 
 @contextlib.contextmanager
 def faults_below(path: str) -> Iterator[None]:
-    """Faults found inside are of the component at `path`: `prompt_key is ...` becomes `data.prompt_key is ...`."""
+    """Prefix faults raised in this context with `path`: `prompt_key is ...` becomes `data.prompt_key is ...`."""
     try:
         yield
     except ConfigError as error:
@@ -105,8 +105,8 @@ class DataProtoValidationError(VerlError, ValueError):
     """A field of a DataProto breaks its contract.
 
     Args:
-        field: at fault, None where the message speaks of the whole batch.
-        row: the first offending one, where one row can be blamed.
+        field: the field; None if the message is about the whole batch.
+        row: index of the first offending row, if known.
     """
 
     def __init__(self, message: str, field: str | None = None, row: int | None = None):
@@ -118,22 +118,22 @@ class DataProtoValidationError(VerlError, ValueError):
 
 
 class SandboxError(VerlError, RuntimeError):
-    """A program could not be run apart from this machine; nothing is known about the program."""
+    """A program could not be run in the sandbox; this says nothing about the program."""
 
 
 class RewardError(VerlError, ValueError):
-    """A reward function raised, or returned something that is no reward."""
+    """A reward function raised, or returned an invalid result."""
 
 
 class NonFiniteError(VerlError, FloatingPointError):
-    """A number that training reads is not finite; the weights were left as they were."""
+    """A number used in training is not finite; the weights are unchanged."""
 
 
 class NonFiniteRewardError(RewardError, NonFiniteError):
     """A reward function returned numbers that are not finite.
 
     Args:
-        rows: of the batch, those whose reward it is.
+        rows: indices of the rows in the batch.
     """
 
     def __init__(self, message: str, rows: Sequence[int] = ()):
@@ -148,10 +148,10 @@ class WorkerError(VerlError, RuntimeError):
     """A role failed in another process.
 
     Args:
-        rank: the process that failed.
+        rank: of the process that failed.
         call: role and method, such as `actor.update`.
-        step: the training step during which it failed, or None outside of one.
-        detail: the worker's own traceback.
+        step: training step; None outside of a step.
+        detail: traceback of the worker.
     """
 
     def __init__(self, rank: int, call: str, step: int | None, detail: str):
@@ -168,7 +168,7 @@ class WorkerDied(WorkerError):
 
 
 class WorkerHung(WorkerDied):
-    """A worker process did not answer in time and was ended."""
+    """A worker process did not answer in time and was killed."""
 
 
 class ComponentExit(VerlError, RuntimeError):
@@ -176,7 +176,7 @@ class ComponentExit(VerlError, RuntimeError):
 
 
 class ComponentHung(VerlError, RuntimeError):
-    """Code of a component did not return, in a thread that others wait for; says where it stands."""
+    """Code of a component did not return in a thread that others wait for; has its stack."""
 
 
 class RolloutError(VerlError, RuntimeError):
@@ -184,11 +184,12 @@ class RolloutError(VerlError, RuntimeError):
 
 
 class LogProbGapError(RolloutError):
-    """The engine that sampled and the trainer give the same tokens other log-probs.
+    """The rollout engine and the trainer compute different log-probs for the same tokens.
 
     Args:
-        gap_nats: mean distance over the tokens of the step.
-        limit_nats: what is put down to rounding.
+        message: of the error.
+        gap_nats: mean absolute difference over the tokens of the step.
+        limit_nats: the difference that rounding explains.
     """
 
     def __init__(self, message: str, gap_nats: float, limit_nats: float):
@@ -200,18 +201,18 @@ class LogProbGapError(RolloutError):
 
 
 class ActorBusy(VerlError, RuntimeError):
-    """Another thread was in a call to the same HybridActor for longer than this one may wait."""
+    """A call to the same HybridActor in another thread took longer than this one may wait."""
 
 
 class WeightSyncError(VerlError, RuntimeError):
-    """After a sync the rollout engine does not hold the trainer's weights.
+    """After a sync the rollout engine does not have the trainer's weights.
 
     Args:
         names: of the tensors at fault.
-        faults: what is wrong with each, opening with its name.
-        total: tensors that were to be proven.
-        gap_nats: mean distance of the log-probs of the probe.
-        allowed_nats: what the probe may differ by, where it is what failed.
+        faults: description of each fault, beginning with the name.
+        total: number of tensors that were verified.
+        gap_nats: mean absolute difference of the log-probs of the probe.
+        allowed_nats: tolerance of the probe, if the probe failed.
     """
 
     SHOWN = 8
@@ -260,15 +261,15 @@ class ObjectNotFound(StorageError, FileNotFoundError):
 
 
 class ObjectDamaged(StorageError, ValueError):
-    """An object is not as long as it should be, or not what was put there."""
+    """An object has another length or content than expected."""
 
 
 class StorageRefused(StorageError, PermissionError):
-    """The store understood and refused, or cannot be asked at all: asking again would not help."""
+    """The store refused a request, or cannot be used at all; retries are useless."""
 
 
 class StorageUnreachable(StorageError, ConnectionError):
-    """The store gave no answer, retries included."""
+    """The store did not answer after all retries."""
 
 
 class CheckpointError(VerlError):
@@ -277,12 +278,12 @@ class CheckpointError(VerlError):
 
 @dataclass(frozen=True)
 class FileFault:
-    """What is wrong with one file of a checkpoint.
+    """A fault of one file of a checkpoint.
 
     Args:
-        file: its path within the checkpoint.
-        problem: in words.
-        tensors: the logical tensors whose bytes are affected, as `component/name`, where that is known.
+        file: path within the checkpoint.
+        problem: description.
+        tensors: affected tensors, as `component/name`, if known.
     """
 
     file: str
@@ -311,15 +312,15 @@ class BadCheckpoint(CheckpointError, ValueError):
 
 
 class CheckpointIncomplete(BadCheckpoint):
-    """It was never published whole, or something of it is gone."""
+    """A checkpoint was never completely published, or a part is missing."""
 
 
 class CheckpointCorrupt(BadCheckpoint):
-    """Something of it is not what was written."""
+    """A part of a checkpoint differs from what was written."""
 
 
 class CheckpointTooNew(BadCheckpoint):
-    """A later version of verl wrote it."""
+    """A checkpoint was written by a later version of verl."""
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
@@ -331,11 +332,11 @@ class CheckpointFenced(CheckpointError, RuntimeError):
 
 
 class CheckpointReadFailed(CheckpointError, OSError):
-    """The file system does not show what is there."""
+    """The file system cannot be read."""
 
 
 class CheckpointWriteFailed(CheckpointError, OSError):
-    """The file system refused an operation of a save; nothing was published, earlier checkpoints are as they were."""
+    """The file system refused an operation of a save; nothing was published, and earlier checkpoints are unchanged."""
 
 
 class NoSpaceForCheckpoint(CheckpointWriteFailed):
@@ -343,8 +344,8 @@ class NoSpaceForCheckpoint(CheckpointWriteFailed):
 
 
 class ReplayError(VerlError, RuntimeError):
-    """The replay buffer cannot do what it was asked for."""
+    """An operation of the replay buffer failed."""
 
 
 class ReplayCorrupt(ReplayError, ValueError):
-    """A file of the replay buffer is not what was written."""
+    """A file of the replay buffer differs from what was written."""

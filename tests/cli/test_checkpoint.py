@@ -334,7 +334,7 @@ def test_nothing_is_written_into_a_checkpoint_or_among_the_files_of_a_store(comm
 
 
 def test_no_directory_of_checkpoints_is_made_inside_a_checkpoint(directory):
-    with pytest.raises(ConfigError, match="it lies in the checkpoint .*global_step_200, which is never changed"):
+    with pytest.raises(ConfigError, match="it is inside the checkpoint .*global_step_200, which is never changed"):
         CheckpointStore(directory / "global_step_200/checkpoints").claim_directory()
     with refusal("checkpoint.save_dir"):
         RunLock(directory / "global_step_200/checkpoints", "run", {}).acquire()

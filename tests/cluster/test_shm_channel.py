@@ -162,7 +162,7 @@ def _a_stopped_worker_is_named(cluster, toy):
 def test_a_worker_that_stands_still_is_named_with_the_line_where_it_stands():
     cluster, toy = start(call_timeout_s=1.0)
     try:
-        with pytest.raises(WorkerHung, match=r"rank 0 stands at:[\s\S]*toy_roles\.py\", line \d+ in sleep"):
+        with pytest.raises(WorkerHung, match=r"rank 0 is at:[\s\S]*toy_roles\.py\", line \d+ in sleep"):
             toy.sleep(600).result(timeout=60)
     finally:
         cluster.close()

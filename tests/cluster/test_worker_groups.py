@@ -233,7 +233,7 @@ def test_a_worker_that_hangs_is_named_and_not_the_sibling_that_waited_for_it_in_
     with refusal("toy.exchange_without", 1, kind=WorkerHung) as caught:
         toy.exchange_without(1, 2.0).result(timeout=60)
     assert "it did not come to an exchange in which rank" in str(caught.value)
-    assert "waited for it, and stands at" in str(caught.value)
+    assert "waited for it, and is at" in str(caught.value)
     assert "in exchange_without" in str(caught.value)
 
 

@@ -327,5 +327,5 @@ def test_columns_that_are_there_or_need_not_be_are_no_fault(questions):
     for options in (["reward.answer_key=answer"], [*kwargs, "+reward.kwargs={gold: 1}"], ["reward=length"]):
         arguments, assigned = command_line("ppo", [*data, *options])
         validate(compose_root("ppo", arguments), assigned.faults)
-    (fault,) = ppo_faults("reward.answer_key=gold")  # the embedded problems
+    (fault,) = ppo_faults("reward.answer_key=gold")  # the built-in problems
     assert fault == "reward.answer_key is 'gold': the rows of data have no column 'gold'. Their columns: answer."

@@ -121,7 +121,7 @@ def test_lengths_that_change_numbers_are_not_used(monkeypatch, caplog):
     monkeypatch.setattr(packed_attention, "has_keys_behind", lambda asked: False)  # no mask: zeros are attended to
     actor, rows = drawn(20, {}, monkeypatch, KEY_MULTIPLE)
     assert actor.sampler.key_multiple == 1
-    assert "Each new token has a length of keys of its own: log-probs differ by" in caplog.text
+    assert "Each new token uses its exact length of keys, without padding: log-probs differ by" in caplog.text
     monkeypatch.setattr(packed_attention, "has_keys_behind", shared)
     _, plain = drawn(20, {}, monkeypatch, 1)
     assert torch.equal(plain["responses"], rows["responses"])

@@ -1,4 +1,4 @@
-"""Small engines of episodes for tests: the embedded model with random weights, and environments that are scripted."""
+"""Small engines of episodes for tests: the built-in model with random weights, and environments that are scripted."""
 
 from __future__ import annotations
 

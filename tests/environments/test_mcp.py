@@ -149,7 +149,7 @@ def test_tools_are_called_over_http_with_typed_outcomes_and_headers(http, monkey
     asyncio.run(play())
     assert set(http.headers) <= {"Bearer secret", None}  # None: of the server's own life cycle
     assert "Bearer secret" in http.headers
-    fault = next(iter(MCPTools(url=http.url, headers_from_env={"X": "NO_SUCH_VARIABLE"}).faults_here()))
+    fault = next(iter(MCPTools(url=http.url, headers_from_env={"X": "NO_SUCH_VARIABLE"}).machine_faults()))
     assert "NO_SUCH_VARIABLE" in fault
 
 

@@ -14,7 +14,7 @@ from verl.sandbox.base import CodeRunner, ExecutionResult
 from verl.sandbox.jail import Jail
 from verl.sandbox.unprotected import Unprotected
 
-SANDBOX = (Unprotected if list(Jail().faults_here()) else Jail)(timeout_s=2.0, max_output_kib=4)
+SANDBOX = (Unprotected if list(Jail().machine_faults()) else Jail)(timeout_s=2.0, max_output_kib=4)
 
 
 def answered(*programs: str):

@@ -192,7 +192,7 @@ def test_episodes_beside_a_sharded_actor_are_played_again_if_an_engine_dies(tmp_
         (["replay=tiered"], "the replay buffer does not keep the masks of episodes"),
         (["algorithm=remax"], "the greedy baseline of algorithm=remax was not tried"),
         (["algorithm=dapo"], "algorithm.selection was not tried with episodes"),
-        (["rollout.min_new_tokens=2"], "a turn ends when it ends"),
+        (["rollout.min_new_tokens=2"], "a turn has no minimum"),
         (["sharding=tp", "trainer.n_gpus_per_node=2"], "does not draw turns of episodes with an actor divided by tp 2"),
         (["environment=guess_number"], "the rows of data have no column 'secret'"),
         (["environment=none", "reward=environment"], "environment is null"),

@@ -1,4 +1,4 @@
-"""Every algorithm raises the reward of the embedded task, composed as main_ppo.py composes it.
+"""Every algorithm raises the reward of the built-in task, composed as main_ppo.py composes it.
 
 Sums of two numbers, from the weights that supervised fine-tuning leaves; 32 of the problems, so that seconds show it.
 """

@@ -1,4 +1,4 @@
-"""The embedded model: small, untied, and the same wherever and whenever it is made."""
+"""The built-in model: small, untied, and the same wherever and whenever it is made."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_an_engine_that_draws_from_another_policy_stops_the_run_with_the_likely_
 
 
 def test_where_log_probs_are_known_before_the_update_the_tokens_at_fault_are_named(model32, tmp_path):
-    with pytest.raises(LogProbGapError, match="It lies in rows with a padded prompt") as caught:
+    with pytest.raises(LogProbGapError, match="It is in rows with a padded prompt") as caught:
         fit(faulty(model32, "padding", GRPO_ALGORITHM), tmp_path)
     assert "the likeliest first: one of the two computes positions, attention windows, padding" in str(caught.value)
     rows = read_lines(tmp_path / "anomalies/step_1_log_prob_gap/rows.jsonl")

@@ -105,14 +105,14 @@ def test_a_field_that_breaks_its_contract(fault, field, expected, found, row):
         ),
         (
             lambda: reward_fn(x=torch.zeros(1), y=torch.zeros(1)).rename("x", "y"),
-            "rename of ['x'] to ['y']: expected one new name for each, taken by no other of x, y.",
+            "rename of ['x'] to ['y']: expected one new name for each, different from the others of x, y.",
         ),
         (
             lambda: rollout(3).reorder([0, 0, 1]),
             "reorder needs each of the 3 rows once, got 3 indices. Use data[indices].",
         ),
-        (lambda: rollout(3)[torch.tensor([True])], "A mask of shape [1] chooses among rows: expected [3]."),
-        (lambda: rollout(3)[[0.5]], "Rows are chosen by whole numbers in one dim, not [1] torch.float32."),
+        (lambda: rollout(3)[torch.tensor([True])], "A mask of shape [1] selects rows: expected [3]."),
+        (lambda: rollout(3)[[0.5]], "Rows are selected by integers in one dim, not [1] torch.float32."),
     ],
 )
 def test_a_call_that_a_batch_does_not_take(fault, message):

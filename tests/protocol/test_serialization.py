@@ -108,5 +108,5 @@ def test_a_missing_foreign_or_damaged_file_is_refused_by_name(tmp_path):
     (tmp_path / "cut").write_bytes((tmp_path / "whole").read_bytes()[:-10])
     (tmp_path / "foreign").write_bytes(b"PK not ours")
     for name in ("cut", "foreign"):
-        with pytest.raises(DataProtoValidationError, match=f"{name} is no batch"):
+        with pytest.raises(DataProtoValidationError, match=f"{name} is not a batch"):
             DataProto.load(tmp_path / name)

@@ -14,7 +14,7 @@ from verl.rewards.code_tests import CodeTests, program_of, read_tests
 from verl.sandbox.jail import Jail
 from verl.sandbox.unprotected import Unprotected
 
-SANDBOX = Jail(timeout_s=5.0) if not list(Jail().faults_here()) else Unprotected(timeout_s=5.0)
+SANDBOX = Jail(timeout_s=5.0) if not list(Jail().machine_faults()) else Unprotected(timeout_s=5.0)
 CASES = [{"stdin": "1 2\n", "stdout": "3"}, {"stdin": "5 6", "stdout": "11\n"}]
 UNIT = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 SUM = "a, b = map(int, input().split())\nprint(a + b)"

@@ -98,19 +98,19 @@ class Speaker:
         return {"choices": [choice]}
 
     def _generated(self, body: dict[str, Any]) -> Any:
-        wish, prompt = body["parameters"], self.tokenizer(body["inputs"])["input_ids"]
+        parameters, prompt = body["parameters"], self.tokenizer(body["inputs"])["input_ids"]
         ids, log_probs, is_cut = self._draw(
             prompt,
-            wish["max_new_tokens"],
-            wish.get("temperature", 1.0) if wish["do_sample"] else 0.0,
-            wish.get("top_k", 0),
-            wish.get("top_p", 1.0),
-            wish.get("seed"),
+            parameters["max_new_tokens"],
+            parameters.get("temperature", 1.0) if parameters["do_sample"] else 0.0,
+            parameters.get("top_k", 0),
+            parameters.get("top_p", 1.0),
+            parameters.get("seed"),
             [self.tokenizer.eos_token_id],
         )
         tokens = [{"id": i, "text": "", "logprob": x, "special": False} for i, x in zip(ids, log_probs, strict=True)]
         details = {"finish_reason": "length" if is_cut else "eos_token", "tokens": tokens, "prefill": []}
-        if wish["decoder_input_details"]:
+        if parameters["decoder_input_details"]:
             told = [None, *self._of_prompt(prompt)]
             details["prefill"] = [{"id": i, "text": "", "logprob": x} for i, x in zip(prompt, told, strict=True)]
         return {"generated_text": "", "details": details}

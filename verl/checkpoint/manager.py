@@ -76,7 +76,7 @@ class CheckpointManager:
             return parse_state(self.published.directory, self.reader().read(STATE))
         return read_state(self._disk, self.published)
 
-    # -- what it is ---------------------------------------------------------------------------------------------------
+    # -- identity -----------------------------------------------------------------------------------------------------
 
     def is_valid(self, level: Level = "quick") -> bool:
         """Whether the checkpoint exists and passes verification.
@@ -166,7 +166,7 @@ class CheckpointManager:
             return self
         return self._of(where, CheckpointDirectory(where.directory, self._disk).newest().name)
 
-    # -- what it holds ------------------------------------------------------------------------------------------------
+    # -- content ------------------------------------------------------------------------------------------------------
 
     def components(self) -> Sequence[str]:
         """Names of its parts, such as `actor` and `optimizer`."""

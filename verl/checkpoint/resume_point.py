@@ -35,7 +35,7 @@ from verl.utils.saved_targets import current_targets
 
 _log = logging.getLogger(__name__)
 
-IsOwn = Callable[[Mapping[str, Any]], bool]  # whether what `trainer_state.json` tells is the training that goes on
+IsOwn = Callable[[Mapping[str, Any]], bool]  # whether `trainer_state.json` is of the training to resume
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ def find(
     storage: Storage | None = None,
     is_own: IsOwn | None = None,
 ) -> ResumePoint | None:
-    """The checkpoint that `resume` means; None where `latest` finds none.
+    """The checkpoint that `resume` refers to; None if `latest` finds none.
 
-    Every byte of it is read and hashed. Where a directory is searched and its newest checkpoint is damaged, that is
-    told with the file and the tensor, and the one before it is taken.
+    Every byte of it is read and hashed. If a directory is searched and its newest checkpoint is damaged, a warning
+    names the file and the tensor, and the previous checkpoint is used.
 
     Args:
         resume: `latest`, a checkpoint, a directory of checkpoints, the directory of a run, or an address of checkpoints
@@ -107,7 +107,7 @@ def find(
         strict: a damaged checkpoint is an error, instead of being passed over.
         verify: false looks at names, sizes and headers alone.
         tier: where `latest` looks too; what is newer there is fetched.
-        storage: how an address of the same kind is asked.
+        storage: settings for addresses of the same kind.
         is_own: of a directory, the newest checkpoint of this training is meant, wherever those of others stand. Where
             it holds those of others alone, their newest is returned, for the caller to refuse. None: any training.
     Raises:
@@ -234,8 +234,8 @@ def _newest(
             _log.error("NOT USING checkpoint %s", error)
         else:
             after = "" if published is chosen[-1][0] else ", those after it being damaged"
-            beside = f", {others} of another training beside them" if own and others else ""
-            why = f"{what}: the last published of {len(chosen)} complete ones{after}{beside}"
+            others_text = f", {others} of another training beside them" if own and others else ""
+            why = f"{what}: the last published of {len(chosen)} complete ones{after}{others_text}"
             return ResumePoint(published, state, why)
     raise _all_damaged(directory)
 

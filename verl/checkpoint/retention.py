@@ -93,10 +93,10 @@ class Retention(Description):
 
 
 def lineages_of(store: CheckpointStore, complete: list[Checkpoint]) -> list[dict[str, int]]:
-    """The lines of descent in a directory, each as `Retention.lineage` has it: of a run and those that it came from.
+    """The lineages in a directory, each of a run and its ancestors, in the form of `Retention.lineage`.
 
-    A run all of whose checkpoints belong to the descent of a later one has no line of its own. Checkpoints that tell
-    nothing of where they come from, as of a script, are one line.
+    A run whose checkpoints all belong to the lineage of a later one has none of its own. Checkpoints without recorded
+    origin, e.g. of a script, form one lineage.
     """
     lines: dict[str, dict[str, int]] = {}
     newest: dict[str, int] = {}
@@ -274,7 +274,7 @@ def clean(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     """Retention for each line of descent by itself, then what dead processes left, then shared files that no checkpoint
     holds any more.
 
-    A living trainer stays the owner of the directory, and what it is saving is left alone.
+    A running trainer stays the owner of the directory, and its current save is not touched.
 
     Raises:
         CheckpointFenced: a trainer took over in this moment; nothing was removed.
@@ -295,7 +295,7 @@ def _names(checkpoints: list[Checkpoint]) -> tuple[str, ...]:
 
 
 def _leftovers(store: CheckpointStore) -> Iterator[Path]:
-    """Of dead processes: staged saves that nobody holds a lock on, and all of the trash."""
+    """Leftovers of dead processes: staged saves without a lock, and the trash."""
     # Under the lock of the store a save is either not begun or has its own lock: looking cannot come between the two.
     with store.ownership.locked() if store.exists(store.directory / FORMAT) else contextlib.nullcontext():
         for part in (STAGING, TRASH):

@@ -46,7 +46,7 @@ from verl.utils.progress import Progress
 
 
 class InlineWorkerGroup:
-    """Every role in this process. Calls are carried out at once; an error is raised where the result is asked for."""
+    """Every role in this process. Calls run at once; errors are raised when the result is read."""
 
     world_size = 1
     shares_memory = True
@@ -61,12 +61,12 @@ class InlineWorkerGroup:
         try:
             result = self._host.call(role, method, args)
             future.set_result([result] if dispatch_of(self._types[role], method).gathers else result)
-        except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
+        except Exception as error:  # noqa: BLE001 - raised by the future
             future.set_exception(error)
         return future
 
     def worker(self, role: str) -> Any:
-        """A role itself, as it is in this process."""
+        """The role object in this process."""
         return self._host.workers[role]
 
     def close(self) -> None:
@@ -158,14 +158,14 @@ class LocalTransport:
         return [rank for rank in ranks if self._children[rank].is_stopped()]
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        said = {rank: self._logs[rank].size for rank in ranks}
+        log_sizes = {rank: self._logs[rank].size for rank in ranks}
         for rank in ranks:
             self._children[rank].request_stack()
         deadline, silent = Deadline(STACK_TIMEOUT_S), list(ranks)
         while silent and deadline.left_s:
             time.sleep(0.1)
-            silent = [rank for rank in silent if self._logs[rank].size == said[rank]]
-        return {rank: self._logs[rank].text(said[rank]) for rank in ranks}
+            silent = [rank for rank in silent if self._logs[rank].size == log_sizes[rank]]
+        return {rank: self._logs[rank].text(log_sizes[rank]) for rank in ranks}
 
     def state(self, rank: int) -> str:
         return self._children[rank].state()
@@ -266,7 +266,7 @@ class LocalTransport:
                     group.on_error(answer.number, rank, answer.error)
         except (ChannelClosed, EOFError):
             group.on_end(rank, partial(self._ending, rank))
-        except Exception:  # noqa: BLE001 - an answer that cannot be read; whoever waits for it is told
+        except Exception:  # noqa: BLE001 - an unreadable reply; raised where it is awaited
             group.fail_call(-1, rank, traceback.format_exc())
 
 

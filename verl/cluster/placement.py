@@ -75,7 +75,7 @@ class Placement(Description):
         return [(tuple(sizes), max(sizes.values()))] if sizes else []
 
     def holds_reward(self) -> bool:
-        """Whether a reward model is a role `rm` of its own, and not the driver's."""
+        """Whether the reward model is a separate role `rm`, not part of the driver."""
         return False
 
     def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> WorkerGroup:

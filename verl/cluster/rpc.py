@@ -4,9 +4,9 @@
     future     <── on_reply, on_error, on_end <─────────────  its threads  <──
 
 `WorkerGroup` is the interface of every place where roles live (this process, sibling processes, Ray actors);
-`RemoteWorkerGroup` is all of it for other processes, but for how messages travel: futures, deadlines, who is to blame
-for an error, withdrawal, and closing once. A worker's exception, its death or its silence fails the calls under way
-with the rank, the call and the step, and ends all workers: their siblings may be waiting for it in a collective
+`RemoteWorkerGroup` is all of it for other processes, except for the transport: futures, deadlines, attribution of
+errors for an error, withdrawal, and closing once. A worker's exception, its death or its silence fails the calls under
+way with the rank, the call and the step, and ends all workers: their siblings may be waiting for it in a collective
 operation for ever.
 """
 
@@ -123,7 +123,7 @@ def row_assignment(shardings: Mapping[str, Sharding], world_size: int) -> dict[s
     return {role: RowAssignment(sharding.parts(world_size)) for role, sharding in shardings.items()}
 
 
-# What an exchange among processes says when one of them does not come to it, in the text of gloo, NCCL and TCPStore.
+# Messages of gloo, NCCL and TCPStore if a process does not take part in a collective operation.
 _GAVE_UP = re.compile(
     r"timed? ?out|timeout|watchdog|connection (closed|reset|refused|was aborted)|broken pipe|closed by peer|"
     r"remote process exited|unhandled system error",
@@ -134,7 +134,7 @@ _EXCHANGE = re.compile(r"torch/distributed/|torch\.distributed\.|/gloo/|NCCL|Pro
 
 
 def is_sibling_failure(error: str) -> bool:
-    """Whether the traceback of a worker is that of an exchange which another process did not come to, or left."""
+    """Whether a worker's traceback is of a collective operation that another process missed or left."""
     last = error.rpartition("Traceback (most recent call last)")[2]
     return bool(_EXCHANGE.search(last) and _GAVE_UP.search(last))
 
@@ -144,13 +144,13 @@ def missed_exchange(rank: int, error: str, stacks: Mapping[int, str]) -> tuple[i
 
     Args:
         rank: that gave up, with its traceback in `error`.
-        stacks: where those stand that have not answered, by rank.
+        stacks: stacks of the workers without an answer, by rank.
     Returns:
         The rank to blame, and what to say of it.
     """
     for other, stack in stacks.items():
         if not _waits_in_exchange(stack):
-            where = f"and stands at:\n{stack.rstrip()}" if stack else "and does not react at all"
+            where = f"and is at:\n{stack.rstrip()}" if stack else "and does not react at all"
             missed = f"it did not come to an exchange in which rank {rank} waited for it, {where}"
             return other, f"{missed}\nRank {rank} failed for it:\n{error}"
     waiting = f" Ranks {', '.join(map(str, stacks))} wait in one too." if stacks else ""
@@ -294,7 +294,7 @@ class RemoteWorkerGroup:
         call_timeout_s: without progress of any worker, after which a call under way names who is silent.
     Raises:
         WorkerError: a worker could not build its roles.
-        WorkerDied: a worker ended while it was starting; WorkerHung: it did not come to an end with that.
+        WorkerDied: a worker ended while it was starting; WorkerHung: it did not finish starting.
         ConfigError: a worker is of another version than the driver.
     """
 
@@ -344,7 +344,7 @@ class RemoteWorkerGroup:
         return self._begin(pending, send)
 
     def close(self) -> None:
-        """End the workers: asked first, then made to. Leaves nothing running; may be called again."""
+        """End the workers, by a request and then by force; calling it again does nothing."""
         atexit.unregister(self.close)
         ended = VerlError("The workers of this run were ended: close() was called.")
         is_idle, withdrawn = not self._pending, self._withdraw(ended)
@@ -366,7 +366,7 @@ class RemoteWorkerGroup:
             del self._pending[number]
         try:
             joined = pending.result(pending.answers, self._joined.empty)
-        except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
+        except Exception as error:  # noqa: BLE001 - raised by the future
             pending.future.set_exception(error)
         else:
             pending.future.set_result(joined)
@@ -380,7 +380,7 @@ class RemoteWorkerGroup:
         threading.Thread(target=self._blame, args=(pending, rank, error), daemon=True).start()
 
     def on_end(self, rank: int, words: Callable[[], str]) -> None:
-        """A process has ended; `words` says how. Of one that has failed a call before, the error of that is told."""
+        """A process has ended; `words` says how. If it has failed a call before, that error is reported."""
         with self._lock:
             if self._failure is not None or any(rank in pending.raised for pending in self._pending.values()):
                 return
@@ -390,7 +390,7 @@ class RemoteWorkerGroup:
         self._fail(WorkerDied(rank, name, step, words()))
 
     def fail_call(self, number: int, rank: int, error: str) -> None:
-        """An answer cannot be read: whoever waits for it is told, and siblings are not asked."""
+        """A reply cannot be read: raised where it is awaited, without waiting for the other workers."""
         pending = self._pending.get(number)
         name, step = ("an answer", self.step) if pending is None else (pending.name, pending.step)
         self._fail(WorkerError(rank, name, step, error))
@@ -430,7 +430,7 @@ class RemoteWorkerGroup:
         return WorkerError(rank, pending.name, pending.step, error)
 
     def _watch(self) -> None:
-        """Name who is silent, where nobody makes progress with the oldest call under way."""
+        """Report the silent workers if none makes progress with the oldest pending call."""
         transport, oldest = self._transport, None
         look_every_s = min(LOOK_EVERY_S, self._call_timeout_s / 5)
         gap_s = 2 * look_every_s + transport.look_takes_s
@@ -445,13 +445,13 @@ class RemoteWorkerGroup:
                 oldest = number
                 watch.restart(self._call_timeout_s if pending is None else pending.limit_s or self._call_timeout_s)
                 continue
-            if watch.idle_s >= watch.timeout_s / 2:  # workers are asked only where it matters
+            if watch.idle_s >= watch.timeout_s / 2:  # status is requested only when needed
                 transport.look(waiting)
             if watch.is_overdue or transport.stopped_s(waiting, stopped) >= self._call_timeout_s:
                 self._fail(self._silence(waiting, pending, watch.timeout_s))
                 return
             if not watch.idle_s:
-                report()  # to whoever waits for this process
+                report()  # progress of this process
 
     def _silence(self, ranks: Sequence[int], pending: PendingCall, limit_s: float) -> WorkerHung:
         """The rank to blame among those without a reply: first a process that does not respond at all."""
@@ -464,7 +464,7 @@ class RemoteWorkerGroup:
             stage = f"; its last progress was at: {found}" if found else ""
             tail = self._transport.tail(rank)
             return WorkerHung(rank, pending.name, pending.step, "\n".join([f"{waited}{words}{stage}", tail]).rstrip())
-        where = [f"rank {rank} stands at:\n{stacks[rank]}" for rank in ranks]
+        where = [f"rank {rank} is at:\n{stacks[rank]}" for rank in ranks]
         detail = "\n".join([f"{waited}no progress meanwhile", *where])
         return WorkerHung(ranks[0], pending.name, pending.step, detail)
 

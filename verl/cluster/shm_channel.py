@@ -1,6 +1,6 @@
 """Message channel between the driver and a worker: pickles through a socket, tensor bytes through shared memory.
 
-    MessagePacker ──> Message ──ShmChannel.send──> socket: pickle, where the bytes lie ──> ShmChannel.receive ──> value
+    MessagePacker ──> Message ──ShmChannel.send──> socket: pickle, location of bytes ──> ShmChannel.receive ──> value
                         └──bytes──> shared block ───────────────────────────────────────────> its tensors lie here
 
 Shared blocks are reused, since touching a page for the first time costs several times what copying it does. They are
@@ -64,7 +64,7 @@ class ShmBlockPool:
         self._made = 0
 
     def take(self, size: int, holders: int = 1) -> ShmBlock:
-        """A block of at least so many bytes, with arbitrary content."""
+        """A block of at least this many bytes, with arbitrary content."""
         with self._lock:
             free = [block for block in self._all.values() if not block.holders]
             fitting = [block for block in free if size <= block.size <= max(WASTE * size, mmap.PAGESIZE)]
@@ -97,7 +97,7 @@ class ShmBlockPool:
             self._all.clear()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor with arbitrary content, whose memory is used again once nobody has it any more."""
+        """A tensor with arbitrary content, whose memory is reused once it is garbage."""
         size = dtype.itemsize * int(np.prod(shape))
         if size < mmap.PAGESIZE:
             return torch.empty(shape, dtype=dtype)
@@ -121,7 +121,7 @@ class ShmBlockPool:
 
 
 def lease(memory: mmap.mmap, on_end: Callable[[], object]) -> np.ndarray:
-    """The bytes of some memory; `on_end` is called when nothing that lies on them is left."""
+    """The bytes of some memory; `on_end` is called when no object uses them any more."""
     area = np.frombuffer(memory, np.uint8)
     weakref.finalize(area, on_end).atexit = False
     return area
@@ -150,7 +150,7 @@ class Message:
     Attributes:
         head: see `Serialized`.
         inline: the bytes of tensors, where they are few.
-        block, spans: where else they lie, and there from where to where.
+        block, spans: shared block with the bytes, and their ranges in it.
     """
 
     head: bytes

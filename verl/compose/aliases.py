@@ -133,9 +133,9 @@ def translate(root: str, key: str, value: Any, chosen: set[str]) -> TranslatedOv
         key, value: the assignment.
         chosen: groups that were chosen explicitly, which an alias does not choose again.
     """
-    said = f"{key}={_text(value)}"
-    if (sentence := OPTIONS.get(said)) or (key not in ALIASES and (sentence := _refused_prefix(key))):
-        return TranslatedOverride(fault=f"{said} {sentence}")
+    assignment = f"{key}={_text(value)}"
+    if (sentence := OPTIONS.get(assignment)) or (key not in ALIASES and (sentence := _refused_prefix(key))):
+        return TranslatedOverride(fault=f"{assignment} {sentence}")
     alias = ALIASES.get(key)
     if alias is None:
         return None
@@ -143,10 +143,10 @@ def translate(root: str, key: str, value: Any, chosen: set[str]) -> TranslatedOv
         return _renamed(alias, root, key, value, chosen)
     choice = alias.choices.get(_text(value).lower())
     if choice is None:
-        return TranslatedOverride(fault=f"{said} {alias.refusal}")
+        return TranslatedOverride(fault=f"{assignment} {alias.refusal}")
     return TranslatedOverride(
         options=[choice] if choice else [],
-        note=f"{said} became {choice or 'nothing: the roles follow from the algorithm'}",
+        note=f"{assignment} became {choice or 'nothing: the roles follow from the algorithm'}",
     )
 
 
@@ -154,11 +154,11 @@ def _renamed(alias: Alias, root: str, key: str, value: Any, chosen: set[str]) ->
     assert alias.path is not None
     option = alias.option if alias.option and alias.option.split("=")[0] not in chosen else None
     option = option.format(files=FILES[root]) if option else None
-    said = f"{key}={_text(value)}"
+    assignment = f"{key}={_text(value)}"
     if _text(value) in alias.nulls:
         value = "null" if isinstance(value, str) else None
     became = " ".join(part for part in (option, f"{alias.path}={_text(value)}") if part)
-    note = None if became == said else f"{said} became {became}"
+    note = None if became == assignment else f"{assignment} became {became}"
     return TranslatedOverride(options=[option] if option else [], values=[(alias.path, value)], note=note)
 
 

@@ -409,7 +409,7 @@ def _of_other_root(root: str, text: str) -> str | None:
 
 
 def _in_brief(root: str, error: BaseException) -> str:
-    """The override that Hydra stumbled over, and the reason, which is told by the innermost of its errors."""
+    """The override at which Hydra failed, and the reason, from the innermost of its chained errors."""
     first = _first_line(error)
     cause = error
     while (below := cause.__cause__ or cause.__context__) is not None:

@@ -358,8 +358,8 @@ def end_message(error: BaseException, log: Path | None = None) -> str:
         cause = below
     sentence, _, detail = str(error).strip().partition("\n")
     if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the traceback of the worker
-        if (said := _is_user_message(detail)) is not None:
-            return f"{sentence.partition(' verl.errors.')[0]} {said}{_in_log(log)}"
+        if (message := _is_user_message(detail)) is not None:
+            return f"{sentence.partition(' verl.errors.')[0]} {message}{_in_log(log)}"
         last = next(line for line in reversed(detail.splitlines()) if line.strip())
         return f"{sentence} {last.strip()}\n\n{detail[detail.rindex(_TRACEBACK) :]}{_in_log(log)}"
     if isinstance(error, VerlError) and (isinstance(cause, (VerlError, OSError)) or not _is_of_code(cause)):

@@ -123,7 +123,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield path, value
 
 
-def _add(out: Overrides, alias: TranslatedOverride, pairs: Sequence[tuple[str, Any]], root: str, said: str) -> None:
+def _add(out: Overrides, alias: TranslatedOverride, pairs: Sequence[tuple[str, Any]], root: str, source: str) -> None:
     """Add the translation of an alias; an option that contradicts an explicit choice is a fault."""
     out.values += alias.values
     out.notes += [alias.note] if alias.note else []
@@ -131,12 +131,12 @@ def _add(out: Overrides, alias: TranslatedOverride, pairs: Sequence[tuple[str, A
     for option in alias.options:
         group = option.partition("=")[0]
         if group not in root_keys(root):
-            out.faults.append(f"{said} means {option}, but {group} is not a known key: {root}.yaml has no {group}.")
+            out.faults.append(f"{source} means {option}, but {group} is not a known key: {root}.yaml has no {group}.")
             continue
         others = [f"{key}={value}" for key, value in pairs if key == group] + out.options
         contrary = [other for other in others if other.startswith(f"{group}=") and other != option]
         if contrary:
-            out.faults.append(f"{said} means {option}, but {contrary[0]} is given too. Leave one of them out.")
+            out.faults.append(f"{source} means {option}, but {contrary[0]} is given too. Leave one of them out.")
         elif option not in out.options:
             out.options.append(option)
 

@@ -136,7 +136,7 @@ def refuse_here(run: Description, context: BuildContext | None = None) -> None:
     Raises:
         ConfigError: with everything that is missing, by configuration path.
     """
-    found = list(dict.fromkeys(_faults_here(run, ""))) or list(
+    found = list(dict.fromkeys(_machine_faults(run, ""))) or list(
         dict.fromkeys(_preflight(run, "", context or BuildContext()))
     )
     if found:
@@ -154,18 +154,18 @@ def _preflight(value: Any, path: str, context: BuildContext) -> Iterator[str]:
             yield from _preflight(item, join(path, key), context)
 
 
-def _faults_here(value: Any, path: str) -> Iterator[str]:
+def _machine_faults(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, Description):
-        for fault in value.faults_here():
+        for fault in value.machine_faults():
             yield join(path, fault)
         for f in dataclasses.fields(value):
-            yield from _faults_here(getattr(value, f.name), join(path, f.name))
+            yield from _machine_faults(getattr(value, f.name), join(path, f.name))
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            yield from _faults_here(item, join(path, i))
+            yield from _machine_faults(item, join(path, i))
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _faults_here(item, join(path, key))
+            yield from _machine_faults(item, join(path, key))
 
 
 class _Validation:

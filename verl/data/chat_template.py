@@ -324,9 +324,9 @@ def _span(chat: ChatTemplate, messages: Messages, turn: int, text: str, place: s
             "it, so the assistant's tokens cannot be determined. Mark it in the template with "
             "{% generation %} and {% endgeneration %}, or give prompt and completion columns."
         )
-    said = after.rstrip()
+    turn_text = after.rstrip()
     ends = [token for token in chat.tokenizer.all_special_tokens if token.strip()]
-    return len(before), max(len(before), len(said if said.endswith(tuple(ends)) else after))
+    return len(before), max(len(before), len(turn_text if turn_text.endswith(tuple(ends)) else after))
 
 
 def _as_template_says(chat: ChatTemplate, messages: Messages, place: str, tools: Any) -> tuple[list[int], list[bool]]:

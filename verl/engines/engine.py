@@ -227,9 +227,9 @@ class TrainingEngine:
         assert self.optimizer is not None
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         elsewhere = {name for name, p in self._elsewhere.items() if p.requires_grad}
-        strangers = {name.rpartition(".")[0] for name in tensors} ^ (trained.keys() | elsewhere)
-        if tensors and strangers:
-            raise ValueError(f"the optimizer's state does not match the parameters: {', '.join(sorted(strangers)[:5])}")
+        unmatched = {name.rpartition(".")[0] for name in tensors} ^ (trained.keys() | elsewhere)
+        if tensors and unmatched:
+            raise ValueError(f"the optimizer's state does not match the parameters: {', '.join(sorted(unmatched)[:5])}")
         for name, tensor in tensors.items():
             if name.rpartition(".")[0] in elsewhere:
                 continue

@@ -73,11 +73,11 @@ class PipelineParallelism(ShardedParallelism):
         self.stage, self.num_stages = self.rank // (self.world_size // degrees.pp), degrees.pp
         self.stage_group = self._device_mesh[STAGE].get_group()
         self._last = self.dist.get_global_rank(self.stage_group, degrees.pp - 1)
-        beside = self.world_size // degrees.pp
+        stage_size = self.world_size // degrees.pp
         shares = [degrees.row_share(rank) for rank in range(self.world_size)]
         self._row_ranks = tuple(rank for rank, share in enumerate(shares) if share == shares[self.rank])
         self._row_group = self._group(shares.__getitem__)
-        self._ends_group = self._group(lambda rank: (rank % beside, rank // beside in (0, degrees.pp - 1)))
+        self._ends_group = self._group(lambda rank: (rank % stage_size, rank // stage_size in (0, degrees.pp - 1)))
         self._models: dict[int, tuple[PipelineRunner, torch.dtype, list[StageShards]]] = {}
         self.in_step = degrees.ep > 1  # processes of other pipelines have experts for this one's tokens
         self._stages: dict[int, tuple[int, ...]] = {}  # of parameters, by id

@@ -117,7 +117,7 @@ class Sharding(Description):
         return min(budget, total)
 
     def pipeline_ways(self, world_size: int) -> float:
-        """Speed-up of a pass over the rows of a step by pipeline stages."""
+        """Speed-up of a pass over the rows of a step by pipeline stages, as a factor."""
         return 1.0
 
     def activation_share(self, micro_batches: int) -> float:

@@ -89,8 +89,8 @@ class Environment:
         recovery: how its state is restored after a run was killed during an episode, see `verl.environments.journal`:
             `stateless` if results depend on the action alone, `deterministic` if the same seed and actions give the
             same results, otherwise `restart`.
-        answers_at_once: its methods wait for nothing and take next to no time, so they are called in the thread that
-            draws turns, without a deadline. Coroutines among them never suspend.
+        answers_at_once: its methods return immediately, so they are called in the thread that generates turns, without
+            a deadline. Coroutines among them must not suspend.
     """
 
     recovery: Recovery = "restart"

@@ -1,4 +1,4 @@
-"""`environment=calculator`: the tool `calc`, which computes what the embedded model cannot."""
+"""`environment=calculator`: the tool `calc`, which computes what the built-in model cannot."""
 
 from __future__ import annotations
 

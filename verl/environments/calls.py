@@ -2,7 +2,7 @@
 
 The episode loop generates tokens in its own thread; calls run in an event loop in another thread, and results arrive
 through a queue. The result of a call that returns after its deadline is dropped. Calls are handed over together, when
-the loop next takes results. An environment that says that it `answers_at_once` is called in the thread of the loop.
+the loop next takes results. An environment that `answers_at_once` is called in the episode loop's thread.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ async def called(method: Callable[..., Any], *args: Any) -> Any:
 
 
 def _at_once(found: Any) -> Any:
-    """What a function returned, or a coroutine that does not suspend.
+    """The value, or the result of the coroutine, which must not suspend.
 
     Raises:
-        InfraError: it does.
+        InfraError: it suspends.
     """
     if not inspect.iscoroutine(found):
         return found
@@ -122,7 +122,7 @@ def observation_fault(observation: Any) -> str | None:
 
 
 class _Call:
-    """A call that is to be made."""
+    """An environment call that has not begun."""
 
     __slots__ = (
         "arguments",
@@ -254,7 +254,9 @@ class CallRunner:
         self._waiting.append(self._made(call))
 
     def hand_over(self) -> None:
-        """Give the event loop what is to run in it; `take` does so too. All at once, since each time wakes a thread."""
+        """Start the waiting calls in the event loop, together, since each start wakes its thread; `take` does so
+        too.
+        """
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             self._loop.begin(self._run_all(waiting))

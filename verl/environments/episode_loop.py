@@ -399,8 +399,8 @@ class _Play:
 
     def _drew(self, episode: Episode, drawn: DrawnTurn) -> None:
         tokens = drawn.tokens
-        said = tokens[:-1] if drawn.is_complete else tokens
-        text = self.engine.tokenizer.decode(said, skip_special_tokens=False)
+        content = tokens[:-1] if drawn.is_complete else tokens
+        text = self.engine.tokenizer.decode(content, skip_special_tokens=False)
         before = [] if self.engine.renderer is None else episode.context
         turn = Turn(episode.length, tokens, drawn.log_probs, before, text, drawn.is_complete)
         self._write_turn(episode, tokens)
@@ -578,30 +578,30 @@ def environment_faults(run: Any) -> Iterator[str]:
         if getattr(run.reward, "needs_environment", False):
             yield "reward is of the environment, and environment is null. Set environment=..., or another reward."
         return
-    said = f"environment is {type(environment).__name__}"
+    prefix = f"environment is {type(environment).__name__}"
     for name, columns in run.data.columns().items():
         where = "rows of data" if name == "data" else f"rows of data.{name}"
         for column in environment.columns_read():
             if column not in columns:
-                yield f"{said}: the {where} have no column {column!r}. Their columns: {', '.join(sorted(columns))}."
+                yield f"{prefix}: the {where} have no column {column!r}. Their columns: {', '.join(sorted(columns))}."
     if not run.rollout.draws_turns:
-        yield f"{said}: {type(run.rollout).__name__} draws no turns of episodes. Set rollout=hf."
+        yield f"{prefix}: {type(run.rollout).__name__} draws no turns of episodes. Set rollout=hf."
     if getattr(run.rollout, "protocol", "openai") != "openai" or getattr(run.rollout, "log_probs", "") == "trainer":
-        yield f"{said}: turns of episodes need the ids and log-probs of the server. Set rollout.protocol=openai."
+        yield f"{prefix}: turns of episodes need the ids and log-probs of the server. Set rollout.protocol=openai."
     if run.trainer.rollout_ahead:
-        yield f"{said}: trainer.rollout_ahead is 1, and episodes are not drawn ahead. Set trainer.rollout_ahead=0."
+        yield f"{prefix}: trainer.rollout_ahead is 1, and episodes are not drawn ahead. Set trainer.rollout_ahead=0."
     if run.replay is not None or run.algorithm.replay_fraction:
-        yield f"{said}: the replay buffer does not keep the masks of episodes. Set replay=off."
+        yield f"{prefix}: the replay buffer does not keep the masks of episodes. Set replay=off."
     if run.algorithm.needs_greedy_baseline:
-        yield f"{said}: the greedy baseline of algorithm=remax was not tried with episodes. Choose another algorithm."
+        yield f"{prefix}: the greedy baseline of algorithm=remax was not tried with episodes. Choose another algorithm."
     if run.algorithm.selection is not None:
-        yield f"{said}: algorithm.selection was not tried with episodes. Set algorithm.selection=null."
+        yield f"{prefix}: algorithm.selection was not tried with episodes. Set algorithm.selection=null."
     if run.critic is not None and run.algorithm.needs_values and run.rollout.max_new_tokens > environment.max_tokens:
-        yield f"{said}: rollout.max_new_tokens exceeds environment.max_tokens. Lower it."
+        yield f"{prefix}: rollout.max_new_tokens exceeds environment.max_tokens. Lower it."
     if run.rollout.min_new_tokens:
-        yield f"{said}: rollout.min_new_tokens is {run.rollout.min_new_tokens}: a turn ends when it ends. Set it to 0."
+        yield f"{prefix}: rollout.min_new_tokens is {run.rollout.min_new_tokens}: a turn has no minimum. Set it to 0."
     if environment.history == "rerender" and type(run.algorithm.policy_loss).__name__ == "GSPO":
         yield (
-            f"{said} with history=rerender: the ratio of algorithm=gspo is of a row, and an episode has several. Set "
+            f"{prefix} with history=rerender: the ratio of algorithm=gspo is of a row, and an episode has several. Set "
             "environment.history=append, or another algorithm."
         )

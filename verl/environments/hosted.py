@@ -305,7 +305,7 @@ class HostedDescription(EnvironmentDescription):
     python: str | None = None
     recovery: Recovery = "restart"
 
-    def faults_here(self) -> Iterator[str]:
+    def machine_faults(self) -> Iterator[str]:
         if self.python is not None and not Path(self.python).exists():
             yield f"python is {self.python!r}: there is no such interpreter."
 
@@ -384,8 +384,8 @@ class FunctionEnvironment(HostedDescription):
         if not self.path.rpartition(":")[0]:
             yield f"path is {self.path!r}: expected file.py:Class or module:Class."
 
-    def faults_here(self) -> Iterator[str]:
-        yield from super().faults_here()
+    def machine_faults(self) -> Iterator[str]:
+        yield from super().machine_faults()
         file = self.path.rpartition(":")[0]
         if file.endswith(".py") and not Path(file).is_file():
             yield f"path is {self.path!r}: there is no file {file}."
@@ -402,8 +402,8 @@ class _PackageEnvironment(HostedDescription):
 
     arguments: Mapping[str, Any] = Field(default_factory=dict)
 
-    def faults_here(self) -> Iterator[str]:
-        yield from super().faults_here()
+    def machine_faults(self) -> Iterator[str]:
+        yield from super().machine_faults()
         if self.python is None and importlib.util.find_spec(self.package) is None:
             yield (
                 f"_target_ is {type(self).__name__}: needs the package {self.package}, which is not installed. Install "
@@ -574,8 +574,8 @@ class PythonTools(HostedDescription):
     path: str
     suffix: str = "\n"
 
-    def faults_here(self) -> Iterator[str]:
-        yield from super().faults_here()
+    def machine_faults(self) -> Iterator[str]:
+        yield from super().machine_faults()
         if self.path.endswith(".py") and not Path(self.path).is_file():
             yield f"path is {self.path!r}: there is no such file."
 

@@ -62,10 +62,10 @@ class JournalEntry:
 
 
 class PrefixHash:
-    """The hash of everything that led to a point of an episode; it grows with the episode's tokens.
+    """Incremental hash of an episode up to its present token.
 
     Attributes:
-        num_tokens: how many of them are in it.
+        num_tokens: number of tokens hashed.
     """
 
     def __init__(self, digest: Any):

@@ -159,7 +159,7 @@ class _Server(EnvironmentFactory):
                     raise ToolError(_reason(error)) from error
                 connection.retire()
                 # A call that may have been carried out is not repeated.
-                if is_last or not any(said in str(error) for said in SESSION_ENDED):
+                if is_last or not any(phrase in str(error) for phrase in SESSION_ENDED):
                     raise InfraError(f"{self.options.server}: {_reason(error)}") from error
         raise AssertionError
 
@@ -232,7 +232,7 @@ class MCPTools(EnvironmentDescription):
         if (self.command is None) == (self.url is None):
             yield "command is null and url is null, or both are given: give one of them."
 
-    def faults_here(self) -> Iterator[str]:
+    def machine_faults(self) -> Iterator[str]:
         if (fault := package_fault("mcp", "another environment")) is not None:
             yield f"_target_ is {type(self).__name__}: {fault}"
         for name, variable in self.headers_from_env.items():

@@ -120,24 +120,24 @@ class ObservationEncoder:
     def _between(self, roles: tuple[str, ...]) -> list[list[int]]:
         """Tokens of the template before the first content, between contents, and after the last one."""
         if roles not in self._pieces:
-            said = STAND_IN.format("said")
-            begin = [{"role": "user", "content": STAND_IN.format("asked")}, {"role": "assistant", "content": said}]
+            reply = STAND_IN.format("said")
+            begin = [{"role": "user", "content": STAND_IN.format("asked")}, {"role": "assistant", "content": reply}]
             contents = [STAND_IN.format(i) for i in range(len(roles))]
             answers = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
             short = self.chat.render(begin, "a stand-in conversation", reply_follows=False)
             text = self.chat.render([*begin, *answers], "a stand-in conversation", reply_follows=True)
-            place = text.find(said)
+            place = text.find(reply)
             if place < 0 or any(text.count(content) != 1 for content in contents):
                 raise ConfigError(
                     f"chat_template does not render the roles {', '.join(roles)} after the assistant's turn as they "
                     "are. Set another data.chat_template."
                 )
-            rest, pieces = text[place + len(said) :], []
+            rest, pieces = text[place + len(reply) :], []
             for content in contents:
                 before, _, rest = rest.partition(content)
                 pieces.append(before)
             pieces.append(rest)
-            self._end = self.encoded(short[short.find(said) + len(said) :]) if said in short else []
+            self._end = self.encoded(short[short.find(reply) + len(reply) :]) if reply in short else []
             self._pieces[roles] = [self.encoded(piece) for piece in pieces]
         return self._pieces[roles]
 

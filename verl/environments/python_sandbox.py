@@ -58,13 +58,13 @@ class _PythonSandboxFactory(EnvironmentFactory):
 def answer_of(result: ExecutionResult) -> str:
     """The tool result: the program's output, and how it ended if it failed."""
     text = result.stdout + result.stderr
-    said = {
+    note = {
         "error": f"exit status {result.exit_status}",
         "timeout": "the program ran out of time",
         "memory": "the program ran out of memory",
         "output": "the program wrote too much",
     }.get(result.outcome)
-    return "\n".join(part for part in (text.rstrip("\n"), said) if part)
+    return "\n".join(part for part in (text.rstrip("\n"), note) if part)
 
 
 @component

@@ -2,7 +2,7 @@
 
 hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>      Qwen 2.5, Qwen 3, Hermes
 llama    {"name": "add", "parameters": {"a": 1}}                           Llama 3, after <|python_tag|> or alone
-plain    add(1, 2)                                                         a line of its own; the embedded model
+plain    add(1, 2)                                                         a line of its own; the built-in model
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ PROBE_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}  # of the spread o
 PROBE_TOLERANCE = 0.02  # in narrower types
 PROBED = "probed"  # in the place of lengths, of what was found without a twin
 NOT_A_POLICY = "each token sees those that come after it, so it cannot be a policy. Give a causal language model."
-NOT_BESIDE_OTHERS = "a row has other numbers beside a row of the same length than alone."
+NOT_BESIDE_OTHERS = "a row has other numbers with_others a row of the same length than alone."
 NOT_REPEATABLE = "its numbers differ from one forward pass of a row to the next, so it has no log-probs to train on."
 
 
@@ -75,7 +75,7 @@ _log = logging.getLogger(__name__)
 
 
 def paths_for(model: Any, row_tokens: int, name: str = "model", *, shares_tokens: bool = False) -> ModelPaths:
-    """The ways that are open to a model for rows of up to so many tokens; found once, and kept.
+    """The verified execution paths of a model for rows up to a length; checked once, and cached.
 
     The model takes its attention function from where these paths say.
 
@@ -467,7 +467,7 @@ def _causality_of_the_model(model: Any) -> str | None:
         half = max(1, tokens // 2)
         try:
             batches = ids[None], ids[None], ids[None, :half], torch.stack([ids, ids.flip(0)])
-            whole, again, part, beside = (states_of(model, input_ids=x)[0, :half].double() for x in batches)
+            whole, again, part, with_others = (states_of(model, input_ids=x)[0, :half].double() for x in batches)
         except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
             return f"it cannot read a row of {tokens} tokens ({type(error).__name__}: {error})."
         spread = whole.std().clamp(min=1e-12)
@@ -475,7 +475,7 @@ def _causality_of_the_model(model: Any) -> str | None:
             return NOT_REPEATABLE
         if float((whole - part).abs().mean() / spread) > tolerance:
             return NOT_A_POLICY
-        if float((whole - beside).abs().mean() / spread) > tolerance:
+        if float((whole - with_others).abs().mean() / spread) > tolerance:
             return NOT_BESIDE_OTHERS
     return None
 

@@ -1,4 +1,4 @@
-"""Which ways of running a model are open to the families of causal language models that transformers has."""
+"""Execution paths that are possible for the families of causal language models in transformers."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _read(file: Path) -> PathFinding | None:
     try:
         return finding_in(json.loads(file.read_text()))
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # not there, or not ours: it is found anew
+        return None  # missing or invalid: checked again
 
 
 def finding_in(cached: Mapping[str, Any]) -> PathFinding:

@@ -288,7 +288,7 @@ class NoTwin(Exception):
 
 @dataclass(frozen=True)
 class Twin:
-    """A small model that stands for another.
+    """A small model of the same class as another, for checks.
 
     Attributes:
         model: in evaluation mode, float32, on the CPU.
@@ -306,7 +306,7 @@ class Twin:
 
 
 def make_twin(model: Any, row_tokens: int, moved: tuple[int, int] | None = None, sharpness: float = 1.0) -> Twin:
-    """The twin of a Hugging Face model for rows of up to so many tokens.
+    """The twin of a Hugging Face model for rows up to a length.
 
     Args:
         moved: one of its `lengths`, and by how many tokens to move it; to plant a fault.

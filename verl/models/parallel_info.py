@@ -54,14 +54,14 @@ class ParallelInfo:
     generation_groups: tuple[Any, ...] = ()
 
 
-_MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # so far, by store
+_MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of calls of `meet` so far, by store
 LONGEST_LOOK_S = 0.05
 
 
 def meet(divided: ParallelInfo) -> None:
     """Barrier over all processes of the model, without a time limit: collective operations have one.
 
-    For what may take one process much longer than another. If a process dies, the driver ends the run.
+    For work that may take one process much longer than another. If a process dies, the driver ends the run.
     """
     import torch.distributed as dist
 
@@ -73,7 +73,7 @@ def meet(divided: ParallelInfo) -> None:
     while not store.check(everyone):
         time.sleep(look_s)
         look_s = min(2 * look_s, LONGEST_LOOK_S)
-    if number > 1:  # all have left that one, or they would not have come to this
+    if number > 1:  # all have left the previous barrier, since they reached this one
         store.delete_key(f"verl/meeting/{number - 1}/{divided.rank}")
 
 
@@ -112,7 +112,7 @@ def layers_gathered(model: Any) -> AbstractContextManager[None]:
 
 
 def through_stages(model: Any, ids: Tensor, function: Callable[[], Tensor]) -> Tensor:
-    """What a function that calls the model once on token ids [b s] gives; all processes that hold it take part."""
+    """Result of a function that calls the model once on token ids [b s]. Collective over the processes that hold it."""
     divided = getattr(model, "divided", None)
     return function() if divided is None or divided.through_stages is None else divided.through_stages(ids, function)
 

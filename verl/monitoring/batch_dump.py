@@ -45,7 +45,7 @@ class Attribution:
     weights: Tensor
 
     def worst(self, count: int) -> list[int]:
-        """At most so many rows."""
+        """The first rows, at most this many."""
         return self._order()[:count].tolist()
 
     def guilty(self, count: int) -> list[int]:
@@ -142,7 +142,7 @@ print(batch[{first}]["response_mask" if "response_mask" in batch else "attention
 
 
 class BatchDump:
-    """Writes at most `limit` batches below `run_dir/anomalies`. A batch that cannot be written stops nothing."""
+    """Writes at most `limit` batches below `run_dir/anomalies`. A failed write does not stop the run."""
 
     def __init__(self, run_dir: Path, limit: int):
         self._directory, self._left = run_dir / "anomalies", limit

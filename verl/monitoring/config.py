@@ -28,15 +28,15 @@ class Monitoring(Description):
     """The safety of a run. Nothing of it changes a number of a sound run.
 
     Args:
-        on_non_finite: `stop` ends the run with the path of the batch. `skip` goes on: a loss or gradient that is not
+        on_non_finite: `stop` ends the run with the path of the batch. `skip` continues: a loss or gradient that is not
             finite costs that one optimizer step, a reward, log-prob, value or advantage the whole training step.
-        max_skips: so many skips in a row of the same kind, and the run stops after all.
+        max_skips: consecutive skips of one kind after which the run stops.
         spike_factor: a watched metric spikes when its size is above its running median by more than this factor times
             its usual deviation; null watches none.
         spike_history: steps before the first spike can be reported.
         spike_window: steps that the running median looks back.
         watched: keys of metrics.
-        max_dumps: batches written to `anomalies/` in one run.
+        max_dumps: the most batches written to `anomalies/` in a run.
         dump_rows: rows described beside each batch, worst first.
         plant_nan_at: a training step whose updates get a loss of nan, to try all this out; null for none.
         log_prob_gap: what to do where the engine's log-probs are not the trainer's; null does not look.

@@ -91,7 +91,7 @@ class Excess:
         """What is likely, likeliest first, and what to do.
 
         Args:
-            place: what `where_gaps_lie` found.
+            place: result of `where_gaps_lie`.
         """
         engine = "the engine" if self.numerics is None else self.numerics.engine_kind
         type_name = "was expected" if self.numerics is None else self.numerics.engine
@@ -171,7 +171,7 @@ class GapWatch:
 
 
 def limit_of(numerics: Numerics | None) -> tuple[float, str]:
-    """The limit of the coarser of the two types, and in words what it is of.
+    """The limit for the less precise of the two dtypes, and its description.
 
     Dividing logits by a temperature below 1 divides their rounding too.
     """
@@ -209,7 +209,7 @@ def where_gaps_lie(batch: DataProto) -> str:
     for name, (part, others) in parts.items():
         inside, outside = _mean(gap, mask & part), _mean(gap, mask & ~part)
         if inside is not None and outside is not None and inside > FAR * outside:
-            return f" It lies in {name} ({inside:.3g} on average, {outside:.3g} in {others})."
+            return f" It is in {name} ({inside:.3g} on average, {outside:.3g} in {others})."
     return ""
 
 

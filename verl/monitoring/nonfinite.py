@@ -28,20 +28,20 @@ Ranking = Callable[[str, DataProto], Attribution]
 
 
 class StepSkipped(Exception):
-    """The training step under way trains nothing; the loop goes on with the next one."""
+    """The current training step is skipped; the loop continues with the next one."""
 
 
 class NonFiniteGuard:
-    """Watches the numbers of a run from the driver. It only reads, so a sound run has the same numbers without it.
+    """Checks the numbers of a run in the driver for values that are not finite. It does not change them.
 
     Args:
         settings: what to do.
         run_dir: batches are written below it.
-        tokenizer: makes texts of batches that bring none.
-        ranking: blames the rows of a batch for a metric.
+        tokenizer: decodes batches without texts.
+        ranking: ranks the rows of a batch by their contribution to a metric.
 
     Attributes:
-        step: the training step under way; set by the trainer.
+        step: current training step; set by the trainer.
         numerics: of trainer and engine, which the limit of the log-prob gap depends on; set by the trainer.
     """
 

@@ -45,7 +45,7 @@ class SpikeDetector:
 
     Args:
         factor: see above.
-        history: values before the first spike can be told.
+        history: number of values before the first spike can be reported.
         window: values that are remembered.
     """
 

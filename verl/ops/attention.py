@@ -1,13 +1,13 @@
-"""Scaled dot-product attention with fewer heads of keys than of queries, by the kernels that a device has for it.
+"""Scaled dot-product attention with fewer key heads than query heads (grouped queries), by the kernels of the device.
 
-On a GPU torch has three ways, and takes the first that can do what is asked for:
+On a GPU torch has three kernels, and runs the first that supports the call:
 
-    flash               float16 and bfloat16, no mask but a causal one; heads of keys may be fewer
-    memory-efficient    any mask, any type; each head of queries needs one of keys
-    math                everything, but all scores [B, H, Q, K] are there at once
+    flash               float16 and bfloat16, only a causal mask; may have fewer key heads
+    memory-efficient    any mask and dtype; as many key heads as query heads
+    math                everything, but materialises all scores [B, H, Q, K]
 
-So keys and values are repeated for heads of queries where flash cannot be taken: with fewer heads the scores of a
-block would be written down.
+So where flash is not available keys and values are repeated per query head: otherwise the scores of a block would be
+materialised.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FLASH_TYPES = (torch.float16, torch.bfloat16)
-FLASH_WIDTH = 256  # the widest head that flash takes
+FLASH_WIDTH = 256  # the largest head dimension that flash supports
 
 
 def attend_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Attention [B, H, Q, D] of queries [B, H, Q, D] over keys and values [B, K, L, D], where K divides H.
 
     Args:
-        mask: bool, which keys a query sees, for [B, H, Q, L]; None: causal.
-        scaling: of the scores; None for 1 / sqrt(D).
+        mask: bool, broadcastable to [B, H, Q, L]; true for the keys that a query attends to. None: causal.
+        scaling: factor of the scores; None for 1 / sqrt(D).
     """
     heads, kinds = query.shape[1], key.shape[1]
     if heads != kinds and not takes_fewer_heads(query, value, mask):
@@ -37,7 +37,7 @@ def attend_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 
 
 def takes_fewer_heads(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether a kernel that writes down no scores takes keys with fewer heads than queries."""
+    """Whether a kernel other than math supports fewer key heads than query heads."""
     if query.device.type == "cpu":
         return True
     return mask is None and query.dtype in FLASH_TYPES and query.shape[-1] == value.shape[-1] <= FLASH_WIDTH

@@ -2,10 +2,10 @@
 
 concat         Concatenation of batches: equality, re-padding, and facts that must agree
 data_proto     DataProto: the batch that roles exchange
-equality       Equality of the values of a batch, and where two of them first differ
-fields         The table of batch fields: what each is called, its dims, dtype, unit, meaning
-joined_rows    Episodes that several rows are parts of: joined, and divided again
-provenance     Provenance: which function produced a field of a batch, and the error that says so
+equality       Equality of values of a batch, and the first difference between two
+fields         The table of batch fields: name, dims, dtype, unit, meaning, producer and padding
+joined_rows    Joins the rows of an episode, and splits results over them again
+provenance     Provenance: the function that produced a field of a batch, and the error that names it
 serialization  Serialization of batches: raw buffers for other processes
 validation     Validation of batch fields: column types and row indices always; finite values, masks
 """
@@ -21,7 +21,7 @@ __all__ = ["DataProto", "pad_to_divisor", "unpad"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is exported here when it is first asked for: light modules of this package need no torch."""
+    """Import exported names lazily, so that light modules of this package do not import torch."""
     if name in __all__:
         from verl.protocol import data_proto
 

@@ -14,17 +14,20 @@ from verl.protocol.equality import difference
 from verl.protocol.fields import FIELDS, Bound, Field
 from verl.protocol.provenance import Source, contract_error
 
-WORTH_THREADS = 2**22  # bytes
+WORTH_THREADS = 2**22  # bytes above which copies run in threads
 
 # a dim of an unregistered field, the same in every part
 _FREE = ""
 
 
 def merged_meta(metas: Sequence[Mapping[str, Any]], verb: str) -> dict[str, Any]:
-    """All facts of all batches.
+    """Merge the `meta_info` of batches.
 
+    Args:
+        metas: `meta_info` of each batch.
+        verb: the operation, for messages.
     Raises:
-        DataProtoValidationError: two batches hold different values under one key.
+        DataProtoValidationError: two batches have different values for a key.
     """
     merged: dict[str, Any] = {}
     for meta in metas:
@@ -39,7 +42,7 @@ def merged_meta(metas: Sequence[Mapping[str, Any]], verb: str) -> dict[str, Any]
 
 
 def lengths_of(bound: Bound) -> tuple[int, int]:
-    """(P, T) of a batch; where one is not bound it is what S leaves, so rows without a prompt are all response."""
+    """(P, T) of a batch; if one is not bound it is computed from S, so rows without a prompt are all response."""
     p, t, s = (bound[letter][0] if letter in bound else None for letter in "PTS")
     if p is None:
         p = 0 if s is None or t is None else s - t
@@ -56,13 +59,15 @@ def join_tensors(
     places: Sequence[torch.Tensor] | None = None,
     empty: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The rows of one field from all parts, re-padded to the longest P and the longest T, each copied once.
+    """Join the rows of a field from all parts, re-padded to the longest P and T; each row is copied once.
 
     Args:
+        name: of the field.
         columns: the field and its producer in each part.
         lengths: (P, T) of each part.
-        places: of each part, the rows of the whole that its rows become; None for one part below the other.
-        empty: gives memory for the whole on the CPU, by shape and dtype.
+        meta_info: of the result, for the padding.
+        places: row indices of the result for the rows of each part; None to concatenate the parts.
+        empty: allocates the result on the CPU, by shape and dtype.
     """
     field, (first, maker) = FIELDS.get(name), columns[0]
     dims = field.dims if field else ("B",) + (_FREE,) * (first.ndim - 1)
@@ -95,7 +100,9 @@ def join_tensors(
 
 
 def set_rows(whole: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-    """whole[places] = rows, for rows without gradient; numpy copies a row at a time, torch a number at a time."""
+    """whole[places] = rows, for rows without gradient, by numpy, which copies whole rows, where torch copies single
+    elements.
+    """
     if whole.device.type != "cpu" or not rows.numel():
         whole.index_copy_(0, places.to(whole.device), rows)
         return
@@ -105,7 +112,9 @@ def set_rows(whole: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> N
 
 
 def in_threads(jobs: Sequence[Callable[[], Any]], num_bytes: int) -> list[Any]:
-    """What the jobs, which copy so many bytes together, return: in as many threads as torch may use, if it matters."""
+    """Run jobs that together copy `num_bytes`, in as many threads as torch may use if they are many; returns
+    results.
+    """
     threads = min(torch.get_num_threads(), len(jobs))
     if threads < 2 or num_bytes < WORTH_THREADS:
         return [job() for job in jobs]
@@ -114,14 +123,14 @@ def in_threads(jobs: Sequence[Callable[[], Any]], num_bytes: int) -> list[Any]:
 
 
 def _differs(letter: str, lengths: Sequence[tuple[int, int]]) -> bool:
-    """Whether the parts disagree in this dim; S does where P or T does, for its two parts move."""
+    """Whether the parts differ in this dim; S does if P or T does."""
     if letter == "S":
         return len(set(lengths)) > 1
     return letter in ("P", "T") and len({pair[letter == "T"] for pair in lengths}) > 1
 
 
 def join_arrays(arrays: Sequence[np.ndarray], places: Sequence[torch.Tensor] | None = None) -> np.ndarray:
-    """The rows of one column from all parts; `places` as of `join_tensors`."""
+    """Join the rows of a column from all parts; `places` as in `join_tensors`."""
     joined = np.concatenate(arrays)
     return joined if places is None else joined[torch.cat(list(places)).argsort().numpy()]
 

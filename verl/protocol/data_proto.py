@@ -4,7 +4,8 @@
     experience["advantages"]                              a tensor; experience.batch is a read-only view of all of them
     DataProto.concat(experience.chunk(2))                 the same rows again
 
-Shape letters: B responses, P prompt length, T response length, S = P + T. A batch binds each the first time it sees it.
+Shape letters: B responses, P prompt length, T response length, S = P + T. A batch binds the size of each by its first
+field with that dim.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ from verl.protocol.validation import (
 
 
 class DataProto:
-    """Rows of tensors and of Python objects, under checked names, and facts about all of them.
+    """A batch: named tensors and columns of Python objects with equal numbers of rows, and `meta_info`.
 
-    Made with `from_dict`. Presence, type, dtype and dims are checked when a batch is made and when two are joined;
-    with `VERL_STRICT_DATA_CHECK=1` or `verl.config.strict_data_check` the content is too. Methods return new batches
-    that share memory where they can, so fields received are to be read, not written. `pop` alone changes its batch.
+    Batches are made by `from_dict`. Presence, type, dtype and dims of fields are checked when a batch is made and when
+    two are joined; with `VERL_STRICT_DATA_CHECK=1` or `verl.config.strict_data_check` the content is checked too.
+    Methods return new batches that may share memory, so tensors of a batch must not be modified. Only `pop` changes its
+    batch.
 
     Attributes:
         batch: tensors by name, read-only.
         non_tensor_batch: object arrays `[B]` by name, read-only.
-        meta_info: a dict of what holds for the whole batch.
+        meta_info: a dict of values for the whole batch.
     """
 
     __slots__ = ("_arrays", "_bound", "_sources", "_tensors", "meta_info")
@@ -73,12 +75,14 @@ class DataProto:
         meta_info: Mapping[str, Any] | None = None,
         producer: Callable | None = None,
     ) -> DataProto:
-        """A checked batch.
+        """Make a batch and check it.
 
         Args:
-            tensors: registered fields with the dims of `verl.protocol.fields.FIELDS`; any other name with B first.
+            tensors: registered fields with the dims of `verl.protocol.fields.FIELDS`; for other names the first dim is
+                B.
             non_tensors: one Python object per row; numeric arrays become objects too.
-            producer: the function to name in errors; by default the one that calls this.
+            meta_info: values for the whole batch.
+            producer: the function that errors name; by default the caller.
         Raises:
             DataProtoValidationError: a field breaks its contract.
         """
@@ -87,7 +91,7 @@ class DataProto:
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
-        """A checked batch of tensors and arrays that come in one dict."""
+        """Make a batch from tensors and arrays in one dict, and check it."""
         tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
         others = {name: value for name, value in data.items() if name not in tensors}
         return cls()._made(tensors, others, dict(meta_info or {}), source_of_caller())
@@ -120,7 +124,7 @@ class DataProto:
         return self._bound["B"][0] if "B" in self._bound else 0
 
     def __bool__(self) -> bool:
-        return True  # zero rows are a batch too
+        return True  # a batch with zero rows is true, too
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors or name in self._arrays
@@ -129,7 +133,7 @@ class DataProto:
         """A field by its name, or the rows by an index, a slice, a list of indices or a bool mask `[B]`.
 
         Raises:
-            DataProtoValidationError: no such field, a mask of another length, or what is no index of rows.
+            DataProtoValidationError: no such field, a mask of another length, or an invalid index.
             IndexError: a row outside the batch.
         """
         if isinstance(key, str):
@@ -157,11 +161,11 @@ class DataProto:
         return f"DataProto({len(self)} rows: {', '.join([*tensors, *self._arrays]) or 'no fields'})"
 
     def producer(self, name: str) -> Source:
-        """Who made a field: function, line and file."""
+        """The function that made a field, with line and file."""
         return self._sources[name] if name in self else self._missing(name)
 
     def check(self, strict: bool = False) -> DataProto:
-        """Check every field again, with its content where `strict` or the process setting says so, and return self.
+        """Check every field again, with its content if `strict` or the process setting is true, and return self.
 
         Raises:
             DataProtoValidationError: naming field, expected, found, the first offending row and the producer.
@@ -184,7 +188,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """The named fields alone; None keeps all of that kind."""
+        """A batch with the named fields only; None keeps all of that kind."""
         tensors, arrays = only(self._tensors, batch_keys), only(self._arrays, non_tensor_batch_keys)
         return self._with_fields(tensors, arrays, only(self.meta_info, meta_info_keys))
 
@@ -194,7 +198,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] = (),
         meta_info_keys: Sequence[str] = (),
     ) -> DataProto:
-        """Take the named fields out of this batch and return them as one of their own."""
+        """Remove the named fields from this batch and return them as a new batch."""
         popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         rest = self._with_fields(
             {name: tensor for name, tensor in self._tensors.items() if name not in popped._tensors},
@@ -205,15 +209,16 @@ class DataProto:
         return popped
 
     def rename(self, old: str | Sequence[str], new: str | Sequence[str]) -> DataProto:
-        """The same fields, `old` called `new`; its producer stays."""
+        """Rename fields from `old` to `new`; their producers are kept."""
         olds = [old] if isinstance(old, str) else list(old)
         news = [new] if isinstance(new, str) else list(new)
         for name in olds:
-            self.producer(name)  # refuses what is not there
+            self.producer(name)  # raises for a missing field
         names: dict[str, str] = {name: name for name in (*self._tensors, *self._arrays)} | dict(zip(olds, news))
         if len(set(names.values())) < len(names) or len(olds) != len(news):
             raise DataProtoValidationError(
-                f"rename of {olds} to {news}: expected one new name for each, taken by no other of {', '.join(names)}."
+                f"rename of {olds} to {news}: expected one new name for each, different from the others of "
+                f"{', '.join(names)}."
             )
         tensors = {names[name]: tensor for name, tensor in self._tensors.items()}
         arrays = {names[name]: array for name, array in self._arrays.items()}
@@ -221,14 +226,14 @@ class DataProto:
         return DataProto()._fill(tensors, arrays, dict(self.meta_info), sources, {}).check()
 
     def union(self, *others: DataProto) -> DataProto:
-        """The fields of all, checked against each other in one pass; none is changed.
+        """A batch with the fields of all batches.
 
-        A name in two is fine where the values are the same, and the first batch's stay. They are where type, shape and
-        every number agree (NaN with NaN): `verl.protocol.equality` has the rules.
+        A field may be in several batches if its values are equal in type, shape and every number (NaN equals NaN); see
+        `verl.protocol.equality`.
 
         Raises:
-            DataProtoValidationError: a field of one breaks its contract or contradicts one of those before it: the
-                first row that differs, both values and both producers are named.
+            DataProtoValidationError: a field breaks its contract, or differs between batches; names the first row that
+                differs, both values and both producers.
         """
         tensors, arrays, bound = dict(self._tensors), dict(self._arrays), dict(self._bound)
         sources = dict(self._sources)
@@ -261,10 +266,10 @@ class DataProto:
     # Choosing and joining rows
 
     def reorder(self, indices: Indices) -> DataProto:
-        """The rows in another order.
+        """Permute the rows.
 
         Raises:
-            DataProtoValidationError: `indices` is no permutation of the rows.
+            DataProtoValidationError: `indices` is not a permutation of the rows.
         """
         order = row_indices(indices, len(self))
         if not torch.equal(order.sort().values, torch.arange(len(self))):
@@ -281,7 +286,7 @@ class DataProto:
         return self._take(rows.repeat_interleave(n) if interleave else rows.repeat(n))
 
     def chunk(self, k: int) -> list[DataProto]:
-        """Exactly k parts in order, whose row counts differ by one at most; parts may have zero rows."""
+        """Split into exactly k parts in order, whose row counts differ by at most one; parts may be empty."""
         if k < 1:
             raise DataProtoValidationError(f"chunk({k}): expected at least 1 part.")
         base, longer = divmod(len(self), k)
@@ -289,7 +294,7 @@ class DataProto:
         return [self[start:end] for start, end in pairwise(starts)]
 
     def split(self, size: int) -> list[DataProto]:
-        """Parts of `size` rows in order, the last one with what is left."""
+        """Split into parts of `size` rows in order; the last one has the rest."""
         if size < 1:
             raise DataProtoValidationError(f"split({size}): expected at least 1 row per part.")
         return [self[start : start + size] for start in range(0, max(len(self), 1), size)]
@@ -300,16 +305,16 @@ class DataProto:
         places: Sequence[torch.Tensor] | None = None,
         empty: Callable[..., torch.Tensor] | None = None,
     ) -> DataProto:
-        """The rows of all parts, with differing lengths re-padded: P on the left, T on the right, S on both sides.
+        """Concatenate batches, re-padded to the longest: P on the left, T on the right, S on both sides.
 
-        Parts without rows add none and need no fields. Added places hold each field's own padding.
+        Parts without rows need no fields. Padding is that of each field.
 
         Args:
-            places: of each part, the row of the whole that each of its rows becomes; together every row once, and none
-                of a part without rows. None sets one part below the other.
-            empty: gives memory for a field of the whole, by shape and dtype; only where `places` are given.
+            parts: the batches.
+            places: row indices of the result for the rows of each part, together a permutation; None to concatenate.
+            empty: allocates a field of the result, by shape and dtype; only with `places`.
         Raises:
-            DataProtoValidationError: nothing to join, or fields, dtypes, free dims or meta_info that differ.
+            DataProtoValidationError: there are no parts, or fields, dtypes, unregistered dims or meta_info differ.
         """
         parts = list(parts)
         if not parts:
@@ -322,7 +327,7 @@ class DataProto:
             whole = first._with_fields(first._tensors, first._arrays, meta_info)
             return whole if places is None else whole._take(torch.cat(list(places)).argsort())
         at = None if places is None else [rows for rows in places if len(rows)]
-        assert at is None or [*map(len, at)] == [*map(len, filled)], "places are not those of the parts"
+        assert at is None or [*map(len, at)] == [*map(len, filled)], "places do not match the parts"
         lengths = [lengths_of(part._bound) for part in filled]
         jobs = []
         for name in first._tensors:
@@ -343,8 +348,10 @@ class DataProto:
         """Mini-batches of the rows, `epochs` times over; the last of an epoch may be smaller.
 
         Args:
-            seed: of the permutations; each epoch has its own, and no global generator is touched.
-            shuffle: None shuffles where a seed is given.
+            mini_batch_size: rows of a mini-batch.
+            epochs: number of passes over the rows.
+            seed: of the permutations, one per epoch; global generators are not used.
+            shuffle: None shuffles if there is a seed.
         """
         shuffle = seed is not None if shuffle is None else shuffle
         if mini_batch_size < 1 or (shuffle and seed is None):
@@ -364,26 +371,26 @@ class DataProto:
     # Moving and keeping
 
     def to(self, device: str | torch.device) -> DataProto:
-        """The same batch with its tensors on `device`."""
+        """Move the tensors to `device`; returns a new batch."""
         return self._rows(lambda tensor: tensor.to(device), lambda array: array, len(self))
 
     def save(self, path: str | Path) -> None:
-        """Write one file: tensors as safetensors, all else as JSON within it, no pickle. Gradients are not kept.
+        """Save to a file: tensors as safetensors, everything else as JSON in it, without pickle and without gradients.
 
-        Columns and `meta_info` may hold numbers of Python and NumPy, texts, bytes, arrays, tensors, None, and lists,
+        Columns and `meta_info` may contain numbers of Python and NumPy, texts, bytes, arrays, tensors, None, and lists,
         tuples and dicts of these.
 
         Raises:
-            DataProtoValidationError: they hold something else, or a dict with other keys than texts.
+            DataProtoValidationError: they contain other objects, or a dict with keys that are not texts.
         """
         write_file(Path(path), self._tensors, self._arrays, self.meta_info, self._sources)
 
     @staticmethod
     def load(path: str | Path) -> DataProto:
-        """What `save` wrote, on the CPU, checked.
+        """Load a batch that `save` wrote, to the CPU, and check it.
 
         Raises:
-            DataProtoValidationError: no such file, or not one that `save` wrote.
+            DataProtoValidationError: there is no such file, or `save` did not write it.
         """
         tensors, arrays, meta_info, sources = read_file(Path(path))
         return DataProto()._fill(tensors, arrays, meta_info, sources, {}).check()
@@ -408,7 +415,7 @@ class DataProto:
     # Inner steps
 
     def _with_fields(self, tensors: Mapping, arrays: Mapping, meta_info: Mapping) -> DataProto:
-        """These fields of this batch, with the dims that they alone bind."""
+        """A batch with these fields, and the dims that they bind."""
         bound: Bound = {}
         for name, tensor in tensors.items():
             check_tensor(name, tensor, bound, self._sources)
@@ -418,14 +425,14 @@ class DataProto:
         return DataProto()._fill(dict(tensors), dict(arrays), dict(meta_info), sources, bound)
 
     def _rows(self, of_tensor: Callable, of_array: Callable, count: int) -> DataProto:
-        """The same fields, each through a function that leaves `count` rows."""
+        """Apply a function that returns `count` rows to every field."""
         bound = {**self._bound, "B": (count, self._bound["B"][1])} if "B" in self._bound else {}
         tensors = {name: of_tensor(tensor) for name, tensor in self._tensors.items()}
         arrays = {name: of_array(array) for name, array in self._arrays.items()}
         return DataProto()._fill(tensors, arrays, dict(self.meta_info), self._sources, bound)
 
     def _take(self, rows: torch.Tensor) -> DataProto:
-        """Copies of the rows with these indices, int64 on the CPU, all within the batch."""
+        """Copy rows by index, int64 on the CPU, all within the batch."""
         on = {device: rows.to(device) for device in {tensor.device for tensor in self._tensors.values()}}
         positions = rows.numpy()
         return self._rows(lambda t: taken(t, on[t.device]), lambda array: array[positions], len(rows))
@@ -463,13 +470,13 @@ class DataProto:
 
 
 def _conflict_error(before: tuple[Any, ...], other: DataProto, *details: Any) -> DataProtoValidationError:
-    """A batch contradicts what was joined before it."""
+    """The error for a batch that differs from those joined before it."""
     name, *found = details
     return DataProto()._fill(*before)._conflict(name, other, *found)
 
 
 def pad_to_divisor(data: DataProto, k: int) -> tuple[DataProto, int]:
-    """Repeat rows from the first on until k divides their number; returns the batch and how many were added."""
+    """Append copies of the first rows until k divides the number of rows; returns the batch and the number added."""
     pad_size = -len(data) % k
     rows = torch.arange(len(data) + pad_size) % max(len(data), 1)
     return (data._take(rows) if pad_size else data), pad_size

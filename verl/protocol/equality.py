@@ -1,9 +1,9 @@
-"""Equality of the values of a batch, and where two of them first differ.
+"""Equality of values of a batch, and the first difference between two.
 
-Values are the same where kind, shape and every number agree. Numbers of Python and NumPy compare by value, within
-each of bool, whole number, float and complex; texts, bytes, lists, tuples, dicts and sets are kinds of their own;
-arrays and tensors must have one dtype. NaN is the same as NaN, and 0.0 as -0.0. Everything else is the same by its own
-`==`, or where its pickle would hold the same.
+Values are equal if kind, shape and every number agree. Numbers of Python and NumPy compare by value, within
+each of bool, whole number, float and complex; texts, bytes, lists, tuples, dicts and sets are separate kinds;
+arrays and tensors must have equal dtypes. NaN equals NaN, and 0.0 equals -0.0. Other objects are equal by `==`, or if
+their pickles have equal content.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ValueDifference(NamedTuple):
     """The first place where two values differ.
 
     Attributes:
-        path: within the values, such as `['turns'][2]`; empty for the values themselves.
-        left, right: what lies there.
+        path: location within the values, such as `['turns'][2]`; empty for the values themselves.
+        left, right: the differing values there.
     """
 
     path: str
@@ -33,7 +33,7 @@ class ValueDifference(NamedTuple):
     right: Any
 
     def texts(self) -> tuple[str, str]:
-        """Both values, shortened; with their types where these differ."""
+        """Both values as text, shortened; with their types if these differ."""
         left, right = short(self.left), short(self.right)
         if type(self.left) is type(self.right) and left != right:
             return left, right
@@ -46,7 +46,7 @@ def short(value: Any, limit: int = 120) -> str:
         return f"{list(value.shape)} {_type_name(value)}"
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - the repr of anything that may be in a column
+    except Exception:  # noqa: BLE001 - repr of user objects
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
@@ -63,8 +63,8 @@ def _type_name(value: Any) -> str:
 def column_difference(left: np.ndarray, right: np.ndarray) -> tuple[int | None, ValueDifference] | None:
     """Where two object arrays first differ: the row (None where their lengths do), and the place within it.
 
-    Objects that are in both cost one comparison of addresses, plain numbers and texts one of NumPy; what is left is
-    compared one by one.
+    Identical objects are found by address, plain numbers and texts are compared by NumPy, and only the rest is compared
+    one by one.
     """
     if left is right:
         return None
@@ -78,12 +78,12 @@ def column_difference(left: np.ndarray, right: np.ndarray) -> tuple[int | None, 
     return None
 
 
-# Types whose objects are the same where `==` says so, once both sides have the same of them; NaN alone asks again.
+# Types with reliable `==` if both sides have equal types; only NaN needs a second look.
 _PLAIN = frozenset({str, bytes, int, bool, float, complex, type(None)})
 
 
 class _ScalarKinds(dict):
-    """A number for each kind of scalar that one comparison of NumPy settles; 0 for everything else."""
+    """A code for each scalar type that NumPy can compare in bulk; 0 for all other types."""
 
     def __missing__(self, kind: type) -> int:
         return 0
@@ -104,7 +104,7 @@ _SCALARS = _ScalarKinds(
 
 
 def _is_plainly_equal(left: np.ndarray, right: np.ndarray) -> bool:
-    """Whether two columns of texts, numbers, booleans or None are equal; False where that takes a closer look."""
+    """Whether two columns of texts, numbers, booleans or None are equal; False if a closer comparison is needed."""
     kinds = set(map(type, left))
     if not kinds <= _PLAIN or kinds != set(map(type, right)):
         return False
@@ -114,7 +114,7 @@ def _is_plainly_equal(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 def _unsettled(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The rows, in order, that are not known to be the same without a look into them."""
+    """Indices of the rows that need a full comparison."""
     rows = np.flatnonzero(~np.fromiter(map(operator.is_, left, right), bool, len(left)))
     a, b = left[rows], right[rows]
     kinds, others = (np.fromiter(map(_SCALARS.__getitem__, map(type, x)), np.int8, len(x)) for x in (a, b))
@@ -130,12 +130,12 @@ def _unsettled(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return rows[is_open]
 
 
-_AT_ONCE = 4096  # rows that are compared at once
-_SMALL = 2**12  # bytes: larger arrays are compared one by one, which copies nothing
+_AT_ONCE = 4096  # rows compared in bulk
+_SMALL = 2**12  # bytes; larger arrays are compared singly, without copies
 
 
 def _are_equal_at_once(left: list[Any], right: list[Any]) -> bool:
-    """Whether rows of lists, dicts, arrays or tensors have the same bytes, and so are the same; False tells nothing."""
+    """Whether rows of lists, dicts, arrays or tensors have equal bytes; False is inconclusive."""
     kinds = set(map(type, left)) | set(map(type, right))
     try:
         if kinds <= {list, dict, tuple}:
@@ -143,7 +143,7 @@ def _are_equal_at_once(left: list[Any], right: list[Any]) -> bool:
         if kinds == {np.ndarray} and left[0].nbytes < _SMALL and not left[0].dtype.hasobject:
             return _forms(left) == _forms(right) and b"".join(left) == b"".join(right)
         if kinds == {torch.Tensor} and left[0].nbytes < _SMALL and left[0].ndim == 1:
-            is_one_dtype = len({x.dtype for x in left}) == 1  # others would be brought to one, and lose digits
+            is_one_dtype = len({x.dtype for x in left}) == 1  # mixed dtypes would be converted and lose digits
             return is_one_dtype and _forms(left) == _forms(right) and torch.equal(torch.cat(left), torch.cat(right))
     except Exception:  # noqa: BLE001 - something in there does not pickle, or does not lie in one piece: it is compared by itself
         return False
@@ -155,8 +155,9 @@ def _forms(values: list[Any]) -> list[Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses arrays and tensors: to compare them takes less than to pickle them, and a tensor's pickle has its whole
-    storage."""
+    """A pickler that refuses arrays and tensors: comparing them is faster, and a tensor's pickle has its whole
+    storage.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (torch.Tensor, np.ndarray)):
@@ -165,7 +166,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickled(values: list[Any]) -> memoryview:
-    """Without references to what came before, which depend on the identity of objects."""
+    """Pickle values without memo references, which depend on object identity."""
     file = io.BytesIO()
     pickler = _Pickler(file, protocol=5)
     pickler.fast = True
@@ -177,16 +178,16 @@ def _pickled(values: list[Any]) -> memoryview:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values are the same."""
+    """Whether two values are equal."""
     return difference(left, right) is None
 
 
 def difference(left: Any, right: Any) -> ValueDifference | None:
-    """Where two values first differ, or None."""
+    """The first difference between two values; None if they are equal."""
     return _difference(left, right, "", set())
 
 
-_Pairs = set[tuple[int, int]]  # being compared further up, by identity: values that contain themselves come to an end
+_Pairs = set[tuple[int, int]]  # pairs in comparison, by identity, for values that contain themselves
 
 
 def _difference(left: Any, right: Any, path: str, open_pairs: _Pairs) -> ValueDifference | None:
@@ -207,7 +208,7 @@ def _difference(left: Any, right: Any, path: str, open_pairs: _Pairs) -> ValueDi
 
 
 _BASES: tuple[tuple[str, tuple[type, ...]], ...] = (
-    ("date", (np.datetime64, np.timedelta64)),  # of which the latter is a whole number to NumPy
+    ("date", (np.datetime64, np.timedelta64)),  # timedelta64 is an integer type to NumPy
     ("bool", (bool, np.bool_)),
     ("whole number", (int, np.integer)),
     ("float", (float, np.float16, np.float32)),
@@ -227,12 +228,12 @@ _KIND_OF: dict[type, Any] = {}
 
 
 def _kind(value: Any) -> Any:
-    """What a value is compared as: a word, or its type."""
+    """The kind that a value is compared as: a word, or its type."""
     kind = type(value)
     found = _KIND_OF.get(kind)
     if found is None:
         found = next((name for name, bases in _BASES if issubclass(kind, bases)), kind)
-        if len(_KIND_OF) < 4096:  # classes made by the thousand are not all kept
+        if len(_KIND_OF) < 4096:  # limit for classes created dynamically
             _KIND_OF[kind] = found
     return found
 
@@ -299,7 +300,7 @@ def _dict_difference(left: dict, right: dict, path: str, open_pairs: _Pairs) -> 
 
 
 def _set_difference(left: Any, right: Any, path: str, open_pairs: _Pairs) -> ValueDifference | None:
-    """NaN, which is in a set as often as there are objects of it, counts as often."""
+    """Compare sets; NaN counts as often as the set has NaN objects."""
     nans, others = ({x for x in some if x != x} for some in (left, right))
     is_same = len(nans) == len(others) and left - nans == right - others
     if is_same and not all(type(x) is str for x in left):
@@ -337,7 +338,7 @@ def array_difference(left: np.ndarray, right: np.ndarray, path: str, open_pairs:
 def _same_entries(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """[...] bool, for arrays of one dtype and one shape."""
     kind = left.dtype.kind
-    if kind == "V":  # bytes of no known meaning
+    if kind == "V":  # raw bytes
         is_same = [x.tobytes() == y.tobytes() for x, y in zip(left.reshape(-1), right.reshape(-1))]
         return np.array(is_same, dtype=bool).reshape(left.shape)
     if kind == "c":
@@ -374,7 +375,7 @@ def differing_place(left: torch.Tensor, right: torch.Tensor) -> tuple[int, ...] 
         return None
     if left.dtype != right.dtype or left.shape != right.shape or left.layout != right.layout:
         return ()
-    if left.is_meta or right.is_meta:  # numbers that nobody has
+    if left.is_meta or right.is_meta:  # no data
         return None if left.is_meta and right.is_meta else ()
     if left.layout != torch.strided or left.is_quantized or left.is_nested:
         return None if same(_reduced(left), _reduced(right)) else ()
@@ -385,7 +386,7 @@ def differing_place(left: torch.Tensor, right: torch.Tensor) -> tuple[int, ...] 
         if torch.equal(left, right):
             return None
         is_same = _same_numbers(left, right)
-    except NotImplementedError:  # dtypes with which nothing can be computed: byte by byte
+    except NotImplementedError:  # dtypes without operations: byte by byte
         one, other = (x.contiguous().reshape(-1).view(torch.uint8).view(-1, x.itemsize) for x in (left, right))
         is_same = (one == other).all(dim=1).view(left.shape)
     if bool(is_same.all()):
@@ -410,12 +411,12 @@ def _is_one_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
 def _number_of(entry: torch.Tensor) -> Any:
     try:
         return entry.item() if entry.numel() == 1 else entry
-    except RuntimeError:  # dtypes that Python has no number for
+    except RuntimeError:  # dtypes without a Python number
         return entry
 
 
 def _object_difference(left: Any, right: Any, path: str, open_pairs: _Pairs) -> ValueDifference | None:
-    """Of objects of one class, whose `==` may know nothing of NaN and arrays, or compare addresses alone."""
+    """Compare objects of one class, whose `==` may not handle NaN and arrays, or only compare addresses."""
     here = ValueDifference(path, left, right)
     if isinstance(left, (type, FunctionType, BuiltinFunctionType, ModuleType)):
         return here
@@ -423,7 +424,7 @@ def _object_difference(left: Any, right: Any, path: str, open_pairs: _Pairs) -> 
         return None
     try:
         parts, others = _reduced(left), _reduced(right)
-    except Exception:  # noqa: BLE001 - it cannot be pickled, so nothing is known of what it holds
+    except Exception:  # noqa: BLE001 - it cannot be pickled, so its content is unknown
         return here
     if isinstance(parts, str) or isinstance(others, str):
         return None if parts == others else here
@@ -431,7 +432,7 @@ def _object_difference(left: Any, right: Any, path: str, open_pairs: _Pairs) -> 
 
 
 def _reduced(value: Any) -> Any:
-    """What a pickle of the value would hold, its items in lists; or a text, the name of something global."""
+    """The content of the value's pickle, with items in lists; for a global its name."""
     made = value.__reduce_ex__(4)
     if isinstance(made, str):
         return made
@@ -441,7 +442,7 @@ def _reduced(value: Any) -> Any:
 def _says_equal(left: Any, right: Any) -> bool:
     try:
         answer = left == right
-    except Exception:  # noqa: BLE001 - as of objects that hold arrays
+    except Exception:  # noqa: BLE001 - e.g. objects with arrays
         return False
     return answer is True or (isinstance(answer, np.bool_) and bool(answer))
 

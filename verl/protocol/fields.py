@@ -1,7 +1,7 @@
-"""The table of batch fields: what each is called, its dims, dtype, unit, meaning, producer and padding.
+"""The table of batch fields: name, dims, dtype, unit, meaning, producer and padding.
 
-Dims: B responses, P prompt length, T response length, S = P + T, and L layers with experts, of which a token has K in
-each. `[b, t]` always belongs to response token t.
+Dims: B responses, P prompt length, T response length, S = P + T, L layers with experts, K experts per
+token. `[b, t]` always belongs to response token t.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
     "float": _FLOATS,
 }
 
-# dtypes with less than a byte to an entry, with which torch itself can do next to nothing
+# dtypes with less than a byte per element, which torch hardly supports
 _SUB_BYTE = frozenset(
     getattr(torch, f"{sign}int{bits}")
     for sign in ("", "u")
@@ -52,13 +52,13 @@ class Field:
         name: its key in a batch.
         dims: letters of `DIMS`, the first of them B.
         dtype: `int64`, `int16`, `bool`, or `float` for any floating dtype.
-        unit: such as `nats`; empty where there is none.
+        unit: such as `nats`; empty for none.
         meaning: one phrase for the glossary.
-        producer: who makes it, for the glossary.
-        pad: what fills the places added when batches of other lengths are joined: a number, or `pad_token` for
-            `meta_info["pad_token_id"]` (0 where a batch does not say).
+        producer: what makes it, for the glossary.
+        pad: padding when batches of different lengths are joined: a number, or `pad_token` for
+            `meta_info["pad_token_id"]` (0 if missing).
     Raises:
-        DataProtoValidationError: dims or dtype that do not exist.
+        DataProtoValidationError: unknown dims or dtype.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Field:
 
     @property
     def shape(self) -> str:
-        """The dims as written everywhere: `[B T]`."""
+        """The dims as text: `[B T]`."""
         return f"[{' '.join(self.dims)}]"
 
 
@@ -97,10 +97,10 @@ FIELDS: Mapping[str, Field] = MappingProxyType(TABLE)
 
 
 def register(field: Field) -> Field:
-    """Add a field of your own, so that it is checked and re-padded as verl's own are.
+    """Register a user-defined field, so that it is checked and re-padded like those of verl.
 
     Raises:
-        DataProtoValidationError: the name is taken by a different contract.
+        DataProtoValidationError: the name is registered with another contract.
     """
     if (known := TABLE.setdefault(field.name, field)) != field:
         raise DataProtoValidationError(

@@ -1,10 +1,10 @@
-"""Episodes that several rows are parts of: joined for what is about an episode, divided again for what is about a row.
+"""Joins the rows of an episode for computations per episode, and splits results over the rows again.
 
     rows      turn 0 | turn 1 | turn 2 of episode a, turn 0 | turn 1 of b, ...          [B T]
     joined    turn 0, turn 1, turn 2 of a side by side; turn 0, turn 1 of b; ...        [E T']
 
-Rewards, the KL penalty and advantages are computed of joined rows, so that every estimator sees whole episodes. Rows of
-which each is an episode have no `episode_tokens`, and pass as they are.
+Rewards, the KL penalty and advantages are computed on joined rows, so that every estimator gets whole episodes. If each
+row is an episode, there is no field `episode_tokens`, and rows are unchanged.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
 
-PART = "episode_tokens"  # the field that rows have where an episode may have several
+PART = "episode_tokens"  # the field that marks rows of episodes with several rows
 
 
 @dataclass(frozen=True)
 class EpisodeIndex:
-    """Which rows are parts of which episode; parts stand side by side, in their order.
+    """Maps rows to episodes; the rows of an episode are joined in order.
 
     Attributes:
-        episode: [B], of each row.
-        first, last: [E], its rows.
-        source: two [N], row and column of each token of a response, observations included.
-        target: two [N], the same among joined rows.
+        episode: [B], episode of each row.
+        first, last: [E], first and last row of each episode.
+        source: two [N], row and column of each response token, including observations.
+        target: two [N], row and column of the token in the joined rows.
         width: T'.
     """
 
@@ -58,8 +58,9 @@ class EpisodeIndex:
 
 
 def joined_episodes(rows: DataProto) -> DataProto:
-    """Rows of episodes: fields [E T'] of all that belong to tokens of responses, [E] and [E P] as the first part has
-    them, and columns as the last part has them. Rows of which each is an episode are given back."""
+    """Join rows to episodes: fields of response tokens become [E T'], fields [B] and [B P] are those of the first row,
+    and columns those of the last row of each episode. If each row is an episode, rows are returned unchanged.
+    """
     if PART not in rows.batch:
         return rows
     index = EpisodeIndex.of(rows)
@@ -78,7 +79,7 @@ def joined_episodes(rows: DataProto) -> DataProto:
 
 
 def divided(found: DataProto, rows: DataProto) -> DataProto:
-    """What was found of `joined_episodes(rows)`, for the rows: of tokens in their places, of episodes for each part."""
+    """Split results of `joined_episodes(rows)` over the rows: token fields by position, fields [E] repeated per row."""
     if PART not in rows.batch:
         return found
     index = EpisodeIndex.of(rows)
@@ -94,12 +95,12 @@ def divided(found: DataProto, rows: DataProto) -> DataProto:
 
 
 def last_parts(rows: DataProto) -> DataProto:
-    """One row of each episode, its last."""
+    """The last row of each episode."""
     return rows if PART not in rows.batch else rows[EpisodeIndex.of(rows).last]
 
 
 def rows_by_episode(rows: DataProto) -> list[Tensor] | None:
-    """The rows of each episode; None where each row is one."""
+    """Row indices of each episode; None if each row is an episode."""
     if PART not in rows.batch:
         return None
     index = EpisodeIndex.of(rows)

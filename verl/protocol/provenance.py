@@ -1,4 +1,4 @@
-"""Provenance: which function produced a field of a batch, and the error that says so."""
+"""Provenance: the function that produced a field of a batch, and the error that names it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Source(NamedTuple):
     """The function that made a field.
 
     Attributes:
-        function: its name, with its class where it has one.
-        line: the first line of its definition, decorators included; 0 where there is no Python source.
-        file: full path, or the module's name where there is no Python source.
+        function: its name, with its class if it is a method.
+        line: first line of its definition, including decorators; 0 without Python source.
+        file: full path, or module name without Python source.
     """
 
     function: str
@@ -46,7 +46,7 @@ class Source(NamedTuple):
 def source_of(producer: Callable | Source) -> Source:
     """The source of any callable: functions, methods, partials, wrapped functions, modules, callable objects.
 
-    Of a function in another process its source itself is known.
+    A `Source`, from another process, is returned unchanged.
     """
     if isinstance(producer, Source):
         return producer
@@ -73,13 +73,13 @@ def source_of(producer: Callable | Source) -> Source:
 
 
 def source_of_caller(depth: int = 1) -> Source:
-    """The function `depth` frames above the one that asks; code outside any function is named by its own line."""
+    """The function `depth` frames above the caller; for code outside of functions its line."""
     frame = sys._getframe(depth + 1)
     while frame.f_code.co_name in _COMPREHENSIONS and frame.f_back is not None:
         frame = frame.f_back
     if frame.f_code.co_name == "<module>":
         return Source("<module>", frame.f_lineno, frame.f_code.co_filename)
-    # before Python 3.11 a frame does not know the class of its method
+    # before Python 3.11 a frame has no qualified name
     return _source_of_code(frame.f_code, getattr(frame.f_code, "co_qualname", frame.f_code.co_name))
 
 
@@ -89,7 +89,10 @@ def contract_error(
     """The error for a field that breaks its contract.
 
     Args:
-        row: index along B of the first offending response, where one row can be blamed.
+        field: name of the field.
+        expected, found: descriptions.
+        source: the function that made the field.
+        row: index of the first offending row, if there is one.
     """
     lines = [f"Field `{field}` breaks its contract.", f"  Expected: {expected}", f"  Found: {found}"]
     if row is not None:
@@ -99,7 +102,7 @@ def contract_error(
     return DataProtoValidationError("\n".join(lines), str(field), row)
 
 
-# some objects have any attribute that is asked for, `__wrapped__` too
+# some objects have any attribute, also `__wrapped__`
 _WRAPPINGS = 50
 _COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
 

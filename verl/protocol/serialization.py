@@ -18,7 +18,7 @@ from verl.protocol.provenance import Source
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The entries on the CPU, without gradient, one behind the other; shares their memory where they lie so."""
+    """A contiguous copy on the CPU without gradient; shares memory if the tensor is already contiguous there."""
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
@@ -26,31 +26,31 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of `in_order`, [numel * itemsize] uint8."""
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)
-    whole = in_order(tensor)  # with one entry its strides may be anything
+    whole = in_order(tensor)  # with one element strides are arbitrary
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def from_bytes(data: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor whose `raw_bytes` these are, on their memory."""
+    """Inverse of `raw_bytes`, sharing the memory of `data`."""
     if not math.prod(shape):
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
 def taken(tensor: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """tensor[rows], of any dtype; with `out` written there, without gradient."""
+    """tensor[rows] for any dtype; with `out` written there, without gradient."""
     try:
         return torch.index_select(tensor, 0, rows, out=out)
-    except NotImplementedError:  # as of uint16 in one dim: the same bytes in a dtype that torch can take rows of
+    except NotImplementedError:  # e.g. uint16 with one dim: use a dtype of equal size that torch can index
         like = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
         place = None if out is None else out.view(like)
         return torch.index_select(tensor.view(like), 0, rows, out=place).view(tensor.dtype)
 
 
 class OwnBytes:
-    """Stands for a tensor in what is pickled, and is that tensor again where it arrives.
+    """Placeholder that pickles a tensor by its own bytes, and unpickles as that tensor.
 
-    Torch would take the whole storage along that a tensor is a view of, and cannot load some dtypes.
+    torch would pickle the whole storage of a view, and cannot load some dtypes.
     """
 
     def __init__(self, tensor: torch.Tensor):
@@ -75,7 +75,7 @@ def _arrived(
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers in memory of their own, as a leaf that requires gradients where the original does."""
+    """A copy as a leaf tensor, which requires gradients if the original does."""
     own = tensor.detach().clone(memory_format=torch.contiguous_format)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(own, tensor.requires_grad)
@@ -83,8 +83,9 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def portable(value: Any) -> Any:
-    """The value with `OwnBytes` in place of its dense tensors, in lists, tuples, dicts and object arrays; one without
-    tensors is given back as it is."""
+    """Replace dense tensors in lists, tuples, dicts and object arrays by `OwnBytes`; a value without tensors is
+    returned unchanged.
+    """
     return _portable(value, {})
 
 
@@ -98,7 +99,7 @@ def _portable(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
         return known[id(value)][1]
     if not _may_hold_tensors(value):
         return value
-    known[id(value)] = (value, value)  # what contains itself stays as it is
+    known[id(value)] = (value, value)  # a value that contains itself is unchanged
     made = _made_portable(value, known)
     known[id(value)] = (value, made)
     return made
@@ -132,14 +133,18 @@ def _made_portable(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
 
 KEY = "__verl__"
 _PLAIN = frozenset({str, bool, int, float, type(None)})
-_TOO_LONG = 2**4096  # whole numbers from here on are not written in decimal digits, which Python limits
+_TOO_LONG = 2**4096  # larger integers are not written in decimal, which Python limits
 
 
 def column_to_json(what: str, column: np.ndarray, source: Source | None = None) -> list[Any]:
-    """The values of a column in JSON types, one for each row.
+    """Encode the values of a column in JSON types, one per row.
 
+    Args:
+        what: name of the column, for messages.
+        column: object array.
+        source: the function that made it.
     Raises:
-        DataProtoValidationError: naming the first row, and the place in it, that has no form here.
+        DataProtoValidationError: a value cannot be encoded; names the first row and the location in it.
     """
     values = column.tolist()
     if _are_plain(values):
@@ -156,10 +161,10 @@ def column_to_json(what: str, column: np.ndarray, source: Source | None = None) 
 
 
 def to_json(what: str, value: Any) -> Any:
-    """The value in JSON types.
+    """Encode a value in JSON types.
 
     Raises:
-        DataProtoValidationError: naming the place within `value` that has no form here.
+        DataProtoValidationError: a part of it cannot be encoded; names its location.
     """
     try:
         return _encoded(what, value)
@@ -173,7 +178,7 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """What was encoded into this text."""
+    """Decode a text of `dumps`."""
     return json.loads(text, object_hook=_decoded if _mentions_key(text) else None)
 
 
@@ -187,7 +192,7 @@ def _encoded(what: str, value: Any) -> Any:
         return value if kind is not int or -_TOO_LONG < value < _TOO_LONG else {KEY: ["integer", hex(value)]}
     if isinstance(value, np.generic):
         return _encoded_scalar(what, value)
-    if isinstance(value, (str, int, float)):  # members of enumerations and the like, as what they stand for
+    if isinstance(value, (str, int, float)):  # subclasses such as enumeration members, as their base type
         return _base_of(value)
     if isinstance(value, list):
         return _encoded_items(what, value)
@@ -215,7 +220,7 @@ def _encoded_items(what: str, values: list[Any] | tuple[Any, ...]) -> list[Any]:
 
 
 def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether JSON has a form of its own for all of them."""
+    """Whether all values are native JSON values."""
     kinds = set(map(type, values))
     if not kinds <= _PLAIN:
         return False
@@ -319,9 +324,9 @@ def _no_form(what: str, value: Any) -> DataProtoValidationError:
 
 Packed = list[tuple[str, str, tuple[int, ...], np.ndarray]]
 
-# The entry of the file that holds all but the tensors, as UTF-8 JSON.
+# Entry of the file with everything except tensors, as UTF-8 JSON.
 _REST = "__rest__"
-# Of other dtypes the bytes are kept.
+# Other dtypes are stored as raw bytes.
 _SAFETENSORS_DTYPES = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64,
      torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
@@ -331,7 +336,7 @@ _SAFETENSORS_DTYPES = frozenset(
 def to_buffers(tensors: Mapping[str, torch.Tensor]) -> Packed:
     """Name, dtype, shape and raw bytes of each tensor.
 
-    A tensor pickled by torch takes its whole storage along, so that a part of a batch would weigh as much as the batch.
+    torch pickles the whole storage of a view, so that a part of a batch would be as large as the batch.
     """
     return [
         (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw_bytes(tensor).numpy())
@@ -340,7 +345,7 @@ def to_buffers(tensors: Mapping[str, torch.Tensor]) -> Packed:
 
 
 def from_buffers(packed: Packed) -> dict[str, torch.Tensor]:
-    """The tensors of `to_buffers`, on the CPU and without gradients."""
+    """Inverse of `to_buffers`, on the CPU and without gradients."""
     return {
         name: from_bytes(raw if raw.flags.writeable else raw.copy(), getattr(torch, dtype), shape)
         for name, dtype, shape, raw in packed
@@ -354,14 +359,14 @@ def write_file(
     meta_info: Mapping[str, Any],
     sources: Mapping[str, Source],
 ) -> None:
-    """Write one file, whole or not at all."""
+    """Write a file atomically."""
     from safetensors.torch import save_file
 
     entries, order = {}, []
     for number, (name, tensor) in enumerate(tensors.items()):
         key = f"__field_{number}__" if name.startswith("__") else name
         is_kept = tensor.dtype in _SAFETENSORS_DTYPES
-        # safetensors refuses tensors that share memory, as the parts of a batch do
+        # safetensors refuses tensors that share memory, as parts of a batch may
         entries[key] = (in_order(tensor) if is_kept else raw_bytes(tensor)).clone()
         form = {} if is_kept else {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
         order.append([name, key, form] if form or key != name else name)
@@ -381,7 +386,7 @@ def write_file(
 
 
 def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any], dict[str, Source]]:
-    """Tensors, columns, meta_info and sources of a file that `write_file` made."""
+    """Read tensors, columns, meta_info and sources from a file of `write_file`."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -398,9 +403,9 @@ def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray
             tensors[name] = from_bytes(entry.numpy(), dtype, form["shape"]) if form else entry
     except (SafetensorError, KeyError, ValueError) as error:
         raise DataProtoValidationError(
-            f"{path} is no batch that DataProto.save wrote, or it is damaged: {error}"
+            f"{path} is not a batch that DataProto.save wrote, or it is damaged: {error}"
         ) from error
-    columns, made_by = dict(rest["columns"]), dict(rest["sources"])  # objects in files of earlier versions, now pairs
+    columns, made_by = dict(rest["columns"]), dict(rest["sources"])  # dicts in files of earlier versions, now pairs
     arrays = {name: np.fromiter(column, dtype=object, count=len(column)) for name, column in columns.items()}
     sources = {name: Source(*source) for name, source in made_by.items()}
     return tensors, arrays, rest["meta_info"], sources

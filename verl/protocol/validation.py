@@ -19,7 +19,7 @@ Indices = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tens
 
 
 class ReadOnlyFields(dict):
-    """The fields of a batch by name: reads like a dict, refuses every change."""
+    """The fields of a batch by name: a read-only dict."""
 
     def _refuse(self, *args, **kwargs):
         raise DataProtoValidationError(
@@ -39,7 +39,7 @@ class ReadOnlyFields(dict):
 
 
 def only(fields: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
-    """The named fields in the order they have; None chooses all, and one name may stand by itself."""
+    """The named fields in their order; None for all; a single name is accepted too."""
     if names is None:
         return dict(fields)
     names = [names] if isinstance(names, str) else names
@@ -55,8 +55,9 @@ def absent_error(name: str, fields: Mapping[str, Any]) -> DataProtoValidationErr
 
 
 def object_array(name: str, column: Any, source: Source) -> np.ndarray:
-    """One Python object per row. Numbers of NumPy become Python's; dates and records, for which Python has none that
-    hold as much, stay NumPy's."""
+    """Convert a column to one Python object per row. NumPy numbers become Python numbers; dates and records, for which
+    Python has no equal type, stay NumPy objects.
+    """
     if isinstance(column, np.ndarray) and column.ndim:
         if type(column) is np.ndarray and column.dtype == object and column.ndim == 1:
             return column
@@ -67,37 +68,35 @@ def object_array(name: str, column: Any, source: Source) -> np.ndarray:
 
 
 def row_number(key: Any) -> int | None:
-    """The row that a single index names; None where it is something else, such as a list of rows.
+    """The row of a single index; None if it is not a single index, such as a list of rows.
 
     Raises:
-        DataProtoValidationError: a truth value, or a number that is not whole.
+        DataProtoValidationError: a bool, or a number that is not an integer.
     """
     if isinstance(key, (bool, np.bool_)):
-        raise DataProtoValidationError(f"{key} is no row: a mask has one truth value for each row.")
+        raise DataProtoValidationError(f"{key} is not a row: a mask has one bool for each row.")
     if isinstance(key, (int, np.integer)):
         return int(key)
     if getattr(key, "ndim", None) != 0:
         return None
     number = key.item()
     if isinstance(number, bool) or not isinstance(number, int):
-        raise DataProtoValidationError(f"{number!r} is no row: rows are chosen by whole numbers.")
+        raise DataProtoValidationError(f"{number!r} is not a row: rows are selected by integers.")
     return number
 
 
 def row_indices(key: Any, rows: int) -> torch.Tensor:
-    """Any index of several rows as int64 on the CPU, within [0, rows)."""
+    """Convert an index of several rows to int64 on the CPU, within [0, rows)."""
     if isinstance(key, slice):
         return torch.tensor(range(*key.indices(rows)), dtype=torch.int64)
     index = _as_tensor(key)
     if index.dtype == torch.bool:
         if index.shape != (rows,):
-            raise DataProtoValidationError(
-                f"A mask of shape {list(index.shape)} chooses among rows: expected [{rows}]."
-            )
+            raise DataProtoValidationError(f"A mask of shape {list(index.shape)} selects rows: expected [{rows}].")
         return index.nonzero().flatten()
     if index.ndim != 1 or index.is_floating_point() or index.is_complex():
         raise DataProtoValidationError(
-            f"Rows are chosen by whole numbers in one dim, not {list(index.shape)} {index.dtype}."
+            f"Rows are selected by integers in one dim, not {list(index.shape)} {index.dtype}."
         )
     index = index.to(torch.int64)
     outside = (index < -rows) | (index >= rows)
@@ -111,13 +110,13 @@ def _as_tensor(key: Any) -> torch.Tensor:
         return key.detach().cpu()
     try:
         if isinstance(key, np.ndarray) and key.dtype != object:
-            return torch.from_numpy(key.astype(key.dtype.newbyteorder("="), order="C"))  # a copy: it may be read-only
+            return torch.from_numpy(
+                key.astype(key.dtype.newbyteorder("="), order="C")
+            )  # a copy, since it may be read-only
         entries = list(key)
         return torch.as_tensor(entries) if entries else torch.zeros(0, dtype=torch.int64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataProtoValidationError(
-            f"Rows are chosen by whole numbers or a mask, not by {key!r}: {error}."
-        ) from error
+        raise DataProtoValidationError(f"Rows are selected by integers or a mask, not by {key!r}: {error}.") from error
 
 
 Tensors = Mapping[str, torch.Tensor]
@@ -139,10 +138,13 @@ _COUNTS = {
 def check_content(
     batch: Tensors, bound: Bound, sources: Mapping[str, Source], new: Collection[str] | None = None
 ) -> None:
-    """Check the content of a batch whose shapes and dtypes are known to be right.
+    """Check the content of a batch with checked shapes and dtypes.
 
     Args:
-        new: check the rules that touch these fields; None checks all.
+        batch: tensors by name.
+        bound: sizes of its dims.
+        sources: producers of the fields.
+        new: check only rules about these fields; None for all.
     Raises:
         DataProtoValidationError: naming the field, its first offending row and its producer.
     """
@@ -170,7 +172,7 @@ def _raise(offence: Offence, batch: Tensors, sources: Mapping[str, Source]) -> N
 def _own_offence(name: str, tensor: torch.Tensor) -> Offence | None:
     if tensor.is_floating_point():
         tensor = tensor.detach() if tensor.dtype in (torch.float32, torch.float64) else tensor.detach().float()
-        # A sum is finite only where every entry is, and costs a fraction; it may overflow, so it only ever acquits.
+        # A finite sum proves that all entries are finite, at a fraction of the cost; an overflow proves nothing.
         if not torch.isfinite(tensor.sum()):
             return _where(name, "finite numbers", ~torch.isfinite(tensor))
     elif name in _COUNTS:
@@ -195,7 +197,7 @@ _RULES: list[tuple[tuple[str, ...], Callable[[Tensors, Bound], Offence | None]]]
 
 
 def _rule(*needs: str):
-    """Run the function below wherever a batch has all of these fields and one of them is new."""
+    """Decorator of a rule that is checked if a batch has all of these fields and one of them is new."""
 
     def add(rule: Callable[[Tensors, Bound], Offence | None]):
         _RULES.append((needs, rule))
@@ -207,7 +209,7 @@ def _rule(*needs: str):
 @_rule("prompt_mask")
 def _prompts_padded_left(batch: Tensors, bound: Bound) -> Offence | None:
     mask = batch["prompt_mask"]
-    return _where("prompt_mask", "padding on the left of the prompt alone", _falls(mask))
+    return _where("prompt_mask", "padding only on the left of the prompt", _falls(mask))
 
 
 @_rule("attention_mask")
@@ -218,7 +220,7 @@ def _attention_in_one_piece(batch: Tensors, bound: Bound) -> Offence | None:
     bad = torch.zeros_like(mask)
     bad[:, :prompt] = _falls(mask[:, :prompt])
     bad[:, prompt:] = _rises(mask[:, prompt:])
-    return _where("attention_mask", "padding left of the prompt and right of the response alone", bad)
+    return _where("attention_mask", "padding only left of the prompt and right of the response", bad)
 
 
 @_rule("response_mask", "attention_mask")
@@ -233,7 +235,7 @@ def _prompt_masks_agree(batch: Tensors, bound: Bound) -> Offence | None:
     mask = batch["prompt_mask"]
     return _where(
         "prompt_mask",
-        "the first P places of attention_mask",
+        "the first P columns of attention_mask",
         mask != batch["attention_mask"][:, : mask.shape[1]].bool(),
     )
 
@@ -241,14 +243,14 @@ def _prompt_masks_agree(batch: Tensors, bound: Bound) -> Offence | None:
 @_rule("prompts", "input_ids")
 def _prompts_are_the_input(batch: Tensors, bound: Bound) -> Offence | None:
     prompts = batch["prompts"]
-    return _where("prompts", "the first P places of input_ids", prompts != batch["input_ids"][:, : prompts.shape[1]])
+    return _where("prompts", "the first P columns of input_ids", prompts != batch["input_ids"][:, : prompts.shape[1]])
 
 
 @_rule("responses", "input_ids")
 def _responses_are_the_input(batch: Tensors, bound: Bound) -> Offence | None:
     responses, ids = batch["responses"], batch["input_ids"]
     return _where(
-        "responses", "the last T places of input_ids", responses != ids[:, ids.shape[1] - responses.shape[1] :]
+        "responses", "the last T columns of input_ids", responses != ids[:, ids.shape[1] - responses.shape[1] :]
     )
 
 
@@ -281,14 +283,14 @@ def _prompt_length(bound: Bound) -> int:
 
 
 def _falls(mask: torch.Tensor) -> torch.Tensor:
-    """[B L] bool: True at each place that is False after a True."""
+    """[B L] bool: True where the mask changes from True to False."""
     bad = torch.zeros_like(mask)
     bad[:, 1:] = mask[:, :-1] & ~mask[:, 1:]
     return bad
 
 
 def _rises(mask: torch.Tensor) -> torch.Tensor:
-    """[B L] bool: True at each place that is True after a False."""
+    """[B L] bool: True where the mask changes from False to True."""
     bad = torch.zeros_like(mask)
     bad[:, 1:] = ~mask[:, :-1] & mask[:, 1:]
     return bad

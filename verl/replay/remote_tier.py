@@ -96,7 +96,7 @@ class RemoteTier:
         waiting = [self._fetches[name][1] for name in wanted if name in self._fetches]
         wait(waiting, timeout=self.timeout_s if waits else 0)
         for name in list(self._fetches):
-            self._hear(name, waits and name in wanted)
+            self._finish_fetch(name, waits and name in wanted)
         for name in [*wanted]:
             if name in self._here:
                 self._here[name] = self._here.pop(name)
@@ -140,7 +140,7 @@ class RemoteTier:
         except StorageError as error:
             _log.warning("%s could not be deleted from the store, where it is no longer needed: %s", name, error)
 
-    def _hear(self, name: str, is_wanted: bool) -> None:
+    def _finish_fetch(self, name: str, is_wanted: bool) -> None:
         """Process a finished fetch."""
         shard, future = self._fetches[name]
         if not future.done():

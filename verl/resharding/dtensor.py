@@ -24,7 +24,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def is_divided(x: Tensor) -> bool:
-    """Whether a tensor is a DTensor: a part that stands for the whole."""
+    """Whether a tensor is a DTensor, of which this process has a local part."""
     return hasattr(x, "device_mesh")
 
 

@@ -23,8 +23,8 @@ class Mesh:
     Args:
         dims: (name, size), from the slowest to the fastest: `(("dp", 2), ("tp", 4))` puts ranks 0-3 into one tp group.
         order: the ranks in that arrangement; by default 0, 1, 2, ...
-        joined: (name, dimensions next to each other) that are also seen as one: tensors may be split over each, or over
-            all of them in equal pieces.
+        joined: (name, adjacent dimensions) that can also be used as one: tensors may be split over each of them, or
+            over all in equal pieces.
     """
 
     dims: tuple[tuple[str, int], ...]

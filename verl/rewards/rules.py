@@ -193,7 +193,7 @@ class MathAnswer(RewardDescription):
         if self.correct <= self.wrong:
             yield f"correct is {self.correct}: must exceed wrong, which is {self.wrong}."
 
-    def faults_here(self) -> Iterator[str]:
+    def machine_faults(self) -> Iterator[str]:
         fault = package_fault("math_verify", "reward=exact_match")
         if fault is not None:
             yield f"_target_ is {type(self).__name__}: {fault}"

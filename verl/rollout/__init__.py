@@ -6,5 +6,5 @@ hf             `rollout=hf`: generation on the tensors that train
 scripted       Scripted responses: for tests, and for replaying text that another system wrote
 server/        Rollout by an external server: vLLM, another OpenAI-compatible one, or TGI
 token_sampler  From logits to the next token of each row: the sampling rule of every rollout engine
-vllm/          vLLM as a rollout engine, in a process of its own; the trainer's weights are streamed to it
+vllm/          vLLM as a rollout engine, in a separate process; the trainer's weights are streamed to it
 """

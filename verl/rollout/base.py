@@ -20,7 +20,7 @@ from verl.protocol import DataProto
 ALONE = BuildContext()
 DRAWN = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
 LARGEST_LOG_PROB = 1e-3  # nats above 0 that are put down to rounding; more is no log-prob
-PLACEHOLDER = -9000.0  # nats: at and below it stands what engines write for minus infinity, such as vLLM's -9999
+PLACEHOLDER = -9000.0  # nats: values at or below are minus infinity, such as -9999 of vLLM
 
 
 @component
@@ -34,14 +34,14 @@ class Rollout(Description):
         temperature: divides the logits; above 0. Greedy decoding is chosen per request, not by a temperature of 0.
         top_k: draw among the k likeliest tokens; 0 for all.
         top_p: draw among the likeliest tokens that hold this share of the probability.
-        max_new_tokens: a response is cut after so many tokens.
-        min_new_tokens: no stop token is drawn before so many tokens.
+        max_new_tokens: the most tokens of a response.
+        min_new_tokens: the least tokens of a response; stop tokens are not sampled before.
         stop_token_ids: end a response, in addition to the model's own end-of-text tokens; kept in the response.
         router_replay: the experts that routers chose for sampled tokens are recorded (`routed_experts`), and used
             again where the actor scores and learns from these tokens.
     Attributes:
         runs_ahead: the engine has its own copy of the weights, so it can generate while the trainer updates them.
-        can_rest: the engine can give back GPU memory between the last response of a step and the next sync.
+        can_rest: whether the engine can release GPU memory between the last response of a step and the next sync.
         generates_here: on the machines of the trainer, rather than on a server's.
         may_change: the engine reads `options` at every call, so they may be replaced between calls.
         takes_stages: the engine takes weights from an actor whose layers are pipeline stages.
@@ -88,7 +88,7 @@ class Rollout(Description):
         """The description used for this model; another one than `self` only if this one chooses between engines."""
         return self
 
-    def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
+    def faults_with_actor(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
         """Faults in combination with the actor: the rank of its adapter, and whether its weights are sharded."""
         return iter(())
 
@@ -165,7 +165,7 @@ class TurnRequest:
         episode: number of the episode in this call.
         tokens: everything before the turn: prompt, earlier turns and observations.
         prompt_id, sample_id, turn: key of the sampling noise.
-        max_new_tokens: the turn is cut after so many tokens.
+        max_new_tokens: the most tokens of the turn.
     """
 
     episode: int
@@ -265,11 +265,11 @@ class RolloutEngine:
         raise NotImplementedError
 
     def play(self, prompts: DataProto, play: PlayEpisodes) -> DataProto:
-        """Rows of episodes. Processes that hold the model together call it together.
+        """Play the episodes of prompts. Collective over the processes that hold the model.
 
         Args:
-            play: the rows of each part of the prompts, by `turns` of this engine. It is called in the processes that
-                have an engine, whose weights are whole there and do not change until it returns.
+            play: returns the rows of each part of the prompts, sampled by `turns` of this engine. It is called in the
+                processes that have an engine, with unsharded weights that do not change until it returns.
         """
         return play([prompts])[0]
 

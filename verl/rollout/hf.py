@@ -32,7 +32,7 @@ from verl.rollout.token_sampler import TokenSampler
 
 log = logging.getLogger(__name__)
 
-NOISE_TOKENS = 64  # positions whose noise is made at a time
+NOISE_TOKENS = 64  # positions per call of the noise generator
 
 
 @component
@@ -40,7 +40,7 @@ class HFRollout(Rollout):
     """Generate with the training model itself, through transformers. No weights are copied, so there is no sync.
 
     Args:
-        max_rows: responses decoded at a time, or those of one prompt if they are more.
+        max_rows: responses decoded concurrently, or those of one prompt if they are more.
         share_prefix: compute each prompt once for all of its samples, if the model supports it. Affects speed only.
         drop_finished: remove finished rows from the batch once they are an eighth of it, if the model supports it.
             Affects speed only.
@@ -51,7 +51,7 @@ class HFRollout(Rollout):
     takes_experts: ClassVar[bool] = True
     takes_modules: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
-    no_turns_under: ClassVar[tuple[str, ...]] = ("tp",)  # its ranks decode the same rows in step
+    no_turns_under: ClassVar[tuple[str, ...]] = ("tp",)  # its ranks must decode the same rows in lockstep
     tells_experts: ClassVar[bool] = True
 
     max_rows: PositiveInt = 512
@@ -95,7 +95,7 @@ class HFSampler(RolloutEngine):
         return self._with_whole_weights(prompts, play_own)
 
     def _with_whole_weights(self, prompts: DataProto, make_rows: Callable[[DataProto], DataProto]) -> DataProto:
-        """Rows of all prompts, made with whole weights; processes that have the same prompts divide them."""
+        """Rows of all prompts, generated with unsharded weights; processes with the same prompts divide them."""
         self.model.eval()
         divided = getattr(self.model, "divided", None)
         groups = () if divided is None else divided.generation_groups
@@ -160,7 +160,7 @@ class HFSampler(RolloutEngine):
                 except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
                     fault = f"{type(error).__name__}: {error}"
                 if fault is not None:
-                    log.warning("Each new token has a length of keys of its own: %s.", fault)
+                    log.warning("Each new token uses its exact length of keys, without padding: %s.", fault)
                     self.key_multiple = 1
         return self.key_multiple
 

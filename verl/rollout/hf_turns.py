@@ -40,7 +40,8 @@ FIRST_LENGTH = 64  # tokens of a slot; it grows by half
 
 
 class SlotLayer(DynamicLayer):
-    """Keys and values of one layer, a row of its own length per slot: [slots + 1, H, L, D]; the last slot is scratch.
+    """Keys and values of one layer, a row of individual length per slot: [slots + 1, H, L, D]; the last slot is
+    scratch.
 
     Attributes:
         slots, positions: [b q] where the tokens of the current call are written.
@@ -72,7 +73,7 @@ class SlotLayer(DynamicLayer):
         return self.keys[chosen, :, : self.width], self.values[chosen, :, : self.width]
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first tokens of slots [m] to other slots [m], of which some may be sources too."""
+        """Copy the first tokens of slots [m] to other slots [m], which may overlap."""
         for states in (self.keys, self.values):
             assert states is not None
             states[targets, :, :length] = states[sources, :, :length]
@@ -165,7 +166,7 @@ class SlotModel:
 
 
 def _to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Integers in main memory on the device, in one copy that nothing waits for."""
+    """Copy integer columns from main memory to the device in one asynchronous transfer."""
     flat = torch.cat([x.flatten() for x in columns]).to(device, non_blocking=True)
     return [x.view_as(like) for x, like in zip(flat.split([x.numel() for x in columns]), columns, strict=True)]
 
@@ -294,7 +295,7 @@ class SlotTurns(TurnEngine):
             return []
         turns = [live.request for live in self._live]
         tokens, log_probs = self.drawing.choose(self._logits, turns, [len(live.tokens) for live in self._live])
-        drawn = torch.stack([tokens.double(), log_probs.double()]).tolist()  # exact for both; one question to a device
+        drawn = torch.stack([tokens.double(), log_probs.double()]).tolist()  # exact for both; one synchronisation
         going, ended = [], []
         for row, (live, token, log_prob) in enumerate(zip(self._live, map(int, drawn[0]), drawn[1], strict=True)):
             live.tokens.append(token)
@@ -336,11 +337,11 @@ class SlotTurns(TurnEngine):
         return None
 
     def _bring_to_front(self) -> None:
-        """Give live turns the first slots, in the order of these; the episodes that had them get theirs."""
+        """Move live turns to the first slots, in the given order; the episodes that were there get their slots."""
         count = len(self._live)
         slots = {live.slot for live in self._live}
         behind = [live for live in self._live if live.slot >= count]
-        if not behind or 2 * len(behind) > count + 1:  # to copy what this token reads costs no more than moving it
+        if not behind or 2 * len(behind) > count + 1:  # copying what this token reads costs no more than moving slots
             return
         holders = {slot: episode for episode, (slot, _) in self._held.items()}
         places = iter([slot for slot in range(count) if slot not in slots])
@@ -369,7 +370,7 @@ class SlotTurns(TurnEngine):
             fresh.append((_LiveTurn(self._queue.popleft(), found[0]), found[1]))
         if not fresh:
             return
-        first: dict[tuple[int, ...], int] = {}  # whole prompts -> who reads them
+        first: dict[tuple[int, ...], int] = {}  # whole prompts -> who computes them
         reading, same = [], {}
         for number, (live, start) in enumerate(fresh):
             key = tuple(live.request.tokens)

@@ -17,7 +17,7 @@ from verl.errors import SandboxError
 # ok:       the program ended with exit status 0
 # error:    it ended with another status, or by a signal that it raised itself
 # timeout:  it was ended after timeout_s
-# memory:   it asked for more than memory_mib
+# memory:   it needed more than memory_mib
 # output:   it wrote more than max_output_kib, and was ended
 # infra:    the sandbox failed, and not the program: nothing is known about it
 Outcome = Literal["ok", "error", "timeout", "memory", "output", "infra"]
@@ -75,9 +75,9 @@ class Sandbox(Description):
 
     Args:
         timeout_s: for one program, at most.
-        memory_mib: of one program and what it starts, at most.
+        memory_mib: memory limit of a program with its child processes.
         max_output_kib: of its standard output, and as much of its standard error.
-        max_concurrency: programs at a time.
+        max_concurrency: the most concurrent programs.
     Attributes:
         protects: whether programs are isolated from this machine.
     """

@@ -1,6 +1,6 @@
 """Control groups for jails: limits of memory and processes that hold for all processes of a jail together.
 
-The first process of a jail is put into a group of its own before it has a program, and what it starts is in it too.
+The first process of a jail is put into a separate cgroup before it runs a program; its child processes inherit it.
 Groups are made below the group of this process under cgroup v1, and under v2 where a group without processes may have
 limited ones: below or beside the group of this process.
 

@@ -31,7 +31,7 @@ from verl.sandbox.base import Sandbox
 if TYPE_CHECKING:
     from verl.sandbox.jail_pool import JailPool
 
-NOBODY = 65534  # who jails run as where this process is root: rlimits do not bind root
+NOBODY = 65534  # user of jails if this process is root, since rlimits do not bind root
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
 WORK = "/tmp"
@@ -55,7 +55,7 @@ class Jail(Sandbox):
 
     Args:
         disk_mib: size of the program's file system, which is in memory.
-        max_processes: processes and threads of a program at a time.
+        max_processes: the most processes and threads of a program.
         pool_size: jails that are started in advance, about 8 MiB each.
         cgroups: limits of memory and processes by the kernel, for all of a jail's processes together: `auto` uses them
             where this process may make groups, `required` refuses to run elsewhere, `off` leaves them out.
@@ -72,7 +72,7 @@ class Jail(Sandbox):
     python: str | None = None
     bwrap: str | None = None
 
-    def faults_here(self) -> Iterator[str]:
+    def machine_faults(self) -> Iterator[str]:
         try:
             with _pool_of_one(self) as pool:
                 result = pool.run("print(6 * 7)")
@@ -237,5 +237,5 @@ def _ask_python(candidate: str, setpriv: str | None) -> tuple[str, tuple[str, ..
     wide = {"/", "/home", "/root", "/tmp", "/opt", "/var", "/etc", os.path.expanduser("~")}
     outside = sorted(path for path in wanted if path != "/usr" and not path.startswith("/usr/"))
     if too_wide := wide & set(outside):
-        return f"its packages lie in {too_wide.pop()}, all of which programs could then read"
+        return f"its packages are in {too_wide.pop()}, all of which programs could then read"
     return file, tuple(outside)

@@ -136,7 +136,7 @@ class JailPool(CodeRunner):
         if self.groups is not None:
             self.groups.close()
 
-    # Jails that stand ready
+    # Jails started in advance
 
     def _take(self) -> _JailProcess:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -186,7 +186,7 @@ class JailPool(CodeRunner):
 
     def _makes_another(self) -> bool:
         if self._failure is not None and not self._wanted:
-            return False  # a machine that cannot make one is asked again with the next program
+            return False  # retried with the next program
         return len(self.warm) + self._being_made < self.described.pool_size
 
     def _made(self) -> _JailProcess:
@@ -224,9 +224,9 @@ class JailPool(CodeRunner):
             raise JailFailed(f"a jail did not start within {START_TIMEOUT_S:g} s ({error})") from error
         if not ready:
             assert process.stderr is not None
-            said = process.stderr.read(2000).decode(errors="replace").strip()
+            output = process.stderr.read(2000).decode(errors="replace").strip()
             jail.kill()
-            raise JailFailed(f"a jail cannot be made on this machine: {said or f'exit status {process.returncode}'}")
+            raise JailFailed(f"a jail cannot be made on this machine: {output or f'exit status {process.returncode}'}")
         if self.groups is not None:
             self._put_in_group(jail, self.groups)
         return jail

@@ -149,7 +149,7 @@ class _ExecuteRequest(Request):
         _, found, rest = text.rpartition(self._mark)
         if not found:
             errors = [f"{event.get('name')}: {event.get('value')}" for event in answer if event.get("type") == "error"]
-            raise RetryableAnswer(f"the server ran nothing to its end ({'; '.join(errors) or 'no error told'})")
+            raise RetryableAnswer(f"the server did not finish the program ({'; '.join(errors) or 'no error reported'})")
         status, *texts = json.loads(rest)
         stdout, stderr = (base64.b64decode(piece) for piece in texts)
         self.result = self._result(status, stdout, stderr)

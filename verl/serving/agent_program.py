@@ -73,8 +73,8 @@ class AgentProgram(HostedDescription):
         if self.history != "append":
             yield "history is rerender: the program writes its messages itself. Set it to append."
 
-    def faults_here(self) -> Iterator[str]:
-        yield from super().faults_here()
+    def machine_faults(self) -> Iterator[str]:
+        yield from super().machine_faults()
         file = (self.path or "").rpartition(":")[0]
         if file.endswith(".py") and not Path(file).is_file():
             yield f"path is {self.path!r}: there is no file {file}."
@@ -229,14 +229,14 @@ class _Programs:
     def _close(self, episode: Episode, session: Session, end: End, reward: float) -> None:
         decode = self.engine.tokenizer.decode
         for number, turn in enumerate(session.recorded):
-            said = turn.token_ids[:-1] if turn.is_complete else turn.token_ids
+            tokens = turn.token_ids[:-1] if turn.is_complete else turn.token_ids
             is_last = number == len(session.recorded) - 1
             episode.turns.append(
                 Turn(
                     0,
                     list(turn.token_ids),
                     list(turn.log_probs),
-                    text=decode(said, skip_special_tokens=False),
+                    text=decode(tokens, skip_special_tokens=False),
                     is_complete=turn.is_complete,
                     reward=reward if is_last else 0.0,
                     observation=None,

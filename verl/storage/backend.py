@@ -54,10 +54,10 @@ class RetryPolicy:
             try:
                 return request()
             except TransientError as error:
-                said = redact(f"{type(error.__cause__ or error).__name__}: {error}")
+                reason = redact(f"{type(error.__cause__ or error).__name__}: {error}")
                 if number == self._retries or self._closed.wait(self._pause_s(number)):
-                    raise StorageUnreachable(f"{what} failed {number + 1} times, at last with {said}") from error
-                log.info("%s: retrying after %s", what, said)
+                    raise StorageUnreachable(f"{what} failed {number + 1} times, at last with {reason}") from error
+                log.info("%s: retrying after %s", what, reason)
         raise AssertionError("the last attempt returned or raised")
 
     def close(self) -> None:

@@ -133,8 +133,8 @@ class S3Backend(Backend):
             raise TransientError(str(error)) from error
 
     def _meaning(self, key: str, error: Any) -> Exception:
-        said, status = error.response.get("Error", {}), error.response["ResponseMetadata"].get("HTTPStatusCode", 0)
-        code = str(said.get("Code", ""))
+        details, status = error.response.get("Error", {}), error.response["ResponseMetadata"].get("HTTPStatusCode", 0)
+        code = str(details.get("Code", ""))
         url = f"s3://{self._bucket}/{self._prefix}{key}"
         if code == "NoSuchBucket":
             return StorageRefused(f"{url}: there is no bucket {self._bucket}; create it, or set storage.bucket")
@@ -144,7 +144,7 @@ class S3Backend(Backend):
             return ObjectNotFound(f"{url} does not exist")
         if status >= 500 or status in PASSING_STATUS or code in PASSING_CODES:
             return TransientError(f"status {status} {code}")
-        return StorageRefused(f"{url}: {redact(str(said.get('Message') or code))} (status {status} {code})")
+        return StorageRefused(f"{url}: {redact(str(details.get('Message') or code))} (status {status} {code})")
 
 
 class FsspecBackend(Backend):

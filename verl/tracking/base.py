@@ -129,7 +129,7 @@ class Trackers(Description):
         for name in self.more.keys() & {one.name for one in fields(self)}:
             yield f"more has the name {name!r} of a built-in tracker: choose another."
 
-    def faults_here(self) -> Iterator[str]:
+    def machine_faults(self) -> Iterator[str]:
         for name, kind in self._described().items():
             fault = _package_fault(name, kind)
             if fault is not None and not kind.if_installed:

@@ -75,7 +75,7 @@ class LoopSettings(Description):
             alone = "nothing joins this run with other machines"
             yield f"nnodes is {self.nnodes}: {alone}. Set nnodes=1{self.machines_advice}."
 
-    def faults_here(self) -> Iterator[str]:
+    def machine_faults(self) -> Iterator[str]:
         device = self.device
         if device.startswith("cuda") and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
             found = f"{count} GPUs, numbered from 0," if count else "no GPU"

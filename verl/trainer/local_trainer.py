@@ -25,7 +25,7 @@ from verl.trainer.api.base import BaseTrainer
 from verl.trainer.api.from_objects import PromptsObject, data_from_object, reward_from_object, run_with_objects
 from verl.utils.component_exits import component_exits
 
-PREFERENCES = {"tracker.console.stage_lines": True}  # a script is watched by who wrote it
+PREFERENCES = {"tracker.console.stage_lines": True}  # progress of a script, for its author
 
 
 class LocalPPOTrainer(BaseTrainer):
@@ -35,7 +35,7 @@ class LocalPPOTrainer(BaseTrainer):
 
     Args:
         config_path: a short YAML file, laid over the composed default of `verl ppo`: values by their paths, and
-            options of groups by name, such as `algorithm: grpo`. None takes the default as it is.
+            options of groups by name, such as `algorithm: grpo`. None for the default.
         train_dataset: prompts to train on, in place of the configured data: an `RLHFDataset`, a list of rows (dicts
             with a `prompt`), or the path of a parquet or JSONL file. `data.eval_files` still names what to evaluate on.
         reward_fn: a function of prompts and responses, in place of the configured reward; see `RewardFunction`.
@@ -133,7 +133,7 @@ def compose_short_file(
     if "data" in given:
         short, notes = without_data_files(short)
         if not any(option.startswith("data=") for option in overrides):
-            overrides = ["data=files", *overrides]  # not the lengths that suit the embedded example
+            overrides = ["data=files", *overrides]  # not the lengths that suit the built-in example
     replacements = {key: as_plain(item) for key, item in given.items()}
     if device_mesh is not None:
         replacements["trainer.placement"] = as_plain(device_mesh)

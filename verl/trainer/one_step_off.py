@@ -84,22 +84,22 @@ class OneStepOffRollout:
 
 def ahead_faults(rollout: Rollout, algorithm: Algorithm) -> Iterator[str]:
     """Faults: why a run cannot generate ahead."""
-    said = "trainer.rollout_ahead is 1"
+    setting = "trainer.rollout_ahead is 1"
     if not rollout.runs_ahead:
         yield (
-            f"{said}: {type(rollout).__name__} generates with the tensors that are being trained, so generation "
+            f"{setting}: {type(rollout).__name__} generates with the tensors that are being trained, so generation "
             "would race with the optimizer. Set rollout=vllm, or trainer.rollout_ahead=0."
         )
     if algorithm.correction is None:
         yield (
-            f"{said}: responses come from weights that are one step older, which requires importance weights. "
+            f"{setting}: responses come from weights that are one step older, which requires importance weights. "
             "Set algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}, or "
             "trainer.rollout_ahead=0."
         )
     if algorithm.selection is not None:
-        yield f"{said}: algorithm.selection draws further batches within a step. Set trainer.rollout_ahead=0."
+        yield f"{setting}: algorithm.selection draws further batches within a step. Set trainer.rollout_ahead=0."
     if algorithm.needs_greedy_baseline:
-        yield f"{said}: the greedy baseline would be that of other weights. Set trainer.rollout_ahead=0."
+        yield f"{setting}: the greedy baseline would be that of other weights. Set trainer.rollout_ahead=0."
 
 
 MOST = 1 << 16  # prompts that are remembered, those seen last

@@ -205,7 +205,7 @@ class PPOTrainer(PPOLifecycle):
         return self._judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION, uses_environment=False))
 
     def _rated(self, rows: DataProto) -> DataProto:
-        """Rows with their rewards: the one place where the reward is asked, in training and in evaluation."""
+        """Rows with their rewards; the only place that calls the reward, in training and in evaluation."""
         return rows.union(divided(self.reward.score(joined_episodes(rows)), rows))
 
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:

@@ -101,7 +101,7 @@ def _processes(run: Any, shardings: Mapping[str, Sharding]) -> Mapping[str, int]
 def _rollout_faults(run: Any) -> Iterator[str]:
     shardings, adapter = run.shardings(), run.actor.lora
     is_divided = shardings["actor"].parameter_shards(_processes(run, shardings)["actor"]) > 1
-    yield from run.rollout.faults_beside(None if adapter is None else adapter.rank, is_divided)
+    yield from run.rollout.faults_with_actor(None if adapter is None else adapter.rank, is_divided)
     if isinstance(run.actor.model, ModuleModel) and not run.rollout.takes_modules:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes models of transformers alone, and actor.model is a "
@@ -239,7 +239,7 @@ class PPORun(Description):
         """Faults between components, each with its full config path."""
         yield from faults_between(self)
 
-    def faults_here(self) -> Iterator[str]:
+    def machine_faults(self) -> Iterator[str]:
         if self.trainer.placement is None:  # else the actor may live on another machine
             device = "cuda" if self.trainer.device == "auto" and torch.cuda.is_available() else self.trainer.device
             try:
@@ -255,7 +255,7 @@ class PPORun(Description):
         yield from saving_faults(self, context, self.replay is not None)
 
     def parts_here(self) -> Iterator[str]:
-        away = () if self.trainer.placement is None else ("rollout",)  # it is asked from where the actor lives
+        away = () if self.trainer.placement is None else ("rollout",)  # it is checked on the machine of the actor
         yield from (name for name in super().parts_here() if name not in away)
 
     def shardings(self) -> dict[str, Sharding]:

@@ -59,7 +59,7 @@ class PPOLifecycle:
 
     def __init__(self, run: PPORun, context: BuildContext):
         self.restarts: list[str] = []
-        self._context = context = with_day(context)  # the same where it is built anew
+        self._context = context = with_day(context)  # kept for a rebuild
         self._build(run, context)
 
     def _build(self, run: PPORun, context: BuildContext) -> None:

@@ -176,7 +176,7 @@ def _like(found: DataProto, new: DataProto) -> DataProto:
     found = found.select([name for name in found.batch if name != "group_ids"]).union(
         DataProto.from_dict({"group_ids": found["group_ids"] + 1 + int(new["group_ids"].max())})
     )
-    if "routed_experts" in new and "routed_experts" not in found:  # sampled before their routers were told
+    if "routed_experts" in new and "routed_experts" not in found:  # sampled without recorded experts
         shape = (*found["responses"].shape, *new["routed_experts"].shape[2:])
         unknown = torch.full(shape, -1, dtype=new["routed_experts"].dtype)
         found = found.union(DataProto.from_dict({"routed_experts": unknown}))

@@ -96,7 +96,7 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
         )
     device = settings.device
     with faults_below("trainer"):
-        if found := list(settings.faults_here()):
+        if found := list(settings.machine_faults()):
             raise ConfigError(found)
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -242,7 +242,7 @@ def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_pl
     if len(whole) < len(roles) and settings.profile is not None:
         return ["trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set sharding=none."]
     if len(whole) < len(roles) and ":" in settings.device:
-        return [f"trainer.device is {settings.device!r}: each process takes a GPU of its own. Set it to cuda or auto."]
+        return [f"trainer.device is {settings.device!r}: each process needs its own GPU. Set it to cuda or auto."]
     divided = [role for role in roles if not is_placed or role.count > 1]
     sizes = [f"{role.path}.{fault}" for role in divided if (fault := role.sharding.size_fault(role.count)) is not None]
     if sizes:
@@ -311,7 +311,7 @@ def _restart_fault(trainer: Restartable, max_restarts: int) -> str | None:
 
 
 def last_checkpoint_of(saving: CheckpointSaver) -> str | None:
-    """The checkpoint that this run published last; another run's in the same directory is none of its own."""
+    """The last checkpoint that this run published, not one of another run in the same directory."""
     try:
         complete = CheckpointDirectory(saving.directory).complete()
     except CheckpointNotFound:

@@ -77,7 +77,7 @@ class SFTRun(Description):
         if length is not None and limit is not None and length > limit:
             yield f"data.max_length is {length}: actor.model holds {limit} tokens. Lower it."
 
-    def faults_here(self) -> Iterator[str]:
+    def machine_faults(self) -> Iterator[str]:
         yield from resume_faults(self.resume)
 
     def preflight(self, context: BuildContext) -> Iterator[str]:

@@ -304,12 +304,12 @@ class TrainLoop:
             saving.save(self.result.steps, roles, state, **facts)
             outcomes = saving.drain()
         trainer.stages.take()
-        _hear(trainer, self.result, outcomes, is_end=True)
+        _handle_outcomes(trainer, self.result, outcomes, is_end=True)
         return saving.directory / self.result.checkpoints[-1]
 
     def settle(self) -> None:
         """Wait for pending saves and record their outcomes."""
-        _hear(self.trainer, self.result, self.trainer.saving.drain(), is_end=False)
+        _handle_outcomes(self.trainer, self.result, self.trainer.saving.drain(), is_end=False)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the current weights on the held-out rows; logs and returns metrics."""
@@ -383,7 +383,7 @@ def _checkpoint(
             note.say(f"step {step}, {why}")
         trainer.stages.take()
     is_end = is_last or is_stopping
-    _hear(trainer, result, saving.drain() if is_end else saving.poll(), is_end)
+    _handle_outcomes(trainer, result, saving.drain() if is_end else saving.poll(), is_end)
 
 
 def _to_save(
@@ -400,7 +400,7 @@ def _to_save(
     return roles, state, {"learning_rate": rate, "progress": progress, "trackers": trainer.tracker.identity()}
 
 
-def _hear(trainer: LoopTrainer, result: TrainResult, outcomes: list[SaveOutcome], is_end: bool) -> None:
+def _handle_outcomes(trainer: LoopTrainer, result: TrainResult, outcomes: list[SaveOutcome], is_end: bool) -> None:
     """Log the outcomes of saves. A failed save does not end the training, unless it was the last one of the run."""
     for outcome in outcomes:
         if outcome.was_skipped:

@@ -111,8 +111,8 @@ def parse_as(kind: type[T], data: bytes | bytearray | memoryview | str) -> T:
         return _adapter(kind).validate_json(bytes(data) if isinstance(data, memoryview) else data, strict=True)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-        said = [f"{'.'.join(map(str, fault['loc'])) or 'it'}: {fault['msg']}" for fault in faults[:5]]
-        raise ExternalInputError("; ".join(said)) from error
+        faults_text = [f"{'.'.join(map(str, fault['loc'])) or 'it'}: {fault['msg']}" for fault in faults[:5]]
+        raise ExternalInputError("; ".join(faults_text)) from error
 
 
 def whole_number(value: object, most: int = LARGEST_FILE) -> int:

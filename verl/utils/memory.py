@@ -114,8 +114,8 @@ def _asked_from_outside(index: int, fields: str) -> list[str]:
     names = visible.split(",") if visible else []
     name = names[index].strip() if index < len(names) else str(index)
     query = ["nvidia-smi", f"--id={name}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-    return told.strip().splitlines()[0].split(",")
+    output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    return output.strip().splitlines()[0].split(",")
 
 
 def settle(device: torch.device) -> None:

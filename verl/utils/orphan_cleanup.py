@@ -255,10 +255,10 @@ def make_own_directory(path: str | Path) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
     if not is_own_directory(path):
-        told = (
+        reason = (
             f"it is no directory of this user alone. Remove it, or set TMPDIR to another one than {Path(path).parent}"
         )
-        raise PermissionError(errno.EPERM, told, str(path))
+        raise PermissionError(errno.EPERM, reason, str(path))
 
 
 @contextlib.contextmanager

@@ -74,9 +74,9 @@ class StopRequest:
             raise interruption(number)
         self.signal = number
         again = "; Ctrl-C again stops at once, and loses that step" if number == signal.SIGINT else ""
-        told = f"{signal.Signals(number).name}: stopping once this step is done and saved{again}\n"
+        text = f"{signal.Signals(number).name}: stopping once this step is done and saved{again}\n"
         with contextlib.suppress(OSError):
             # Past all buffers: the signal may have come while one of them was written, and they bear no second writer.
-            os.write(2, told.encode())
+            os.write(2, text.encode())
 
     _take.notes_interrupts = True  # type: ignore[attr-defined]

@@ -344,11 +344,11 @@ class RankCheckpointWriter:
         owner, files, index = _division(live, names, self._parallel.world_size, setting.max_shard_bytes)
         whole = whole_on_owners(live, owner, worker.engine.parallel)
         tensors = saved_tensors(model, whole) if whole else {}
-        beside: dict[str, bytes] = {}
+        small: dict[str, bytes] = {}
         if rank == 0:
-            beside = small_files(model, whole) | ({"model.safetensors.index.json": index} if index else {})
+            small = small_files(model, whole) | ({"model.safetensors.index.json": index} if index else {})
             if not setting.use_safetensors:
-                beside[ADAPTER_BIN if file else "pytorch_model.bin"] = as_torch_file(tensors)
+                small[ADAPTER_BIN if file else "pytorch_model.bin"] = as_torch_file(tensors)
         if not setting.use_safetensors:
             tensors = {}
         constant = worker.constant_files() if rank == 0 else {}
@@ -356,8 +356,8 @@ class RankCheckpointWriter:
             tensors=[TensorItem(name=name, tensor=x) for name, x in tensors.items()],
             file=file,
             metadata={"format": "pt"},
-            files=beside,
-            constant_files={name: data for name, data in constant.items() if name not in beside},
+            files=small,
+            constant_files={name: data for name, data in constant.items() if name not in small},
             max_shard_bytes=setting.max_shard_bytes,
             shards=None if files is None else files[rank],
         )

@@ -75,8 +75,8 @@ REFUSED = {
     "config.yaml": "config.yaml is a file: give a directory",
     "config.yaml/x": "config.yaml/x does not exist",
     "dangling": "dangling is a symbolic link to checkpoints/global_step_900, which does not exist",
-    "checkpoints/global_step_100/actor": "lies inside the checkpoint .*/global_step_100: give that directory",
-    "checkpoints/global_step_100/actor/config.json": "lies inside the checkpoint .*/global_step_100",
+    "checkpoints/global_step_100/actor": "is inside the checkpoint .*/global_step_100: give that directory",
+    "checkpoints/global_step_100/actor/config.json": "is inside the checkpoint .*/global_step_100",
     "..": "holds no checkpoints itself: did you mean .*run/checkpoints",
 }
 

@@ -200,8 +200,8 @@ def freed() -> torch.Tensor:
     ("component", "message"),
     [
         (SavedComponent(tensors=items({"z": torch.zeros(2, dtype=torch.complex64)})), "complex64, which safetensors"),
-        (SavedComponent(tensors=items({"m": torch.zeros(2, device="meta")})), "no dense tensor"),
-        (SavedComponent(tensors=items({"f": freed()})), "no dense tensor"),
+        (SavedComponent(tensors=items({"m": torch.zeros(2, device="meta")})), "not a dense tensor"),
+        (SavedComponent(tensors=items({"f": freed()})), "not a dense tensor"),
         (SavedComponent(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,))], file="f"), "needs both"),
         (SavedComponent(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,), start=(0,))]), "Give the"),
         (SavedComponent(tensors=items({"a": torch.zeros(1)}) * 2, file="f"), "the same name"),

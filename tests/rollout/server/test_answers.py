@@ -92,7 +92,7 @@ def log_probs(told: Any, **more: Any) -> dict[str, Any]:
         ({"finish_reason": None}, "choices[0].finish_reason is None, and not a text"),
         ({"finish_reason": ["length"]}, "choices[0].finish_reason is ['length'], and not a text"),
         ({"finish_reason": "tool_calls"}, "broken off (finish_reason tool_calls)"),
-        ({"index": 1}, "choices[0].index is 1, where one response was asked for"),
+        ({"index": 1}, "choices[0].index is 1, where one response was requested"),
         ({"prompt_token_ids": "1 2"}, "another prompt than was sent"),
     ],
 )
@@ -108,7 +108,7 @@ def test_an_openai_server(change, why, refusing):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda choice: [choice, choice], "2 choices, where one response was asked for (n is 1)"),
+        (lambda choice: [choice, choice], "2 choices, where one response was requested (n is 1)"),
         (lambda choice: [], "an answer without choices[0].finish_reason"),
         (lambda choice: choice, "an answer without choices[0].finish_reason"),
         (lambda choice: ["text"], "an answer without choices[0].finish_reason"),
@@ -146,7 +146,7 @@ def tokens(**changed: Any) -> dict[str, Any]:
         (tokens(id=10**6), "is 1000000: ids of the actor's model are 0 to"),
         ({"tokens": [5] * 6}, "details.tokens[0] is 5, and not an object"),
         ({"tokens": "text"}, "details.tokens is 'text', and not a list"),
-        ({"tokens": []}, "a response of 0 tokens, where 6 were asked for"),
+        ({"tokens": []}, "a response of 0 tokens, where 6 were requested"),
         ({"generated_tokens": 5}, "details.generated_tokens is 5, and details.tokens has 6"),
         ({"finish_reason": "broken"}, "broken off (finish_reason broken)"),
         ({"finish_reason": None}, "details.finish_reason is None, and not a text"),

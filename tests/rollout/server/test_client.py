@@ -118,7 +118,7 @@ def test_only_what_failed_is_asked_again(attached, speaker, prompts, caplog):
     rows = actor.generate(prompts(), GenerationRequest(0, 4))
     assert failed
     assert sum(asked.body.get("max_tokens") == 6 for asked in actor.server.asked) == 16 + len(failed)
-    told = re.search(r"(\d+) of 16 responses were asked for more than once", caplog.text)
+    told = re.search(r"(\d+) of 16 responses needed more than one request", caplog.text)
     assert told
     assert int(told[1]) >= len(failed)  # and whose connection was closed before it was read
     assert gap(actor, rows) < 1e-5
@@ -128,7 +128,7 @@ def test_only_what_failed_is_asked_again(attached, speaker, prompts, caplog):
     ("change", "why"),
     [
         ({"finish_reason": "abort"}, "broken off (finish_reason abort)"),
-        ({"token_ids": [5]}, "a response of 1 tokens, where 6 were asked for"),
+        ({"token_ids": [5]}, "a response of 1 tokens, where 6 were requested"),
         ({"token_ids": []}, "text without token ids"),
         ({"logprobs": None}, "tokens without log-probs"),
         ({"prompt_token_ids": [1, 2]}, "another prompt than was sent"),
@@ -283,7 +283,9 @@ def test_turns_of_episodes_are_requests_of_their_own_with_seeds_by_turn(attached
 
     def played(rows):
         environment, context = Scripted(answer=answer, max_tokens=30), BuildContext()
-        engine = EpisodeEngine(environment, sampler, sampler.options, actor.tokenizer, sampler.wish.stop_ids, context)
+        engine = EpisodeEngine(
+            environment, sampler, sampler.options, actor.tokenizer, sampler.sampling_params.stop_ids, context
+        )
         found = engine.generate(rows, request)
         engine.calls.close()
         return found

@@ -52,7 +52,7 @@ class WriterLease:
         epoch = self._recorded().get("epoch")
         claim = f"{(epoch if isinstance(epoch, int) else 0) + 1}-{secrets.token_hex(8)}"
         self._record(claim)
-        self.claim = claim  # only now: a claim that could not be recorded is taken anew
+        self.claim = claim  # only now: a claim that could not be recorded is repeated
         return claim
 
     def borrow(self) -> None:
@@ -73,7 +73,7 @@ class WriterLease:
         if recorded.get("claim") == self.claim:
             return
         if "claim" not in recorded:
-            self._record(self.claim)  # somebody cleaned up; a later owner would have left its own
+            self._record(self.claim)  # the record was deleted; a later owner would have left its own
             return
         raise CheckpointFenced(
             f"{self._root} was taken over by run {recorded.get('run_id')} (process {recorded.get('pid')} on "
@@ -170,7 +170,7 @@ class RunLock:
         self._path = directory / RUN_LOCK
         self._made: list[Path] = []
         self._fd: int | None = None
-        self._is_held = False  # as long as it is meant to be; the file may be gone
+        self._is_held = False  # whether it should be held; the file may be missing
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         pid, host = os.getpid(), socket.gethostname()
         self._own = LockHolder(
@@ -281,7 +281,7 @@ class RunLock:
             if self._is_current(fd):
                 self._fd = fd
                 return None
-            os.close(fd)  # whoever held it has ended meanwhile, and taken the file away
+            os.close(fd)  # its holder has ended and removed the file
 
     def _is_current(self, fd: int) -> bool:
         try:

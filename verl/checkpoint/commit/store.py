@@ -185,7 +185,7 @@ class CheckpointStore(CheckpointDirectory):
         for path in (*reversed(missing or [self.directory]), self.directory / STAGING):
             with contextlib.suppress(FileExistsError):
                 self.disk.make_directory(path)
-            # Even where it existed: whoever made it may have been killed before this line.
+            # Even if it existed: its creator may have been killed before this line.
             with contextlib.suppress(PermissionError):
                 self.disk.sync_directory(path.parent)
         if self.exists(self.directory / FORMAT):

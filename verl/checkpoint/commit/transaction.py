@@ -200,7 +200,7 @@ class SaveTransaction:
 
     def _rename(self, manifest: Manifest) -> Checkpoint:
         """Rename a complete staging directory, with `COMMIT`, to its final name."""
-        remove_tree(self._disk, self.directory / REPORTS)  # not before: whoever goes on after a kill needs them
+        remove_tree(self._disk, self.directory / REPORTS)  # last: recovery after a kill needs them
         open_verified(self._disk, self.directory)  # nothing is published that discovery would refuse
         for directory in files_below(self._disk, self.directory)[1]:
             self._disk.sync_directory(directory)

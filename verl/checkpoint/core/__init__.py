@@ -2,7 +2,7 @@
 
 checkpoint          Opening a checkpoint
 delta               Delta coding of a file against a base: tensors as differences in byte planes, compressed
-direct_io           Direct I/O: files whose content lies in page-aligned memory, written past the page cache
+direct_io           Direct I/O: files from page-aligned memory, written without the page cache
 filesystem          File-system access of the checkpoint store: every system call behind one interface
 format_versions     Format versions: which version of verl reads which checkpoints
 hashing             BLAKE3 of files, in leaves: pieces that can be verified without reading the rest

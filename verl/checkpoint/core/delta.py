@@ -227,7 +227,7 @@ def _coded(file: memoryview, piece: CodedSpan, base: memoryview) -> tuple[DeltaS
 
 def _subtracted(data: memoryview, base: memoryview, item: int) -> memoryview | None:
     """The differences as byte planes, the sign in the lowest bit; None if all are zero."""
-    import numpy as np  # not needed by those who only look at checkpoints
+    import numpy as np  # not needed to inspect checkpoints
 
     distance = np.frombuffer(data, f"<i{item}") - np.frombuffer(base, f"<i{item}")
     if not distance.any():

@@ -1,4 +1,4 @@
-"""Direct I/O: files whose content lies in page-aligned memory, written past the page cache.
+"""Direct I/O: writes files from page-aligned memory without the page cache.
 
 Such a file is not copied by the kernel and takes no memory of the page cache. Measured for 1.2 GB: 0.5 s and 0.03 s of
 processor time, compared with 0.8 to 4 s and up to 3 s for write and fsync. Small files, and file systems without direct

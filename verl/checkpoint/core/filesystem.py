@@ -438,7 +438,7 @@ def files_below(disk: FileSystem, root: Path) -> tuple[dict[str, int], list[Path
             if stat.S_ISDIR(status.st_mode):
                 visit(path)
             else:
-                # A symbolic link or a device has no content of its own: a size that matches no file.
+                # A symbolic link or a device has no content: use a size that matches no file.
                 sizes[path.relative_to(root).as_posix()] = status.st_size if stat.S_ISREG(status.st_mode) else -1
         directories.append(directory)
 

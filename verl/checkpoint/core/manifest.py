@@ -420,8 +420,8 @@ def _refuse_contradictions(manifest: Manifest) -> None:
             raise ManifestError(f"dtype {tensor.dtype[:80]!r} is not one of {', '.join(ITEM_BYTES)}")
     for entry in manifest.deltas:
         if entry.encoding != ENCODING:
-            told = f"{entry.path} is stored as {entry.encoding!r}, which this version of verl cannot read"
-            raise ManifestTooNew(told)
+            text = f"{entry.path} is stored as {entry.encoding!r}, which this version of verl cannot read"
+            raise ManifestTooNew(text)
         if entry.path in files or not {entry.delta, entry.base} <= files.keys():
             raise ManifestError(f"{entry.path} is stored as a difference, and what it is made of is not listed")
         if files[entry.base].blake3 != entry.base_blake3:

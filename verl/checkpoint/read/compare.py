@@ -20,7 +20,7 @@ from verl.utils.saved_targets import current_targets
 ABSENT = "absent"
 DOCUMENT_LIMIT_BYTES = 2**18
 CHUNK_ELEMENTS = 2**22
-# What no two saves share, and what has a line of its own.
+# Entries that always differ, or that are reported separately.
 PASSED_OVER = ("saved_at", "sequence", "manifest_checksum", "loss_history", "wall_clock", "time_stamps")
 
 

@@ -186,15 +186,15 @@ def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPa
         CheckpointReadFailed: the file system refused.
     """
     if is_address(str(path)):
-        raise CheckpointNotFound(f"{path} lies in object storage: {PULL_FIRST.format(path)}")
+        raise CheckpointNotFound(f"{path} is in object storage: {PULL_FIRST.format(path)}")
     disk = disk or FileSystem()
     given = Path(path).expanduser().absolute()
     with read_errors(f"looking at {path}"):
         if given.name == LATEST and _holds_checkpoints(disk, given.parent):
             return ResolvedPath(given.parent, LATEST)
         real = Path(os.path.realpath(given))
-        beside = CheckpointDirectory(real.parent, disk)
-        if beside.exists(real) and beside.is_candidate(real):
+        parent = CheckpointDirectory(real.parent, disk)
+        if parent.exists(real) and parent.is_candidate(real):
             return ResolvedPath(real.parent, real.name)
         for directory in (real, real / OF_A_RUN, *_pointed_to(disk, real)):
             if _holds_checkpoints(disk, directory):
@@ -279,7 +279,7 @@ def _instead(disk: FileSystem, given: Path, real: Path) -> str:
         return "does not exist"
     for parent in real.parents:
         if CheckpointDirectory(parent.parent, disk).is_candidate(parent):
-            return f"lies inside the checkpoint {parent}: give that directory"
+            return f"is inside the checkpoint {parent}: give that directory"
     if not is_directory(disk, real):
         return "is a file: give a directory of checkpoints, or one checkpoint"
     if below := _below(disk, real / OF_A_RUN, levels=2) or _below(disk, real, levels=2):
@@ -299,7 +299,13 @@ def _below(disk: FileSystem, directory: Path, levels: int) -> list[Path]:
     return [path for below in inside for path in _below(disk, below, levels - 1)]
 
 
-OWN_DIRECTORIES = (STAGING, TRASH, OBJECTS, PINS, UPLOADED)  # of a store: what else lies there is removed, or believed
+OWN_DIRECTORIES = (
+    STAGING,
+    TRASH,
+    OBJECTS,
+    PINS,
+    UPLOADED,
+)  # directories of a store
 
 
 def refuse_inside(path: Path, what: str) -> None:
@@ -315,7 +321,7 @@ def refuse_inside(path: Path, what: str) -> None:
     for inner, outer in zip((real, *real.parents), real.parents):
         named = outer.name.startswith("global_step_") and ((outer / COMMIT).exists() or (outer / MANIFEST).exists())
         if named or ((outer / COMMIT).is_file() and (outer / MANIFEST).is_file()):
-            reason = f"it lies in the checkpoint {outer}, which is never changed"
+            reason = f"it is inside the checkpoint {outer}, which is never changed"
         elif inner.name in OWN_DIRECTORIES and (outer / FORMAT).is_file():
             reason = f"{inner} is the store's own, which it cleans"
         else:

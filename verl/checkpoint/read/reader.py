@@ -81,7 +81,7 @@ class CheckpointReader:
             pass
 
     def pieces(self, path: str) -> Iterator[memoryview]:
-        """All of a file, a leaf at a time.
+        """Yield the whole content of a file, one leaf at a time.
 
         Raises:
             CheckpointCorrupt: bytes are not those that were written.

@@ -1,6 +1,6 @@
 """Checkpoints in object storage, behind the local disk.
 
-commit_log      The commit log of a remote store: numbered records, each created once by whoever is first
+commit_log      The commit log of a remote store: numbered records, each created by a conditional put
 download        Download of one checkpoint from a remote store into a directory
 lease           The lease of a run on its place in a remote store
 remote_store    Checkpoints of a remote store: which there are, which is the newest, are they complete

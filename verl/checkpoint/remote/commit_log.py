@@ -1,4 +1,4 @@
-"""The commit log of a remote store: numbered records, each created once by whoever is first.
+"""The commit log of a remote store: numbered records, each created by a conditional put.
 
 Claims of trainers and checkpoints are both records. A writer can create only the number after the last record, so it
 has read all earlier records; a trainer whose claim was superseded therefore finds out when it creates the record that
@@ -76,9 +76,7 @@ class CommitLog:
             ObjectDamaged: a record cannot be read.
         """
         listed = [found.key for found in self.store.list(LOG)]
-        numbers = {
-            int(found[1]) for key in listed if (found := KEY.fullmatch(key))
-        }  # what else lies there is no record
+        numbers = {int(found[1]) for key in listed if (found := KEY.fullmatch(key))}  # other objects are not records
         if max(numbers, default=0) > 2 * (len(numbers) + self._last) + UNLISTED:
             raise ObjectDamaged(f"{self.store.url(LOG)} lacks most of the records before {_key(max(numbers))}")
         missing = [number for number in range(1, max(numbers, default=0) + 1) if number not in self._records]

@@ -1,6 +1,6 @@
 """The lease of a run on its place in a remote store, so that two living runs never upload to one prefix.
 
-    leases/000000000007.json    who holds it, and how often it was renewed; the highest number is the one that counts
+    leases/000000000007.json    its holder, and how often it was renewed; the highest number is valid
 
 A lease is taken by creating the object of the next number, which succeeds for only one process, renewed by writing the
 object again, and released by a final write. A run that finds a lease waits to see whether it is renewed, which means
@@ -140,7 +140,7 @@ class StoreLease:
     def _data(self) -> bytes:
         self._own = replace(self._own, renewals=self._own.renewals + 1, renewed_at=time.time())
         line = json.dumps(asdict(self._own)).encode()
-        return line.ljust(-(-len(line) // PADDED_BYTES) * PADDED_BYTES)  # as long as before, for who reads meanwhile
+        return line.ljust(-(-len(line) // PADDED_BYTES) * PADDED_BYTES)  # constant length, for concurrent readers
 
 
 def newest_lease(store: ObjectStore) -> tuple[int, LeaseRecord | None]:

@@ -47,7 +47,7 @@ class CheckpointTier:
         return self.storage.address
 
     def connect(self) -> RemoteStore:
-        """Its checkpoints; nothing is asked yet."""
+        """Its checkpoints; no request is sent yet."""
         return RemoteStore(self.storage.connect())
 
     def refused(self, error: StorageRefused) -> ConfigError:
@@ -104,7 +104,7 @@ def tier_of(
 ) -> CheckpointTier | None:
     """The tier of a run: `checkpoint.cold_storage` where it is given, else `storage`; None without either.
 
-    It lies at `PREFIX/checkpoints/PROJECT/EXPERIMENT`, as checkpoints do on the local disk.
+    It is at `PREFIX/checkpoints/PROJECT/EXPERIMENT`, like checkpoints on the local disk.
     """
     if settings is None or settings.upload_interval is None:
         return None
@@ -154,8 +154,8 @@ def newest_of_tiers(
     except StorageError as error:
         if not complete:
             raise ConfigError(
-                f"resume is 'latest': there is no checkpoint in {directory}, and {tier.address} cannot be asked "
-                f"whether it has one ({error}). Fix that, or start without resume."
+                f"resume is 'latest': there is no checkpoint in {directory}, and {tier.address} cannot be "
+                f"read ({error}). Fix that, or start without resume."
             ) from error
         log.error(
             "%s does not answer (%s), so a newer checkpoint there is not found: resuming from the local disk",
@@ -202,7 +202,7 @@ def newest_of_tiers(
 def _seen(
     local: CheckpointDirectory, remote: RemoteStore, found: Checkpoint | LogRecord
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """A checkpoint and what its `trainer_state.json` tells, where it lies."""
+    """A checkpoint with its location and its `trainer_state.json`."""
     if isinstance(found, Checkpoint):
         return found, read_state(local.disk, found)
     published = remote.open(found)
@@ -213,7 +213,7 @@ def bring(address: str, save_dir: Path, storage: Storage | None = None) -> tuple
     """Fetch what an address names: a tier, of which the newest is meant, or one checkpoint of it; and the place of the
     tier.
 
-    It is fetched into a directory of its own below `save_dir/fetched`, which may be removed at any time.
+    It is downloaded to a directory below `save_dir/fetched`, which may be deleted at any time.
 
     Args:
         storage: whose settings are taken over where it is of the same kind.
@@ -272,16 +272,16 @@ def find_at(address: str, storage: Storage | None = None) -> tuple[RemoteStore, 
     below = [found.key.removesuffix(suffix) for found in tier.store.list() if found.key.endswith(suffix)]
     if len(below) == 1:
         return RemoteStore(named.below(below[0]).connect()), None
-    said = (
+    reason = (
         f"did you mean {' or '.join(f'{named.address}/{one}' for one in below[:3])}?" if below else "nothing is there"
     )
-    raise CheckpointNotFound(f"{address} holds no checkpoints: {said}")
+    raise CheckpointNotFound(f"{address} holds no checkpoints: {reason}")
 
 
 def _in_order(
     local: CheckpointDirectory, complete: list[Checkpoint], records: list[LogRecord]
 ) -> Iterator[Checkpoint | LogRecord]:
-    """The newest first; of a checkpoint that lies in both tiers, the local copy."""
+    """Checkpoints, newest first; for one in both tiers the local copy."""
     of_local = [((one.sequence, 1, manifest_digest(local.disk, one)), one) for one in complete]
     of_store = [((record.sequence, 0, record.manifest), record) for record in records]
     for _, found in sorted([*of_local, *of_store], key=lambda pair: pair[0], reverse=True):

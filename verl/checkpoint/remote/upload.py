@@ -71,7 +71,7 @@ class CheckpointUpload:
         return UploadResult(record, sent_bytes=sum(entry.size for entry in sent), num_sent=len(sent))
 
     def put_objects(self, published: Checkpoint) -> list[FileEntry]:
-        """Small files several at a time, for the time that each request takes; large ones in parts, one by one."""
+        """Upload small files concurrently, since each costs a round trip, and large ones one by one in parts."""
         entries = {object_key(entry): entry for entry in published.manifest.files if entry.size}
         wanted = [entry for key, entry in entries.items() if key not in self._there]
         small = [entry for entry in wanted if entry.size <= SMALL_BYTES]

@@ -142,7 +142,7 @@ class UploadWorker:
         return is_upload_confirmed(self._directory.disk, published, self._cold.address)
 
     def _withdraw_lost(self) -> None:
-        """Upload again what the store had confirmed, and knows nothing of any more: somebody emptied it."""
+        """Upload confirmed checkpoints again if the store no longer has them, since it was emptied."""
         known = {record.manifest for record in self._log.records()}
         for published in self._directory.survey()[0]:
             if self._is_there(published) and manifest_digest(self._directory.disk, published) not in known:
@@ -175,7 +175,7 @@ class UploadWorker:
 
 
 def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None:
-    """Upload when asked to, until asked to finish or the channel is closed."""
+    """Upload on request, until the request to finish or the end of the channel."""
     logging.basicConfig(format="uploader: %(levelname)s %(name)s: %(message)s", level=logging.ERROR)
     with contextlib.suppress(OSError):
         os.nice(setting.niceness)
@@ -217,7 +217,7 @@ def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None
             pause_s = setting.shortest_pause_s
         except CheckpointFenced as error:
             tell(UploadEvent(kind="fenced", error=str(error)))
-            asked.wait()  # for the request to finish; nothing is uploaded any more
+            asked.wait()  # for the request to finish; uploads have ended
             break
         except (StorageError, CheckpointError, VerlError, OSError) as error:
             what, is_refused = redact(f"{type(error).__name__}: {error}"), isinstance(error, StorageRefused)
@@ -235,7 +235,7 @@ def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None
 
 
 def _pause(pause_s: float, finishing: threading.Event, is_last: bool) -> None:
-    """Wait before the store is asked again; shorter where the run is about to end."""
+    """Wait before a retry; shorter if the run is about to end."""
     while pause_s > 0 and (is_last or not finishing.is_set()):
         report("waiting to ask the store again")
         finishing.wait(min(1.0, pause_s)) if not is_last else time.sleep(min(1.0, pause_s))
@@ -297,7 +297,7 @@ class Uploader:
         self._say(LOOK)
 
     def heard(self) -> list[UploadEvent]:
-        """What has happened since it was last asked."""
+        """Events since the last call."""
         with self._changed:
             events, self._events = self._events, []
         return events
@@ -338,8 +338,8 @@ class Uploader:
                     return
                 assert self.child is not None
                 try:
-                    self.child.channel.send(command, timeout_s=0.0)  # it may be stopped, and training waits for nobody
-                except TimeoutError:  # it has not taken in what it was told before: `_watch` sees to it
+                    self.child.channel.send(command, timeout_s=0.0)  # it may be suspended, and training must not wait
+                except TimeoutError:  # it has not received earlier messages: handled by `_watch`
                     self._num_commands += 1
                     return
                 except OSError:
@@ -374,11 +374,11 @@ class Uploader:
     def _listen(self, child: ChildProcess) -> None:
         with contextlib.suppress(ChannelClosed, pickle.UnpicklingError):
             while True:
-                self._hear(child.channel.receive())
+                self._handle(child.channel.receive())
         with self._changed:
             self._changed.notify_all()
 
-    def _hear(self, message: UploadEvent) -> None:
+    def _handle(self, message: UploadEvent) -> None:
         with self._changed:
             self._is_done |= message.kind == "done"
             self.is_fenced |= message.kind == "fenced"

@@ -1,4 +1,4 @@
-"""CheckpointWriter: saves live tensors as a committed checkpoint while training goes on.
+"""CheckpointWriter: saves live tensors as a committed checkpoint, while training continues.
 
     save()         plans, and returns                                       milliseconds
     copying        a thread copies the tensors into one of two host buffers   wait_copied() before weights change
@@ -129,7 +129,7 @@ class CheckpointWriter:
         self.reserve(plan_of(request)[0].num_bytes)
 
     def reserve(self, num_bytes: int) -> None:
-        """`prepare` for saves of so many bytes."""
+        """`prepare` for saves of this many bytes."""
         if self.mode == "async" and (host_buffer := self._host_buffers.acquire(None)) is not None:
             self._to_copy.put(_Reservation(host_buffer, num_bytes))
 
@@ -175,7 +175,7 @@ class CheckpointWriter:
             self._last.copied.wait()  # saves are copied one after another
 
     def poll(self, raises: bool = True) -> list[SaveOutcome]:
-        """What has become of saves since it was last asked.
+        """Outcomes of saves since the last call.
 
         Args:
             raises: raise the error of the first that failed; the others are reported by the next call.
@@ -198,7 +198,7 @@ class CheckpointWriter:
         Args:
             timeout_s: in total; None waits as long as they make progress.
         Raises:
-            CheckpointWriteFailed: a save takes longer than `timeout_s`, or makes no progress; it goes on.
+            CheckpointWriteFailed: a save takes longer than `timeout_s`, or makes no progress; it continues.
         """
         with self._changed:
             if timeout_s is None:
@@ -209,7 +209,7 @@ class CheckpointWriter:
         return self.poll(raises)
 
     def _watch(self, timeout_s: float | None = None) -> ProgressWatch:
-        """Of saves under way; by default longer than it takes to replace a process that stands still, twice."""
+        """Timeout for saves in progress; by default longer than replacing a hanging process twice."""
         limit_s = 2 * self._timeout_s + START_TIMEOUT_S + END_TIMEOUT_S if timeout_s is None else timeout_s
         return ProgressWatch(self._progress, limit_s, look_every_s=2 * WAIT_EVERY_S)
 
@@ -308,7 +308,7 @@ class CheckpointWriter:
         self._to_write.put(wanted)
 
     def _copy(self, job: _Job) -> None:
-        """Fill the job's host buffer. It is given to the writer before, which reads as far as it is filled."""
+        """Fill the job's host buffer. The writer has it already, and reads as far as it is filled."""
         assert job.snapshot is not None
         memory = None
         try:
@@ -316,7 +316,7 @@ class CheckpointWriter:
             note_progress(memory, 0)
             self._to_write.put(job)
             job.snapshot.run(job.host_buffer, job.plan.num_bytes)
-        except BaseException as error:  # told by poll; Ctrl-C comes only where there is no thread
+        except BaseException as error:  # reported by poll; Ctrl-C occurs only without a thread
             job.copy_error = error if isinstance(error, Exception) else _interrupted(job)
             if memory is None:
                 self._end(job, error=job.copy_error)
@@ -348,8 +348,8 @@ class CheckpointWriter:
         if error is not None:
             log.error("the checkpoint of step %d failed: %s", job.plan.step, error)
         if error is not None and job.plan.joint is not None and not job.plan.joint.commits:
-            told = f"{type(error).__name__}: {error}"
-            submit_failure(self.store.disk, job.plan.joint.directory, job.plan.joint.name, told)
+            reason = f"{type(error).__name__}: {error}"
+            submit_failure(self.store.disk, job.plan.joint.directory, job.plan.joint.name, reason)
         if job.staging is not None:
             job.staging.abort()  # after a publication only its lock is left
         self._host_buffers.give_back(job.host_buffer)

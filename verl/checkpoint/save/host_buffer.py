@@ -36,7 +36,7 @@ class HostBuffer:
 
     Attributes:
         number: of this piece of memory; another one after it has grown.
-        memory: mapped here; None as long as nothing was asked for.
+        memory: mapped memory; None before the first allocation.
         before_release: called once before the memory is given back.
     """
 
@@ -49,7 +49,7 @@ class HostBuffer:
         _living.add(self)
 
     def fit(self, num_bytes: int) -> mmap.mmap:
-        """Have at least so many bytes; what was in it is lost where it must grow.
+        """Allocate at least this many bytes; the content is lost if it must grow.
 
         Raises:
             OSError: there is not so much memory.
@@ -94,7 +94,7 @@ class HostBufferPool:
 
         Args:
             num_bytes: that it is to hold.
-            watch: of those that use them: it is waited for them, as long as they make progress; None waits for nobody.
+            watch: progress of the users of buffers; waits as long as they make progress; None does not wait.
         """
         with self._changed:
             while not self._free or not self._has_room(num_bytes):
@@ -106,7 +106,7 @@ class HostBufferPool:
     def _has_room(self, num_bytes: int) -> bool:
         """Whether the next free one can hold so much without taking the memory that this machine needs."""
         asked = num_bytes - self._free[-1].num_bytes
-        if asked <= 0 or len(self._free) == len(self._all):  # one buffer there has to be
+        if asked <= 0 or len(self._free) == len(self._all):  # at least one buffer is needed
             return True
         free = free_main_memory()
         return free is None or ROOM_FACTOR * asked <= free
@@ -135,7 +135,7 @@ class HostBufferPool:
 
 
 def note_progress(memory: mmap.mmap, end: int) -> None:
-    """Tell whoever reads the memory that all before `end` is there, or that it never will be (FAILED)."""
+    """Publish to readers that the memory up to `end` is filled, or never will be (FAILED)."""
     with memoryview(memory) as view, view[:8].cast("q") as head:
         head[0] = end
 

@@ -111,7 +111,7 @@ class DeltaPolicy:
     Args:
         newest: the checkpoint before this save; None where there is none.
         pinned: the checkpoint that `base` names, or None.
-        tensors: that lie in the files of this save.
+        tensors: in the files of this save.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ def execute_plan(
     """Write, hash and publish one save, then prune.
 
     Args:
-        source: memory in which the images of the plan lie; what was copied there must not change meanwhile.
+        source: memory with the images of the plan; it must not change meanwhile.
         fewest_direct_bytes: of a file that is written past the page cache.
     Raises:
         CheckpointError: nothing was published. What retention could not do is in the report instead.
@@ -410,7 +410,7 @@ def _prune(store: CheckpointStore, retention: Retention | None) -> tuple[tuple[s
 
 
 class _PhaseTimer:
-    """Seconds since it was last asked."""
+    """Seconds since the last call."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()

@@ -96,7 +96,7 @@ def collect_reports(
 ) -> list[RankReport]:
     """Wait for the reports of all participants, which stay where they are until the save is published.
 
-    They come in the order of the names, whoever was first: the same content is then the same manifest.
+    They are sorted by name, so that equal content gives an equal manifest.
 
     Args:
         late_s: without a report, and without a byte more in the staging directory.
@@ -135,7 +135,7 @@ class _Waiting:
         self._looked_at = time.monotonic()
 
     def idle_s(self) -> float:
-        """Seconds; asked for again and again, it looks at the files now and then."""
+        """Seconds without progress; repeated calls check the files from time to time."""
         now = time.monotonic()
         passed_s = min(now - self._looked_at, SIZES_EVERY_S)
         self._looked_at, self._idle_s, self._unseen_s = now, self._idle_s + passed_s, self._unseen_s + passed_s
@@ -154,11 +154,11 @@ def abandon_missing(disk: FileSystem, directory: Path, names: Collection[str], r
 
 
 def _report(name: str, data: bytes, directory: Path) -> RankReport:
-    told = json.loads(data)
-    if "error" in told:
-        raise CheckpointIncomplete(directory, [FileFault(name, f"could not write its part: {told['error']}")])
-    wrapped = Manifest.from_bytes(told["manifest"].encode())
-    return RankReport(name, wrapped.files, wrapped.tensors, tuple(told["shared"]), wrapped.deltas)
+    report = json.loads(data)
+    if "error" in report:
+        raise CheckpointIncomplete(directory, [FileFault(name, f"could not write its part: {report['error']}")])
+    wrapped = Manifest.from_bytes(report["manifest"].encode())
+    return RankReport(name, wrapped.files, wrapped.tensors, tuple(report["shared"]), wrapped.deltas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ class IncrementalSettings:
 
     Args:
         base: the checkpoint that deltas are taken from; None is the newest one that holds the file whole.
-        saves_per_base: after so many a file is written whole again.
+        saves_per_base: number of saves after which a file is written in full again.
         pays_below: size of a delta relative to its file, above which the file is written.
     """
 
@@ -178,7 +178,7 @@ class IncrementalSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkedFile:
-    """A file taken over from an earlier checkpoint of the same directory, unread, with the tensors that lie in it.
+    """A file that is linked from an earlier checkpoint of the same directory, with its tensors, without reading it.
 
     Args:
         path: within the new checkpoint.
@@ -211,7 +211,7 @@ class CopiedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFile:
-    """A file from outside that nobody changes any more: hard-linked where the file system can, and not read.
+    """An immutable external file: hard-linked if the file system allows, and not read.
 
     Args:
         path: within the new checkpoint.
@@ -229,9 +229,9 @@ class SavePlan:
     """One save.
 
     Args:
-        num_bytes: of the memory in which the images lie.
+        num_bytes: size of the memory for the images.
         images: files to be written, on boundaries of pages in the memory.
-        tensors: what lies in the images.
+        tensors: tensors in the images.
         links, copies, shared: files that are there already.
         state: for `trainer_state.json`.
         metrics: at this step, for retention.

@@ -72,7 +72,7 @@ class SavedComponent:
         files: other files by name.
         constant_files: those that likely never change, such as a tokenizer's: bytes are shared with earlier saves.
         max_shard_bytes: of a model.
-        shards: names of tensors by file, where somebody has divided a model among several writers already.
+        shards: names of tensors by file, if a model is already split over several writers.
     """
 
     tensors: Sequence[TensorItem] = ()
@@ -122,7 +122,7 @@ class CopyRegion:
 
 
 def plan_of(request: SaveRequest) -> tuple[SavePlan, list[CopyRegion]]:
-    """Where everything will lie in memory, file after file, and what must be copied there.
+    """The memory layout of all files, and the copies into it.
 
     Raises:
         ValueError: a type that safetensors does not know, two files or tensors of one name, a slice without a place.
@@ -206,7 +206,7 @@ def _descriptions(directory: str, component: SavedComponent) -> Iterator[TensorB
             raise ValueError(f"{where} is of {item.tensor.dtype}, which safetensors does not know. Save it as another")
         is_dense = item.tensor.layout is torch.strided and not item.tensor.is_meta
         if not is_dense or (item.tensor.numel() and not item.tensor.untyped_storage().nbytes()):
-            raise ValueError(f"{where} is no dense tensor with memory of its own")
+            raise ValueError(f"{where} is not a dense tensor with its own memory")
         if (item.shape is None) != (item.start is None):
             raise ValueError(f"{where} is a slice: it needs both `shape`, of the whole tensor, and `start`")
         if item.shape is not None and component.file is None:

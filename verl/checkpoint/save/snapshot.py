@@ -1,4 +1,4 @@
-"""Snapshots: live tensors copied into a host buffer while training goes on.
+"""Snapshots: live tensors copied into a host buffer.
 
     compute stream  ──forward, backward───────────┬── optimizer step        (weights may change)
                      │ ready                      │ wait_copied
@@ -42,7 +42,7 @@ class Snapshot:
     def __init__(self, pieces: Sequence[CopyRegion], num_threads: int):
         self._pieces, self._num_threads = pieces, num_threads
         devices = {piece.content.device for piece in pieces if isinstance(piece.content, torch.Tensor)}
-        # What the compute streams have been asked for so far is done before these events.
+        # Work queued on the compute streams so far is done before these events.
         self._ready = {device: _event(device) for device in devices if device.type == "cuda"}
 
     def run(self, host_buffer: HostBuffer, num_bytes: int) -> None:
@@ -57,7 +57,7 @@ class Snapshot:
             )
         target = torch.frombuffer(memory, dtype=torch.uint8)
         waiting = self._start_device_copies(target)
-        # What lies on a device comes when it comes: nothing is told before it is there.
+        # Copies from a device are asynchronous: nothing is published before they have finished.
         tells = (lambda end: None) if waiting else partial(note_progress, memory)
         _memmove_all(target, list(self._host_copies(target)), self._num_threads, tells)
         for event in waiting:
@@ -79,7 +79,7 @@ class Snapshot:
         return waiting
 
     def _host_copies(self, target: torch.Tensor) -> Iterator[Copy]:
-        """Chunks for memmove; what has gaps, or lies on other devices, is copied at once."""
+        """Chunks for memmove; tensors with gaps or on other devices are copied directly."""
         for piece in self._pieces:
             content = piece.content
             if isinstance(content, bytes):

@@ -70,7 +70,7 @@ class WriterProcess:
                 "verl.checkpoint.save.writer_process",
                 self._progress,
                 slot=OF_PROCESS,
-                without=["VERL_RAY_SESSION"],  # it outlives whoever started it, to finish a save
+                without=["VERL_RAY_SESSION"],  # it outlives its parent, to finish a save
                 output=2,
                 stuck_s=min(STUCK_S, self._timeout_s),
             )
@@ -85,7 +85,7 @@ class WriterProcess:
         """Have a plan carried out, and wait for it.
 
         Raises:
-            WriterDied: nobody knows how far it came; may be tried again.
+            WriterDied: its progress is unknown; the save may be retried.
             Exception: what was raised over there.
         """
         child = self._started()
@@ -175,7 +175,7 @@ class WriterClient:
             log.warning("the checkpoint writer is not there yet: %s", error)
 
     def carry_out(self, plan: SavePlan, host_buffer: HostBuffer) -> SaveReport:
-        """Write and publish what lies in a host buffer.
+        """Write and publish the content of a host buffer.
 
         Raises:
             CheckpointError: nothing was published.

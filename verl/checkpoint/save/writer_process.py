@@ -31,7 +31,7 @@ class WriterProcessSettings:
     """What is the same for all saves.
 
     Attributes:
-        disk_type: class of the store's disk, which is made anew here.
+        disk_type: class of the store's file system, which is instantiated here.
         claim: on the directory, taken by the trainer.
         niceness: added to the priority value of this process.
     """
@@ -109,7 +109,7 @@ def _pickled(error: Exception) -> bytes:
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
-    except Exception:  # noqa: BLE001 - an error of somebody's own making; its text travels
+    except Exception:  # noqa: BLE001 - user-defined errors are sent as text
         data = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     return data
 

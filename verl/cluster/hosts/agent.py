@@ -137,7 +137,7 @@ class HostAgent:
                 worker.send(self._post.pack(call))
 
     def _to_driver(self, worker: ShmChannel) -> None:
-        """Relay replies, until the worker hangs up or ends."""
+        """Relay replies until the worker disconnects or ends."""
         try:
             while True:
                 self._calls.send(serialize(worker.receive()))

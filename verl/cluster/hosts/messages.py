@@ -43,7 +43,7 @@ class AgentStart:
         num_threads: that torch may use.
         environment: variables of the worker.
         log: a file for what it prints, if the directory above its own is there on the agent's host.
-        look_every_s: how often its status is asked for.
+        look_every_s: interval of status requests.
     """
 
     number: int
@@ -61,7 +61,7 @@ class StatusRequest:
 
 @dataclass(frozen=True)
 class StackRequest:
-    """Ask the worker where it stands."""
+    """Request the stacks of the worker."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class StackReply:
-    """Where the threads of the worker stand, empty if it does not react; and the end of its log."""
+    """Stacks of the worker's threads, empty if it does not react; and the end of its log."""
 
     stack: str
     tail: str

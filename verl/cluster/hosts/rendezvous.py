@@ -1,4 +1,4 @@
-"""How agents on several hosts find the driver: its address and a key in torchrun's store, and who may speak.
+"""How agents on several hosts find the driver: its address and a key in torchrun's store, and authentication.
 
 driver   DriverListener ──addresses, port, key──> store of torchrun ──> agent of rank r     DriverSearch
          <──────────── two connections, each opened by a proof that both sides have the key ──────────
@@ -53,7 +53,7 @@ class DriverAddress:
         """A connection to the driver.
 
         Raises:
-            ConnectionError: nobody who has the key listens at any of its addresses.
+            ConnectionError: no process with the key listens at any of its addresses.
         """
         for address in self.addresses:
             with contextlib.suppress(OSError):
@@ -155,7 +155,7 @@ class DriverListener:
             yield watched_channel(found)
 
     def close(self) -> None:
-        """Let nobody else in."""
+        """Stop accepting connections."""
         self._socket.close()
 
 

@@ -88,7 +88,7 @@ class _Peer:
         self.calls, self.watch, self.hello = calls, watch, hello
         self.outbox: SimpleQueue[Serialized | None] = SimpleQueue()
         self.status: WorkerStatus | None = None
-        self.asked_at: float | None = None  # of a status that is not answered yet
+        self.asked_at: float | None = None  # time of the pending status request
         self.stack: StackReply | None = None
         self.tail = ""
         self.telling = threading.Lock()
@@ -100,7 +100,7 @@ class _Peer:
                 self.watch.send(StatusRequest())
 
     def tell(self, message: Any) -> None:
-        with self.telling, contextlib.suppress(OSError):  # who listens to it will notice that it is gone
+        with self.telling, contextlib.suppress(OSError):  # its receiver will notice the loss
             self.watch.send(message)
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class HostsTransport:
 
     Args:
         logs: directory for what workers print, on hosts that have it.
-        look_every_s: how often the status of each is asked for.
+        look_every_s: interval of status requests to each.
     """
 
     def __init__(self, place: TorchrunPlace, num_threads: int, logs: Path | None, look_every_s: float):
@@ -289,7 +289,7 @@ class HostsTransport:
         except (ChannelClosed, OSError, ValueError) as error:
             host = peer.hello.host
             how = "does not answer any more: it is down, or the network to it" if is_host_lost(error) else ""
-            gone = "ended: torchrun, or somebody else, has killed it, or it has crashed"
+            gone = "ended: it was killed, by torchrun or otherwise, or it has crashed"
             words = f"its host {host} {how}" if how else f"the process of torchrun for it on {host} {gone}"
             group.on_end(rank, partial(str, words))
 
@@ -310,5 +310,5 @@ class HostsTransport:
 
 
 def _copied(serialized: Serialized) -> Serialized:
-    """Of its own: what it was made of may change before it is sent."""
+    """Copy the message, since its source may change before it is sent."""
     return Serialized(serialized.head, [buffer.copy() for buffer in serialized.buffers])

@@ -168,7 +168,7 @@ class RaySession:
 
 @dataclass(frozen=True)
 class RayMachine:
-    """A machine of a cluster, and what it has in all."""
+    """A machine of a cluster, with its total resources."""
 
     name: str
     cpus: float
@@ -245,10 +245,10 @@ def _short_directory() -> TemporaryDirectory:
 
 
 def _knock(address: str) -> None:
-    """Ray ends the whole process where nobody answers at an address: so somebody must.
+    """Check that a cluster answers at an address; Ray would otherwise end this process.
 
     Raises:
-        OSError: nobody does.
+        OSError: none does.
     """
     host, _, port = address.rpartition(":")
     if host and port.isdigit():

@@ -43,7 +43,7 @@ class RayPlacement(Placement):
             as many, and the STRICT_ ones insist.
         object_store_mib: shared memory for batches under way, of a cluster that is started here; null as Ray chooses.
         start_timeout_s: how long room in the cluster is waited for.
-        call_timeout_s: when no worker has made progress with a call for so long, the one that stands still is named,
+        call_timeout_s: when no worker has made progress with a call for this long, the one that hangs is named,
             and all are ended.
         max_restarts: of a run that lost a worker, from its last checkpoint; 0 for none.
     """

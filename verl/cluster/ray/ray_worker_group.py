@@ -1,6 +1,6 @@
 """Roles in Ray actors, on this machine or on a cluster: the same calls, futures and errors as with sibling processes.
 
-    driver ──batch──> object store ──> actor 0, actor 1, ...     each takes its rows from where the batch lies
+    driver ──batch──> object store ──> actor 0, actor 1, ...     each reads its rows from the batch
            <─────replies───────── object store <──                           rows joined in their order
                                                    actor 0 <──gloo/nccl──> actor 1
 
@@ -145,7 +145,7 @@ class RayTransport:
         self._bundles = bundles or SharedBundles(own, group.size, group.strategy)
         self.progress, self.pids = Progress(num_slots=group.size), []
         self._actors: list[Any] = []
-        self._counts: dict[int, int] = {}  # of each worker's progress, when it was asked last
+        self._counts: dict[int, int] = {}  # last known progress counter of each worker
         self._shares_store = False  # all actors share the driver's memory: they are on its machine
         self._room: Any = None
         self._inbox: SimpleQueue[tuple[int, list[Any]] | None] = SimpleQueue()
@@ -239,7 +239,7 @@ class RayTransport:
                 ready = ready or ray.wait(list(tracked), timeout=LOOK_EVERY_S)[0]
                 for ref in ready:
                     self._take(group, ref, *tracked.pop(ref))
-            except Exception as error:  # noqa: BLE001 - whoever waits for an answer is told
+            except Exception as error:  # noqa: BLE001 - raised where the reply is awaited
                 broken = f"the connection to Ray broke ({type(error).__name__}: {error})"
                 group.on_end(0, partial(str, broken))
                 return
@@ -260,30 +260,30 @@ class RayTransport:
         return group.on_reply(number, rank, answer)
 
     def look(self, ranks: Sequence[int]) -> None:
-        for rank, told in self._told_progress(ranks).items():
-            if told is not None and told[0] != self._counts.get(rank):
-                self._counts[rank] = told[0]
+        for rank, progress in self._progress_of(ranks).items():
+            if progress is not None and progress[0] != self._counts.get(rank):
+                self._counts[rank] = progress[0]
                 self.progress.advance(slot=rank)
 
-    def _told_progress(self, ranks: Sequence[int]) -> dict[int, tuple[int, str] | None]:
+    def _progress_of(self, ranks: Sequence[int]) -> dict[int, tuple[int, str] | None]:
         """By rank, of those that answer: what they say of their progress; None of one that has ended."""
-        told: dict[int, tuple[int, str] | None] = {}
+        progress: dict[int, tuple[int, str] | None] = {}
         with contextlib.suppress(RayError):
             asked = [self._actors[rank].progress.options(concurrency_group="watch").remote() for rank in ranks]
             answered, _ = ray.wait(asked, num_returns=len(asked), timeout=STACK_TIMEOUT_S) if asked else ([], [])
             for rank, ref in zip(ranks, asked, strict=True):
                 if ref in answered:
-                    told[rank] = None
-                    with contextlib.suppress(RayError):  # whoever waits for its answer is told
-                        told[rank] = ray.get(ref)
-        return told
+                    progress[rank] = None
+                    with contextlib.suppress(RayError):  # raised where its reply is awaited
+                        progress[rank] = ray.get(ref)
+        return progress
 
     def stopped_s(self, ranks: Sequence[int], time_of: StoppedTime) -> float:
         """Not looked at: an actor may be on another machine, and one that is stopped makes no progress."""
         return 0.0
 
     def inert(self, ranks: Sequence[int]) -> Sequence[int]:
-        return sorted(set(ranks) - self._told_progress(ranks).keys())
+        return sorted(set(ranks) - self._progress_of(ranks).keys())
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         stacks, end = dict.fromkeys(ranks, ""), Deadline(STACK_TIMEOUT_S)

@@ -1,7 +1,7 @@
 """The engine of `rollout=server`: one request for each response, and weights that are updated where the server can.
 
 prompts ──> requests, each with its seed ──> client ──> server
-rows    <── tokens and log-probs         <──┘   asked again: only what failed
+rows    <── tokens and log-probs         <──┘   retried: only failed requests
 sync    ──> weights ──> server, proven by log-probs of fixed text on both sides
 """
 
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 MICRO_BATCH_TOKENS = 16384  # of a forward pass where the trainer tells the log-probs
-NOISE_NATS = 1e-5  # below it nothing can be told of which weights a server holds
+NOISE_NATS = 1e-5  # below it the weights of a server cannot be distinguished
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class ServerSampler(RolloutEngine):
         self,
         options: ServerRollout,
         parts: ServerConnection,
-        wish: SamplingRequest,
+        sampling_params: SamplingRequest,
         model: Any,
         tokenizer: Any,
         seed: int,
         autocast: Autocast,
     ):
-        self.options, self.parts, self.wish, self.model = options, parts, wish, model
+        self.options, self.parts, self.sampling_params, self.model = options, parts, sampling_params, model
         self.seed, self.pad_id = seed, tokenizer.pad_token_id
         self.autocast: Autocast = autocast
         self._begun: _PendingResponses | None = None
@@ -158,15 +158,15 @@ class ServerSampler(RolloutEngine):
                 f"and the server takes {limit}. Lower it."
             )
         seed = self.seed if self.options.send_seed else None
-        return ServerTurns(self.parts.client, self.parts.protocol, self.wish, request, seed)
+        return ServerTurns(self.parts.client, self.parts.protocol, self.sampling_params, request, seed)
 
     def _begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         assert self._begun is None
         rows = [row[mask].tolist() for row, mask in zip(prompts["prompts"], prompts["prompt_mask"], strict=True)]
         self._refuse_too_long(max(map(len, rows), default=0))
-        wish = replace(self.wish, greedy=request.greedy)
+        sampling_params = replace(self.sampling_params, greedy=request.greedy)
         draws = [
-            GenerateRequest(self.parts.protocol, rows[i // request.num_samples], replace(wish, seed=seed))
+            GenerateRequest(self.parts.protocol, rows[i // request.num_samples], replace(sampling_params, seed=seed))
             for i, seed in enumerate(self._seeds(prompts, request))
         ]
         answers = self.parts.client.begin(draws, stop_at_failure=True) if self._asks else None
@@ -269,11 +269,11 @@ class ServerSampler(RolloutEngine):
                 prompt = int(begun.prompts["prompt_ids"][row // n])
                 raise RolloutError(
                     f"The server at {self.parts.client.endpoint.base_url} gives no response to prompt {prompt}, sample "
-                    f"{row % n}, asked {report.attempts} times: {report.failure}"
+                    f"{row % n}, sent {report.attempts} times: {report.failure}"
                 )
         again = sum(report.attempts > 1 for report in reports if report is not None)
         if again:
-            logger.warning("%d of %d responses were asked for more than once.", again, len(begun.draws))
+            logger.warning("%d of %d responses needed more than one request.", again, len(begun.draws))
 
     @torch.no_grad()
     def _trainers_log_probs(self, rows: DataProto, width: int) -> Tensor:

@@ -49,7 +49,7 @@ def connect(
         try:
             _refuse_absence(client)
             protocol, limit = _protocol(options, client, tokenizer)
-            wish = SamplingRequest(
+            sampling_params = SamplingRequest(
                 options.max_new_tokens,
                 options.min_new_tokens,
                 options.temperature,
@@ -60,14 +60,14 @@ def connect(
             )
             rows = probe_rows_for(protocol, tokenizer, _num_tokens(model, tokenizer), limit or 4096)
             _refuse_text_only(client, protocol, rows)
-            probe = LogProbCheck(client, protocol, rows, wish)
+            probe = LogProbCheck(client, protocol, rows, sampling_params)
             source = _source(options, probe)
             gap = _refuse_another_model(options, probe, model, autocast)
             if options.weights == "reload" and context.rank == 0:  # one process gives the server what all of them hold
                 transfer = ServerWeightUpdate(client, options.transfer_dir)
                 transfer.check()
             parts = ServerConnection(client, protocol, probe, transfer, limit, source, gap)
-            return ServerSampler(options, parts, wish, model, tokenizer, seed, autocast)
+            return ServerSampler(options, parts, sampling_params, model, tokenizer, seed, autocast)
         except BaseException as error:
             client.close()
             if transfer is not None:

@@ -26,13 +26,15 @@ class LogProbCheck:
     """Fixed rows of tokens, and their log-probs on both sides.
 
     Args:
-        wish: sampling options of this run.
+        sampling_params: sampling options of this run.
     """
 
-    def __init__(self, client: HTTPClient, protocol: ServerProtocol, rows: Rows, wish: SamplingRequest):
+    def __init__(self, client: HTTPClient, protocol: ServerProtocol, rows: Rows, sampling_params: SamplingRequest):
         self.client, self.protocol, self.rows = client, protocol, rows
-        self.wish = replace(wish, max_tokens=1, min_tokens=0, greedy=True, tells_prompt=True, seed=None)
-        self._drawing = replace(wish, max_tokens=DRAWN_TOKENS, min_tokens=0, seed=17)
+        self.sampling_params = replace(
+            sampling_params, max_tokens=1, min_tokens=0, greedy=True, tells_prompt=True, seed=None
+        )
+        self._drawing = replace(sampling_params, max_tokens=DRAWN_TOKENS, min_tokens=0, seed=17)
 
     def server_log_probs(self, rows: Rows | None = None) -> np.ndarray | None:
         """Log-probs of each token but the first, from the server, row by row; None if it does not return them.
@@ -41,7 +43,8 @@ class LogProbCheck:
             RolloutError: the server does not answer.
         """
         scored = [
-            drawn.prompt_log_probs for drawn in ask_server(self.client, self.protocol, rows or self.rows, self.wish)
+            drawn.prompt_log_probs
+            for drawn in ask_server(self.client, self.protocol, rows or self.rows, self.sampling_params)
         ]
         return None if None in scored else np.array([x for row in scored for x in row or ()])
 
@@ -57,7 +60,7 @@ class LogProbCheck:
         """
         drawn = ask_server(self.client, self.protocol, self.rows, self._drawing)
         longer = tuple((*row, *response.ids) for row, response in zip(self.rows, drawn, strict=True))
-        scored = ask_server(self.client, self.protocol, longer, self.wish)
+        scored = ask_server(self.client, self.protocol, longer, self.sampling_params)
         gaps = []
         for response, whole in zip(drawn, scored, strict=True):
             if whole.prompt_log_probs is None:
@@ -83,14 +86,14 @@ def probe_rows_for(protocol: ServerProtocol, tokenizer: Any, vocab_size: int, co
 
 
 def ask_server(
-    client: HTTPClient, protocol: ServerProtocol, rows: Sequence[Sequence[int]], wish: SamplingRequest
+    client: HTTPClient, protocol: ServerProtocol, rows: Sequence[Sequence[int]], sampling_params: SamplingRequest
 ) -> list[ServerResponse]:
     """One response for each row.
 
     Raises:
         RolloutError: the server gives no usable response after all retries.
     """
-    draws = [GenerateRequest(protocol, row, wish) for row in rows]
+    draws = [GenerateRequest(protocol, row, sampling_params) for row in rows]
     for report in client.ask(draws, stop_at_failure=True):
         if report is not None and report.failure is not None:
             raise RolloutError(f"the server does not answer a request for log-probs of fixed text: {report.failure}")

@@ -69,11 +69,11 @@ class ServerProtocol(ABC):
     takes_ids: bool
 
     @abstractmethod
-    def body(self, prompt: Sequence[int], wish: SamplingRequest) -> dict[str, Any]:
+    def body(self, prompt: Sequence[int], sampling_params: SamplingRequest) -> dict[str, Any]:
         """The request for one response to a prompt."""
 
     @abstractmethod
-    def read(self, answer: Any, prompt: Sequence[int], wish: SamplingRequest) -> ServerResponse:
+    def read(self, answer: Any, prompt: Sequence[int], sampling_params: SamplingRequest) -> ServerResponse:
         """The response.
 
         Raises:
@@ -88,18 +88,18 @@ class GenerateRequest(Request):
         drawn: the response, once it has arrived.
     """
 
-    def __init__(self, protocol: ServerProtocol, prompt: Sequence[int], wish: SamplingRequest):
-        self.path, self.protocol, self.prompt, self.wish = protocol.path, protocol, prompt, wish
+    def __init__(self, protocol: ServerProtocol, prompt: Sequence[int], sampling_params: SamplingRequest):
+        self.path, self.protocol, self.prompt, self.sampling_params = protocol.path, protocol, prompt, sampling_params
         self.drawn: ServerResponse | None = None
 
     def body(self) -> Any:
-        return self.protocol.body(self.prompt, self.wish)
+        return self.protocol.body(self.prompt, self.sampling_params)
 
     def read(self, answer: Any) -> None:
-        self.drawn = self.protocol.read(answer, self.prompt, self.wish)
+        self.drawn = self.protocol.read(answer, self.prompt, self.sampling_params)
 
 
-def checked(drawn: ServerResponse, was_cut: bool, wish: SamplingRequest) -> ServerResponse:
+def checked(drawn: ServerResponse, was_cut: bool, sampling_params: SamplingRequest) -> ServerResponse:
     """Check a parsed response against its request.
 
     Args:
@@ -109,11 +109,11 @@ def checked(drawn: ServerResponse, was_cut: bool, wish: SamplingRequest) -> Serv
         NotRetryable: it ended with a token that is no stop token of this run.
     """
     ids, log_probs = drawn.ids, drawn.log_probs
-    if not ids or len(ids) > wish.max_tokens or (was_cut and len(ids) < wish.max_tokens):
-        raise RetryableAnswer(f"a response of {len(ids)} tokens, where {wish.max_tokens} were asked for")
+    if not ids or len(ids) > sampling_params.max_tokens or (was_cut and len(ids) < sampling_params.max_tokens):
+        raise RetryableAnswer(f"a response of {len(ids)} tokens, where {sampling_params.max_tokens} were requested")
     if len(log_probs) != len(ids):
         raise RetryableAnswer(f"{len(log_probs)} log-probs for {len(ids)} tokens")
-    if not was_cut and ids[-1] not in wish.stop_ids:
+    if not was_cut and ids[-1] not in sampling_params.stop_ids:
         raise NotRetryable(
             f"a response that ended with token {ids[-1]}, which ends none here. Add it to stop_token_ids."
         )
@@ -197,7 +197,7 @@ def shown_value(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
 
-TOKEN_ID = "token_id:"  # vLLM writes a token so where it is asked for ids in place of text
+TOKEN_ID = "token_id:"  # prefix of tokens that vLLM returns as ids
 TEXT_ONLY = (
     "text without token ids. Training needs the very tokens that were drawn, and a text can be cut into tokens in many "
     "ways: use a server that gives them, such as vLLM (return_token_ids)"
@@ -213,44 +213,44 @@ class OpenAIProtocol(ServerProtocol):
     def __init__(self, model: str):
         self.model = model
 
-    def body(self, prompt: Sequence[int], wish: SamplingRequest) -> dict[str, Any]:
+    def body(self, prompt: Sequence[int], sampling_params: SamplingRequest) -> dict[str, Any]:
         asked = {
             "model": self.model,
             "prompt": list(prompt),
             "n": 1,
-            "max_tokens": wish.max_tokens,
-            "min_tokens": wish.min_tokens,
-            "temperature": 0.0 if wish.greedy else wish.temperature,
-            "top_k": 0 if wish.greedy else wish.top_k,
-            "top_p": 1.0 if wish.greedy else wish.top_p,
+            "max_tokens": sampling_params.max_tokens,
+            "min_tokens": sampling_params.min_tokens,
+            "temperature": 0.0 if sampling_params.greedy else sampling_params.temperature,
+            "top_k": 0 if sampling_params.greedy else sampling_params.top_k,
+            "top_p": 1.0 if sampling_params.greedy else sampling_params.top_p,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "stop_token_ids": list(wish.stop_ids),
+            "stop_token_ids": list(sampling_params.stop_ids),
             "logprobs": 0,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
         }
-        if wish.seed is not None:
-            asked["seed"] = wish.seed
-        if wish.tells_prompt:
+        if sampling_params.seed is not None:
+            asked["seed"] = sampling_params.seed
+        if sampling_params.tells_prompt:
             asked["prompt_logprobs"] = 0
         return asked
 
-    def read(self, answer: Any, prompt: Sequence[int], wish: SamplingRequest) -> ServerResponse:
+    def read(self, answer: Any, prompt: Sequence[int], sampling_params: SamplingRequest) -> ServerResponse:
         choice = _only_choice(answer)
         reason = read_finish_reason(choice["finish_reason"], "choices[0].finish_reason", ("stop", "length"))
         logprobs = read_mapping(choice.get("logprobs") or {}, "choices[0].logprobs")
-        ids = _ids_of(choice, logprobs, wish)
+        ids = _ids_of(choice, logprobs, sampling_params)
         if (log_probs := logprobs.get("token_logprobs")) is None or (isinstance(log_probs, list) and None in log_probs):
             raise NotRetryable("tokens without log-probs, which training needs")
         log_probs = read_log_probs(log_probs, "choices[0].logprobs.token_logprobs")
         if (seen := choice.get("prompt_token_ids")) is not None and seen != list(prompt):
             raise NotRetryable("another prompt than was sent: it changes token ids")
-        of_prompt = _of_prompt(choice.get("prompt_logprobs"), prompt) if wish.tells_prompt else None
-        return checked(ServerResponse(ids, log_probs, of_prompt), reason == "length", wish)
+        of_prompt = _of_prompt(choice.get("prompt_logprobs"), prompt) if sampling_params.tells_prompt else None
+        return checked(ServerResponse(ids, log_probs, of_prompt), reason == "length", sampling_params)
 
 
 def _only_choice(answer: Any) -> dict[str, Any]:
@@ -259,21 +259,21 @@ def _only_choice(answer: Any) -> dict[str, Any]:
     if not isinstance(choices, list) or not choices:
         raise RetryableAnswer("an answer without choices[0].finish_reason")
     if len(choices) > 1:
-        raise RetryableAnswer(f"{len(choices)} choices, where one response was asked for (n is 1)")
+        raise RetryableAnswer(f"{len(choices)} choices, where one response was requested (n is 1)")
     choice = choices[0]
     if not isinstance(choice, dict) or "finish_reason" not in choice:
         raise RetryableAnswer("an answer without choices[0].finish_reason")
     if (index := choice.get("index", 0)) != 0 or isinstance(index, bool):
-        raise RetryableAnswer(f"choices[0].index is {shown_value(index)}, where one response was asked for (n is 1)")
+        raise RetryableAnswer(f"choices[0].index is {shown_value(index)}, where one response was requested (n is 1)")
     return choice
 
 
-def _ids_of(choice: dict[str, Any], logprobs: dict[str, Any], wish: SamplingRequest) -> list[int]:
+def _ids_of(choice: dict[str, Any], logprobs: dict[str, Any], sampling_params: SamplingRequest) -> list[int]:
     """The token ids, from `token_ids` or from texts such as `token_id:17`; if both are present they must agree."""
     given, written = choice.get("token_ids"), _written_ids(logprobs.get("tokens"))
     if not given and written is None:
         raise NotRetryable(TEXT_ONLY)
-    ids = read_token_ids(given or written, "choices[0].token_ids", wish.num_tokens)
+    ids = read_token_ids(given or written, "choices[0].token_ids", sampling_params.num_tokens)
     if written is not None and written != ids:
         raise RetryableAnswer(f"token_ids {shown_value(ids)}, whose log-probs are of tokens {shown_value(written)}")
     return ids
@@ -326,25 +326,25 @@ class TGIProtocol(ServerProtocol):
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
 
-    def body(self, prompt: Sequence[int], wish: SamplingRequest) -> dict[str, Any]:
+    def body(self, prompt: Sequence[int], sampling_params: SamplingRequest) -> dict[str, Any]:
         parameters: dict[str, Any] = {
-            "max_new_tokens": wish.max_tokens,
-            "do_sample": not wish.greedy,
+            "max_new_tokens": sampling_params.max_tokens,
+            "do_sample": not sampling_params.greedy,
             "return_full_text": False,
             "details": True,
-            "decoder_input_details": wish.tells_prompt,
+            "decoder_input_details": sampling_params.tells_prompt,
         }
-        if not wish.greedy:
-            parameters["temperature"] = wish.temperature
-            if wish.top_k > 0:
-                parameters["top_k"] = wish.top_k
-            if wish.top_p < 1:  # it refuses 1 itself
-                parameters["top_p"] = wish.top_p
-        if wish.seed is not None:
-            parameters["seed"] = wish.seed
+        if not sampling_params.greedy:
+            parameters["temperature"] = sampling_params.temperature
+            if sampling_params.top_k > 0:
+                parameters["top_k"] = sampling_params.top_k
+            if sampling_params.top_p < 1:  # it refuses 1 itself
+                parameters["top_p"] = sampling_params.top_p
+        if sampling_params.seed is not None:
+            parameters["seed"] = sampling_params.seed
         return {"inputs": self.as_text(prompt), "parameters": parameters}
 
-    def read(self, answer: Any, prompt: Sequence[int], wish: SamplingRequest) -> ServerResponse:
+    def read(self, answer: Any, prompt: Sequence[int], sampling_params: SamplingRequest) -> ServerResponse:
         details = answer.get("details") if isinstance(answer, dict) else None
         if not isinstance(details, dict):
             raise NotRetryable("an answer without details, which hold the tokens: is it TGI's /generate?")
@@ -352,14 +352,14 @@ class TGIProtocol(ServerProtocol):
             raise RetryableAnswer("an answer whose details hold no finish_reason and tokens with id and logprob")
         reason = read_finish_reason(details["finish_reason"], "details.finish_reason", REASONS)
         tokens = _listed(details["tokens"], "details.tokens")
-        ids = [read_token_id(token.get("id"), f"{what}.id", wish.num_tokens) for what, token in tokens]
+        ids = [read_token_id(token.get("id"), f"{what}.id", sampling_params.num_tokens) for what, token in tokens]
         drawn = ServerResponse(ids, [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in tokens])
         if (count := details.get("generated_tokens")) is not None and count != len(ids):
             raise RetryableAnswer(
                 f"details.generated_tokens is {shown_value(count)}, and details.tokens has {len(ids)}"
             )
         prefill = _listed(details.get("prefill") or [], "details.prefill")
-        if wish.tells_prompt and prefill:
+        if sampling_params.tells_prompt and prefill:
             seen = [read_token_id(token.get("id"), f"{what}.id", None) for what, token in prefill]
             if seen != list(prompt):
                 raise NotRetryable(
@@ -367,7 +367,7 @@ class TGIProtocol(ServerProtocol):
                 )
             logprobs = [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in prefill[1:]]
             drawn = replace(drawn, prompt_log_probs=logprobs)
-        return checked(drawn, reason == "length", wish)
+        return checked(drawn, reason == "length", sampling_params)
 
     def as_text(self, prompt: Sequence[int]) -> str:
         """The text that encodes to exactly this prompt, without the special tokens that the tokenizer prepends.

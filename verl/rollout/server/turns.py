@@ -25,7 +25,7 @@ class ServerTurns(TurnEngine):
     """Turns that a server is generating.
 
     Args:
-        wish: sampling options of all turns.
+        sampling_params: sampling options of all turns.
         seed: of the run; None sends no seeds.
     """
 
@@ -33,12 +33,12 @@ class ServerTurns(TurnEngine):
         self,
         client: HTTPClient,
         protocol: ServerProtocol,
-        wish: SamplingRequest,
+        sampling_params: SamplingRequest,
         request: GenerationRequest,
         seed: int | None,
     ):
         self.client, self.protocol, self.request, self.seed = client, protocol, request, seed
-        self.wish = replace(wish, greedy=request.greedy)
+        self.sampling_params = replace(sampling_params, greedy=request.greedy)
         self._open: dict[Future[list[RequestReport | None]], tuple[TurnRequest, GenerateRequest]] = {}
 
     @property
@@ -46,8 +46,8 @@ class ServerTurns(TurnEngine):
         return len(self._open)
 
     def add(self, turn: TurnRequest) -> None:
-        wish = replace(self.wish, max_tokens=turn.max_new_tokens, seed=self._seed_of(turn))
-        ask = GenerateRequest(self.protocol, turn.tokens, wish)
+        sampling_params = replace(self.sampling_params, max_tokens=turn.max_new_tokens, seed=self._seed_of(turn))
+        ask = GenerateRequest(self.protocol, turn.tokens, sampling_params)
         self._open[self.client.begin([ask], stop_at_failure=True)] = turn, ask
 
     def advance(self) -> list[DrawnTurn]:
@@ -75,7 +75,7 @@ class ServerTurns(TurnEngine):
                 f"sample {turn.sample_id}: {why}"
             )
         ids = ask.drawn.ids
-        return DrawnTurn(turn.episode, ids, ask.drawn.log_probs, ids[-1] in self.wish.stop_ids)
+        return DrawnTurn(turn.episode, ids, ask.drawn.log_probs, ids[-1] in self.sampling_params.stop_ids)
 
     def _seed_of(self, turn: TurnRequest) -> int | None:
         if self.seed is None:

@@ -51,7 +51,7 @@ class ServerWeightUpdate:
         base = Path(directory).expanduser() if directory is not None else Path(_memory_directory())
         try:
             base.mkdir(parents=True, exist_ok=True)
-            # gone with this process, too, if nobody closes it, or kills it
+            # also removed at the end of this process, even if it is killed
             self._held = TemporaryDirectory("verl_weights_", base)
         except OSError as error:
             raise ConfigError(f"transfer_dir is {str(base)!r}: cannot be written ({error}).") from error

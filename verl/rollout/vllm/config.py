@@ -18,7 +18,7 @@ from verl.utils.env_check import vllm_fault
 
 @component
 class VLLMRollout(Rollout):
-    """Generate by vLLM, in a process of its own beside each process that trains, or each group of tensor-parallel ones.
+    """Generate by vLLM, in a separate process for each training process, or each group of tensor-parallel ones.
 
     It samples the same tokens as `rollout=hf` with the same weights, up to rounding. It computes in `actor.autocast`
     if that is set, otherwise in the model's data type.
@@ -26,7 +26,7 @@ class VLLMRollout(Rollout):
     Args:
         kv_cache_gib: size of the key-value cache in each process of an engine; null: on a GPU 0.9 of the memory that
             the trainer and the engine's weights leave free, at most what max_num_seqs rows can fill; on a CPU 1.
-        max_num_seqs: responses decoded at a time; further ones wait.
+        max_num_seqs: responses decoded concurrently; further ones wait.
         max_num_batched_tokens: tokens of one forward pass; longer prompts are read in pieces.
         max_model_len: maximum length of prompt and response together, in tokens; null: the maximum that the data of
             the run need, or the model's maximum if the data are not known.
@@ -77,7 +77,7 @@ class VLLMRollout(Rollout):
                 f"{self.max_new_tokens}."
             )
 
-    def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
+    def faults_with_actor(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
         if self.lora == "merged" or lora_rank is None:
             return
         if lora_rank > LORA_RANKS[-1]:

@@ -1,7 +1,7 @@
 """Messages between the trainer and the vLLM process; neither side imports the other's libraries.
 
 `EngineInfo`, `SampleOutput` and `LoadResult` come from the engine. `ChunkEntry`, `FeedPlan` and `LoadRequest` describe
-a stream of weights before it starts: which tensor lies where in which chunk of shared memory, and which worker reads
+a stream of weights before it starts: location of each tensor in the chunks of shared memory, and which worker reads
 it.
 """
 
@@ -115,7 +115,7 @@ class ChunkEntry:
     """Position in a chunk of one tensor, or of some rows of a tensor that is larger than a chunk.
 
     Attributes:
-        shape: of what lies there.
+        shape: of the tensor.
         begin: the first of its rows.
         whole: the shape of the tensor, where these are some of its rows; None where it is all of it.
     """
@@ -165,7 +165,7 @@ class FeedPlan:
 
     Attributes:
         handle: of the stream.
-        reader: its number among those who read the same stream.
+        reader: its index among the readers of the stream.
         chunks: of the stream.
         slices: by name, the tensors that do not come whole.
     """
@@ -252,7 +252,7 @@ class SyncRound:
 
     Attributes:
         question: of the proof.
-        engine: the process, and whether tensors are put into place: with another value all is agreed on anew.
+        engine: the process, and whether tensors are loaded in place; a change repeats the agreement on layouts.
     """
 
     question: VerifyRequest

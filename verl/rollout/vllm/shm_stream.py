@@ -143,7 +143,7 @@ class StreamWriter:
         os.close(self._fd)
 
     def _wait_for_readers(self, count: int, is_reader_alive: Callable[[], bool]) -> None:
-        """Until every reader has emptied so many chunks."""
+        """Wait until every reader has read this many chunks."""
         readers = self._head[FIRST_READER : FIRST_READER + self._num_readers]
         _wait(lambda: bool((readers >= count).all()), is_reader_alive)
 
@@ -196,7 +196,7 @@ class StreamReader:
     def pieces(
         self, number: int, places: Sequence[ChunkEntry], dtype: torch.dtype
     ) -> Iterator[tuple[ChunkEntry, Tensor]]:
-        """What lies in a chunk: tensors, and rows of some, as views of it that last until `leave`.
+        """The content of a chunk: tensors, and rows of some, as views that are valid until `leave`.
 
         Raises:
             StreamBroken: the trainer is gone, or has given up.

@@ -1,4 +1,4 @@
-"""The trainer's weights under the names of their checkpoint, one tensor at a time: what an engine loads.
+"""The trainer's weights by their checkpoint names, one tensor at a time, for an engine to load.
 
 An adapter is merged into each matrix when the matrix is requested, so no second copy of the model exists.
 """
@@ -23,8 +23,8 @@ class WeightSource:
 
     Attributes:
         name: there.
-        tensor: as it lies there; a part that stands for the whole, where the model is divided over processes; without
-            data where another stage of a pipeline holds it.
+        tensor: the tensor in the trainer; for a sharded model a local part; without data if another pipeline stage
+            holds it.
         present: returns the current value in the layout of `tensor`: the tensor itself, or with its adapter merged. A
             collective call of all processes that hold the tensor.
     """
@@ -62,10 +62,10 @@ class NamedWeight:
 def weights_of(model: Any, *, merge: bool = True) -> Iterator[NamedWeight]:
     """Every tensor that a checkpoint of the model holds, tied ones once, block by block in the order of its layers.
 
-    Within a block (an attention, say) matrices come first, so that those that an engine merges lie side by side.
+    Within a block (an attention, say) matrices come first, so that those that an engine merges are adjacent.
 
     Args:
-        merge: fold the adapter in, if the model has one; otherwise the model is given as it is without.
+        merge: fold the adapter in, if the model has one; otherwise the weights without it.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     live = dict(live_weights(base, merge))

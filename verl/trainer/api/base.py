@@ -77,7 +77,7 @@ class BaseTrainer:
         return fit_with_restarts(self.trainer, self._fit_once, self.trainer.max_restarts)
 
     def _fit_once(self, may_restart: bool) -> TrainResult:
-        if self._course.is_over:  # a worker was lost, and the trainer is built anew
+        if self._course.is_over:  # a worker was lost: the trainer is rebuilt
             del self._course
         course = self._under_way()
         return fit(course.trainer, course.config, course, may_restart=may_restart)

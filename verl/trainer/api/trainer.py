@@ -43,7 +43,7 @@ from verl.utils.component_exits import component_exits
 PROMPTS_PER_STEP = 64  # at most, where nothing says how many
 # Keys of rollout_config beside those of the engine: which one, responses per prompt, a limit of both texts together.
 OF_ROLLOUT = ("engine", "n", "max_length")
-OF_TRAINING = {  # keys of train_config that lie elsewhere, or have a second name
+OF_TRAINING = {  # keys of train_config with another configuration path
     "lr": "actor.optimizer.lr",
     "critic_lr": "critic.optimizer.lr",
     "num_epochs": "trainer.total_epochs",
@@ -178,7 +178,7 @@ def _defaults(given: Mapping[str, Description], saves: bool, algorithm: str | Al
         "actor": "pretrained",
         "critic": "own_model" if "critic.model" in given else "same_as_actor",
         "checkpoint": "async" if saves else "off",
-        "data": "files",  # not the lengths that suit the embedded example
+        "data": "files",  # not the lengths that suit the built-in example
         "tracker.console": None,
         "trainer.prompts_per_step": prompts,
     }
@@ -371,7 +371,7 @@ class RLTrainer:
         self.pipeline, self._arguments = pipeline, dict(pipeline.arguments)
         for name, argument, rows in (("data", "train_dataset", data), ("eval_data", "eval_dataset", eval_data)):
             if rows is not None and self._arguments[argument] is not None:
-                raise ConfigError(f"{name} is given, and the pipeline has {name} of its own: leave one of them out.")
+                raise ConfigError(f"{name} is given, but the pipeline has its own {name}: leave one of them out.")
             if rows is not None:
                 self._arguments[argument] = rows
         if self._arguments["train_dataset"] is None:

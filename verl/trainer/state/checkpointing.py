@@ -91,7 +91,7 @@ class CheckpointUploads:
         """Notify the upload process of a new checkpoint."""
         self._uploader.look()
 
-    def hear(self) -> None:
+    def process_events(self) -> None:
         """Record uploaded checkpoints and log failures."""
         self._record(self._uploader.heard())
 
@@ -117,11 +117,11 @@ class CheckpointUploads:
                 _log.info("%s is in %s: %.1f MiB, %.1f s", one.name, self._tier.address, size_mib, one.took_s)
                 self._lineage.add("uploaded", checkpoint=one.name, address=self._tier.address)
             elif one.kind == "fenced":
-                _log.error("NOTHING MORE IS UPLOADED: %s. Training goes on, and saves to the local disk.", one.error)
+                _log.error("UPLOADS HAVE STOPPED: %s. Training continues, and saves to the local disk.", one.error)
             elif one.kind == "failed":
                 what = one.name or "a checkpoint"
                 _log.error(
-                    "%s is NOT in %s: %s. Training goes on; %d wait on the local disk.",
+                    "%s is NOT in %s: %s. Training continues; %d wait on the local disk.",
                     what, self._tier.address, one.error, one.waiting,
                 )  # fmt: skip
 
@@ -480,7 +480,7 @@ class CheckpointSaver:
                 if self._uploads is not None:
                     self._uploads.published()
         if self._uploads is not None:
-            self._uploads.hear()
+            self._uploads.process_events()
         return outcomes
 
     def _state(self, state: PartStates, facts: Mapping[str, Any]) -> dict[str, Any]:

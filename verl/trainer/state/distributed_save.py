@@ -29,7 +29,7 @@ from verl.workers.rank_checkpoint import RankInfo, RankSaveOrder, RankSaveSettin
 
 FILES_OF_A_PART = 4  # about; for the check of free inodes
 LOST_GRACE_S = 10.0  # what a lost worker copied before, its writer still writes
-LATE_FACTOR = 2.5  # of the time in which a worker's own writer is replaced, twice, where it stands still
+LATE_FACTOR = 2.5  # times the time in which a worker replaces a hanging writer twice
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class RankWriters:
         self._is_copying = False
 
     def look(self, store: CheckpointStore) -> str | None:
-        """Find out who lives with whom.
+        """Find out which roles share a process.
 
         Returns:
             Why the processes cannot write into the store, or None.
@@ -83,7 +83,7 @@ class RankWriters:
         return self._blind([info.sees for group in self._groups for info in group.rank_infos], store.directory)
 
     def states(self) -> dict[str, RemoteRoleState]:
-        """What is told of each role."""
+        """Description of each role in the trainer state."""
         found = {name: state for group in self._groups for name, state in group.lead.remote_states().result().items()}
         return {name: found[name] for name in self._trained}
 
@@ -122,7 +122,7 @@ class RankWriters:
         writer.save(replace(request, joint=joint), staging, began)
 
     def wait_copied(self) -> None:
-        """Have every process wait until its copy is made, before whatever it is asked to do next."""
+        """Make every process wait until its copy is complete before it handles further calls."""
         if self._is_copying:
             self._is_copying = False
             for group in self._groups:

@@ -8,7 +8,7 @@ reward                scheduler/state.json                       scheduler
 replay_buffer         replay_buffer/, files that are linked      replay_buffer
 rng                   rng/                                       rng
 
-A part of another name lies in scheduler/state.json under it, so that a trainer adds one by adding it to its `parts`.
+Other parts are entries of scheduler/state.json, so that a trainer adds one by an entry in its `parts`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def load_parts(point: ResumePoint, parts: Mapping[str, Stateful], components: Co
     Args:
         components: which components are loaded, see the table above; None is all.
     Raises:
-        CheckpointCorrupt: a part does not read what lies there.
+        CheckpointCorrupt: a part cannot load its saved state.
     """
     saved = _SavedParts(point)
     for name, part in parts.items():
@@ -146,7 +146,7 @@ class ScheduleEntry(PartPlace):
 
 
 class JsonFile(PartPlace):
-    """A file of its own."""
+    """A separate file."""
 
     def write(self, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
         component, file = self.path.split("/")
@@ -199,7 +199,7 @@ class RngFiles(PartPlace):
     plain: ClassVar[tuple[str, ...]] = ("python", "numpy")
 
     def references(self, num_ranks: int) -> dict[str, str]:
-        """Which generator's state lies where, for `trainer_state.json`."""
+        """Locations of the generator states, for `trainer_state.json`."""
         own = {"torch": f"rng/{self.tensors}", **{name: f"rng/{name}.json" for name in self.plain}}
         return own | {f"rank_{rank}": f"rng/rank_{rank}.json" for rank in range(num_ranks)}
 

@@ -68,7 +68,7 @@ def _at(config: Mapping[str, Any], path: str) -> Any:
     return node
 
 
-# Where a run ends, and where the checkpoint lies: nothing of what is trained.
+# Settings of the end of a run and of the checkpoint location, which do not affect training.
 OF_THIS_START = ("resume", "trainer.stop_after")
 
 
@@ -93,19 +93,21 @@ def load_checkpoint(
     mmap: bool = False,
     device_map: DeviceMap = None,
 ) -> ResumePoint:
-    """Take a checkpoint over into the trainer of a loop.
+    """Load a checkpoint into a running trainer.
 
-    Nothing is changed before every byte that is asked for has been hashed.
+    Nothing is changed before all bytes to be loaded have been verified by hash.
 
     Args:
         path: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.
-        components: some of `COMPONENTS`. `optimizer` brings the place in the learning rates' schedules; `scheduler` the
-            step, the KL control, the statistics of rewards and the lengths of responses; `dataloader` the place in the
-            data; `replay_buffer` the old rows, in place of those that are there. None is all that the trainer has, and
-            goes on as the saved run would have.
+        components: some of `COMPONENTS`. `optimizer` includes the position in the learning-rate schedules; `scheduler`
+            is the step, the KL control, reward statistics and response lengths; `dataloader` the position in the data;
+            `replay_buffer` replaces the rows of the buffer. None loads everything, and training continues as the saved
+            run would have.
+        mmap: copy from memory-mapped files, instead of reading them into memory first.
+        device_map: device by way of which tensors are copied to the weights, such as cuda:0; None for main memory.
     Raises:
-        ConfigError: there is no such component or device, or the checkpoint is of another model or, where all of it is
-            asked for, of another training.
+        ConfigError: there is no such component or device, the checkpoint is of another model, or all components are
+            loaded and it is of another training.
         CheckpointNotFound: there is no checkpoint.
         BadCheckpoint: it is damaged.
     """

@@ -54,12 +54,12 @@ def run_date(context: BuildContext, template: str | None) -> RunDate:
     """The day of a run that begins, said once where its chat template reads it."""
     found = RunDate(context.day, ChatTemplate(context.tokenizer, template).is_dated)
     if found.is_read:
-        _log.info("The chat template writes the day's date: %s here, as long as this run goes on.", found.day)
+        _log.info("The chat template writes the current date: %s, for the whole run and its resumes.", found.day)
     return found
 
 
 def go_on_from(date: RunDate, point: ResumePoint | None, tokenizer: Any) -> bool:
-    """Take over the day of a checkpoint; returns whether it is another one, so that prompts have to be made anew."""
+    """Use the date of a checkpoint; returns whether it differs, so that prompts must be rendered again."""
     if point is None or not date.is_read:
         return False
     day = (point.read_json(FILE).get(PART) or {}).get("day")

@@ -177,7 +177,7 @@ class SaveDirectoryChoice:
         storage = self._storage if uses_storage and self._storage and self._storage.kind != "memory" else None
         tier = first.tier or (CheckpointTier(storage=storage) if storage is not None else None)
         if tier is not None and not (resume == LATEST and CheckpointDirectory(first.directory).candidates()):
-            tier.refuse_absence()  # what lies on the disk goes on without it
+            tier.refuse_absence()  # local checkpoints are usable without it
         if resume == LATEST and self._job:
             self._look_for_latest_in_sweep()
         elif resume == LATEST:
@@ -238,7 +238,7 @@ class SaveDirectoryChoice:
             return holder
         try:
             return living_holder(place.tier.storage.hasty, WATCH_S)
-        except StorageError:  # told elsewhere, or what lies on the disk goes on without it
+        except StorageError:  # reported elsewhere, or the run resumes from disk without the store
             return None
 
     def _look_at(self, resume: str, directory: Path) -> None:
@@ -318,8 +318,8 @@ class SaveDirectoryChoice:
             if taken is None:
                 claimed = self._claim(place)
                 if not isinstance(claimed, LockHolder):
-                    said = [f"{passed[0]}: this run saves in {place.directory}."] if passed else []
-                    return SaveDirectory(place.directory, place.tier, None, *claimed, said)
+                    notes = [f"{passed[0]}: this run saves in {place.directory}."] if passed else []
+                    return SaveDirectory(place.directory, place.tier, None, *claimed, notes)
                 holder, found = claimed, self._differing(claimed.identity)
                 if self._is_fixed or not found:
                     raise self._busy(place, holder)
@@ -331,7 +331,7 @@ class SaveDirectoryChoice:
 
     def _not_its_own(self, taken: str) -> ConfigError:
         return ConfigError(
-            f"checkpoint.save_dir is {self._settings.save_dir!r}: it {taken}. Give this run a directory of its own, or "
+            f"checkpoint.save_dir is {self._settings.save_dir!r}: it {taken}. Use another directory for this run, or "
             "leave checkpoint.save_dir out, and it takes one by itself."
         )
 
@@ -360,7 +360,7 @@ class SaveDirectoryChoice:
             raise place.tier.refused(error) from error
         except StorageError as error:
             _log.error(
-                "%s cannot be asked whether another run uploads there (%s): if one does, the later one goes on",
+                "%s cannot be read, so another run may be uploading there (%s): if so, the later one continues",
                 place.tier.address, error,
             )  # fmt: skip
             return lock, None
@@ -381,7 +381,7 @@ class SaveDirectoryChoice:
             )
         return ConfigError(
             f"checkpoint.save_dir leads to {place.directory}: a run of {what} is saving there ({holder}). Wait for "
-            "its end, stop it, or give this run a directory of its own: trainer.experiment_name=NAME, or "
+            "its end, stop it, or use another directory for this run: trainer.experiment_name=NAME, or "
             "checkpoint.save_dir=DIR."
         )
 
@@ -423,10 +423,10 @@ class SaveDirectoryChoice:
         yield first
         if self._is_fixed and first.tier is None:
             return
-        beside = re.compile(re.escape(first.directory.name) + r"-([1-9]\d{0,8})")
+        sibling_name = re.compile(re.escape(first.directory.name) + r"-([1-9]\d{0,8})")
         parent = first.directory.parent
         names = (path.name for path in parent.iterdir()) if parent.is_dir() and not self._is_fixed else ()
-        local = {int(match[1]) for name in names if (match := beside.fullmatch(name)) and int(match[1]) > 1}
+        local = {int(match[1]) for name in names if (match := sibling_name.fullmatch(name)) and int(match[1]) > 1}
         for number in itertools.count(2):
             place = self._place(number, job)
             if number in local or _is_used(place.tier):
@@ -486,7 +486,7 @@ def _points_of(place: SavePlace) -> Iterator[ResumePoint]:
                 published = remote.open(record)
                 yield ResumePoint(published, remote.state(published), "looked at")
     except StorageError as error:
-        _log.warning("%s cannot be asked: %s", place.tier.address, error)
+        _log.warning("%s cannot be read: %s", place.tier.address, error)
     finally:
         remote.store.close()
 
@@ -518,7 +518,7 @@ def _newest_state(tier: CheckpointTier) -> Mapping[str, Any] | None:
     except StorageRefused as error:
         raise tier.refused(error) from error
     except (StorageError, BadCheckpoint, ValueError) as error:
-        _log.warning("%s cannot be asked whose checkpoints it holds: %s", tier.address, error)
+        _log.warning("%s cannot be read, so the owners of its checkpoints are unknown: %s", tier.address, error)
         return None
     finally:
         remote.store.close()

@@ -43,7 +43,7 @@ class TrainState:
         """Components by directory, and files that are there already.
 
         Args:
-            roles: by name; of those whose processes write their tensors themselves, only what is told of them.
+            roles: by name; for roles whose processes write their own tensors only the description.
             state: of the driver's parts, see `verl.trainer.state.driver_state`.
         """
         here = {name: role for name, role in roles.items() if isinstance(role, RoleState)}

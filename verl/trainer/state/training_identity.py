@@ -40,11 +40,11 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "algorithm.advantage.discount": "token",
     "algorithm.final_entropy_coef": None,
 }
-# Of a reward, settings that decide how it is asked, and nothing about what it gives.
+# Settings of a reward that affect how it is called, but not its scores.
 REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}
 REWARD_TRANSPORT_KEYS |= {"micro_batch_tokens", "endpoint", "sharding"}
 FUNCTION = re.compile(r"[^\s:]+:[A-Za-z_]\w*")  # file.py:function or module:function
-DIGEST = "blake3"  # the only key of what stands for the content of a file or directory
+DIGEST = "blake3"  # only key of the digest of a file or directory
 
 
 def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def content_of(value: Any) -> Any:
-    """A path as the digest of what lies there; anything else as it is."""
+    """Replace a path by the digest of its content; other values are unchanged."""
     if isinstance(value, (list, tuple)):
         return [content_of(item) for item in value]
     if not isinstance(value, str) or "\0" in value or len(value) > 4096:

@@ -85,7 +85,7 @@ class _Connection:
 
     Attributes:
         key: identifies the engine and tensors that it was made for.
-        chunks: where each tensor lies in the stream.
+        chunks: location of each tensor in the stream.
         feeds: what each worker of the engine reads.
         num_bytes: total size of all tensors.
     """
@@ -128,7 +128,7 @@ class VLLMClient(RolloutEngine):
         self._begun: tuple[DataProto, GenerationRequest, tuple[Any, ...]] | None = None
         self.stream: StreamWriter | None = None
         self.connection: _Connection | None = None
-        self._connected: list[FeedPlan] | None = None  # what the engine was told to read
+        self._connected: list[FeedPlan] | None = None  # the streams that the engine reads
         self._while_drawing = contextlib.ExitStack()
         self.files = EngineFiles()
         try:
@@ -194,7 +194,7 @@ class VLLMClient(RolloutEngine):
         assert self._begun is not None
         (prompts, request, asked), self._begun = self._begun, None
         self._while_drawing.close()
-        answers = iter([self.process.answer])  # to the question that was sent; later ones are asked anew
+        answers = iter([self.process.answer])  # of the request that was sent; later ones are new requests
         self.has_redrawn = False
 
         def anew() -> SampleOutput:
@@ -306,7 +306,7 @@ class VLLMClient(RolloutEngine):
         with using_threads(self._threads_while_both_work), ThreadPoolExecutor(1) as aside:
             looking = aside.submit(
                 on_current_device(self._prover.look)
-            )  # while the weights travel: it only reads them too
+            )  # during the transfer of the weights, which it only reads
             if rank is None:
                 synced = self.push()
             else:
@@ -346,7 +346,7 @@ class VLLMClient(RolloutEngine):
         return SyncResult(f"adapter {self._adapters}, {size / MIB:.1f} MiB to vLLM", metrics)
 
     def connect(self, weights: Sequence[NamedWeight]) -> _Connection:
-        """Where tensors of these names and shapes lie in the stream: agreed on once with an engine, and kept."""
+        """Layout of tensors in the stream by name and shape, agreed on once per engine."""
         key = self.in_place, self.chunk_bytes, tuple((weight.name, tuple(weight.shape)) for weight in weights)
         if self.connection is None or self.connection.key != key:
             dtype = self.setting.dtype
@@ -381,7 +381,7 @@ class VLLMClient(RolloutEngine):
         return SyncResult(f"{len(weights)} tensors, {size / MIB:.1f} MiB to vLLM", metrics)
 
     def begin_load(self, feeds: list[FeedPlan]) -> None:
-        """Let the engine's workers read; what, and from where, is told once."""
+        """Let the engine's workers read the streams, whose layout is sent once."""
         self.is_synced = False
         if self._connected is not feeds:
             self.process.call("connect", feeds, self.setting.dtype)
@@ -399,7 +399,7 @@ class VLLMClient(RolloutEngine):
         return seconds
 
     def wake(self, what: str) -> None:
-        """Give a sleeping engine its `weights` or its `kv_cache` back."""
+        """Restore the `weights` or the `kv_cache` of a sleeping engine."""
         if self.is_asleep:
             release_cached(compute_device(self.model))  # the engine cannot use what torch keeps here for later
             self.process.call("wake", what)
@@ -456,7 +456,7 @@ def _threads_while_both_work(setting: EngineArgs, context: BuildContext) -> int:
 class GroupVLLMClient(VLLMClient):
     """The running engine of a group of processes that share a model."""
 
-    _deaths = 0  # since it drew last
+    _deaths = 0  # since its last finished generation
 
     @property
     def needs_weights(self) -> bool:
@@ -464,10 +464,10 @@ class GroupVLLMClient(VLLMClient):
         return not self.is_synced or not self.process.is_alive()
 
     def may_repeat(self, error: Exception) -> bool:
-        """Whether what failed may be tried again, and if so, with what is needed for that.
+        """Whether a failed action may be repeated; if so, prepares the engine for that.
 
-        An engine that died is made anew, once. One that cannot be proven at its first sync is told to have vLLM load
-        its model itself, as `VLLMClient` does.
+        An engine that died is restarted once. One that fails verification at its first sync loads weights through
+        vLLM's own loader from then on, as with `VLLMClient`.
         """
         if isinstance(error, EngineDied):
             self._deaths += 1
@@ -480,15 +480,15 @@ class GroupVLLMClient(VLLMClient):
         return False
 
     def outliving_death(self, action: Callable[[], T], *, is_start: bool = False) -> T:
-        """Do something. Only an engine that dies while it starts is made anew here: weights come from all processes."""
+        """Run an action. Restarts only an engine that dies while starting: weights have to come from all processes."""
         return super().outliving_death(action, is_start=True) if is_start else action()
 
     def has_played(self) -> None:
-        """Note that it drew all turns of some episodes."""
+        """Reset the count of engine deaths, after all turns of some episodes."""
         self._deaths = 0
 
     def begin_sync(self) -> SyncRound:
-        """Be ready for weights; an engine that has died is made anew."""
+        """Prepare for weights; an engine that has died is restarted."""
         question = self._prover.question()  # before what may fail: questions are counted alike beside all engines
         if not self.process.is_alive():
             self.process.kill()

@@ -165,7 +165,7 @@ def environment(
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(num_threads),
         "TOKENIZERS_PARALLELISM": "false",
-        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # they lie in TMPDIR, an engine's own: seconds at each start
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # in TMPDIR, per engine: seconds at each start
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": NO_LIMIT_S,  # of a step's total time; ours is on progress
         "VLLM_ENGINE_READY_TIMEOUT_S": NO_LIMIT_S,
     }
@@ -188,7 +188,7 @@ def write_model_directory(model: Any, directory: Path) -> None:
     file = directory / "config.json"
     config = json.loads(file.read_text())
     own = (kind.__name__ for kind in type(base).__mro__ if not kind.__module__.startswith("torch."))
-    config["architectures"] = [next(own)]  # FSDP puts a class of its own before the model's
+    config["architectures"] = [next(own)]  # FSDP inserts its class before that of the model
     file.write_text(json.dumps(config))
 
 
@@ -228,7 +228,7 @@ def engine_gpus(context: BuildContext, count: int) -> list[str]:
     if count > 1 and context.world_size > 1:
         raise ConfigError(
             f"rollout.tensor_parallel_size is {count}: with sharding=ddp each of the {context.world_size} processes "
-            "has an engine of its own on its own GPU. Set it to 1, or sharding=fsdp, where processes share an engine."
+            "has its own engine on its own GPU. Set it to 1, or sharding=fsdp, where processes share an engine."
         )
     if count > seen:
         raise ConfigError(

@@ -3,7 +3,7 @@
 A child process of the harness (`verl.utils.child_process`), whose output goes into a file.
 
     trainer ──EngineCall──> engine ── advance() ── step, tensor, layer ... ──EngineReply──> trainer
-                              └── counter in shared memory: one that stands for `call_timeout_s` ends the process
+                              └── counter in shared memory: without a change for `call_timeout_s` the process is killed
 
 Calls have no limit on their total time, as long as they make progress. A process that makes no progress, because it is
 stopped or hangs, is killed, and the caller gets `EngineDied` as for one that crashed.
@@ -220,7 +220,7 @@ class EngineProcess:
             try:
                 if not self.is_busy():
                     return True
-            except EngineHung:  # told again by `answer`
+            except EngineHung:  # raised again by `answer`
                 return True
             if time.monotonic() > deadline:
                 return False
@@ -282,7 +282,7 @@ class EngineProcess:
             death = self._death()
             self.kill()
             raise death from error
-        except BaseException:  # an answer that nobody waited for must not be taken for the next call's
+        except BaseException:  # its late answer must not be taken for that of the next call
             self.kill()
             raise
         if answer.lost is not None:
@@ -343,7 +343,7 @@ class EngineProcess:
             self._watch.restart()
         idle_s = self._watch.idle_s
         if idle_s == 0.0:
-            report()  # of this process, to whoever waits for that
+            report()  # progress of this process
         if idle_s >= self.call_timeout_s:
             raise self._hung(self._watch.describe(setting=TIMEOUT_SETTING))
         if self._start_deadline is not None and time.monotonic() > self._start_deadline:

@@ -179,7 +179,7 @@ class EngineServer:
         )
 
     def begin_turns(self, drawing: TokenSampler, width: int) -> None:
-        """Be ready to draw turns of episodes, each of so many tokens at most; those of before are given up."""
+        """Prepare for turns of episodes with at most this many tokens each; earlier turns are cancelled."""
         self.end_turns()
         self._purpose.text = "generating"
         self.llm.collective_rpc("verl_begin", args=(drawing, self._max_num_seqs, width, None))

@@ -22,7 +22,7 @@ from verl.rollout.vllm.server.logits_processor import WHOSE
 
 
 def greedy_params(limit: int, stop_ids: Sequence[int], whose: tuple[int, ...]) -> SamplingParams:
-    """How a row is asked for: greedily, since `CounterNoiseProcessor` leaves one token to choose."""
+    """Sampling parameters of a row: greedy, since `CounterNoiseProcessor` leaves a single token."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=limit,
@@ -38,7 +38,7 @@ class EngineTurns:
     """Turns under way in an engine.
 
     Args:
-        capacity: turns at a time; further ones wait here.
+        capacity: concurrent turns; further ones wait here.
     """
 
     def __init__(self, llm: Any, drawing: TokenSampler, capacity: int, lora_request: Any, check: PrefixCacheCheck):
@@ -48,7 +48,7 @@ class EngineTurns:
         self._open: dict[str, tuple[NumberedTurn, int]] = {}  # request -> turn and its row of log-probs
 
     def advance(self, new: Sequence[NumberedTurn], budget_s: float) -> TurnOutput:
-        """Take new turns, and draw until one has ended or so many seconds have gone."""
+        """Add new turns, and generate until one has ended or the time has passed."""
         self._waiting.extend(new)
         engine, deadline = self.llm.llm_engine, time.monotonic() + budget_s
         ended: list[Any] = []
@@ -98,7 +98,7 @@ class EngineTurns:
 class PrefixCacheCheck:
     """Sees to it that the prefix cache is empty after a change of the weights.
 
-    A row that was drawn before is asked for again: tokens of it that come from the cache belong to former weights.
+    An earlier row is requested again: tokens of it that come from the cache belong to former weights.
     """
 
     def __init__(self, llm: Any):

@@ -24,7 +24,7 @@ from verl.weight_verification.fingerprint import plain_name
 from verl.weight_verification.vllm_params import EXPERTS, PACKED, kinds_of, layer_parts
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-OWN_STATE = ("MLAAttention",)  # what it computes with is made of weights when they are loaded
+OWN_STATE = ("MLAAttention",)  # its buffers are computed from weights at loading
 Shape = tuple[int, ...]
 
 

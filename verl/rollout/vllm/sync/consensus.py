@@ -62,7 +62,7 @@ def consensus(divided: ParallelInfo, part: Callable[[], T], may_repeat: Callable
     found: list[Any] = [None] * divided.mesh.size
     try:
         own: Any = part()
-    except Exception as error:  # noqa: BLE001 - told to all
+    except Exception as error:  # noqa: BLE001 - sent to all
         own = RankFailure(divided.rank, error, may_repeat(error))
     meet(divided)
     dist.all_gather_object(found, own)

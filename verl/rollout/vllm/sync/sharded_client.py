@@ -1,7 +1,7 @@
 """vLLM beside a sharded model: one engine for each group of ranks that work on the same rows.
 
     rank 0  leads ── engine: worker 0 <── slices or whole tensors ──┐
-    rank 1        └────────  worker 1 <── slices                  ──┼── moved by a plan from all who hold them
+    rank 1        └────────  worker 1 <── slices                  ──┼── sent by a plan from their holders
     rank 2  leads ── another engine   <── ...                     ──┘
 
 A process without an engine feeds the engine of its group, or only sends its tensors to the processes that do. If the
@@ -136,8 +136,8 @@ class ShardedVLLMClient(RolloutEngine):
         return self.engine.turns(request, limits)
 
     def play(self, prompts: DataProto, play: PlayEpisodes) -> DataProto:
-        """See `RolloutEngine.play`. The first process of a group plays the episodes of all of it; if its engine died,
-        they are played again."""
+        """See `RolloutEngine.play`. The first process of a group plays the episodes of the whole group; if its engine
+        died, they are played again."""
         self._load_if_needed()
         parts = among_siblings(self.divided, prompts)[:: self.num_same_rows]
         while True:
@@ -243,7 +243,7 @@ class ShardedVLLMClient(RolloutEngine):
 
     def _may_repeat(self, error: Exception) -> bool:
         """Whether a failure of this process may be retried."""
-        if isinstance(error, StreamBroken):  # an engine that another process leads is gone, and will be made anew
+        if isinstance(error, StreamBroken):  # the engine of another process died and will be restarted
             self._times_broken += 1
             return self._times_broken == 1
         return self.engine is not None and self.engine.may_repeat(error)

@@ -46,7 +46,7 @@ class RankSyncResult:
 
     Attributes:
         received, fed: bytes of weights received from other processes, and sent to an engine.
-        shards: fingerprints of its own parts.
+        shards: fingerprints of its local parts.
         copying_s, loading_s, marking_s: seconds for `sync/copy_s`, `sync/load_s` and fingerprints.
     """
 

@@ -163,7 +163,7 @@ class TransferInProgress:
         vectors: of the proof.
         marks: whether the fingerprint of a tensor is computed from its parts.
     Attributes:
-        shards: fingerprints that this process computed of its own parts.
+        shards: fingerprints that this process computed of its local parts.
         received: bytes of weights received from other processes.
         marking_s: seconds spent on fingerprints.
     """
