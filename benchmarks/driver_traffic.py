@@ -139,7 +139,7 @@ def counted_step(processes: int) -> dict[str, Any]:
             return score(batch)
 
         object.__setattr__(trainer.reward, "score", rewarded)
-        with traffic.counting(trainer._cluster):
+        with traffic.counting(trainer.cluster):
             batch = trainer.train_data.collate(trainer.sampler.next_batch())
             trainer.step(batch, 2)
     return {"processes": processes, **traffic.counts, **rewards, "calls_by_method": dict(traffic.calls)}

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import PositiveFloat, PositiveInt
+from refusals import refusal
 
 from verl import errors
 from verl.component import (
@@ -167,7 +168,7 @@ def test_a_number_is_finite_unless_its_field_says_otherwise(value):
     made = Bound(most=value, least=1)
     assert repr(made.most) == repr(value)
     assert (made.least, type(made.least)) == (1.0, float)
-    with pytest.raises(ConfigError, match=r"most is 'x': expected a number\."):
+    with refusal("most"):
         Bound(most="x")  # type: ignore[arg-type]
 
 

@@ -56,6 +56,7 @@ class BuildContext:
         job: of a sweep, or empty: what must not be shared by its jobs carries it in its name.
         journal_dir: where episodes are written down as they are played, or None.
         swept: configuration paths whose values tell the jobs of the sweep apart.
+        shares_device: other processes of the run have roles on the same device.
     """
 
     device: str = "cpu"
@@ -73,6 +74,7 @@ class BuildContext:
     job: str = ""
     journal_dir: Path | None = None
     swept: tuple[str, ...] = ()
+    shares_device: bool = False
 
 
 MaybeInfinite = typing.Annotated[float, AllowInfNan()]

@@ -86,6 +86,11 @@ class ConfigError(VerlError, ValueError):
     def __reduce__(self):
         return type(self), (self.faults,)
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The field or config path that each fault opens with, such as `trainer.batch_size`."""
+        return tuple(fault.split(maxsplit=1)[0].rstrip(":,") for fault in self.faults)
+
 
 @contextlib.contextmanager
 def faults_below(path: str) -> Iterator[None]:
@@ -97,7 +102,19 @@ def faults_below(path: str) -> Iterator[None]:
 
 
 class DataProtoValidationError(VerlError, ValueError):
-    """A field of a DataProto breaks its contract."""
+    """A field of a DataProto breaks its contract.
+
+    Args:
+        field: at fault, None where the message speaks of the whole batch.
+        row: the first offending one, where one row can be blamed.
+    """
+
+    def __init__(self, message: str, field: str | None = None, row: int | None = None):
+        self.field, self.row = field, row
+        super().__init__(message)
+
+    def __reduce__(self):
+        return type(self), (str(self), self.field, self.row)
 
 
 class SandboxError(VerlError, RuntimeError):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from refusals import refusal
 
 from verl.algorithms.advantages import GRPO
 from verl.algorithms.critic_free_advantages import OPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
-from verl.errors import ConfigError
 from verl.protocol import DataProto
 
 GROUPED = [RLOO(), OPO(), ReinforcePlusPlusBaseline()]
@@ -96,5 +96,5 @@ def test_the_kinds_say_what_they_need():
 
 @pytest.mark.parametrize("kind", [ReinforcePlusPlus, ReMax])
 def test_a_discount_out_of_range_is_refused(kind):
-    with pytest.raises(ConfigError, match="gamma is 1.5: must lie in"):
+    with refusal("gamma"):
         kind(gamma=1.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from refusals import refusal
 
 from verl.algorithms.dynamic_sampling import (
     DynamicSampling,
@@ -12,7 +13,6 @@ from verl.algorithms.dynamic_sampling import (
     no_group_error,
     selection_metrics,
 )
-from verl.errors import ConfigError
 from verl.protocol import DataProto
 
 
@@ -56,5 +56,5 @@ def test_a_step_without_a_group_says_so():
 
 
 def test_no_round_at_all_is_refused():
-    with pytest.raises(ConfigError, match="max_rounds is 0: must be at least 1"):
+    with refusal("max_rounds"):
         DynamicSampling(max_rounds=0)

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from refusals import refusal
 
 from verl.algorithms.kl import AdaptiveKLInReward, KLInLoss, KLInReward, NoKL
 from verl.component import BuildContext
-from verl.errors import ConfigError
 from verl.protocol import DataProto
 
 LN2 = math.log(2)
@@ -119,9 +119,9 @@ def test_no_rows_give_no_rewards_and_zero_metrics():
 
 @pytest.mark.parametrize("kind", [KLInReward, KLInLoss])
 def test_wrong_coefficients_and_estimators_are_refused(kind):
-    with pytest.raises(ConfigError, match="coef is -0.1: must not be negative"):
+    with refusal("coef"):
         kind(coef=-0.1)
-    with pytest.raises(ConfigError, match="estimator is 'k4': expected one of k1, k2, k3"):
+    with refusal("estimator"):
         kind(coef=0.1, estimator="k4")
 
 
@@ -162,7 +162,7 @@ def test_the_coefficient_goes_on_from_a_saved_state():
     other.load_state_dict(running.state_dict())
     assert other.state_dict() == running.state_dict() == {"coef": running.coef}
     for state in ({}, {"coef": 0.0}, {"coef": 0.1, "step": 3}):
-        with pytest.raises(ConfigError, match="expected a finite coef above 0"):
+        with refusal("state"):
             other.load_state_dict(state)
 
 
@@ -170,7 +170,7 @@ def test_the_description_stays_as_it_was_and_needs_a_reference():
     described = AdaptiveKLInReward(coef=0.1, target=1.0)
     described.build(BuildContext()).shape_rewards(scored())
     assert (described.coef, described.needs_reference) == (0.1, True)
-    with pytest.raises(ConfigError, match=r"coef is 0.0: must be above 0"):
+    with refusal("coef"):
         AdaptiveKLInReward(coef=0.0, target=1.0)
 
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from refusals import refusal
 
 from verl.algorithms.losses import CISPO, GSPO, PPOClip
-from verl.errors import ConfigError
 
 LOSSES = [GSPO(clip_low=0.2, clip_high=0.3), CISPO()]
 
@@ -118,7 +118,7 @@ def test_ratios_beyond_all_bounds_stay_finite(loss):
 
 @pytest.mark.parametrize("kind", [GSPO, CISPO])
 def test_bounds_out_of_range_are_refused(kind):
-    with pytest.raises(ConfigError, match="clip_low is 1.5: must lie in"):
+    with refusal("clip_low"):
         kind(clip_low=1.5)
-    with pytest.raises(ConfigError, match="clip_high is -0.1: must not be negative"):
+    with refusal("clip_high"):
         kind(clip_high=-0.1)

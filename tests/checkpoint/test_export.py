@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from golden_run import flip_bit, golden_run
+from refusals import refusal
 from transformers import AutoModelForCausalLM
 
 from verl.checkpoint.commit.rank_writer import RankTensor
@@ -97,7 +98,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_written(kind, manager, t
 
 def test_damage_is_not_exported(manager, tmp_path):
     flip_bit(manager.directory / "actor/model-00002-of-00003.safetensors")
-    with pytest.raises(CheckpointCorrupt, match=r"in actor/model\.layers"):
+    with refusal("actor/model-00002-of-00003.safetensors", kind=CheckpointCorrupt):
         export(manager, tmp_path / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from faults.scenarios import WEIGHT, save
 from golden_run import flip_bit, golden_run
+from refusals import refusal
 
 from verl.checkpoint.commit.rank_writer import RankTensor
 from verl.checkpoint.commit.store import CheckpointStore
@@ -132,7 +133,7 @@ def test_what_was_read_at_once_needs_its_file_no_more(store):
 def test_a_damaged_tensor_is_named_and_the_others_load(mmap, store):
     manager = CheckpointManager(store.directory)
     flip_bit(manager.directory / "actor/model-00002-of-00002.safetensors")
-    with pytest.raises(CheckpointCorrupt, match=r"model-00002-of-00002\.safetensors: bytes .* \(in actor/second\)"):
+    with refusal("actor/model-00002-of-00002.safetensors", kind=CheckpointCorrupt):
         _ = manager.load("actor", mmap=mmap)["second"]
     assert torch.equal(manager.load("actor")["first"], torch.from_numpy(WEIGHT * 2))
     assert not torch.equal(manager.load("actor", verify=False)["second"], torch.from_numpy(WEIGHT * 2))

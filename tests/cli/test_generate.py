@@ -75,7 +75,7 @@ def test_an_adapter_is_evaluated_with_its_model(model32, tmp_path):
 
 def test_latest_is_the_newest_below_checkpoints_and_the_table_says_which(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "no directory below checkpoints/ holds a complete checkpoint" in refused("eval", "latest")
+    assert "there is no complete checkpoint below checkpoints/" in refused("eval", "latest")
     shutil.copytree(run[0] / "checkpoints", tmp_path / "checkpoints/project/name", symlinks=True)
     told = asked("eval", "latest", *OWN)
     assert f"{tmp_path}/checkpoints/project/name/global_step_2, step 2, on 3 rows" in told
@@ -138,7 +138,7 @@ def test_a_damaged_policy_is_named_and_not_asked(run, tmp_path):
     [
         (["absent"], "PATH is 'absent': no such directory. Give a checkpoint, a run, or a directory of a model."),
         (["{run}", *OWN, "rollout.temprature=1"], "rollout.temprature is not a known key"),
-        (["{run}", *OWN, "data.eval=[]"], "data has no rows that are held out. Give --data FILE"),
+        (["{run}", *OWN, "data.eval=[]"], "the run has no evaluation data. Give --data FILE"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_told_by_its_path(arguments, said, run):

@@ -100,7 +100,7 @@ def test_the_content_of_data_that_changed_is_shown_by_its_path(tmp_path):
 
 
 def test_a_place_without_runs_or_that_is_not_there_is_told(tmp_path):
-    assert told(tmp_path) == f"No run has saved below {tmp_path}.\n"
+    assert told(tmp_path) == f"There are no checkpoints below {tmp_path}.\n"
     result = runner.invoke(app, ["lineage", str(tmp_path / "absent")])
     assert result.exit_code == 2
     assert "no such directory" in result.output

@@ -36,15 +36,15 @@ def tried(tmp_path):
 
 
 def test_a_machine_on_which_no_model_was_tried_says_how_to_try_one():
-    assert "models tried here: none yet; see verl env --models" in runner.invoke(app, ["env"]).output
+    assert "models checked here: none yet; see verl env --models" in runner.invoke(app, ["env"]).output
     result = runner.invoke(app, ["env", "--models"])
     assert result.exit_code == 0
-    assert "No model was tried yet on this machine" in result.output
+    assert "No model has been checked on this machine" in result.output
 
 
 def test_what_runs_have_found_is_told_in_80_columns(tried):
     output = runner.invoke(app, ["env"]).output
-    assert "    models tried here: 2 fast, 1 plain, 1 refused; see verl env --models\n" in output
+    assert "    models checked here: 2 fast, 1 plain, 1 refused; see verl env --models\n" in output
     assert "        bart: plain: padded right, in place, equal prompts\n" in output
     assert "        bert: refused: each token sees those that come after it" in output
     result = runner.invoke(app, ["env", "--models"])
@@ -102,12 +102,12 @@ def test_a_family_that_is_not_known_is_answered_with_those_that_are_near():
     )
     result = runner.invoke(app, ["env", "llama"])
     assert result.exit_code == 2
-    assert "families are tried with --models only" in result.output
+    assert "FAMILY needs --models" in result.output
 
 
 def test_nothing_is_needed_to_be_told_what_is_lacking(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert "No model was tried yet" in runner.invoke(app, ["env", "--models"]).output
+    assert "No model has been checked" in runner.invoke(app, ["env", "--models"]).output
     result = runner.invoke(app, ["env", "--models", "llama"])
     assert result.exit_code == 2
-    assert "Models cannot be tried without torch, transformers, numpy: see verl env." in result.stderr
+    assert "Models cannot be checked without torch, transformers, numpy: see verl env." in result.stderr

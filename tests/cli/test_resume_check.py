@@ -73,7 +73,7 @@ def test_a_training_that_is_stopped_in_a_step_is_named_with_the_stage(model32, t
 def test_another_layout_agrees_to_rounding_and_the_check_says_so(model32, tmp_path):
     result = check("--to-sharding", "ddp", "--processes", "2", "--steps", "2", model=model32, directory=tmp_path)
     assert result.exit_code == 0, result.output
-    assert "agree to within 0.001 (another layout rounds otherwise)" in result.output
+    assert "agree to within 0.001 (another layout changes rounding)" in result.output
 
 
 @pytest.mark.exhaustive
@@ -146,7 +146,7 @@ def test_a_run_without_a_journal_cannot_be_checked_inside_of_an_episode(model32,
             "--topology is '1,2:zero': '2:zero' is not a layout. Give a number of processes, then",
         ),
         (["--topology", "2:fsdp"], "--topology is '2:fsdp': one layout is not a chain."),
-        (["--root", "dpo"], "'dpo' is none of the commands that train"),
+        (["--root", "dpo"], "'dpo': expected ppo or sft"),
         (["actor.lr=1"], "the straight run ended with status 2:\nactor.lr is not a known key"),
     ],
 )

@@ -92,7 +92,7 @@ def test_many_sizes_leave_few_blocks_and_files():
         ends.carry(wide(size))
         ends.answer("done")
     assert len(ends.posts[0].blocks.numbers()) <= FREE_BLOCKS_KEPT + 2
-    assert len(ends.right._theirs) <= FREE_BLOCKS_KEPT + 2
+    assert len(ends.right.theirs) <= FREE_BLOCKS_KEPT + 2
     assert open_files() - before <= 3 * (FREE_BLOCKS_KEPT + 2)  # the file, and a mapping at either end
     ends.posts[0].close()
     del ends
@@ -149,7 +149,7 @@ def cluster_rows(batch: DataProto) -> torch.Tensor:
 
 
 def _a_stopped_worker_is_named(cluster, toy):
-    cluster.step, cluster._call_timeout_s = 5, 2.0
+    cluster.step, cluster.call_timeout_s = 5, 2.0
     pids = list(cluster.pids)
     threading.Timer(0.5, os.kill, (pids[1], signal.SIGSTOP)).start()
     toy.where().result(timeout=60)

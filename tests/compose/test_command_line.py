@@ -106,7 +106,7 @@ def test_every_field_that_holds_a_path_is_known_as_one():
         ("-m --cfg job", "Leave -m out"),
         ("trainer.seed", "write trainer.seed=VALUE"),
         ("grpo", "Did you mean algorithm=grpo?"),
-        ("=3", "no key"),
+        ("=3", "is not a key"),
         ("trainer..seed=3", "Did you mean trainer.seed?"),
         ("trainer.total-steps=3", "Did you mean trainer.total_steps?"),
         ("trainer.seed=1,2", "add -m for a sweep"),
@@ -116,13 +116,13 @@ def test_every_field_that_holds_a_path_is_known_as_one():
         ("traner@x=local", "Did you mean trainer?"),
         ("~trainer", "~trainer: a run needs one. Write trainer=OPTION; there are local, "),
         ("~algorithm=ppo", "a run needs one"),
-        ("trainer.seed=${trainer.total_steps", "the reference cannot be read. Write ${other.key}, closed"),
-        ("trainer.experiment_name=a${x", "trainer.experiment_name is 'a${x': the reference cannot be read"),
+        ("trainer.seed=${trainer.total_steps", "the reference cannot be parsed. Write ${other.key} with"),
+        ("trainer.experiment_name=a${x", "trainer.experiment_name is 'a${x': the reference cannot be parsed"),
         ("reward={_target_:}", "reward={_target_:}: its _target_ is empty"),
         ('algorithm="ppo', "no such option; there are cispo, "),
-        ("-m trainer.seed=range(3,1)", "stands for no value, so the sweep has no jobs"),
-        ("-m trainer.seed=glob(*)", "stands for no value, so the sweep has no jobs"),
-        ("-m algorithm=glob(zz*)", "no option is called so, so the sweep has no jobs; there are cispo, "),
+        ("-m trainer.seed=range(3,1)", "has no value, so the sweep has no jobs"),
+        ("-m trainer.seed=glob(*)", "has no value, so the sweep has no jobs"),
+        ("-m algorithm=glob(zz*)", "there is no such option, so the sweep has no jobs; there are cispo, "),
     ],
 )
 def test_an_argument_that_cannot_be_read_is_told_in_our_words(argument, said):
@@ -183,7 +183,7 @@ def test_an_experiment_without_its_package_line_or_with_broken_yaml_is_named(tmp
     monkeypatch.setattr(module, "conf_dir", lambda: conf)
     monkeypatch.setattr(overrides, "conf_dir", lambda: conf)
     (fault,) = command_line("ppo", ["experiment=mine"])[1].faults
-    assert "mine.yaml does not open with the line `# @package _global_`" in fault
+    assert "mine.yaml does not begin with the line `# @package _global_`" in fault
     (fault,) = command_line("ppo", ["experiment=broken"])[1].faults
     assert "broken.yaml line 3 is not readable as YAML" in fault
     assert command_line("ppo", ["experiment=good"])[1].faults == []
@@ -242,15 +242,15 @@ def test_a_component_that_is_written_out_takes_the_place_of_the_default_option(w
     [
         (["nogroup=x"], "nogroup is not a known key: ppo.yaml has no nogroup."),
         (["algorithm=nope"], "algorithm=nope: no such option; there are cispo, "),
-        (["~nothere"], "~nothere: there is no nothere to leave out."),
-        (["trainer.seed=${nowhere}"], "trainer.seed refers to ${nowhere}, which is not there."),
+        (["~nothere"], "~nothere: there is no nothere to remove."),
+        (["trainer.seed=${nowhere}"], "trainer.seed refers to ${nowhere}, which does not exist."),
         (
             ["trainer.seed=${oc.env:VERL_NOT_SET}"],
             "${oc.env:VERL_NOT_SET}: the environment variable VERL_NOT_SET is not",
         ),
         (["trainer.seed=${nores:1}"], "${nores:...}: there is no resolver nores."),
-        (["+trainer.seed=2"], "trainer.seed is there already: write trainer.seed=VALUE"),
-        (["++trainer.seed=[1"], "[1 opens what is not closed, or is no value"),
+        (["+trainer.seed=2"], "trainer.seed exists already: write trainer.seed=VALUE"),
+        (["++trainer.seed=[1"], "[1 has an unclosed bracket or quote, or is not a value"),
         (["sharding@nowhere.sharding=ddp"], "sharding@nowhere.sharding: nothing is chosen there yet. Write +sharding@"),
         (["hydra/launcher=nope"], "hydra/launcher=nope: Hydra has no such option"),
         (["trainer.seed=${now:}"], "the reference in trainer.seed cannot be resolved ("),

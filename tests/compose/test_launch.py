@@ -207,7 +207,7 @@ def test_a_thread_that_a_component_leaves_running_does_not_keep_the_process_aliv
     )
     done = run(tmp_path, str(script))
     assert done.returncode == status
-    assert "Threads that a component has started go on (server), and are ended." in done.stderr
+    assert "Threads of a component still run (server) and are ended." in done.stderr
     assert "closed" in done.stdout
 
 

@@ -223,14 +223,14 @@ def test_options_state_every_field_of_their_components():
     """A key that exists but is not in the file could only be found by reading code."""
     import dataclasses
 
-    from verl.compose.validate import _import
+    from verl.compose.validate import import_component
 
     def visit(node, path):
         if not isinstance(node, dict):
             return
         if "_target_" in node and not path.startswith("tracker"):
-            fields = {f.name for f in dataclasses.fields(_import(node["_target_"]))}
-            needs_values = path != "algorithm" or _import(node["advantage"]["_target_"]).needs_values
+            fields = {f.name for f in dataclasses.fields(import_component(node["_target_"]))}
+            needs_values = path != "algorithm" or import_component(node["advantage"]["_target_"]).needs_values
             optional = set() if needs_values else {"value_loss"}
             assert fields - optional <= set(node), path
         for key, item in node.items():

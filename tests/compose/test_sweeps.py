@@ -49,7 +49,7 @@ def test_the_jobs_of_a_sweep_are_compared(fork_server, tmp_path, model64, monkey
     assert all(len(line) <= 80 for line in lines[: lines.index(next(x for x in lines if "┘" in x)) + 1])
     told = {"checkpoint", "status", "accuracy"} - {word for line in lines[:8] for word in line.split()}
     assert told == set()
-    (left_out,) = (line for line in lines if line.startswith("in sweep.csv alone: "))
+    (left_out,) = (line for line in lines if line.startswith("only in sweep.csv: "))
     assert "peak memory of a process (MiB)" in left_out
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, of=None: None)

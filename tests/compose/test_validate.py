@@ -145,7 +145,7 @@ def test_a_value_left_open_is_named():
     [
         ("nomodule.Wheel", "there is no module nomodule"),
         (f"{HERE}.Whel", f"{HERE} has no Whel"),
-        ("fractions.Fraction", "it is no description"),
+        ("fractions.Fraction", "it is not a component"),
         ("Wheel", "expected the dotted path"),
         (5, "expected the dotted path"),
     ],

@@ -1,4 +1,4 @@
-"""`warm-start://NAME` is made once and found again."""
+"""`warm-start://NAME` is trained once and found again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_warm_start_is_made_once_for_actor_and_critic_and_found_again(cache):
     resolved = resolve_warm_starts(run, Console(file=out, width=500), SHORT)
     (made,) = cache.iterdir()
     assert resolved.actor.model.path == resolved.critic.model.path == str(made / "actor")
-    assert "is made once" in out.getvalue()
+    assert "is trained once" in out.getvalue()
     assert str(made) in out.getvalue()
     assert dataclasses.replace(resolved, actor=run.actor, critic=run.critic) == run
     assert resolved.actor.model.max_positions() == 64
@@ -37,7 +37,7 @@ def test_a_warm_start_is_made_once_for_actor_and_critic_and_found_again(cache):
     again = resolve_warm_starts(run, Console(file=out, width=500), SHORT)
     assert again == resolved
     assert {file: file.stat().st_mtime_ns for file in made.rglob("*")} == written
-    assert out.getvalue().count("is made once") == 1
+    assert out.getvalue().count("is trained once") == 1
 
 
 def test_a_run_without_warm_start_is_returned_as_it_is(cache):
@@ -58,7 +58,7 @@ def test_the_key_follows_the_fine_tuning_run_and_the_sources(cache, monkeypatch)
     assert warm_start_dir("x", run) == warm_start_dir("x", run)
     assert warm_start_dir("x", run) != warm_start_dir("x", other)
     before = warm_start_dir("x", run)
-    monkeypatch.setattr(warm_start, "_sources", lambda: "other sources")
+    monkeypatch.setattr(warm_start, "source_identity", lambda: "other sources")
     assert warm_start_dir("x", run) != before
 
 
@@ -67,7 +67,7 @@ def test_the_slower_of_two_processes_takes_what_the_faster_one_made(tmp_path):
     for directory, text in ((final, "first"), (making, "second")):
         (directory / "actor").mkdir(parents=True)
         (directory / "actor" / "config.json").write_text(text)
-    warm_start._publish(making, final)
+    warm_start.publish(making, final)
     assert (final / "actor" / "config.json").read_text() == "first"
 
 

@@ -134,7 +134,7 @@ def test_a_conversation_cut_on_the_left_learns_what_is_left_but_its_first_token(
 
 
 def test_cutting_every_answer_away_is_an_error():
-    with pytest.raises(ConfigError, match="cutting row 0 on the right leaves no prompt or nothing to learn"):
+    with pytest.raises(ConfigError, match="truncating row 0 on the right leaves no prompt or nothing to learn"):
         conversations([USER, ANSWER], max_length=5, truncation="right")
 
 
@@ -161,7 +161,7 @@ def test_a_chat_that_ends_with_the_assistant_is_refused_since_its_answer_would_s
     with pytest.raises(ConfigError) as caught:
         prompts([{"prompt": [USER]}, {"prompt": [USER, ANSWER]}])
     (fault,) = caught.value.faults
-    assert fault.startswith("the chat at row 1 ends with the assistant, whose words would stand in the prompt")
+    assert fault.startswith("the chat at row 1 ends with an assistant message, which would be part of the prompt")
     assert "Set final_assistant to drop, or to answer" in fault
     skipped = prompts([{"prompt": [USER]}, {"prompt": [USER, ANSWER]}], on_bad_row="skip")
     assert [skipped[index]["prompt_ids"] for index in range(len(skipped))] == [0]
@@ -211,8 +211,8 @@ def test_tools_reach_the_template(tools, tmp_path):
 @pytest.mark.parametrize(
     ("tools", "fault"),
     [
-        ([TOOL], "tools is given at row 0, and the chat template reads none: the policy would not see them"),
-        ("[1,", "tools is '\\[1,' at row 0: no JSON"),
+        ([TOOL], "tools is set at row 0, but the chat template does not use tools"),
+        ("[1,", "tools is '\\[1,' at row 0: not valid JSON"),
         ({"name": "add"}, "expected a list of JSON schemas"),
     ],
 )

@@ -93,5 +93,5 @@ def test_weights_that_are_no_shares_are_refused(files, weights, fault):
 def test_a_share_for_a_file_of_which_nothing_is_left_is_refused(tmp_path, files):
     (tmp_path / "a.jsonl").write_text('{"prompt": ""}\n')
     described = PromptFiles(train_files=files, weights=[1, 1], on_bad_row="skip")
-    with pytest.raises(ConfigError, match="weights gives a share to '.*a.jsonl', of which no row is left"):
+    with pytest.raises(ConfigError, match="weights has a share for '.*a.jsonl', which has no usable row"):
         described.build(CONTEXT)

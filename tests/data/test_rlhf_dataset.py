@@ -192,7 +192,7 @@ def test_an_empty_data_set_is_refused(tmp_path):
 def test_files_that_are_not_what_their_names_say_are_refused(tmp_path):
     for name, content, fault in [
         ("a.parquet", b"not parquet", "not a readable parquet file"),
-        ("b.jsonl", b'{"prompt": "1"}\n{"prompt": \n', "line 2 is no JSON"),
+        ("b.jsonl", b'{"prompt": "1"}\n{"prompt": \n', "line 2 is not valid JSON"),
         ("c.jsonl", b'["prompt"]\n', "line 1 holds '[\"prompt\"]', expected a JSON object"),
         ("d.jsonl", b'{"prompt": "\xff"}\n', "not UTF-8 text"),
     ]:
@@ -264,7 +264,7 @@ def test_a_template_that_refuses_the_messages_is_reported_with_the_row():
 
 @pytest.mark.parametrize("column", ["responses", "prompts", "prompt_text", "score", "advantages"])
 def test_a_column_with_the_name_of_a_field_is_refused(column):
-    with pytest.raises(ConfigError, match=f"column '{column}' has the name of a field"):
+    with pytest.raises(ConfigError, match=f"column '{column}' has the name of a batch field"):
         open_rows([{"prompt": "1", column: "2"}])
 
 
@@ -279,7 +279,8 @@ def test_rows_that_repeat_another_and_those_in_both_parts_are_counted_and_told_o
         "train_rows": 5, "eval_rows": 2, "train_duplicates": 1, "eval_duplicates": 0, "eval_rows_in_train": 1
     }  # fmt: skip
     assert [record.getMessage() for record in caplog.records] == [
-        "Data: 1 of 5 training rows repeat another one; 1 of 2 evaluation rows are trained on, so evaluations flatter."
+        "Data: 1 of 5 training rows repeat another one; 1 of 2 evaluation rows are also training rows, so evaluation "
+        "scores are too high."
     ]
     caplog.clear()
     assert report_counts(DataSplits(train=splits.eval)) == {"train_rows": 2, "train_duplicates": 0}

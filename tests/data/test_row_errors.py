@@ -34,7 +34,7 @@ SAID = (
     (4, "prompt is 7"),
     (5, "is not UTF-8 text"),
     (6, "expected valid Unicode"),
-    (7, "is no JSON"),
+    (7, "is not valid JSON"),
     (8, "expected a JSON object"),
     (9, "no such column"),
 )
@@ -122,7 +122,7 @@ def test_a_prompt_of_100_000_characters_meets_the_truncation_policy(truncation, 
             RLHFDataset([path], TOKENIZER, config)
         return
     dataset = RLHFDataset([path], TOKENIZER, config)
-    assert dataset._tokens.lengths.tolist() == ([1] if truncation == "drop" else [16, 1])
+    assert dataset.tokens.lengths.tolist() == ([1] if truncation == "drop" else [16, 1])
     assert said in caplog.text
 
 

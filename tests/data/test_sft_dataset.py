@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from refusals import refusal
 
 from verl.data.sft_dataset import SFTDataset
 from verl.errors import ConfigError
@@ -93,7 +94,7 @@ def test_cutting_on_the_right_takes_the_end_with_eos():
 
 @pytest.mark.parametrize(("truncation", "limit"), [("left", 3), ("right", 6)])
 def test_cutting_the_whole_prompt_or_the_whole_completion_away_is_an_error(truncation, limit):
-    with pytest.raises(ConfigError, match=f"cutting row 1 on the {truncation} leaves no prompt or nothing to learn"):
+    with pytest.raises(ConfigError, match=f"truncating row 1 on the {truncation} leaves no prompt or nothing to learn"):
         open_rows(ROWS, max_length=limit, truncation=truncation)
 
 
@@ -128,5 +129,5 @@ def test_rows_and_settings_that_cannot_be_learned_are_refused(rows, config, faul
 def test_a_tokenizer_without_eos_is_refused():
     endless = character_tokenizer()
     endless.eos_token = None
-    with pytest.raises(ConfigError, match="tokenizer has no EOS token"):
+    with refusal("tokenizer"):
         SFTDataset.from_rows(ROWS, tokenizer=endless)

@@ -16,9 +16,9 @@ class GpuTeller:
         self.context = context
 
     @on_each
-    def gpu(self) -> tuple[str, str | None]:
-        """The device that the process was told, and what it sees."""
-        return self.context.device, os.environ.get("CUDA_VISIBLE_DEVICES")
+    def gpu(self) -> tuple[str, str | None, bool]:
+        """The device that the process was told, what it sees, and whether others are there too."""
+        return self.context.device, os.environ.get("CUDA_VISIBLE_DEVICES"), self.context.shares_device
 
 
 @dataclass

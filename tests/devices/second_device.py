@@ -209,7 +209,7 @@ class Checks:
     def scores(self) -> None:
         assert packed_attention.is_enabled(self.model)
         engine.cut_into_micro_batches = lambda *given: iter(self.micros)
-        packed_attention._are_equal = lambda block: False  # reads numbers
+        packed_attention.have_equal_lengths = lambda block: False  # reads numbers
         packed_attention.describe_mask = lambda function, length: packed_attention.MaskShape()
         LMHead._is_whole_state = lambda self: True
         with self.device():
@@ -224,7 +224,7 @@ class Checks:
 
     def sends(self) -> None:
         with self.device():
-            sources = dict(state_dict._live(self.model, True))  # `weights_of` asks for addresses
+            sources = dict(state_dict.live_weights(self.model, True))  # `weights_of` asks for addresses
             shapes = {name: tuple(source.tensor.shape) for name, source in sources.items()}
             whole = {name: tuple((0, size) for size in shape) for name, shape in shapes.items()}
             wants: list[Any] = [whole, {}]  # the first of both feeds the engine

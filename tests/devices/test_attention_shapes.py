@@ -65,7 +65,7 @@ def test_longer_blocks_change_no_number_but_by_rounding(prompts, monkeypatch):
 def key_shapes(monkeypatch):
     """Rows and keys of attention while a token is decoded, apart for prefixes that samples share and for their own."""
     found = set()
-    one, shared = packed_attention._attend_one, packed_attention.attend_shared
+    one, shared = packed_attention.attend_one, packed_attention.attend_shared
 
     def attend_one(query, key, *others):
         found.add(("whole", len(query), key.shape[2]))
@@ -75,7 +75,7 @@ def key_shapes(monkeypatch):
         found.add(("own", len(query), key.shape[2]))
         return shared(query, prefix, prefix_value, key, *others)
 
-    monkeypatch.setattr(packed_attention, "_attend_one", attend_one)
+    monkeypatch.setattr(packed_attention, "attend_one", attend_one)
     monkeypatch.setattr(packed_attention, "attend_shared", attend_shared)
     return found
 
@@ -86,7 +86,7 @@ def drawn(width, options, monkeypatch, multiple, before=lambda: None):
     model = TinyModel(dtype="float64", hidden_size=32, intermediate_size=64)
     actor = start_actor(model, HFRollout(max_new_tokens=150, **options))
     actor.sampler.stop_ids = torch.arange(3)  # of few tokens: rows end one after another
-    actor.sampler._proven_key_multiple(width)
+    actor.sampler.proven_key_multiple(width)
     before()
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(width // 2, width + 1, (4,), generator=generator)
@@ -105,7 +105,7 @@ def test_decoding_meets_one_length_of_keys_per_64_tokens_and_draws_the_same(widt
     found = {}
     for multiple in (1, KEY_MULTIPLE):
         actor, rows = drawn(width, options, monkeypatch, multiple, key_shapes.clear)
-        assert actor.sampler._key_multiple == multiple
+        assert actor.sampler.key_multiple == multiple
         found[multiple] = rows, set(key_shapes)
     (plain, as_they_come), (padded, few) = found[1], found[KEY_MULTIPLE]
     assert torch.equal(plain["responses"], padded["responses"])
@@ -117,12 +117,12 @@ def test_decoding_meets_one_length_of_keys_per_64_tokens_and_draws_the_same(widt
 
 
 def test_lengths_that_change_numbers_are_not_used(monkeypatch, caplog):
-    shared = packed_attention._has_keys_behind
-    monkeypatch.setattr(packed_attention, "_has_keys_behind", lambda asked: False)  # no mask: zeros are attended to
+    shared = packed_attention.has_keys_behind
+    monkeypatch.setattr(packed_attention, "has_keys_behind", lambda asked: False)  # no mask: zeros are attended to
     actor, rows = drawn(20, {}, monkeypatch, KEY_MULTIPLE)
-    assert actor.sampler._key_multiple == 1
+    assert actor.sampler.key_multiple == 1
     assert "Each new token has a length of keys of its own: log-probs differ by" in caplog.text
-    monkeypatch.setattr(packed_attention, "_has_keys_behind", shared)
+    monkeypatch.setattr(packed_attention, "has_keys_behind", shared)
     _, plain = drawn(20, {}, monkeypatch, 1)
     assert torch.equal(plain["responses"], rows["responses"])
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from rollout.engines import random_prompts
 
-from verl.cluster.local_worker_group import _device
+from verl.cluster.local_worker_group import device_of_rank
 from verl.cluster.placement import ROLES, DeviceMesh
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
@@ -80,8 +80,8 @@ def test_engines_of_machines_with_eight_gpus_have_those_of_their_ranks_and_no_tw
 
 
 def test_processes_of_one_machine_and_of_each_sub_mesh_have_devices_of_their_own(monkeypatch):
-    assert [_device("cuda:0", rank) for rank in range(8)] == [f"cuda:{rank}" for rank in range(8)]
-    monkeypatch.setattr("verl.cluster.placement._num_gpus", lambda devices: 2)
+    assert [device_of_rank("cuda:0", rank) for rank in range(8)] == [f"cuda:{rank}" for rank in range(8)]
+    monkeypatch.setattr("verl.cluster.placement.num_gpus_of", lambda devices: 2)
     document = (Path(__file__).parents[2] / "docs" / "ray.md").read_text()
     on_command_line = re.search(r"trainer=mesh (.*)", document)
     in_script = re.search(r"mesh = (DeviceMesh\(.*\))", document)
@@ -120,8 +120,8 @@ def test_the_prompts_of_a_group_go_to_its_engine_and_each_rank_finds_its_own_row
     monkeypatch.setattr(sharded_client, "among_siblings", lambda divided, value: [own[r] for r in divided.siblings])
     for rank in range(RANKS):
         client = object.__new__(ShardedVLLMClient)
-        client.divided, client._num_same_rows = with_engine_group(divided_of(rank, same), RANKS), same
-        whole, rows = client._of_group(own[rank], samples)
+        client.divided, client.num_same_rows = with_engine_group(divided_of(rank, same), RANKS), same
+        whole, rows = client.of_group(own[rank], samples)
         assert whole["prompt_ids"].tolist() == list(range(starts[RANKS // same]))  # no prompt twice
         asked = whole["prompt_ids"].repeat_interleave(samples)[rows]
         assert asked.tolist() == own[rank]["prompt_ids"].repeat_interleave(samples).tolist()

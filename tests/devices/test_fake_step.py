@@ -88,7 +88,7 @@ def rows(prompts, samples, length):
 def ready(micro):
     """With all that is looked up in numbers: places of tokens, and masks."""
     for number in range(len(micro.packing.blocks)):
-        packed_attention._mask(micro.packing, number, None, torch.device("cpu"))
+        packed_attention.mask_of_block(micro.packing, number, None, torch.device("cpu"))
     return replace(micro, places=micro.on_mask)
 
 
@@ -96,7 +96,7 @@ def steps_of(config, batch, tokens, monkeypatch, steps=2):
     """Bytes at rest and at the peak of each of some steps of an actor in one of eight processes."""
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(LMHead, "_is_whole_state", lambda self: True)  # compares numbers
+    monkeypatch.setattr(LMHead, "is_whole_state", lambda self: True)  # compares numbers
     monkeypatch.setattr(chunked_logprobs, "LOGITS_AT_A_TIME", 8 * LOGITS_AT_A_TIME)  # as on a GPU
     monkeypatch.setattr(packed_attention, "describe_mask", lambda function, length: MaskShape())  # reads numbers
     real = torch.optim.AdamW
@@ -118,7 +118,7 @@ def steps_of(config, batch, tokens, monkeypatch, steps=2):
         head = LMHead(model)
         engine = TrainingEngine(model, parallel, tokens, AdamW(lr=1e-6), 10, "bfloat16")
         monkeypatch.setattr(engine, "paths", lambda batch: FAST)
-        monkeypatch.setattr(engine, "_micro_batches", lambda batch: iter(micros))
+        monkeypatch.setattr(engine, "micro_batches", lambda batch: iter(micros))
 
         def loss(model, micro, totals):
             log_probs = token_log_probs(model, head, micro).log_probs

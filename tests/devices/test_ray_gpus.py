@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 from devices.gpu_hosts import GpuHost
+from refusals import refusal
 
 from verl.cluster.ray.ray_placement import RayPlacement
 from verl.cluster.ray.ray_worker import own_gpu
@@ -16,7 +17,6 @@ from verl.cluster.rpc import role_handles
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
-from verl.errors import ConfigError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "ray.md"
 
@@ -52,9 +52,11 @@ def test_workers_of_a_pool_never_share_a_gpu_and_pools_with_half_of_one_share_th
     cluster = placement.start(host, BuildContext(device="cuda:0"), 2, 1)
     try:
         handles = role_handles(cluster, host)
-        told = {role: [device for device, _ in handle.gpu().result()] for role, handle in handles.items()}
+        found = {role: handle.gpu().result() for role, handle in handles.items()}
     finally:
         cluster.close()
+    told = {role: [device for device, *_ in each] for role, each in found.items()}
+    assert all(shares for each in found.values() for *_, shares in each)
     assert len(set(told["actor"])) == 2  # NCCL refuses two ranks on one GPU
     assert told["critic"] == told["actor"][:1]  # half of the same one
     assert told["reference"][0] not in told["actor"]  # two halves fill a GPU
@@ -102,7 +104,7 @@ def test_every_documented_placement_gives_each_worker_of_a_pool_a_gpu_of_its_own
     host = GpuHost(names=ROLES)
     cluster = placement.start(host, BuildContext(device="cuda:0"), size, 1)
     try:
-        told = {role: [gpu for gpu, _ in one.gpu().result()] for role, one in role_handles(cluster, host).items()}
+        told = {role: [gpu for gpu, *_ in one.gpu().result()] for role, one in role_handles(cluster, host).items()}
     finally:
         cluster.close()
     pools = placement.groups(ROLES)
@@ -140,5 +142,5 @@ def test_pools_share_as_many_as_their_fractions_fill_a_gpu(gpus, shared):
 
 
 def test_a_fraction_above_one_is_refused():
-    with pytest.raises(ConfigError, match=r"num_gpus is 1\.5: a worker has a part of one GPU, or whole ones"):
+    with refusal("num_gpus"):
         RayPlacement(num_gpus=1.5)

@@ -99,14 +99,14 @@ def test_a_group_for_devices_alone_refuses_the_gradients_of_an_offloaded_model(b
 def test_an_engine_wakes_after_torch_has_given_back_what_it_keeps(calls, monkeypatch):
     engine = object.__new__(VLLMClient)
     engine.model = torch.nn.Linear(2, 2)
-    engine._process = SimpleNamespace(call=lambda *told: calls.append(told))
+    engine.process = SimpleNamespace(call=lambda *told: calls.append(told))
     monkeypatch.setattr(client_module, "compute_device", lambda model: torch.device("cuda:0"))
-    engine._is_asleep = False
-    engine._wake("weights")
+    engine.is_asleep = False
+    engine.wake("weights")
     assert calls == []
-    engine._is_asleep = True
-    engine._wake("weights")
-    engine._wake("kv_cache")
+    engine.is_asleep = True
+    engine.wake("weights")
+    engine.wake("kv_cache")
     assert calls == [("empty_cache",), ("wake", "weights"), ("empty_cache",), ("wake", "kv_cache")]
 
 
@@ -128,8 +128,8 @@ def test_an_update_on_a_device_leaves_no_gradients(prompts):
     rows = experience(actor, prompts(), num_samples=2)
     actor.update(rows)
     assert any(p.grad is not None for p in actor.model.parameters())
-    actor.engine._micro_batches = lambda *asked: (micro for micro in made)
-    made = list(type(actor.engine)._micro_batches(actor.engine, rows))
+    actor.engine.micro_batches = lambda *asked: (micro for micro in made)
+    made = list(type(actor.engine).micro_batches(actor.engine, rows))
     actor.engine.device = torch.device("meta")  # another one than the CPU
     actor.update(rows)
     assert all(p.grad is None for p in actor.model.parameters())

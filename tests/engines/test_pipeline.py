@@ -66,7 +66,7 @@ def test_three_stages_after_another_give_what_the_whole_model_gives(family, tied
 
 @pytest.mark.parametrize(
     ("family", "told"),
-    [("gpt2", "GPT2LMHeadModel: pipeline stages are made of models with embed_tokens, layers and norm"),
+    [("gpt2", "GPT2LMHeadModel: pipeline stages need a model with embed_tokens, layers and norm"),
      pytest.param("opt", "OPTForCausalLM: pipeline stages", marks=pytest.mark.exhaustive)],
 )  # fmt: skip
 def test_a_model_of_another_build_is_refused_by_name(family, told, tmp_path):
@@ -76,7 +76,7 @@ def test_a_model_of_another_build_is_refused_by_name(family, told, tmp_path):
 
 def test_a_model_that_does_more_between_embedding_and_layers_is_refused(tmp_path):
     """Granite multiplies what the embedding gives, in the decoder's own forward: a later stage would do it again."""
-    with pytest.raises(ConfigError, match="its results change if it is divided into pipeline stages"):
+    with pytest.raises(ConfigError, match="its results change when it is split into pipeline stages"):
         refuse_untrue(loaded(tmp_path, "granite", embedding_multiplier=3.0))
 
 

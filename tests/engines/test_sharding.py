@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from refusals import refusal
 
 from verl.component import BuildContext
 from verl.engines.parallel_degrees import ParallelDegrees
@@ -29,7 +30,7 @@ def test_a_place_says_whether_it_needs_processes():
 
 
 def test_a_time_out_is_positive():
-    with pytest.raises(ConfigError, match="timeout_s is 0"):
+    with refusal("timeout_s"):
         DDP(timeout_s=0)
 
 
@@ -120,7 +121,7 @@ def test_experts_that_do_not_divide_name_the_nearest_layout():
     assert told.startswith("ep is 4: it does not divide the 6 experts of a layer.")
     assert told.endswith("The nearest layout that fits: sharding.dp_shard=4 sharding.ep=2.")
     told = Parallel(ep=2, dp_replicate=2).experts_fault("gpt_oss", 32, 4)
-    assert told.startswith("ep is 2: expert parallelism was not tried with gpt_oss, only with deepseek_v2, ")
+    assert told.startswith("ep is 2: expert parallelism is not tested with gpt_oss, only with deepseek_v2, ")
     assert told.endswith("The nearest layout that fits: sharding.dp_replicate=2 sharding.dp_shard=2.")
     assert "a qwen2 has no experts" in Parallel(ep=2).experts_fault("qwen2", None, 2)
     assert Parallel().experts_fault("gpt_oss", 32, 4) is FSDP().experts_fault("qwen2", None, 4) is None
@@ -132,14 +133,6 @@ def test_experts_that_do_not_divide_name_the_nearest_layout():
         ({"dp_shard": 0}, "dp_shard is 0: must be at least 1, or -1"),
         ({"cp": 0}, "cp is 0"),
         ({"cp_style": "ring"}, "cp_style is 'ring': expected one of allgather, ulysses"),
-        (
-            {"pp": 2, "tp": 2, "cp": 2},
-            "cp is 2: this version does not divide the weights of a pipeline",
-        ),
-        (
-            {"pp": 2, "tp": 2, "dp_shard": 2},
-            "dp_shard is 2: this version does not divide the weights of a pipeline",
-        ),
         ({"pp": 2, "cpu_offload": True}, "cpu_offload is true: not together with pipeline stages"),
         ({"ep": 2, "tp": 2}, "ep is 2: not together with tensor parallelism"),
         ({"ep": 2, "cpu_offload": True}, "ep is 2: not together with cpu_offload"),

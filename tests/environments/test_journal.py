@@ -20,7 +20,7 @@ from environments.episodes import (
 from verl.component import BuildContext, component
 from verl.environments.base import CallRecord, InfraError, StepResult
 from verl.environments.episode_loop import EpisodeEngine
-from verl.environments.journal import EpisodeJournal, _records
+from verl.environments.journal import EpisodeJournal, read_records
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 
@@ -184,7 +184,7 @@ def test_failures_that_are_not_the_models_are_reused_and_forgotten_when_they_end
     with pytest.raises(RolloutError, match="the service is down"):
         engine.generate(prompts_of(model[1], TEXTS), REQUEST)
     engine.close()
-    assert any("forget" in record for path in (tmp_path / "episode_journal").iterdir() for record in _records(path))
+    assert any("forget" in record for path in (tmp_path / "episode_journal").iterdir() for record in read_records(path))
     assert len(life(model, tmp_path, Failing())) == 12
 
 

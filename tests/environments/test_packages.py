@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from refusals import refusal
 
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
@@ -20,7 +21,6 @@ from verl.compose.validate import validate
 from verl.environments.base import Action
 from verl.environments.hosted import VerifiersEnvironment
 from verl.environments.tool_calls import ToolCall
-from verl.errors import ConfigError
 from verl.trainer.ppo import PPOTrainer
 
 STEPS = 5
@@ -222,5 +222,5 @@ def test_the_tools_of_a_verifiers_task_are_offered_called_and_answered(tasks):
 @pytest.mark.exhaustive
 def test_a_taskset_that_is_not_there_is_refused_before_anything_is_drawn():
     options = VerifiersEnvironment(taskset="no_such_tasks", python=interpreter_with("verifiers"), reset_timeout_s=240.0)
-    with pytest.raises(ConfigError, match="taskset is 'no_such_tasks'"):
+    with refusal("taskset"):
         options.tool_schemas()

@@ -9,13 +9,13 @@ from typing import ClassVar
 import pytest
 import torch
 from environments.episodes import REQUEST, Scripted, ScriptedFactory, engine_of, long_turns, prompts_of, tiny
+from refusals import refusal
 
 from verl.component import BuildContext, component
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.environments.base import EnvironmentDescription, InfraError, StepResult
 from verl.environments.rows import kept_rows
-from verl.errors import ConfigError
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
@@ -175,6 +175,6 @@ def test_where_the_template_keeps_every_turn_training_is_that_of_whole_rows(tmp_
 
 def test_a_prompt_that_is_no_chat_is_refused(model):
     engine = engine_of(Scripted(answer=answer, history="rerender"), model=model)
-    with pytest.raises(ConfigError, match="environment.history is rerender: prompt 0 is a text, and only chats"):
+    with refusal("environment.history"):
         engine.generate(prompts_of(model[1], ["1+2="]), REQUEST)
     engine.close()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cluster.processes_of import engines_of, workers_of
 
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
@@ -25,6 +30,8 @@ STOPS = f"rollout.stop_token_ids={list(range(20, 60))}".replace(" ", "")
 CALCULATOR = [*SMALL, "environment=calculator", "data=calculator", "data.train_size=40", "data.held_out=5"]
 GUESS = [*SMALL, "environment=guess_number", "data=guess_number", "reward=environment", "data.repeats=2", STOPS]
 
+RATED = ["reward=length", "reward.max_tokens=6"]  # of a whole episode: some have less
+
 
 def run_of(overrides, directory):
     return PPOTrainer(validate(compose_root("ppo", overrides)), BuildContext(run_dir=directory))
@@ -41,9 +48,11 @@ def tokens_of(trainer):
     return found
 
 
-def test_a_run_of_several_turns_trains_evaluates_and_dumps_its_episodes(tmp_path):
+def test_a_run_of_several_turns_trains_evaluates_and_dumps_its_episodes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with run_of(GUESS, tmp_path) as trainer:
         trainer.fit()
+    assert not (tmp_path / "checkpoints").exists()  # nor a journal there, which another run would take for its own
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "episode/turns" in line]
     assert len(steps) == 2
@@ -93,12 +102,86 @@ class Asked:
         return found
 
 
+@pytest.fixture(scope="module")
+def episodes_of(tmp_path_factory):
+    """Episodes of a new run, and metrics of its first step."""
+
+    @functools.cache
+    def found(*overrides):
+        directory = tmp_path_factory.mktemp("run")
+        with run_of([*GUESS, *RATED, "trainer.total_steps=1", *overrides], directory) as trainer:
+            tokens = tokens_of(trainer)
+            trainer.fit()
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        return tokens, next(line for line in lines if "episode/turns" in line)
+
+    return found
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        "fsdp",
+        *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("ddp", "cp", "pp")],
+        pytest.param("parallel,sharding.pp=2,sharding.dp_shard=2", marks=pytest.mark.exhaustive),
+        pytest.param("parallel,sharding.cp=2,sharding.dp_shard=2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_several_processes_play_the_episodes_of_one_and_learn_the_same(episodes_of, sharding):
+    alone, step_alone = episodes_of("sharding=none")
+    num_processes = 4 if "parallel" in sharding else 2
+    tokens, step = episodes_of(*f"sharding={sharding}".split(","), f"trainer.n_gpus_per_node={num_processes}")
+    assert tokens == alone
+    assert step["actor/grad_norm"] > 0
+    for name in ("episode/turns", "reward/mean", "actor/loss", "actor/grad_norm"):
+        assert step[name] == pytest.approx(step_alone[name], rel=1e-4, abs=1e-7), name
+
+
 @pytest.mark.exhaustive
-def test_two_processes_draw_the_episodes_of_one(tmp_path):
-    with run_of([*GUESS, "sharding=none"], tmp_path / "one") as trainer:
-        alone = tokens_of(trainer)
-    with run_of([*GUESS, "sharding=ddp", "trainer.n_gpus_per_node=2"], tmp_path / "two") as trainer:
-        assert tokens_of(trainer) == alone
+@pytest.mark.parametrize("sharding", ["fsdp", "tp"])
+def test_vllm_plays_the_episodes_of_a_sharded_actor(episodes_of, sharding):
+    pytest.importorskip("vllm")
+    alone, step_alone = episodes_of("sharding=none", "rollout=vllm")
+    tokens, step = episodes_of(f"sharding={sharding}", "trainer.n_gpus_per_node=2", "rollout=vllm")
+    assert tokens == alone
+    assert step["actor/grad_norm"] == pytest.approx(step_alone["actor/grad_norm"], rel=1e-4)
+
+
+SLOW_WORLD = """
+import time
+
+class World:
+    def reset(self, row, seed):
+        self.turns = 0
+
+    def step(self, action):
+        time.sleep(0.3)
+        self.turns += 1
+        return "again ", 0.0, self.turns == 4, False, {}
+"""
+
+
+@pytest.mark.exhaustive
+def test_episodes_beside_a_sharded_actor_are_played_again_if_an_engine_dies(tmp_path):
+    pytest.importorskip("vllm")
+    (tmp_path / "world.py").write_text(SLOW_WORLD)
+    overrides = [
+        *SMALL, "environment=function", f"environment.path={tmp_path}/world.py:World", "reward=environment",
+        "rollout=vllm", "rollout.max_new_tokens=4", "environment.max_tokens=96", "sharding=fsdp", STOPS,
+        "trainer.n_gpus_per_node=2", "data.train_size=40", "data.held_out=5",
+    ]  # fmt: skip
+    with run_of(overrides, tmp_path) as trainer:
+        expected = tokens_of(trainer)
+        engines = [engine for worker in workers_of(os.getpid()) for engine in engines_of(worker)]
+        assert len(engines) == 2
+        killer = threading.Timer(0.6, os.kill, (engines[-1], signal.SIGKILL))  # in the second turn, or thereabouts
+        killer.start()
+        assert tokens_of(trainer) == expected
+        killer.join()
+        left = [engine for worker in workers_of(os.getpid()) for engine in engines_of(worker)]
+    assert engines[0] in left
+    assert engines[-1] not in left
+    assert len(left) == 2
 
 
 @pytest.mark.parametrize(
@@ -110,7 +193,7 @@ def test_two_processes_draw_the_episodes_of_one(tmp_path):
         (["algorithm=remax"], "the greedy baseline of algorithm=remax was not tried"),
         (["algorithm=dapo"], "algorithm.selection was not tried with episodes"),
         (["rollout.min_new_tokens=2"], "a turn ends when it ends"),
-        (["sharding=fsdp", "trainer.n_gpus_per_node=2"], "sharding FSDP divides the actor"),
+        (["sharding=tp", "trainer.n_gpus_per_node=2"], "does not draw turns of episodes with an actor divided by tp 2"),
         (["environment=guess_number"], "the rows of data have no column 'secret'"),
         (["environment=none", "reward=environment"], "environment is null"),
         (
@@ -174,4 +257,4 @@ def test_the_tools_of_the_environment_stand_in_the_prompts_of_the_users_files(tm
             assert trainer.eval_data.collate([0])["prompt_text"].tolist() == [prompt]
         assert found["prompt_text"].tolist() == [prompt]
         assert bare["prompt_text"].tolist() == ["1+1="]
-        assert ("The chat template reads no tools" in caplog.text) == is_told
+        assert ("The chat template does not use tools" in caplog.text) == is_told

@@ -13,15 +13,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.device_mesh as device_mesh
+import torch.distributed.distributed_c10d as distributed_c10d
 from cluster.processes_of import LABORATORY
 from equivalence.courses import Course, run_course
 from equivalence.one_update import one_update
 from torch import Tensor, nn
+from torch.distributed import ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import verl.trainer.ppo_lifecycle as ppo_lifecycle
@@ -66,6 +69,28 @@ class SentByAllToAll(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@functools.cache
+def gloo_device() -> Any:
+    """What all groups of this process send and receive through."""
+    return ProcessGroupGloo.create_default_device()
+
+
+class OfOneDevice(type):
+    """Makes groups of gloo that share a device of this process."""
+
+    def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+        options = ProcessGroupGloo._Options()
+        options._timeout, options._devices = timeout, [gloo_device()]
+        return ProcessGroupGloo(store, rank, size, options)
+
+    def __instancecheck__(cls, group: Any) -> bool:
+        return isinstance(group, ProcessGroupGloo)
+
+
+class GlooOnOneDevice(metaclass=OfOneDevice):
+    """Stands in for torch's class, which makes a device with each group."""
+
+
 class InStep:
     """A cluster whose driver runs in each of its processes."""
 
@@ -103,9 +128,10 @@ class Bench:
     """What is done in each process; rank 0 answers."""
 
     def __init__(self, context: BuildContext):
-        self.context, self.group = context, DataParallelism(context, timeout_s=120.0)
-        # calls share meshes: threads of each gloo group wake a hundred times a second until the process ends
+        # calls share meshes and all groups one device: the thread of a device wakes a hundred times a second
+        distributed_c10d.ProcessGroupGloo = GlooOnOneDevice
         device_mesh.init_device_mesh = functools.cache(device_mesh.init_device_mesh)
+        self.context, self.group = context, DataParallelism(context, timeout_s=120.0)
 
     @on_all
     def course(self, run: PPORun, prompts: Sequence[Sequence[int]], directory: Path) -> Course | None:
@@ -125,7 +151,7 @@ class Bench:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
                 trainer.step(trainer.train_data.collate(prompts), 1)
-                engine = trainer._cluster.host.workers["actor"].engine
+                engine = trainer.cluster.host.workers["actor"].engine
                 tensors = {"weights": engine.parameters, "optimizer": engine.optimizer_tensors()}
                 of_this = {kind: [x for x in held.values() if not is_elsewhere(x)] for kind, held in tensors.items()}
                 return {kind: sum(local(x).nbytes for x in held) for kind, held in of_this.items()}
@@ -139,7 +165,7 @@ class Bench:
         try:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
-                sampler = trainer._cluster.host.workers["actor"].sampler
+                sampler = trainer.cluster.host.workers["actor"].sampler
                 counts, generate = [], sampler._generate
                 sampler._generate = lambda rows, request: counts.append(len(rows)) or generate(rows, request)
                 trainer.step(trainer.train_data.collate(prompts), 1)
@@ -205,7 +231,7 @@ class Bench:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
                 trainer.step(trainer.train_data.collate(prompts), 1)
-                model = trainer._cluster.host.workers["actor"].model
+                model = trainer.cluster.host.workers["actor"].model
                 given = {weight.name: weight.make().detach() for weight in weights_of(model)}
                 if hasattr(model, "peft_config"):
                     given |= {name: x.detach() for name, x in adapter_tensors(model)}

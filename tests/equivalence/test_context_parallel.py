@@ -48,6 +48,7 @@ def assert_equal_updates(bench, model, rows, sharding, tolerance=1e-9, **options
     assert seen == wanted.keys()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("style", STYLES)
 def test_loss_gradients_and_scores_are_those_of_one_process(style, bench, model64, tmp_path):
     sharding = Parallel(cp=2, cp_style=style)
@@ -60,7 +61,8 @@ def test_loss_gradients_and_scores_are_those_of_one_process(style, bench, model6
     assert_equal_updates(bench, windows, SHARED, sharding, 1e-6, checkpointing=True)  # its norms pass through float32
 
 
-@pytest.mark.parametrize("style", ["allgather", pytest.param("ulysses", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("style", STYLES)
 def test_steps_of_ppo_and_grpo_are_those_of_one_process(style, bench, model64, tmp_path):
     sharding = Parallel(cp=2, cp_style=style)
     for name, algorithm, group, prompts in (
@@ -72,10 +74,10 @@ def test_steps_of_ppo_and_grpo_are_those_of_one_process(style, bench, model64, t
         assert_same(alone, bench.course(run, prompts, tmp_path / name / "two").result(timeout=120))
 
 
-def test_processes_that_share_tokens_divide_the_rows_that_they_generate(bench, model64, tmp_path):
+def test_processes_that_share_tokens_divide_the_rows_that_they_generate(four_processes, model64, tmp_path):
     rollout = HFRollout(max_new_tokens=5)
-    run = ppo_run(model64, GRPO_ALGORITHM, rollout=rollout, group_size=2, sharding=Parallel(cp=2), n_gpus_per_node=2)
-    assert bench.drawn(run, [0, 1, 2], tmp_path).result(timeout=120) == [[1], [2]]
+    run = ppo_run(model64, GRPO_ALGORITHM, rollout=rollout, group_size=2, sharding=Parallel(cp=4), n_gpus_per_node=4)
+    assert four_processes.drawn(run, [0, 1, 2, 3, 4], tmp_path).result(timeout=120) == [[1], [1], [1], [2]]
 
 
 def test_a_model_whose_tokens_meet_outside_of_attention_is_refused_by_name(tmp_path):
@@ -108,21 +110,24 @@ def test_models_of_many_families_train_the_same(family, options, style, bench, t
         assert_equal_updates(bench, model, rows, Parallel(cp=2, cp_style=style), tolerance, checkpointing=True)
 
 
-@pytest.mark.exhaustive
+IN_SHORT = Parallel(cp=2, dp_replicate=2, cp_style="ulysses")
+OTHERS = (
+    Parallel(cp=2),
+    Parallel(cp=2, cp_style="ulysses", strategy="SHARD_GRAD_OP"),
+    Parallel(cp=4),
+    Parallel(cp=4, cp_style="ulysses"),
+    Parallel(cp=2, dp_replicate=2),
+    Parallel(cp=2, tp=2),
+    Parallel(cp=2, tp=2, cp_style="ulysses"),
+    Parallel(cp=2, cpu_offload=True),
+    Parallel(dp_replicate=2, tp=2),
+    Parallel(tp=2),
+)
+
+
 @pytest.mark.parametrize(
     "sharding",
-    [
-        Parallel(cp=2),
-        Parallel(cp=2, cp_style="ulysses", strategy="SHARD_GRAD_OP"),
-        Parallel(cp=4),
-        Parallel(cp=4, cp_style="ulysses"),
-        Parallel(cp=2, dp_replicate=2),
-        Parallel(cp=2, tp=2),
-        Parallel(cp=2, tp=2, cp_style="ulysses"),
-        Parallel(cp=2, cpu_offload=True),
-        Parallel(dp_replicate=2, tp=2),
-        Parallel(tp=2),
-    ],
+    [IN_SHORT, *(pytest.param(sharding, marks=pytest.mark.exhaustive) for sharding in OTHERS)],
     ids=lambda x: x.degrees(4).overrides() + " " + x.cp_style,
 )
 def test_four_processes_of_several_kinds_train_the_same(sharding, four_processes, model64, tmp_path):

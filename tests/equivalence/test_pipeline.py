@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from equivalence.courses import assert_same, run_course
+from equivalence.laboratory import laboratory
 from equivalence.one_update import one_update, rows_with_holes
 from random_models import save_random_model
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
@@ -30,6 +31,13 @@ LAYOUTS = {
 }
 
 
+OF_EIGHT = {
+    "pp2 tp2 fsdp2": Parallel(pp=2, tp=2, dp_shard=2),
+    "pp2 tp2 cp2": Parallel(pp=2, tp=2, cp=2),
+    "pp2 tp2 dp2": Parallel(pp=2, tp=2, dp_replicate=2),
+}
+
+
 def in_short(*quick):
     """All layouts, those that are not named in the exhaustive suite alone."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS]
@@ -42,6 +50,12 @@ PROMPTS = [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]
 @pytest.fixture(scope="module")
 def bench(four_processes):
     return four_processes
+
+
+@pytest.fixture(scope="module")
+def eight():
+    with laboratory(8) as bench:
+        yield bench
 
 
 def saved_model(directory, family="qwen2", **options):
@@ -83,7 +97,7 @@ def test_grpo_of_a_tied_model_through_stages_is_that_of_one_process(family, name
     assert_same(alone, bench.course(together, prompts, tmp_path).result(), 1e-6 if family == "qwen3" else 1e-9)
 
 
-@pytest.mark.parametrize("name", in_short("tp2 pp2"))
+@pytest.mark.parametrize("name", in_short("pp2 dp2"))
 def test_an_adapter_learns_the_same_through_stages(name, bench, deep64, tmp_path):
     def run(**parts):
         made = ppo_run(deep64, GRPO_ALGORITHM, group_size=3, **parts)
@@ -117,18 +131,37 @@ def test_what_a_process_holds_of_a_stage_is_what_the_cost_model_tells(name, benc
         assert max(one[kind] for one in held) <= 0.55**2 * 4 * sizes.parameters * (1 if kind == "weights" else 2)
 
 
-@pytest.mark.parametrize("name", ["tp2 pp2", "pp2 dp2", "pp2 fsdp2", "pp2 cp2"])
-def test_scores_loss_and_every_gradient_of_rows_with_masked_tokens_are_those_of_one_process(name, bench, model64):
+def assert_equal_updates(bench, model, sharding):
     """Tokens masked in the midst of a response, shared prompts, a row of one token, a replica without rows."""
     for rows, options in (
         (rows_with_holes([9, 3, 1], 4, [14, 3, 6, 1]), {"tokens": 30}),
         (rows_with_holes([9, 3], 2, [8, 5]), {"lora": LoRA(rank=2), "checkpointing": True}),
         (rows_with_holes([4], 1, [7]), {}),
     ):
-        wanted = one_update(model64, NoSharding().build(BuildContext()), rows, **options)
+        wanted = one_update(model, NoSharding().build(BuildContext()), rows, **options)
         seen = set()
-        for found in bench.updated(model64, LAYOUTS[name], rows, options).result(timeout=120):
+        for found in bench.updated(model, sharding, rows, options).result(timeout=600):
             gaps = {key: float((x - wanted[key]).abs().max()) for key, x in found.items()}
             assert {key: gap for key, gap in gaps.items() if not gap <= 1e-9} == {}
             seen |= found.keys()
         assert seen == wanted.keys()
+
+
+@pytest.mark.parametrize("name", in_short("pp2 dp2", "pp2 cp2"))
+def test_scores_loss_and_every_gradient_of_rows_with_masked_tokens_are_those_of_one_process(name, bench, model64):
+    assert_equal_updates(bench, model64, LAYOUTS[name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", OF_EIGHT)
+def test_eight_processes_of_stages_tensors_and_shards_train_as_one_does(name, eight, model64, tmp_path):
+    """Data, tensor and pipeline parallelism at once; norms of these models compute in float64."""
+    assert_equal_updates(eight, model64, OF_EIGHT[name])
+    tied = saved_model(tmp_path, "starcoder2", tie_word_embeddings=True)
+    for kind, model, algorithm, group, prompts in (
+        ("ppo", model64, PPO_ALGORITHM, 1, PROMPTS),
+        ("grpo", tied, GRPO_ALGORITHM, 3, [[2, 0, 5], [1]]),
+    ):
+        one = run_course(ppo_run(model, algorithm, group_size=group), prompts, tmp_path / kind / "one")
+        run = ppo_run(model, algorithm, group_size=group, sharding=OF_EIGHT[name], n_gpus_per_node=8)
+        assert_same(one, eight.course(run, prompts, tmp_path / kind / "eight").result(timeout=600))

@@ -75,7 +75,7 @@ def test_two_workers_take_over_a_checkpoint_and_save_the_same(model32, tmp_path)
     shared = {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2, "placement": placed()}
     run = course(model32, tmp_path / "again", resume=str(saved.directory), **shared)
     with run.build(BuildContext(run_dir=tmp_path / "again/run")) as trainer:
-        ((_, cluster),) = trainer._cluster._groups
+        ((_, cluster),) = trainer.cluster.groups
         trainer.saving.start(trainer.run_dir)
         trainer.saving.save(1, *trainer.state())
         (outcome,) = trainer.saving.drain()

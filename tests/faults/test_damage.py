@@ -175,8 +175,8 @@ def double_a_slice(manifest: dict) -> None:
 HIDDEN = {
     "a slice is missing": (remove_a_slice, r"\[0:4, 3:6\] is in no slice \(12 elements are missing\)"),
     "slices overlap": (double_a_slice, "overlap"),
-    "a path leads outside": (lambda m: m["files"][0].update(path="../../etc/passwd"), "not in its simplest form"),
-    "a path is absolute": (lambda m: m["files"][0].update(path="/etc/passwd"), "no relative path"),
+    "a path leads outside": (lambda m: m["files"][0].update(path="../../etc/passwd"), "not normalised"),
+    "a path is absolute": (lambda m: m["files"][0].update(path="/etc/passwd"), "not a relative path"),
     "a size was edited": (lambda m: m["files"][0].update(size=1), "are not those of its leaves"),
     "a tensor starts elsewhere": (lambda m: m["tensors"][0]["slices"][0].update(offset=0), "its header does not hold"),
     "a slice lies in no file": (lambda m: m["tensors"][0]["slices"][0].update(file="gone"), "gone: "),

@@ -31,8 +31,16 @@ def base() -> Iterator[Path]:
 class Training:
     """One training in as many runs as it takes."""
 
-    def __init__(self, server: ForkServer, directory: Path, arguments: Sequence[str], steps: int = STEPS):
+    def __init__(
+        self,
+        server: ForkServer,
+        directory: Path,
+        arguments: Sequence[str],
+        steps: int = STEPS,
+        timeout_s: float = 120.0,
+    ):
         self.server, self.directory, self.num_runs, self.steps = server, directory, 0, steps
+        self.timeout_s = timeout_s
         directory.mkdir()
         self.arguments = [
             *arguments, f"trainer.total_steps={steps}", *QUIET, "checkpoint=sync", "checkpoint.keep_last_n=null",
@@ -63,7 +71,7 @@ class Training:
 
     def finish(self) -> None:
         child = self.start()
-        assert child.wait() == 0, child.said()
+        assert child.wait(self.timeout_s) == 0, child.said()
 
     def digest(self) -> str:
         newest = CheckpointDirectory(self.directory / "checkpoints").newest()
@@ -162,15 +170,15 @@ def test_twenty_kills_by_the_clock_leave_no_trace(whole, server, dir32, base, re
 @pytest.mark.parametrize("experiment", ["calculator_grpo", "guess_number_ppo"])
 def test_an_experiment_killed_twenty_times_inside_of_episodes_ends_the_same(experiment, server, base, record_property):
     steps, coin, kills = 10, random.Random(experiment), 0
-    arguments = [f"experiment={experiment}", "trainer.eval_interval=null", "checkpoint.save_interval=2"]
-    twin = Training(server, base / f"{experiment}_whole", arguments, steps)
+    arguments = [f"experiment={experiment}", "trainer.eval_interval=0", "checkpoint.save_interval=2"]
+    twin = Training(server, base / f"{experiment}_whole", arguments, steps, timeout_s=3600.0)
     twin.finish()
-    cut = Training(server, base / f"{experiment}_cut", arguments, steps)
+    cut = Training(server, base / f"{experiment}_cut", arguments, steps, timeout_s=3600.0)
     while kills < 20:
         method = coin.choice(["write_turn", "write_answer", "write_end"])
         place = Cut(f"{JOURNAL}.{method}", step=1 + kills // 2, call=coin.randint(1, 200), after=coin.random() < 0.5)
         child = cut.start(place)
-        status = child.wait()
+        status = child.wait(cut.timeout_s)
         assert status == -signal.SIGKILL, child.said()
         kills += 1
     cut.finish()

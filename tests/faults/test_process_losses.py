@@ -135,6 +135,29 @@ def test_a_pipeline_stage_that_stops_is_named(stage, timeout_s, call_timeout_s, 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("sent", "error", "told"),
+    [
+        (signal.SIGKILL, WorkerDied, "SIGKILL"),
+        (signal.SIGSTOP, WorkerHung, "(does not react at all|it is stopped)"),
+    ],
+    ids=["killed", "stopped"],
+)
+@pytest.mark.parametrize("rank", [1, 2])  # of the first stage, and of the second
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"cp": 2}, {"tp": 2}], ids=["pp2 fsdp2", "pp2 cp2", "tp2 pp2"])
+def test_one_of_four_processes_that_is_lost_among_stages_is_named(
+    layout, rank, sent, error, told, striking, model32, tmp_path
+):
+    """While others wait for it in exchanges of states, of weights of their stage, of tokens or of layers."""
+    striking("actor.update", 2, sent, rank)
+    sharding = Parallel(pp=2, timeout_s=600.0, call_timeout_s=60.0, **layout)
+    with pytest.raises(error, match=rf"rank {rank} failed in [\w.]+ at step 2[\s\S]*{told}"):
+        fit(course(model32, tmp_path, PPO_ALGORITHM, sharding=sharding, n_gpus_per_node=4), tmp_path / "run")
+    assert wait_until_gone(workers_of(os.getpid())) == []
+    assert newest(tmp_path).step == 1
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("call", ["rm.rate", "critic.update"])
 def test_the_worker_of_a_role_that_lives_apart_is_named_too(call, striking, model32, tmp_path):
     judge = described(save_random_classifier(tmp_path / "judge", "llama"), normalize="running")

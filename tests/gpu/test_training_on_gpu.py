@@ -89,7 +89,7 @@ def test_nothing_of_a_micro_batch_waits_for_the_device(prompts):
     actor.update(rows)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        made = list(actor.engine._micro_batches(rows))
+        made = list(actor.engine.micro_batches(rows))
         for micro in made:
             actor._score(actor.model, micro)
     finally:

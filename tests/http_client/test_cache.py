@@ -50,7 +50,7 @@ from verl.http_client.cache import AnswerCache
 cache = AnswerCache(Path(sys.argv[1]), 1.0)
 for i in range(200):
     cache.put(f"{sys.argv[2]}{i}", str(i))
-assert cache._connection is not None
+assert cache.connection is not None
 """
     cache = AnswerCache(tmp_path, max_gib=1.0)
     others = [subprocess.Popen([sys.executable, "-c", source, tmp_path, name], cwd=ROOT) for name in "pq"]

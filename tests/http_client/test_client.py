@@ -73,7 +73,7 @@ def test_answers_go_to_their_questions_at_most_so_many_at_a_time(asked_of):
     [
         (Say(status=500, body="broken"), 'HTTP 500: "broken"'),
         (Say(status=429, body="slower"), "HTTP 429"),
-        (Say(content=b"<html>not found</html>"), "no JSON: <html>"),
+        (Say(content=b"<html>not found</html>"), "not JSON: <html>"),
         (Say(content=b"\xff\xfe\x00"), "no JSON"),
         (Say(content=b"[" * 100_000), "no JSON"),
         (Say(content=b""), "no JSON"),
@@ -265,7 +265,7 @@ def test_bodies_are_json_whatever_numbers_they_are_made_of():
     assert encoded({"b": 1, "a": 2}) == encoded({"a": 2, "b": 1})
     with pytest.raises(ValueError):  # noqa: PT011
         encoded(float("nan"))
-    with pytest.raises(TypeError, match="a object has no form in JSON"):
+    with pytest.raises(TypeError, match="a object cannot be encoded as JSON"):
         encoded(object())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from refusals import refusal
 
 from verl.component import BuildContext, as_plain
 from verl.errors import ConfigError
@@ -10,7 +11,7 @@ from verl.http_client.endpoint import Endpoint
 from verl.utils.redact import redact_tree
 
 
-def refusal(**settings):
+def said_of(**settings):
     with pytest.raises(ConfigError) as refused:
         Endpoint(**{"base_url": "http://localhost:1/v1", **settings})
     return str(refused.value)
@@ -35,7 +36,7 @@ def refusal(**settings):
     ],
 )
 def test_settings_that_cannot_be_are_faults(settings, fault):
-    assert fault in refusal(**settings)
+    assert fault in said_of(**settings)
 
 
 SECRET = "sk-abcdef0123456789abcdef"
@@ -53,7 +54,7 @@ SECRET = "sk-abcdef0123456789abcdef"
     ],
 )
 def test_a_key_in_the_configuration_is_refused_without_being_shown(settings):
-    message = refusal(**settings)
+    message = said_of(**settings)
     assert "key_variable" in message
     assert SECRET not in message
 
@@ -66,10 +67,10 @@ def test_the_name_of_the_variable_survives_in_a_saved_configuration():
 def test_a_key_that_is_not_set_or_cannot_be_sent_is_an_error_when_built(monkeypatch):
     endpoint = Endpoint(base_url="http://localhost:1", key_variable="JUDGE_KEY")
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with pytest.raises(ConfigError, match="JUDGE_KEY: this environment variable is not set"):
+    with refusal("key_variable"):
         endpoint.build(BuildContext())
     monkeypatch.setenv("JUDGE_KEY", "ab\ncd")
-    with pytest.raises(ConfigError, match="holds what no header can") as refused:
+    with refusal("key_variable") as refused:
         endpoint.build(BuildContext())
     assert "ab\ncd" not in str(refused.value)
 

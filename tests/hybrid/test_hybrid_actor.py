@@ -304,7 +304,7 @@ def test_what_is_saved_is_what_transformers_loads(actor, tmp_path):
 
 def test_what_cannot_be_an_actor_is_refused_in_words(dir32, model32):
     assert "HybridActor.from_pretrained loads one" in faults_of(HybridActor, str(dir32))
-    assert "has no generate: an actor offers forward and generate" in faults_of(
+    assert "has no generate: an actor needs forward and generate" in faults_of(
         HybridActor, model32.load_backbone("cpu")
     )
     assert "no such directory" in faults_of(HybridActor.from_pretrained, "/nowhere/at/all")
@@ -320,13 +320,13 @@ def test_what_cannot_be_generated_is_refused_in_words(loaded, encoded):
 
     assert told(num_beam=2).startswith("generate.num_beam is not a known key.")
     assert told(temperatur=1.0) == "generate.temperatur is not a known key. Did you mean temperature?"
-    assert "temperature is 0.0: must be above 0. For the likeliest token" in told(do_sample=True, temperature=0.0)
+    assert "temperature is 0.0: must be above 0. For greedy decoding" in told(do_sample=True, temperature=0.0)
     assert "temperature is 'hot': expected a number" in told(do_sample=True, temperature="hot")
     assert "top_p is 1.5: must lie in (0, 1]" in told(do_sample=True, top_p=1.5)
-    assert "and the model holds 64" in told(max_new_tokens=60)
+    assert "but the context length is 64" in told(max_new_tokens=60)
     assert "max_length leaves -8 new tokens" in told(max_length=5)
     assert "padded on the left" in told(attention_mask=encoded["attention_mask"].flip(1))
-    assert "Give one for each token" in told(attention_mask=encoded["attention_mask"][:, 1:])
+    assert "Both must have the same shape" in told(attention_mask=encoded["attention_mask"][:, 1:])
     assert "expected token ids [B P]" in told(input_ids="1+2=", attention_mask=None)
 
 
@@ -334,7 +334,7 @@ def test_what_the_generation_configuration_asks_for_beyond_us_is_told(model32, c
     model = model32.load_causal_lm("cpu")
     model.generation_config.repetition_penalty = 1.05
     HybridActor(model)
-    assert "has repetition_penalty=1.05, which this actor does not do" in caplog.text
+    assert "has repetition_penalty=1.05, which is not supported here" in caplog.text
 
 
 def test_another_engine_is_taken_by_name_or_as_a_description(dir32, encoded, tokenizer):
@@ -350,11 +350,11 @@ def test_another_engine_is_taken_by_name_or_as_a_description(dir32, encoded, tok
 def test_one_engine_serves_calls_of_any_options_until_responses_end_otherwise(dir32, encoded):
     actor = HybridActor.from_pretrained(dir32, device="cpu")
     actor.generate(**encoded, max_new_tokens=2)
-    engine = actor._engine[1]
+    engine = actor.rollout_engine
     actor.generate(**encoded, max_new_tokens=3, do_sample=True, top_p=0.5)
-    assert actor._engine[1] is engine
+    assert actor.rollout_engine is engine
     actor.generate(**encoded, max_new_tokens=3, eos_token_id=7)
-    assert actor._engine[1] is not engine
+    assert actor.rollout_engine is not engine
 
 
 def test_a_model_that_ignores_padding_is_never_shown_any(tmp_path, encoded):

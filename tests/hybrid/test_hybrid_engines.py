@@ -25,9 +25,9 @@ def test_auto_draws_what_the_engine_draws_that_it_takes(dir32, encoded):
     own = HybridActor(chosen.model, chosen.tokenizer)
     for asked in ({"max_new_tokens": 3}, {"max_new_tokens": 6, "do_sample": True, "top_p": 0.9, "seed": 3}):
         assert torch.equal(chosen.generate(**encoded, **asked), own.generate(**encoded, **asked))
-    engine = chosen._engine[1]
+    engine = chosen.rollout_engine
     chosen.generate(**encoded, max_new_tokens=2)
-    assert chosen._engine[1] is engine
+    assert chosen.rollout_engine is engine
 
 
 def test_a_server_is_asked_for_what_each_call_asks_for(dir32, encoded):
@@ -58,5 +58,5 @@ class Noting(HFRollout):
 def test_an_engine_is_told_where_the_model_lies(dir32, encoded):
     actor = HybridActor.from_pretrained(dir32, rollout=Noting(), device="cpu")
     actor.generate(**encoded, max_new_tokens=1)
-    context = actor._engine[1].context
+    context = actor.rollout_engine.context
     assert (context.device, context.rank, context.world_size) == ("cpu", 0, 1)

@@ -64,13 +64,13 @@ def test_several_processes_train_and_sample_as_one_does(processes, config, lora,
         assert answer["processes"] == f"{processes} processes {list(range(processes))} over gloo"
         if groups == 1:
             assert answer["texts"] == alone["texts"]
-            assert answer["refused"].startswith("input_ids differ between processes that share the layers")
+            assert answer["refused"].startswith("input_ids differ between tensor-parallel processes")
             for name, cause in {
                 "replaced": "model cannot be replaced", "copied": "an actor cannot be copied or pickled",
                 "changed": "model has changed (config.rope_parameters",
             }.items():  # fmt: skip
                 assert answer[name].startswith(cause)
-                assert answer[name].endswith("it is divided over 2 processes. Make a new HybridActor.")
+                assert answer[name].endswith("it is sharded over 2 processes. Make a new HybridActor.")
             assert answer["adapter"] == found[0]["adapter"]
             assert answer["other"].startswith("model has other weights in process 1 than in process 0: ")
         else:

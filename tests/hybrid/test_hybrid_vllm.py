@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from random_models import save_random_model
+from refusals import refusal
 
 from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
@@ -45,9 +46,9 @@ def encoded(tokenizer):
 def test_it_gives_the_tokens_of_our_own_loop_under_any_options_by_one_engine(asked, actors, encoded):
     actor, own = actors
     actor.generate(**encoded, max_new_tokens=2)
-    before = actor._engine[1].process_id
+    before = actor.rollout_engine.process_id
     assert torch.equal(actor.generate(**encoded, **asked), own.generate(**encoded, **asked))
-    assert actor._engine[1].process_id == before
+    assert actor.rollout_engine.process_id == before
 
 
 def test_it_follows_the_weights_and_a_switch_is_measured(actors, encoded):
@@ -75,22 +76,22 @@ def test_it_draws_from_the_model_that_it_has_by_then_and_none_that_it_cannot_fol
     actor.model = other = type(before)(copy.deepcopy(before.config))
     ours = HybridActor(other, own.tokenizer)
     assert torch.equal(actor.generate(**encoded, **asked), ours.generate(**encoded, **asked))
-    engine = actor._engine[1].process_id
+    engine = actor.rollout_engine.process_id
     other.lm_head = torch.nn.Linear(128, other.config.vocab_size, bias=False)
     other.train()
     for layer in other.model.layers:
         layer.self_attn.attention_dropout = 0.5
     assert actor.sync().metrics["sync/probe_gap_nats"] < 1e-3
     assert torch.equal(actor.generate(**encoded, **asked), ours.generate(**encoded, **asked))
-    assert actor._engine[1].process_id == engine
+    assert actor.rollout_engine.process_id == engine
     hook = other.model.norm.register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(ConfigError, match=r"hooks, or a forward set on the object, at model.norm"):
         actor.generate(**encoded, **asked)
     hook.remove()
     assert torch.equal(actor.generate(**encoded, **asked), ours.generate(**encoded, **asked))
-    assert actor._engine[1].process_id == engine
+    assert actor.rollout_engine.process_id == engine
     other.half()
-    with pytest.raises(ConfigError, match=r"model.dtype is float16, and model.rotary_emb.inv_freq was rounded"):
+    with refusal("model.dtype"):
         actor.generate(**encoded, **asked)
     actor.model = before
 
@@ -122,7 +123,7 @@ def test_an_adapter_that_is_put_on_switched_merged_or_folded_in_is_followed(acto
     for parameter in actor.model.parameters():
         parameter.data = parameter.data.bfloat16()
     actor.generate(**encoded, **asked)
-    assert actor._engine[1].setting.dtype == torch.bfloat16
+    assert actor.rollout_engine.setting.dtype == torch.bfloat16
     actor.model = before
 
 

@@ -66,7 +66,7 @@ def test_what_is_missing_is_told(model32, classifier):
     assert "which has no generate" in refused(check_interface, "actor", classifier)
     assert "expected values [B S]" in refused(as_critic, Own(values=lambda ids: ids.float().sum(1)))
     assert "expected a torch module that returns scores" in refused(as_reward_model, "not a model")
-    assert "cannot be asked with input_ids and attention_mask alone" in refused(as_critic, torch.nn.Linear(2, 2))
+    assert "cannot be called with only input_ids and attention_mask" in refused(as_critic, torch.nn.Linear(2, 2))
 
 
 def test_a_classifier_of_several_labels_needs_the_choice_of_one(tmp_path):

@@ -8,11 +8,11 @@ import shutil
 import pytest
 import torch
 from random_models import save_random_model
+from refusals import refusal
 from roles import experience, largest_difference, start_actor, weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
 from verl.rollout.base import GenerationRequest
@@ -21,13 +21,11 @@ from verl.rollout.hf import HFRollout
 
 def test_a_directory_that_is_no_model_is_refused_and_its_content_named(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing")
-    with pytest.raises(
-        ConfigError, match=r"path is .*: not a model directory, it has no config.json \(found: notes.txt\)"
-    ):
+    with refusal("path"):
         Pretrained(path=str(tmp_path))
-    with pytest.raises(ConfigError, match="no such directory"):
+    with refusal("path"):
         Pretrained(path=str(tmp_path / "absent"))
-    with pytest.raises(ConfigError, match=r"tokenizer_path is .*: no such directory"):
+    with refusal("tokenizer_path"):
         Pretrained(path="owner/name", tokenizer_path="./absent")
 
 
@@ -46,7 +44,7 @@ def test_a_directory_with_missing_weights_is_refused(dir32, tmp_path):
     )
     source = Pretrained(path=str(broken))
     for load in (source.load_causal_lm, source.load_backbone):
-        with pytest.raises(ConfigError, match=r"3 weights are absent.*such as (model\.)?layers\.1\.mlp"):
+        with refusal("path"):
             load("cpu")
 
 
@@ -54,13 +52,13 @@ def test_weights_of_another_shape_are_refused(dir32, tmp_path):
     broken = shutil.copytree(dir32, tmp_path / "broken")
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
-    with pytest.raises(ConfigError, match=r"6 weights .*mlp.down_proj.weight \[32, 64\] instead of \[32, 48\]"):
+    with refusal("path"):
         Pretrained(path=str(broken)).load_causal_lm("cpu")
 
 
 def test_the_directory_of_a_bare_backbone_is_no_language_model(model32, tmp_path):
     model32.load_backbone("cpu").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"1 weights are absent there .* such as lm_head.weight"):
+    with refusal("path"):
         Pretrained(path=str(tmp_path)).load_causal_lm("cpu")
 
 
@@ -119,7 +117,7 @@ def test_dropout_is_off_in_training_too(family, rates, tmp_path):
 
 def test_attention_that_a_family_lacks_is_refused_with_the_way_out(tmp_path, prompts):
     save_random_model(tmp_path, "gptj", torch.float32)
-    with pytest.raises(ConfigError, match=r"attention is 'sdpa': GPTJ.* Set attention=eager."):
+    with refusal("attention"):
         Pretrained(path=str(tmp_path)).load_causal_lm("cpu")
     rows = start_actor(Pretrained(path=str(tmp_path), attention="eager")).generate(prompts(), GenerationRequest(0, 2))
     assert len(rows) == 8
@@ -128,12 +126,12 @@ def test_attention_that_a_family_lacks_is_refused_with_the_way_out(tmp_path, pro
 def test_sdpa_is_refused_where_it_would_leave_out_a_part_of_the_model(tmp_path):
     save_random_model(tmp_path, "gemma2", torch.float32)
     for load in ("load_causal_lm", "load_backbone"):
-        with pytest.raises(ConfigError, match=r"attention is 'sdpa': .* caps its attention scores at 50.0"):
+        with refusal("attention"):
             getattr(Pretrained(path=str(tmp_path)), load)("cpu")
 
 
 def test_training_all_weights_in_bfloat16_is_refused_for_it_loses_small_updates(dir32):
-    with pytest.raises(ConfigError, match="autocast=bfloat16, or train a lora adapter"):
+    with refusal("model.dtype"):
         start_actor(Pretrained(path=str(dir32), dtype="bfloat16"))
 
 

@@ -244,7 +244,7 @@ def test_an_update_whose_gradient_overflows_is_left_out_by_every_process(model32
                 assert math.isfinite(metrics["actor/loss"])  # of the mini-batches that were sound
                 assert trainer.guard.take() == {"safety/skipped_updates": 1.0}
             else:
-                whole = [part for part in trainer._mini_batches(large, 2) if 0 not in part.tolist()]
+                whole = [part for part in trainer.mini_batches(large, 2) if 0 not in part.tolist()]
                 for part in whole:
                     trainer.actor.update(large[part]).result()
             trainer.update(experience, 3)
@@ -265,7 +265,7 @@ def test_an_update_that_is_left_out_leaves_the_optimizer_and_its_schedule_as_the
         trainer.tracker.start("run", {}, tmp_path, 9)
         batch = trainer.train_data.collate([0, 1, 2])
         trainer.step(batch, 1)
-        engines = [trainer._cluster._host.workers[role].engine for role in ("actor", "critic")]
+        engines = [trainer.cluster.worker(role).engine for role in ("actor", "critic")]
         before = [
             (engine.updates, clone(engine.optimizer.state_dict()), clone(engine.model.state_dict()))
             for engine in engines

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refusals import refusal
 from replay.rows_here import scored_rows
 
-from verl.errors import ConfigError, ReplayCorrupt
+from verl.errors import ReplayCorrupt
 from verl.protocol import DataProto
 from verl.replay.buffer import TieredBuffer
 from verl.replay.checkpoint import buffer_state, restore_buffer
@@ -171,7 +172,7 @@ def test_a_file_that_is_cut_short_is_not_read(tmp_path):
 
 
 def test_settings_that_contradict_each_other_are_named():
-    with pytest.raises(ConfigError, match="hot_share is 0.5: with the others it makes 0.5, 0.8, 0.1"):
+    with refusal("hot_share"):
         TieredReplay(hot_share=0.5)
-    with pytest.raises(ConfigError, match="shard_mib is 64: .* Set shard_mib to at most 4"):
+    with refusal("shard_mib"):
         TieredReplay(memory_mib=32)

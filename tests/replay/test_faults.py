@@ -80,14 +80,14 @@ def test_a_full_disk_keeps_a_shard_that_the_store_has_without_sending_it_again(t
     cold = RemoteTier(
         LocalStorage(path=str(tmp_path / "store")).connect(), tmp_path / "cold", timeout_s=30.0, retry_s=1.0
     )
-    put_file, sent, may_send = cold._store.put_file, [], threading.Event()
+    put_file, sent, may_send = cold.store.put_file, [], threading.Event()
 
     def send(key, path):
         sent.append(key)
         assert may_send.wait(30)
         return put_file(key, path)
 
-    monkeypatch.setattr(cold._store, "put_file", send)
+    monkeypatch.setattr(cold.store, "put_file", send)
     disk = FullDisk()
     disk.is_full = False
     settings = dataclasses.replace(SMALL, max_rows=30, warm_share=0.3, cold_share=0.6)
@@ -166,7 +166,7 @@ def test_a_process_killed_while_it_fetches_leaves_nothing_that_is_taken_for_a_sh
 
     def fetch(disk: FileSystem) -> None:
         cold = RemoteTier(storage.connect(), here, timeout_s=30.0, retry_s=1.0)
-        cold._disk = disk
+        cold.disk = disk
         assert cold.fetch([shard])[shard.name].read_bytes() == whole.path.read_bytes()
 
     with storage.connect() as store:

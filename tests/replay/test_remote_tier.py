@@ -144,7 +144,7 @@ def test_rows_in_place_of_lost_ones_may_be_in_the_store_too(tmp_path):
 def test_a_store_that_does_not_answer_costs_a_moment_and_a_warning(tmp_path, monkeypatch, caplog):
     buffer = with_cold_rows(tmp_path / "here", tmp_path / "store", timeout_s=60.0)
     assert buffer.cold is not None
-    buffer.cold._timeout_s = 0.2
+    buffer.cold.timeout_s = 0.2
     over, ended = threading.Event(), threading.Event()
 
     def stalls(*_):
@@ -152,10 +152,10 @@ def test_a_store_that_does_not_answer_costs_a_moment_and_a_warning(tmp_path, mon
         ended.set()
         raise StorageUnreachable("no answer")
 
-    monkeypatch.setattr(buffer.cold._store, "get", stalls)
+    monkeypatch.setattr(buffer.cold.store, "get", stalls)
     with caplog.at_level(logging.WARNING):
         found = buffer.sample(ALL)
-        buffer.cold._timeout_s = 600.0
+        buffer.cold.timeout_s = 600.0
         again = buffer.sample(ALL)  # the store is left alone: not even what was asked for is waited for
     assert not ended.is_set(), "nobody waited until the store gave up"
     over.set()
@@ -174,7 +174,7 @@ def test_what_the_store_does_not_take_stays_here(tmp_path, monkeypatch):
     def refuses(*_):
         raise StorageUnreachable("no answer")
 
-    monkeypatch.setattr(buffer.cold._store, "put_file", refuses)
+    monkeypatch.setattr(buffer.cold.store, "put_file", refuses)
     for step in range(1, 13):
         buffer.append(scored_rows(24, seed=step, version=step), step)
         buffer_state(buffer)
@@ -189,12 +189,12 @@ def test_what_the_store_does_not_take_stays_here(tmp_path, monkeypatch):
 def test_a_shard_that_expires_on_its_way_to_the_store_stays_nowhere(is_swept, tmp_path, monkeypatch):
     buffer = tiered(tmp_path / "here", tmp_path / "store")
     assert buffer.cold is not None
-    put_file, begins = buffer.cold._store.put_file, threading.Event()
-    monkeypatch.setattr(buffer.cold._store, "put_file", lambda *args: (begins.wait(30), put_file(*args))[1])
+    put_file, begins = buffer.cold.store.put_file, threading.Event()
+    monkeypatch.setattr(buffer.cold.store, "put_file", lambda *args: (begins.wait(30), put_file(*args))[1])
     for step in range(1, 15):  # the first 24 rows are to go to the store after 12 steps, and expire after 14
         buffer.append(scored_rows(24, seed=step, version=step), step)
         buffer_state(buffer)
-    first = f"replay/{next(iter(buffer.cold._uploads))}"
+    first = f"replay/{next(iter(buffer.cold.uploads))}"
     if is_swept:
         buffer.disk_tier.sweep()
     begins.set()
@@ -202,7 +202,7 @@ def test_a_shard_that_expires_on_its_way_to_the_store_stays_nowhere(is_swept, tm
     buffer.settle()
     assert buffer.cold.is_reachable, "the store has done nothing wrong"
     assert [f"replay/{name}" for name in buffer.released] == ([] if is_swept else [first])
-    assert (buffer.cold._store.find(first) is None) is is_swept
+    assert (buffer.cold.store.find(first) is None) is is_swept
     buffer.close()
 
 

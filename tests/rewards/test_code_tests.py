@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from refusals import refusal
 
 from verl.component import BuildContext
-from verl.errors import ConfigError, RewardError
+from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.code_tests import CodeTests, program_of, read_tests
 from verl.sandbox.jail import Jail
@@ -77,9 +78,9 @@ def test_forms_of_tests_are_read_and_others_are_refused():
 
 
 def test_no_sandbox_and_limits_above_its_own_are_refused():
-    with pytest.raises(ConfigError, match=r"sandbox is null: code that the model wrote .* sandbox=jail"):
+    with refusal("sandbox"):
         CodeTests(sandbox=None)
-    with pytest.raises(ConfigError, match=r"timeout_s is 60: the sandbox ends programs after 5"):
+    with refusal("timeout_s"):
         CodeTests(sandbox=SANDBOX, timeout_s=60.0)
 
 

@@ -58,7 +58,7 @@ def made(tmp_path):
 
 
 def processes_of(reward):
-    return [worker.pid for worker in reward._pool._workers]
+    return [worker.pid for worker in reward.pool.workers]
 
 
 def is_alive(pid):
@@ -167,7 +167,7 @@ def test_a_crash_of_the_interpreter_costs_its_sample_only(crash, words, made, ba
     )
     assert list(reward.score(batch)["score"]) == [0, 9, 2, 3, 4]
     assert f"Found: the process ended with {words}" in caplog.text
-    assert "1 of 5 samples have no reward of their own and get error_score 9" in caplog.text
+    assert "1 of 5 samples failed and get error_score 9" in caplog.text
     assert "Sample: 1, prompt 'prompt 1'" in caplog.text
 
 
@@ -330,7 +330,7 @@ from verl.rewards.function import RewardFunction
 print("started", flush=True)  # once: the workers do not run this script
 reward = RewardFunction(path=sys.argv[1], per_sample=True, num_workers=2, timeout_s=float(sys.argv[2]))
 reward = reward.build(BuildContext())
-print(*[worker.pid for worker in reward._pool._workers], flush=True)
+print(*[worker.pid for worker in reward.pool.workers], flush=True)
 texts = ["1", "2"]
 batch = DataProto.from_dict(
     tensors={"response_mask": torch.ones(2, 1, dtype=torch.bool)},
@@ -418,10 +418,10 @@ def test_a_module_that_only_the_worker_cannot_import_is_named(tmp_path):
         ({"num_workers": 0}, r"num_workers is 0: must be at least 1"),
         ({"error_score": float("inf")}, r"error_score is inf: must be finite"),
         ({"on_error": "score", "per_sample": False}, r"on_error is score: .* Set per_sample=true"),
-        ({"num_workers": 1, "per_sample": False}, r"num_workers is 1: a function of the whole batch is one call"),
-        ({"num_workers": 4, "per_sample": False}, r"num_workers is 4: a function of the whole batch is one call"),
+        ({"num_workers": 1, "per_sample": False}, r"num_workers is 1: without per_sample a batch is one call"),
+        ({"num_workers": 4, "per_sample": False}, r"num_workers is 4: without per_sample a batch is one call"),
         ({"on_error": "ignore"}, r"on_error is 'ignore': expected one of raise, score"),
-        ({"kwargs": {"prompt": 1}}, r"kwargs\.prompt: is what the function is called with"),
+        ({"kwargs": {"prompt": 1}}, r"kwargs\.prompt: the function already receives an argument of this name"),
     ],
 )
 def test_settings_that_cannot_be_are_faults(settings, fault, tmp_path):
@@ -432,7 +432,9 @@ def test_settings_that_cannot_be_are_faults(settings, fault, tmp_path):
 
 def test_a_function_of_batches_is_refused_for_samples(tmp_path):
     (tmp_path / "rule.py").write_text("def score(prompts, responses): return [1]")
-    with pytest.raises(ConfigError, match=r"takes no `prompt`\. It is called with prompt=, response= and columns"):
+    with pytest.raises(
+        ConfigError, match=r"has no argument `prompt`\. It is called with prompt=, response= and columns"
+    ):
         RewardFunction(path=f"{tmp_path / 'rule.py'}:score", per_sample=True)
 
 

@@ -310,9 +310,9 @@ def test_what_cannot_be_called_as_a_reward_is_refused_when_wrapped(function):
         ("my_reward", "expected `package.module:function` or `file.py:function`."),
         ("rewards.py:", "expected `package.module:function`"),
         ("a b:my_reward", "expected `package.module:function`"),
-        ("absent.py:my_reward", "absent.py is no file."),
-        ("no_such_package_here.sub:my_reward", "no module no_such_package_here can be found."),
-        ("json.absent:my_reward", "no module json.absent can be found."),
+        ("absent.py:my_reward", "absent.py is not a file."),
+        ("no_such_package_here.sub:my_reward", "there is no module no_such_package_here."),
+        ("json.absent:my_reward", "there is no module json.absent."),
         ("json.decoder:absent", "decoder.py defines no absent."),
     ],
 )
@@ -328,14 +328,14 @@ def test_a_path_that_leads_nowhere_is_a_fault_of_the_configuration(path, fault):
     [
         ("def my_rewards(prompts, responses): pass", {}, "reward.py defines no my_reward. Did you mean my_rewards?"),
         ("x = 1", {}, "reward.py defines no my_reward. Its functions: none."),
-        ("def my_reward(prompts responses): pass", {}, "reward.py is no valid Python, line 2"),
-        ("def my_reward(prompts): pass", {}, "takes no `responses`"),
+        ("def my_reward(prompts responses): pass", {}, "reward.py is not valid Python, line 2"),
+        ("def my_reward(prompts): pass", {}, "has no argument `responses`"),
         ("def my_reward(prompts, responses, bonus): pass", {"bonsu": 1}, "kwargs.bonsu: my_reward() at line 2"),
         ("def my_reward(prompts, responses, bonus): pass", {"bonsu": 1}, "Did you mean bonus?"),
         (
             "def my_reward(prompts, responses): pass",
             {"prompts": 1},
-            "kwargs.prompts: is what the function is called with",
+            "kwargs.prompts: the function already receives an argument of this name",
         ),
     ],
 )
@@ -367,7 +367,7 @@ def test_a_file_that_raises_when_imported_is_a_reward_error_with_its_cause(writt
 
 
 def test_a_name_that_cannot_be_called_is_a_reward_error(written):
-    with pytest.raises(RewardError, match="my_reward is 3, which cannot be called"):
+    with pytest.raises(RewardError, match="my_reward is 3, which is not callable"):
         written("my_reward = 3").build(BuildContext())
 
 

@@ -80,7 +80,7 @@ def test_a_format_is_a_pattern_of_some_part_on_request():
 @pytest.mark.parametrize(
     ("make", "fault"),
     [
-        (lambda: Format(pattern="(a"), r"pattern is '\(a': no regular expression"),
+        (lambda: Format(pattern="(a"), r"pattern is '\(a': not a regular expression"),
         (lambda: Format(pattern="a", correct=0), r"correct is 0\.0: must exceed wrong"),
         (lambda: Length(min_tokens=-1), r"min_tokens is -1"),
         (lambda: Length(min_tokens=3, max_tokens=2), r"max_tokens is 2: must be at least min_tokens"),
@@ -140,7 +140,7 @@ def test_an_answer_in_the_data_that_cannot_be_read_is_wrong_and_said(answer, mat
     scored = math.score(batch_of(["72", "72"], answer=[answer, "72"]))
     assert list(scored["score"]) == [-1, 1]
     assert list(scored["reward/failed"]) == [1, 0]
-    assert re.search(r"the answer in the data is .*: (expected|it holds nothing)", caplog.text)
+    assert re.search(r"the answer in the data is .*: (expected|it cannot be parsed)", caplog.text)
 
 
 def test_a_response_that_takes_too_long_is_wrong():
@@ -154,7 +154,7 @@ def test_a_response_that_takes_too_long_is_wrong():
 
 
 def test_an_absent_answer_column_is_named_with_those_present(math):
-    with pytest.raises(RewardError, match=r"no column 'answer', which the reward reads\. Its columns: solution"):
+    with pytest.raises(RewardError, match=r"no column 'answer', which the reward needs\. Its columns: solution"):
         math.score(batch_of(["1"], solution=["1"]))
 
 

@@ -51,10 +51,10 @@ def test_closing_a_sum_closes_its_parts_and_failures_carry_the_name_of_their_par
     part = RewardFunction(path=path, per_sample=True, num_workers=1, timeout_s=20.0, on_error="score")
     reward = WeightedSum(parts={"judge": part}, weights={"judge": 1.0}).build(BuildContext())
     assert list(reward.score(batch)["reward/judge_failed"]) == [0, 1, 0]
-    pool = reward.parts["judge"]._pool
-    assert pool._workers
+    pool = reward.parts["judge"].pool
+    assert pool.workers
     reward.close()
-    assert not pool._workers
+    assert not pool.workers
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_a_run_logs_each_part_and_shows_it_with_its_samples_and_closes_the_rewar
     run = ppo_run(Pretrained(path=str(dir32)), reward=reward, total_steps=1, tracker=tracker)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         trainer.fit()
-        pool = trainer.reward.parts["judge"]._pool
-        assert pool._workers
-    assert not pool._workers
+        pool = trainer.reward.parts["judge"].pool
+        assert pool.workers
+    assert not pool.workers
     line = next(line for line in read_lines(tmp_path / "metrics.jsonl") if "reward/mean" in line)
     assert line["reward/mean"] == pytest.approx(line["reward/echo"] + 0.5 * line["reward/other"])
     samples = read_lines(next((tmp_path / "samples").glob("*.jsonl")))

@@ -341,10 +341,10 @@ def test_a_program_cannot_forge_the_report_of_its_end(pool):
 
 def test_a_jail_that_died_while_it_stood_ready_is_not_handed_a_program(pool):
     deadline = time.monotonic() + 20
-    while len(pool._warm) < pool.described.pool_size:
+    while len(pool.warm) < pool.described.pool_size:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    for ready in list(pool._warm):
+    for ready in list(pool.warm):
         os.kill(ready.first, 9)
     assert [pool.run("print(1)").outcome for _ in range(3)] == ["ok"] * 3
 
@@ -364,8 +364,8 @@ def test_jails_end_with_the_process_that_made_them():
     code = (
         "from verl.sandbox.jail import Jail; from verl.component import BuildContext; import os, time\n"
         "pool = Jail(pool_size=2).build(BuildContext())\npool.run('print(1)')\n"
-        "while len(pool._warm) < 2: time.sleep(0.01)\n"
-        "print(*[jail.first for jail in pool._warm], flush=True)\nos.kill(os.getpid(), 9)"
+        "while len(pool.warm) < 2: time.sleep(0.01)\n"
+        "print(*[jail.first for jail in pool.warm], flush=True)\nos.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     first = [int(pid) for pid in done.stdout.split()]
@@ -387,7 +387,7 @@ def processes_of_jails_besides(pool) -> list[int]:
     """Descendants of this process in jails that neither stand ready nor are being made."""
     deadline = time.monotonic() + 10
     while True:
-        kept = {pid for ready in list(pool._warm) for pid in (ready.process.pid, ready.first)}
+        kept = {pid for ready in list(pool.warm) for pid in (ready.process.pid, ready.first)}
         found = [pid for pid in jail_pool.descendants_of(os.getpid()) if pid not in kept and pid != os.getpid()]
         found = [pid for pid in found if "sleep" in _command(pid)]
         if not found or time.monotonic() > deadline:
@@ -451,7 +451,7 @@ def test_groups_of_a_process_that_was_killed_are_removed_by_the_next(tmp_path):
 
 
 def test_cgroups_that_are_required_and_cannot_be_had_are_refused(monkeypatch):
-    monkeypatch.setattr(cgroup, "_candidates", list)
+    monkeypatch.setattr(cgroup, "candidate_directories", list)
     (fault,) = Jail(cgroups="required").faults_here()
     assert fault.startswith("cgroups is required: this kernel has no cgroups")
     assert not list(Jail(cgroups="auto").faults_here())

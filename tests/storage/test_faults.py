@@ -124,7 +124,7 @@ def test_a_create_whose_answer_is_lost_finds_its_own_content(store: ObjectStore,
 def test_closing_ends_the_waiting_of_others(proxy: Proxy) -> None:
     proxy.misbehave = lambda request: Fault(status=503)
     store = S3Storage(bucket=BUCKET, endpoint_url=proxy.url, retries=50, backoff_s=30.0).connect()
-    store._retrying.close()
+    store.retrying.close()
     with pytest.raises(StorageUnreachable, match="failed 1 times"):
         store.put("one", b"hello")
 
@@ -153,7 +153,7 @@ def test_no_key_is_in_what_is_logged_or_raised(
 
 @pytest.mark.parametrize("key", ["key", "secret", "token", "access_key_id", "secret_access_key"])
 def test_a_key_in_the_configuration_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} is no setting of s3") as caught:
+    with pytest.raises(ConfigError, match=f"{key} is not a setting of s3") as caught:
         storage_from({"type": "s3", "bucket": "models", key: "AKIA0123456789ABCDEF"})
     assert "AKIA" not in str(caught.value)
 
@@ -162,7 +162,7 @@ def test_a_key_in_the_configuration_is_refused(key: str) -> None:
     ("settings", "said"),
     [
         ({"bucket": None}, "VERL_BUCKET"),
-        ({"bucket": "models/runs"}, "the name of a bucket alone"),
+        ({"bucket": "models/runs"}, "the name of a bucket only"),
         ({"endpoint_url": "http://me:pass@host:9000"}, "user name or a password"),
         ({"endpoint_url": "host:9000"}, "expected an address"),
         ({"prefix": "a//b"}, "names joined by slashes"),
@@ -184,7 +184,7 @@ def test_an_address_is_a_storage() -> None:
     assert found == dataclasses.replace(like, bucket="other", prefix="runs/one")
     assert storage_at("file:///tmp/verl-not-there").address == "file:///tmp/verl-not-there"
     for wrong in ("ftp://a/b", "s3://key:secret@bucket/a", "s3://bucket/a?token=1"):
-        with pytest.raises(ConfigError, match="names no storage") as caught:
+        with pytest.raises(ConfigError, match="is not an address of a storage") as caught:
             storage_at(wrong)
         assert "secret" not in str(caught.value)
 

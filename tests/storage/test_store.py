@@ -98,7 +98,7 @@ def test_what_breaks_off_is_not_put(store: ObjectStore) -> None:
 
 
 def test_a_file_that_is_cut_off_meanwhile_is_not_put(store: ObjectStore) -> None:
-    with pytest.raises(ObjectDamaged, match="was to have 12 bytes"):
+    with pytest.raises(ObjectDamaged, match="should have 12 bytes"):
         store.put_pieces("short", lambda: [b"only this"], 12)
     assert store.find("short") is None
 

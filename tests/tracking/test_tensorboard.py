@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-import pytest
+from refusals import refusal
 
 from verl.component import BuildContext
-from verl.errors import ConfigError
 from verl.tracking.base import Trackers
 from verl.tracking.tensorboard import TensorBoard
 
@@ -38,10 +37,10 @@ def test_the_event_file_gives_back_metrics_config_and_samples(tmp_path):
 def test_a_directory_that_cannot_be_made_is_an_error_at_start(tmp_path):
     (tmp_path / "tensorboard").write_text("a file")
     running = Trackers(tensorboard=TensorBoard()).build(BuildContext())
-    with pytest.raises(ConfigError, match=r"tracker\.tensorboard could not start: FileExistsError"):
+    with refusal("tracker.tensorboard"):
         running.start("run", {}, tmp_path, 3)
 
 
 def test_a_flush_time_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="flush_s is 0"):
+    with refusal("flush_s"):
         TensorBoard(flush_s=0)

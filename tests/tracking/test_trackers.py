@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refusals import refusal
 
 from verl.component import BuildContext, as_plain
 from verl.compose.command_line import command_line
@@ -96,9 +97,7 @@ def test_no_secret_passes_to_any_tracker(tmp_path):
 def test_a_tracker_that_cannot_start_is_an_error_that_names_it_and_the_others_are_closed(tmp_path):
     good, bad, later = Recording(), Recording(fails_in="start"), Recording()
     running = TrackerSet({"good": good, "wandb": bad, "later": later})
-    with pytest.raises(
-        ConfigError, match=r"^tracker\.wandb could not start: RuntimeError: no room at https://u:\*\*\*@h"
-    ):
+    with refusal("tracker.wandb"):
         running.start("run", {}, tmp_path, 1)
     assert good.calls[-1] == ("close", "failed")
     assert bad.calls[-1] == ("close", "failed")
@@ -158,13 +157,13 @@ def test_the_description_builds_what_it_names_and_nothing_else(tmp_path):
 
 def test_a_further_tracker_needs_a_name_of_its_own_and_no_other_edit(tmp_path):
     running = Trackers(jsonl=JsonLines(), more={"mine": JsonLines()}).build(BuildContext())
-    assert list(running._trackers) == ["jsonl", "mine"]
-    with pytest.raises(ConfigError, match="more has the name 'console', which is a tracker of its own"):
+    assert list(running.trackers) == ["jsonl", "mine"]
+    with refusal("more"):
         Trackers(more={"console": JsonLines()})
 
 
 def test_a_tracker_of_the_wrong_kind_is_refused():
-    with pytest.raises(ConfigError, match="jsonl is 'yes': expected a component"):
+    with refusal("jsonl"):
         Trackers(jsonl="yes")
 
 
@@ -219,7 +218,7 @@ def test_a_sixth_tracker_stands_beside_the_others_under_its_name(key, tmp_path):
     found = composed("tracker=[jsonl]", own, f"{path}.flush_s=3")
     assert found.more == {"mine": TensorBoard(flush_s=3)}
     running = found.build(BuildContext(run_dir=tmp_path))
-    assert list(running._trackers) == ["jsonl", "mine"]
+    assert list(running.trackers) == ["jsonl", "mine"]
     with pytest.raises(ConfigError) as caught:
         composed(own, f"{path}.flush_s=0")
     assert caught.value.faults == [f"{path}.flush_s is 0: must be at least 1."]

@@ -12,9 +12,9 @@ import time
 
 import pytest
 from cluster.processes_of import wait_until_gone
+from refusals import refusal
 
 from verl.component import BuildContext
-from verl.errors import ConfigError
 from verl.tracking.base import Trackers
 from verl.tracking.wandb import WandB, wandb_mode
 
@@ -95,9 +95,9 @@ def test_without_a_key_the_mode_is_offline_and_a_key_makes_it_online(monkeypatch
 
 
 def test_an_unknown_mode_or_an_empty_project_is_refused():
-    with pytest.raises(ConfigError, match="mode is 'shared': expected one of auto, online, offline"):
+    with refusal("mode"):
         WandB(mode="shared")
-    with pytest.raises(ConfigError, match="project is ''"):
+    with refusal("project"):
         WandB(project="")
 
 
@@ -202,7 +202,7 @@ def test_wandb_neither_holds_a_run_up_nor_leaves_anything_of_one_that_is_killed(
     if what == "service":
         _, told = run.communicate(timeout=120)
         assert run.returncode == 0, told
-        assert "has been stopped for 1 s (tracker.wandb.timeout_s), and is ended" in told
+        assert "has been suspended for 1 s (tracker.wandb.timeout_s), and is killed" in told
         assert "tracker.wandb failed while closing" in told
         assert "Traceback" not in told
     else:

@@ -125,3 +125,12 @@ def test_the_coefficient_of_an_adaptive_kl_moves_from_step_to_step(model32, tmp_
         assert trainer.kl.state_dict()["coef"] not in coefs
     assert coefs[0] == 0.1
     assert len(set(coefs)) == 3
+
+
+def test_the_entropy_bonus_of_an_update_is_that_of_its_place_in_the_run(model32, tmp_path):
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1, entropy_coef=0.0, final_entropy_coef=0.1)
+    tracker = Trackers(jsonl=JsonLines())
+    with ppo_run(model32, algorithm, tracker=tracker, total_steps=2).build(BuildContext(run_dir=tmp_path)) as trainer:
+        trainer.fit()
+    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "actor/loss" in line]
+    assert ["actor/entropy" in line for line in lines] == [False, True]  # reported where it is part of the loss

@@ -16,7 +16,7 @@ from verl.compose.schema import conf_dir
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError
 from verl.models.tiny import TinyModel
-from verl.trainer.local_trainer import LocalPPOTrainer, _compose
+from verl.trainer.local_trainer import LocalPPOTrainer, compose_short_file
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 SHORT = {
@@ -74,11 +74,11 @@ def test_a_script_that_torchrun_has_started_twice_does_not_train_twice(short_fil
 
 def test_a_line_for_every_stage_is_the_default_of_a_script_and_not_of_a_command():
     def is_long(*overrides: str) -> bool:
-        return _compose({}, {}, list(overrides), None).config.tracker.console.stage_lines
+        return compose_short_file({}, {}, list(overrides), None).config.tracker.console.stage_lines
 
     assert is_long()
     assert not is_long("tracker.console.stage_lines=false")
-    assert "console" not in _compose({}, {}, ["tracker=none"], None).config.tracker
+    assert "console" not in compose_short_file({}, {}, ["tracker=none"], None).config.tracker
     assert not compose_root("ppo").tracker.console.stage_lines
 
 
@@ -141,7 +141,7 @@ def test_training_files_in_the_configuration_give_way_to_the_dataset_that_is_pas
     config = short_file(data={"train_files": ["gone.parquet"], "max_prompt_length": 8})
     with LocalPPOTrainer(config, train_dataset=ROWS) as trainer:
         assert len(trainer.trainer.train_data) == len(ROWS)
-    assert "data.train_files is set aside" in capsys.readouterr().out
+    assert "data.train_files is ignored" in capsys.readouterr().out
 
 
 def test_a_key_below_a_reference_changes_the_critic_alone(short_file):

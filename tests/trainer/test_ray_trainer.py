@@ -31,11 +31,9 @@ ROWS = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "2+2=", "answer": "4"}]
 @pytest.mark.usefixtures("ray_here")
 def test_a_role_that_is_not_used_in_ray_stays_in_this_process_and_the_others_move(dir32):
     with RayPPOTrainer(None, ROWS, use_critic=False, overrides=small(dir32)) as trainer:
-        where = {role: type(cluster) for roles, cluster in trainer.trainer._cluster._groups for role in roles}
+        where = {role: type(cluster) for roles, cluster in trainer.trainer.cluster.groups for role in roles}
         assert where == {"actor": RayWorkerGroup, "reference": RayWorkerGroup, "critic": InlineWorkerGroup}
-        (pids,) = (
-            cluster.pids for _, cluster in trainer.trainer._cluster._groups if isinstance(cluster, RayWorkerGroup)
-        )
+        (pids,) = (cluster.pids for _, cluster in trainer.trainer.cluster.groups if isinstance(cluster, RayWorkerGroup))
         assert trainer.fit().status == "finished"
     assert all_gone(pids)
 

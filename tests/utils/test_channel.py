@@ -53,7 +53,7 @@ def test_hanging_up_is_noticed_within_a_message_too(ends):
     left, right = ends
     left._socket.sendall((1000).to_bytes(8, "big") + b"the beginning")
     left.close()
-    with pytest.raises(ChannelClosed, match="within a message"):
+    with pytest.raises(ChannelClosed, match="in the middle of a message"):
         right.receive()
     with pytest.raises(ChannelClosed):
         right.send("anybody?")

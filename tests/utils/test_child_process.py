@@ -108,7 +108,7 @@ def test_a_log_that_is_not_there_is_told_and_a_long_cause_loses_its_middle(tmp_p
 def test_ends_are_named_and_lack_of_memory_is_told_from_a_signal_that_was_sent(monkeypatch):
     assert describe_exit(3) == "exit status 3"
     assert describe_exit(-11) == "signal SIGSEGV"
-    assert describe_exit(-9) == "signal SIGKILL (out of memory, if nobody sent it)"
+    assert describe_exit(-9) == "signal SIGKILL (out of memory, unless somebody sent it)"
     monkeypatch.setattr(exit_report, "memory_kills", lambda: 5)
     assert "sent by another process" in describe_exit(-9, 5)
     assert describe_exit(-9, 4).startswith("signal SIGKILL: out of memory")

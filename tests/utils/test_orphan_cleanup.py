@@ -33,10 +33,10 @@ CLEANUP.withdraw(number)
 if how == "forked" and os.fork() == 0:
     time.sleep(600)  # holds no end of the pipe
 if how == "restarted":
-    os.kill(CLEANUP._process.pid, 9)
-    CLEANUP._process.wait()
+    os.kill(CLEANUP.process.pid, 9)
+    CLEANUP.process.wait()
     CLEANUP.withdraw(CLEANUP.register())
-print(child.pid, CLEANUP._process.pid, flush=True)
+print(child.pid, CLEANUP.process.pid, flush=True)
 if how == "ends":
     sys.exit(3)
 time.sleep(600)
@@ -79,7 +79,7 @@ def is_ignored(pid: int, number: int) -> bool:
 def test_signals_to_all_processes_of_a_job_leave_it_running_until_its_owner_ends():
     cleanup = OrphanCleanup()
     cleanup.register()
-    process = cleanup._process
+    process = cleanup.process
     assert process is not None
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     while not all(is_ignored(process.pid, number) for number in numbers):
@@ -98,14 +98,14 @@ def test_one_that_is_stopped_holds_nobody_up_and_is_replaced(tmp_path, monkeypat
     cleanup, kept = OrphanCleanup(), tmp_path / "kept"
     kept.mkdir()
     cleanup.register(directories=[kept])
-    stopped = cleanup._process
+    stopped = cleanup.process
     assert stopped is not None
     os.kill(stopped.pid, signal.SIGSTOP)
     for _ in range(3000):  # more than a pipe holds
         cleanup.withdraw(cleanup.register(directories=[tmp_path / "never made"]))
-    assert cleanup._process is not stopped
+    assert cleanup.process is not stopped
     assert stopped.wait(timeout=60) == -signal.SIGKILL
-    assert cleanup._process is not None
-    os.kill(cleanup._process.pid, signal.SIGSTOP)
+    assert cleanup.process is not None
+    os.kill(cleanup.process.pid, signal.SIGSTOP)
     cleanup.close()
     assert not kept.exists()

@@ -105,7 +105,7 @@ def test_one_short_row_among_long_ones_counts_as_much_as_they_do(model32, prompt
     found = wanted.clone()
     found[0, :2] = 0.01
     assert float(found.sum()) / int(lengths.sum()) < 5e-3
-    assert actor.first_batch._difference(found, wanted, rows) == pytest.approx(0.01)
+    assert actor.first_batch.difference(found, wanted, rows) == pytest.approx(0.01)
 
 
 def test_a_later_batch_keeps_the_plainer_of_what_is_found_of_it_and_what_the_first_has_shown(model32, prompts):

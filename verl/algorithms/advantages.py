@@ -1,8 +1,8 @@
-"""Advantage estimators: GAE and GRPO; how the reward of a response is credited to its tokens.
+"""Advantage estimators: GAE and GRPO; credit of a response's reward to its tokens.
 
     token_level_rewards, response_mask (, values | group_ids)  ->  estimator  ->  advantages, returns
 
-B responses, T response length. An estimator runs on the whole batch of a step, before it is divided.
+B responses, T response length. An estimator runs on the whole batch of a step, before it is split.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from verl.protocol import DataProto
 
 @component
 class AdvantageEstimator(Description):
-    """Base of the estimators; a subclass declares what it needs and computes two fields.
+    """Base class of advantage estimators; a subclass declares its inputs and computes `advantages` and `returns`.
 
     Attributes:
-        needs_values: reads `values`, so that the run needs a critic.
-        needs_groups: compares responses of one prompt through `group_ids`, so that a prompt needs several.
-        needs_greedy_baseline: reads `greedy_scores` [B], the score of the greedy response to the same prompt.
+        needs_values: uses `values`, so that the run needs a critic.
+        needs_groups: compares the responses to one prompt by `group_ids`, so that a prompt needs several.
+        needs_greedy_baseline: uses `greedy_scores` [B], the score of the greedy response to the same prompt.
     """
 
     needs_values: ClassVar[bool] = False
@@ -33,12 +33,12 @@ class AdvantageEstimator(Description):
     needs_greedy_baseline: ClassVar[bool] = False
 
     def __call__(self, batch: DataProto) -> DataProto:
-        """Credit a batch.
+        """Compute advantages and returns of a batch.
 
         Args:
-            batch: holds token_level_rewards [B, T], response_mask [B, T] and whatever is declared as needed.
+            batch: token_level_rewards [B, T], response_mask [B, T] and the declared inputs.
         Returns:
-            A new DataProto of `advantages` and `returns`, [B, T], 0 off the mask; `batch` is left as it is.
+            A new DataProto of `advantages` and `returns`, [B, T], 0 off the mask; `batch` is unchanged.
         """
         raise NotImplementedError
 
@@ -53,16 +53,16 @@ class GAE(AdvantageEstimator):
 
     Source: Schulman et al. 2015, arXiv:1506.02438, eq. 11-16.
     Differs: t+1 is the next token on the mask; masked tokens (tool output) are skipped, not treated as zero-reward
-    steps. A response cut at its length limit ends like any other, with a next value of 0. Whitening is over all
-    tokens of the batch and touches the advantages only: returns are made from those before it.
+    steps. A response truncated at its length limit ends like any other, with a next value of 0. Whitening is over all
+    tokens of the batch and changes advantages only; returns use the advantages before it.
     Degenerate: a row with an empty mask gives zeros; with one token A = r - V; whitening a single token gives 0.
 
     Args:
         gamma: discount per token, in [0, 1].
         lam: in [0, 1]; 1 is Monte Carlo, 0 is TD(0).
-        whiten: bring the advantages to mean 0 and variance 1.
-        discount: where gamma and lam act: from each token to the next, or from each turn of an episode to the next, so
-            that a turn's length does not count; tokens of one turn then follow each other undiscounted.
+        whiten: normalise the advantages to mean 0 and variance 1.
+        discount: whether gamma and lam apply from token to token, or from turn to turn of an episode. With the latter
+            tokens within a turn are not discounted, so that the length of a turn has no effect.
     Raises:
         ConfigError: gamma or lam outside [0, 1].
     """
@@ -92,20 +92,20 @@ class GAE(AdvantageEstimator):
 
 @component
 class GRPO(AdvantageEstimator):
-    """The advantage of GRPO with outcome rewards: a response against its siblings.
+    """The advantage of GRPO with outcome rewards: relative to the group of responses to the same prompt.
 
         R_i    = sum of the rewards of response i
         A_it   = (R_i - mean of the group) / (std of the group + epsilon), the same for each token t
         return = R_i at each token
 
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2.
-    Differs: the paper does not say which std; this is the sample one (divided by n - 1, as torch.std) with epsilon.
+    Differs: the paper does not define the std; this is the sample std (divided by n - 1, as torch.std) plus epsilon.
     Without the std it is the advantage of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
     Degenerate: a group of one, or of equal rewards, gives exact zeros. A row with an empty mask gives zeros and does
     not count as a member of its group.
 
     Args:
-        normalize_std: divide by the std of the group; False leaves the difference to the mean.
+        normalize_std: divide by the std of the group; false gives R_i less the mean.
         epsilon: added to the std, above 0.
     Raises:
         ConfigError: epsilon not above 0.

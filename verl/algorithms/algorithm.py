@@ -1,4 +1,4 @@
-"""An algorithm: an advantage estimator, a policy loss, a value loss and a KL choice, and how they are applied."""
+"""An algorithm: an advantage estimator, a policy loss, a value loss and a KL control, and how they are applied."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ NORMED = "seq-mean-token-sum-norm"
 
 @component
 class Algorithm(Description):
-    """What is done with a batch of scored responses; the loop asks it, and never its name, what a run needs.
+    """The algorithm of a run. The training loop uses its properties (`needs_values`, ...), never its name.
 
     Args:
-        advantage: credits rewards to tokens.
-        policy_loss: per token.
-        value_loss: per token; used only if the estimator needs values.
-        kl: how the reference holds the policy.
-        entropy_coef: loss per nat of entropy, at least 0: the entropy of each token is rewarded by it.
-        aggregation: how losses per token become one, see verl.ops.loss_aggregation.
-        norm_length: tokens that a response counts for under seq-mean-token-sum-norm; null under any other.
-        correction: weights for an engine that samples from other numbers than those trained on; null for none.
-        selection: which groups a step trains on; null for all.
+        advantage: advantage estimator.
+        policy_loss: policy loss per token.
+        value_loss: value loss per token; used only if the estimator needs values.
+        kl: KL control.
+        entropy_coef: coefficient of the entropy bonus, at least 0, in loss per nat.
+        final_entropy_coef: its value at the last update, reached linearly; null keeps it constant.
+        aggregation: how losses per token become a scalar, see verl.ops.loss_aggregation.
+        norm_length: divisor in tokens of seq-mean-token-sum-norm; null with any other aggregation.
+        correction: importance weights for differences between rollout engine and trainer; null for none.
+        selection: dynamic sampling; null to train on all groups.
         epochs: passes over the batch of a step.
         mini_batches: optimizer steps per pass.
-        replay_fraction: share of the rows of a step that are old ones from the replay buffer, in [0, 1); as many come
-            as it has. They are weighed by `correction`, or by `TruncatedIS()` where that is null; see
+        replay_fraction: fraction of a step's rows that come from the replay buffer, in [0, 1), as far as it has enough.
+            They are weighted by `correction`, or by `TruncatedIS()` if that is null; see
             `verl.algorithms.importance_sampling`.
-        replay_max_staleness: policy versions (optimizer steps) that such a row may be behind; null for any.
+        replay_max_staleness: the most policy versions (optimizer steps) that such a row may be behind; null for no
+            limit.
     Raises:
         ConfigError: a number outside its range.
     """
@@ -48,6 +50,7 @@ class Algorithm(Description):
     value_loss: ValueLoss = field(default_factory=ClippedValueLoss)
     kl: KLControl = field(default_factory=NoKL)
     entropy_coef: NonNegativeFloat = 0.0
+    final_entropy_coef: NonNegativeFloat | None = None
     aggregation: Aggregation = "token-mean"
     norm_length: PositiveInt | None = None
     correction: TruncatedIS | None = None
@@ -76,7 +79,7 @@ class Algorithm(Description):
     def needs_old_log_probs(self) -> bool:
         """Whether log-probs of the policy that sampled are needed before the update.
 
-        With one optimizer step they are those of the update itself, before it moves the weights.
+        With one optimizer step per batch the update itself computes them.
         """
         weighs = self.correction is not None or self.replay_fraction > 0
         return self.epochs * self.mini_batches > 1 or weighs or self.kl.needs_old_log_probs
@@ -86,8 +89,15 @@ class Algorithm(Description):
         """Whether the run needs a reference."""
         return self.kl.needs_reference
 
+    def entropy_coef_at(self, update: int, total_updates: int) -> float:
+        """Loss per nat of entropy at an optimizer step, counted from 0, of so many in the run."""
+        if self.final_entropy_coef is None:
+            return self.entropy_coef
+        share = min(1.0, update / max(1, total_updates - 1))
+        return self.entropy_coef + share * (self.final_entropy_coef - self.entropy_coef)
+
     def faults(self) -> Iterator[str]:
         if self.aggregation != NORMED and self.norm_length is not None:
-            yield f"norm_length is {self.norm_length}: only aggregation={NORMED} reads it. Set it to null."
+            yield f"norm_length is {self.norm_length}: only aggregation={NORMED} uses it. Set it to null."
         if self.aggregation == NORMED and self.norm_length is None:
             yield f"norm_length is {self.norm_length}: aggregation={NORMED} needs a number of tokens, at least 1."

@@ -1,4 +1,4 @@
-"""Critic-free advantage estimators: RLOO, OPO, REINFORCE++ and ReMax, a return less a baseline that costs no model.
+"""Critic-free advantage estimators: RLOO, OPO, REINFORCE++ and ReMax, a return less a baseline without a model.
 
 B responses, T response length. R_i is the sum of the rewards of response i, l_i its number of tokens.
 """
@@ -18,7 +18,7 @@ from verl.protocol import DataProto
 
 @component
 class RLOO(AdvantageEstimator):
-    """The advantage of RLOO: a response against the mean of its siblings, itself left out.
+    """The advantage of RLOO: relative to the mean of the other responses of the group (leave-one-out).
 
         A_i = R_i - sum over j != i of R_j / (n - 1) = n / (n - 1) * (R_i - mean of the group)
 
@@ -42,12 +42,12 @@ class RLOO(AdvantageEstimator):
 
 @component
 class OPO(AdvantageEstimator):
-    """The advantage of OPO: a response against the mean of its group weighted by length.
+    """The advantage of OPO: relative to the length-weighted mean of the group.
 
         A_i = R_i - sum_j l_j R_j / sum_j l_j
 
-    Source: Hao et al. 2025, arXiv:2505.23585: the baseline of least variance weighs each reward by the squared
-    norm of the gradient of its log-probability, and that norm is taken to grow with the length. The paper uses it
+    Source: Hao et al. 2025, arXiv:2505.23585: the baseline of minimal variance weights each reward by the squared
+    norm of the gradient of its log-probability, which is assumed to be proportional to the length. The paper uses it
     exactly on policy: one update per batch, no KL, no entropy bonus.
     Degenerate: a group of one, or of equal rewards, gives exact zeros; equal lengths give GRPO without the std. A row
     with an empty mask has weight 0 and gives zeros.
@@ -64,7 +64,7 @@ class OPO(AdvantageEstimator):
 
 @component
 class ReinforcePlusPlus(AdvantageEstimator):
-    """The advantage of REINFORCE++: what is still to come, whitened over the batch.
+    """The advantage of REINFORCE++: the return from each token on, whitened over the batch.
 
         G_t = r_t + gamma * G_{t+1}
         A_t = (G_t - mean of the batch) / std of the batch
@@ -95,8 +95,9 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
         a_i  = R_i - mean of the group, the same for each token
         A_it = (a_i - mean of the batch) / std of the batch, both over tokens
 
-    Source: Hu et al. 2025, arXiv:2501.03262, REINFORCE++-baseline (KLInLoss with k2 goes with it). A std over the batch
-    does not blow up a group whose rewards are nearly equal, as the group's own does.
+    Source: Hu et al. 2025, arXiv:2501.03262, REINFORCE++-baseline (KLInLoss with k2 goes with it). Unlike the std of
+        the group, the
+    std of the batch does not amplify a group with nearly equal rewards.
     Degenerate: if every group has equal rewards all advantages are exact zeros. A group of equal rewards among mixed
     ones is not exactly zero, since lengths move the mean of the batch. A row with an empty mask gives zeros and does
     not count.
@@ -115,12 +116,12 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
 
 @component
 class ReMax(AdvantageEstimator):
-    """The advantage of ReMax: what is still to come, against the score of the greedy response to the same prompt.
+    """The advantage of ReMax: the return from each token on, less the score of the greedy response to the prompt.
 
         A_t = sum over s >= t of gamma^(s - t) r_s - R(greedy response)
 
-    Source: Li et al. 2023, arXiv:2310.10505. A penalty in r_s, such as a KL, is paid by the sampled
-    response alone.
+    Source: Li et al. 2023, arXiv:2310.10505. A penalty in r_s, such as a KL, applies to the
+    sampled response only.
     Degenerate: a response with the greedy response's score and no penalty gives exact zeros if gamma is 1. A row with
     an empty mask gives zeros.
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO): which groups of responses a step trains on."""
+"""Dynamic sampling (DAPO): selects the groups of responses that a step trains on."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from verl.protocol import DataProto
 
 @component
 class DynamicSampling(Description):
-    """Dynamic sampling of DAPO: train on groups whose rewards differ, and draw further prompts in place of the others.
+    """Dynamic sampling of DAPO: train on groups with different rewards, and generate for further prompts in place of
+    the others.
 
-    A group of equal rewards has no advantage and thus no gradient: it only dilutes the mean over the batch.
+    A group with equal rewards has zero advantage and thus no gradient; it only reduces the mean over the batch.
 
     Source: Yu et al. 2025, arXiv:2503.14476, eq. 11 in sec. 3.2.
-    Differs: the paper draws until the batch is full; here at most `max_rounds` times, and a step trains on what it has
-    by then. Groups beyond the batch are left out. A prompt is drawn once in a step.
+    Differs: the paper samples until the batch is full; here at most `max_rounds` times, and a step trains on the groups
+    found by then. Surplus groups are dropped. A prompt is used once per step.
     Degenerate: a group of one is never mixed; no mixed group at all is an error or a step without an update.
 
-    Metrics: `selection/rounds`, `selection/groups` (drawn), `selection/kept_share` (of them, mixed),
-    `selection/reward_mean` over all that was drawn, and `selection/skipped`, 1 for a step without an update.
+    Metrics: `selection/rounds`, `selection/groups` (generated), `selection/kept_share` (fraction that was kept),
+    `selection/reward_mean` over all generated groups, and `selection/skipped`, 1 for a step without an update.
 
     Args:
-        max_rounds: of generation in one step, the first included; at least 1.
-        on_none: what a step does if no group is left.
+        max_rounds: the most rounds of generation per step, at least 1.
+        on_none: what to do if no group is left: an error, or skip the update.
     Raises:
         ConfigError: max_rounds below 1.
     """
@@ -46,10 +47,11 @@ class DynamicSampling(Description):
 
 
 def kept_groups(drawn: Sequence[DataProto], selection: DynamicSampling) -> list[DataProto]:
-    """The groups of all rounds that are selected, each a batch of its own, in the order they were drawn.
+    """The selected groups of all rounds, one batch each, in order of generation.
 
     Args:
-        drawn: of each round, the rows with `score` and `group_ids`.
+        drawn: rows of each round, with `score` and `group_ids`.
+        selection: the rule.
     """
     kept = []
     for rows in drawn:
@@ -59,14 +61,14 @@ def kept_groups(drawn: Sequence[DataProto], selection: DynamicSampling) -> list[
 
 
 def concat_groups(groups: Sequence[DataProto]) -> DataProto:
-    """Groups as one batch, numbered anew, since each round numbers its own from 0."""
+    """Concatenate groups, with new `group_ids`, since those of each round begin at 0."""
     rows = DataProto.concat([group.select([name for name in group.batch if name != "group_ids"]) for group in groups])
     numbers = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group) for group in groups]))
     return rows.union(DataProto.from_dict({"group_ids": numbers}))
 
 
 def selection_metrics(drawn: Sequence[DataProto], kept: Sequence[DataProto]) -> dict[str, float]:
-    """See `DynamicSampling`; a step without an update also says that it trained on no rows."""
+    """Metrics, see `DynamicSampling`; for a step without an update also zero counts of trained rows."""
     groups = sum(len(rows["group_ids"].unique()) for rows in drawn)
     metrics = {
         "selection/rounds": float(len(drawn)),

@@ -1,7 +1,7 @@
-"""Truncated importance weights: for tokens that were sampled by another policy than the one that is trained.
+"""Truncated importance weights for tokens that were not sampled by the policy that is trained.
 
     TruncatedIS     w_t = min(pi_old(y_t) / pi_rollout(y_t), cap), where the engine samples in another precision, with
-                    other kernels or with older weights
+                    other kernels or with older weights than the trainer
     reuse_weights   the same for rows of the replay buffer; 1 for rows of this step unless `algorithm.correction` is set
 
 pi_rollout sampled the row; pi_old is the policy before this step's update, which the clipped ratio of the loss starts
@@ -29,31 +29,31 @@ _MAX_LOG_WEIGHT = 20.0
 
 @component
 class TruncatedIS(Description):
-    """Weigh each advantage by how much likelier the trainer finds the token than the engine that drew it.
+    """Multiply each advantage by the ratio of the token's probability in the trainer to that in the rollout engine.
 
         log w_t = log pi_old(y_t) - log pi_rollout(y_t)           level token
         log w_t = sum of that over the response, for each t       level sequence
         truncate:  A_t <- min(w_t, cap) * A_t
         mask:      A_t <- w_t * A_t  where floor <= w_t <= cap, else 0
 
-    Every policy loss here is proportional to the advantage, so this weighs the loss and the gradient of each token.
+    Every policy loss here is proportional to the advantage, so this weights the loss and the gradient of each token.
 
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (token, truncate);
     Ionides 2008, "Truncated importance sampling".
-    Differs: log w is held within +-20. What is masked still counts in the denominators of the loss.
-    Degenerate: equal log-probs give weights of exactly 1. A row with an empty mask is left as it is, at 0.
+    Differs: log w is clamped to +-20. Masked tokens still count in the denominators of the loss.
+    Degenerate: equal log-probs give weights of exactly 1. A row with an empty mask stays 0.
 
-    Metrics: `importance/weight_mean` and `importance/weight_max` before the cut, over tokens;
-    `importance/effective_share`, (sum w)^2 / (n sum w^2) of them, the effective sample size as a share of the tokens;
-    `importance/cut_share`, the share of tokens whose weight was capped or masked.
+    Metrics: `importance/weight_mean` and `importance/weight_max` before truncation, over tokens;
+    `importance/effective_share`, (sum w)^2 / (n sum w^2), the effective sample size as a fraction of the tokens;
+    `importance/cut_share`, the fraction of tokens whose weight was truncated or masked.
 
     Args:
-        level: a weight per token, or one for the whole response: unbiased, but of much higher variance.
-        mode: truncate to the cap, or leave out what lies outside floor and cap.
+        level: a weight per token, or one per response, which is unbiased, but has a much higher variance.
+        mode: `truncate` weights to the cap, or `mask` tokens with weights outside of [floor, cap].
         cap: the largest weight, at least 1.
-        floor: the smallest weight that is not masked, in [0, 1]; 0 under truncate, which has none.
+        floor: the smallest weight that is not masked, in [0, 1]; must be 0 with truncate.
     Raises:
-        ConfigError: a bound outside its range, or a floor that nothing would read.
+        ConfigError: a bound outside its range, or a floor with truncate.
     """
 
     level: Literal["token", "sequence"] = "token"
@@ -92,20 +92,20 @@ class TruncatedIS(Description):
 
 
 def weight_advantages(credit: DataProto, weights: Tensor) -> DataProto:
-    """The credit with its advantages multiplied by weights [B, T]; returns stay, since the critic learns from them."""
+    """Multiply advantages by weights [B, T]. Returns, from which the critic learns, are unchanged."""
     advantages = credit["advantages"] * weights.to(credit["advantages"].dtype)
     return DataProto.from_dict({"advantages": advantages, "returns": credit["returns"]})
 
 
 @torch.no_grad()
 def reuse_weights(batch: DataProto, correction: TruncatedIS | None) -> tuple[Tensor | None, dict[str, float]]:
-    """The weights of a batch, and what they tell of its old rows.
+    """Importance weights of a batch with rows from the replay buffer, and metrics.
 
     Args:
         batch: rollout_log_probs, old_log_probs, response_mask, [B, T]; with rows of the buffer also `is_replayed`, [B].
-        correction: for all rows; None is `TruncatedIS()` for the rows of the buffer alone.
+        correction: for all rows; None for `TruncatedIS()` on rows of the buffer only.
     Returns:
-        [B, T], or None where every weight is 1; and metrics.
+        [B, T], or None if all weights are 1; and metrics.
     """
     is_old = batch.batch.get("is_replayed")
     if is_old is None or not bool(is_old.any()):

@@ -1,4 +1,4 @@
-"""KL control: how the policy is kept near the reference; not at all, through the reward, or through the loss.
+"""KL control, which keeps the policy near the reference: none, through the reward, or through the loss.
 
 B responses, T response length. All KLs are of the policy to the reference, KL(pi || ref), in nats.
 """
@@ -23,20 +23,20 @@ _COEFS = torch.finfo(torch.float32)
 
 @component
 class KLControl(Description):
-    """Base of the KL controls; by itself it changes neither reward nor loss."""
+    """Base class of KL controls; it changes neither reward nor loss."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the batch must hold ref_log_probs."""
+        """Whether the batch needs ref_log_probs."""
         return False
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether the penalty is made from old_log_probs, before the update."""
+        """Whether the penalty uses old_log_probs, before the update."""
         return False
 
     def shape_rewards(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
-        """The rewards that advantages are made from.
+        """The rewards that advantages are computed from.
 
         Args:
             batch: token_level_scores, response_mask, [B, T]; ref_log_probs and old_log_probs if they are needed.
@@ -46,11 +46,11 @@ class KLControl(Description):
         return torch.where(batch["response_mask"], batch["token_level_scores"], 0.0), {}
 
     def state_dict(self) -> dict[str, float]:
-        """What a later run needs to go on; nothing where the coefficient is fixed."""
+        """State for resuming; empty if the coefficient is fixed."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from a saved state; a fixed coefficient stays."""
+        """Restore a saved state; does nothing if the coefficient is fixed."""
 
     def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> Tensor | None:
         """The term to add to the policy loss of each token, coefficient included.
@@ -64,12 +64,12 @@ class KLControl(Description):
         return None
 
     def measure(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """The KL of each token that `loss` weighs, without its coefficient: what `kl/reference_nats` is the mean of.
+        """The KL of each token without the coefficient; its mean is the metric `kl/reference_nats`.
 
         Args:
-            log_probs, batch: as of `loss`.
+            log_probs, batch: as in `loss`.
         Returns:
-            [B, T] nats, 0 off the mask; None where the loss has no such term.
+            [B, T] nats, 0 off the mask; None if the loss has no such term.
         """
         return None
 
@@ -90,15 +90,15 @@ class _WeightedKL(KLControl):
 
 @component
 class KLInReward(_WeightedKL):
-    """Each token pays for its distance to the reference out of its reward.
+    """Subtract a KL penalty from the reward of each token.
 
         r_t = score_t - coef * estimate(log pi_old(y_t), log ref(y_t))
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2, whose log ratio is k1.
     Degenerate: coef 0 needs no reference and leaves the scores as they are.
 
-    Metrics: `kl/reference_nats`, mean of the estimate over the tokens of the batch; `kl/penalty_mean`, mean over
-    the responses of what was taken from their reward.
+    Metrics: `kl/reference_nats`, mean of the estimate over the tokens of the batch; `kl/penalty_mean`, mean
+    penalty of a response.
 
     Args:
         coef: reward per nat, at least 0.
@@ -120,7 +120,7 @@ class KLInReward(_WeightedKL):
         return self.subtract_kl(scores, batch, self.coef)[:2]
 
     def subtract_kl(self, scores: Tensor, batch: DataProto, coef: float) -> tuple[Tensor, dict[str, float], float]:
-        """Rewards [B, T] less a coefficient times the KL, their metrics, and the mean KL of a response in nats."""
+        """Rewards [B, T] less coef times the KL, metrics, and the mean KL of a response in nats."""
         mask = batch["response_mask"]
         kl = _estimate(self.estimator, batch["old_log_probs"], batch["ref_log_probs"], mask)
         of_responses = masked_mean(masked_sum(kl.double(), mask, dim=-1), mask.any(dim=-1)).item()
@@ -134,26 +134,25 @@ class KLInReward(_WeightedKL):
 
 @component
 class AdaptiveKLInReward(KLInReward):
-    """KLInReward whose coefficient is led so that the KL of a response comes near a target.
+    """KLInReward with a coefficient that is adapted so that the KL of a response approaches a target.
 
         e    = clip((KL - target) / target, -0.2, 0.2)
         coef <- coef * (1 + e * B / horizon)      after each batch of B responses
 
-    KL is the mean over the responses of the sum of the estimates over their tokens. `build` gives the controller that
-    carries the coefficient from batch to batch; the batch itself pays by the coefficient from before it.
+    KL is the mean over the responses of the sum of the estimates over their tokens. `build` makes the controller with
+    the current coefficient; a batch is penalised with the coefficient from before its own update.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, sec. 2.2.
-    Differs: B / horizon counts as 1 at most, so that one large batch moves the coefficient by a fifth at most. The
-    coefficient stays within the normal numbers of float32, in which rewards are: below them it would be rounded to
-    where no step of a fifth leads away from.
-    Degenerate: a batch without responses leaves the coefficient as it is.
+    Differs: B / horizon is at most 1, so that a batch changes the coefficient by at most a fifth. The coefficient is
+    kept in the range of normal float32 numbers: a subnormal one could be rounded back to itself after each change.
+    Degenerate: a batch without responses does not change the coefficient.
 
-    Metrics: those of KLInReward; `kl/response_nats`, the KL that is led; `kl/coef`, what the batch paid by.
+    Metrics: those of KLInReward; `kl/response_nats`, the controlled KL; `kl/coef`, the coefficient of the batch.
 
     Args:
-        coef: to begin with, above 0.
+        coef: initial coefficient, above 0.
         target: nats per response, above 0.
-        horizon: responses, above 0: how many it takes to change the coefficient by a fifth.
+        horizon: number of responses that change the coefficient by a fifth at most, above 0.
     Raises:
         ConfigError: a number outside its range.
     """
@@ -167,17 +166,17 @@ class AdaptiveKLInReward(KLInReward):
 
 
 class AdaptiveKLController:
-    """The running AdaptiveKLInReward.
+    """The controller that AdaptiveKLInReward builds.
 
     Attributes:
-        coef: reward per nat that the next batch pays.
+        coef: coefficient for the next batch, in reward per nat.
     """
 
     def __init__(self, options: AdaptiveKLInReward):
         self.options, self.coef = options, options.coef
 
     def shape_rewards(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
-        """See `KLControl.shape_rewards`; moves the coefficient on."""
+        """See `KLControl.shape_rewards`; also updates the coefficient."""
         options, scores = self.options, KLControl().shape_rewards(batch)[0]
         rewards, metrics, kl = options.subtract_kl(scores, batch, self.coef)
         metrics |= {"kl/response_nats": kl, "kl/coef": self.coef}
@@ -188,14 +187,14 @@ class AdaptiveKLController:
         return rewards, metrics
 
     def state_dict(self) -> dict[str, float]:
-        """`coef`, all that a later run needs to go on."""
+        """`coef`, the only state."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from a saved state.
+        """Restore a saved state.
 
         Raises:
-            ConfigError: it holds anything but a `coef` above 0.
+            ConfigError: it is not a finite `coef` above 0.
         """
         if set(state) != {"coef"} or not 0 < state["coef"] < math.inf:
             raise ConfigError(f"state is {dict(state)!r}: expected a finite coef above 0.")
@@ -204,7 +203,7 @@ class AdaptiveKLController:
 
 @component
 class KLInLoss(_WeightedKL):
-    """A term of the loss pulls the policy to the reference, and the reward stays what was scored.
+    """Add a KL term to the loss; rewards are unchanged.
 
         L_t = coef * estimate(log pi(y_t), log ref(y_t))
 

@@ -1,7 +1,7 @@
-"""Policy and value losses, per token: from new log-probabilities or values and the batch they are compared with.
+"""Policy and value losses, per token: from current log-probabilities or values and the batch.
 
-`PPOClip`, `GSPO` and `CISPO` are policy losses; `ClippedValueLoss` is the critic's. A loss returns one number per
-token; `verl.ops.loss_aggregation` makes a scalar of them.   B responses, T response length.
+`PPOClip`, `GSPO` and `CISPO` are policy losses; `ClippedValueLoss` is the critic's. A loss returns one value per
+token; `verl.ops.loss_aggregation` reduces them to a scalar.   B responses, T response length.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MAX_LOG_RATIO = 20.0
 
 @component
 class PolicyLoss(Description):
-    """Base of the policy losses."""
+    """Base class of policy losses."""
 
     def __call__(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of each token, to be minimised.
 
         Args:
             log_probs: [B, T] nats, under the weights being updated; carries gradient.
-            batch: [B, T] tensors: old_log_probs, advantages, response_mask, and whatever the loss declares.
+            batch: [B, T] tensors: old_log_probs, advantages, response_mask.
         Returns:
             The loss [B, T], 0 off the mask, and stats, each [B, T], 0 off the mask and without gradient.
         """
@@ -46,16 +46,16 @@ class PPOClip(PolicyLoss):
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; two bounds: Yu et al. 2025, arXiv:2503.14476, sec. 3.1;
     dual clip: Ye et al. 2019, arXiv:1912.09729.
-    Differs: log(ratio) is held within +-20, so that no token makes the loss infinite.
-    Degenerate: off the mask the loss and its gradient are 0, whatever stands there.
+    Differs: log(ratio) is clamped to +-20, so that the loss stays finite.
+    Degenerate: off the mask the loss and its gradient are 0 for any values.
 
-    Stats per token: `ratio`; `clip_fraction`, 1 where either clip decided the loss, so that no gradient flows;
+    Stats per token: `ratio`; `clip_fraction`, 1 where a clip is active, so that the gradient is 0;
     `approx_kl`, the k3 estimate of KL(old || new) in nats.
 
     Args:
-        clip_low: how far the ratio may usefully fall below 1, in [0, 1].
-        clip_high: how far it may usefully rise above 1, at least 0.
-        dual_clip: bound on the ratio for negative advantages, above 1; None leaves it unbounded.
+        clip_low: lower clipping range, in [0, 1].
+        clip_high: upper clipping range, at least 0.
+        dual_clip: bound on the ratio for negative advantages, above 1; null for none.
     Raises:
         ConfigError: a bound outside its range.
     """
@@ -81,25 +81,25 @@ class PPOClip(PolicyLoss):
 
 @component
 class GSPO(PolicyLoss):
-    """The loss of GSPO: one ratio for a whole response, clipped for the whole response.
+    """The loss of GSPO: one clipped ratio per response.
 
         s_i  = (pi_new(y_i) / pi_old(y_i)) ^ (1 / length of y_i)
         s_it = sg[s_i] * pi_new(y_it) / sg[pi_new(y_it)]
         L_it = -min(s_it * A, clip(s_it, 1 - clip_low, 1 + clip_high) * A)
 
-    s_it has the value of s_i, and its gradient reaches each token through that token's own probability.
+    s_it has the value of s_i, and its gradient flows through the probability of token t.
 
     Source: Zheng et al. 2025, arXiv:2507.18071, with the token form of its GSPO-token; sg is stop-gradient. The paper
     averages over the tokens of a response, then over responses: aggregation=seq-mean-token-mean.
-    Differs: the mean of log(ratio) is held within +-20.
-    Degenerate: a response of one token is PPO's. Off the mask the loss and its gradient are 0.
+    Differs: the mean of log(ratio) is clamped to +-20.
+    Degenerate: for a response of one token it equals PPO. Off the mask the loss and its gradient are 0.
 
     Stats per token: `ratio`, s_i; `clip_fraction`, 1 on every token of a clipped response; `approx_kl`, the k3 estimate
-    of KL(old || new) per token, from the tokens' own ratios.
+    of KL(old || new) per token, from the ratios of the tokens.
 
     Args:
-        clip_low, clip_high: how far s_i may usefully leave 1. A mean of logarithms hardly moves, so they are far below
-            PPO's: the paper's are 3e-4 and 4e-4.
+        clip_low, clip_high: clipping range of s_i. Since s_i is a mean over the response, it changes little: the paper
+            uses 3e-4 and 4e-4.
     Raises:
         ConfigError: a bound outside its range.
     """
@@ -121,18 +121,18 @@ class GSPO(PolicyLoss):
 
 @component
 class CISPO(PolicyLoss):
-    """The loss of CISPO: REINFORCE under a clipped importance weight that carries no gradient.
+    """The loss of CISPO: REINFORCE with a clipped importance weight without gradient.
 
         L_t = -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] * A * log pi_new(y_t)
 
-    No token loses its gradient to the clip, as rare but decisive tokens do in PPO; only its weight is bounded.
+    Unlike in PPO, clipping removes no token's gradient; it only bounds the weight.
 
     Source: MiniMax 2025, arXiv:2506.13585, averaged over all tokens: aggregation=token-mean. The paper
     leaves the weight unbounded below (clip_low 1) and gives no number for clip_high.
-    Differs: log(ratio) is held within +-20.
+    Differs: log(ratio) is clamped to +-20.
     Degenerate: at pi_new = pi_old the gradient is the policy gradient. Off the mask the loss and its gradient are 0.
 
-    Stats per token: as of PPOClip, but `clip_fraction` is 1 where the weight was clipped; gradient flows there too.
+    Stats per token: as of PPOClip, but `clip_fraction` is 1 where the weight was clipped, which keeps its gradient.
 
     Args:
         clip_low: how far the weight may fall below 1, in [0, 1]; 1 is no bound.
@@ -168,7 +168,7 @@ def _stats(ratio: Tensor, is_clipped: Tensor, log_ratio: Tensor, mask: Tensor) -
 
 @component
 class ValueLoss(Description):
-    """Base of the value losses."""
+    """Base class of value losses."""
 
     def __call__(self, values: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of each token, to be minimised.
@@ -184,20 +184,19 @@ class ValueLoss(Description):
 
 @component
 class ClippedValueLoss(ValueLoss):
-    """Half the squared error, the worse of that of V and of V held near its old self.
+    """Half the squared error, the larger one of V and of V clipped around its old value.
 
         V_held = V_old + clip(V - V_old, -clip, clip)
         L      = max((V - R)^2, (V_held - R)^2) / 2
 
     Source: the value loss of the PPO2 code that goes with Schulman et al. 2017, arXiv:1707.06347, not of the paper.
-    Degenerate: off the mask the loss and its gradient are 0, whatever stands there.
+    Degenerate: off the mask the loss and its gradient are 0 for any values.
 
-    Stats per token: `clip_fraction`, 1 where the held error decided the loss, so that no gradient flows; `error`,
+    Stats per token: `clip_fraction`, 1 where the clipped error is the larger one, so that the gradient is 0; `error`,
     V - R with its sign.
 
     Args:
-        clip: how far a value may usefully move from its old self, in units of reward, above 0; None is the plain
-            squared error.
+        clip: clipping range around the old value, in units of reward, above 0; null for the plain squared error.
     Raises:
         ConfigError: clip not above 0.
     """

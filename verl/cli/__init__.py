@@ -6,10 +6,10 @@ console            Console output of commands: tables, JSON, sizes, one line for
 generate           `verl eval` and `verl generate`: evaluates a saved policy or samples from it
 lineage            `verl lineage`: which run came from which checkpoint of which run, as a tree or as JSON
 main               The console command `verl`
-models             `verl env --models`: which ways of running a model are used for it, and why others are not
-plan               `verl plan`: what a run will take in memory, time and disk, before anything is loaded
+models             `verl env --models`: execution paths used for a model, and why others are not
+plan               `verl plan`: memory, time and disk of a run, before anything is loaded
 resume_check       `verl resume-check`: does a resumed run give the same numbers as a run without a stop?
-resume_worker      One leg of `verl resume-check --topology`
+resume_worker      One run of `verl resume-check --topology`
 samples            `verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON
 train              The commands that train: `verl ppo`, `verl sft` and `verl quickstart`
 """

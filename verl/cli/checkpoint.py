@@ -32,10 +32,13 @@ ADDRESS = "Checkpoints in object storage, such as s3://BUCKET/PREFIX, or one of 
 
 
 def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSummary]:
-    """What a tier holds, in order of publication; those that do not verify are listed as they are.
+    """Checkpoints in object storage, in order of publication, including those that fail verification.
 
+    Args:
+        address: such as s3://bucket/prefix.
+        level: of verification.
     Raises:
-        CheckpointNotFound: nothing is there.
+        CheckpointNotFound: there are none.
         StorageError: the store does not answer.
     """
     tier, named = find_at(address)
@@ -71,23 +74,25 @@ def add_to(app: typer.Typer) -> None:
     @command(app, "pull")
     def pull(
         address: Annotated[str, typer.Argument(metavar="ADDRESS", help=ADDRESS)],
-        directory: Annotated[Path, typer.Argument(metavar="DIR", help="Of checkpoints; made where it is not there.")],
-        all_: Annotated[bool, typer.Option("--all", help="Every checkpoint, not the newest whole one.")] = False,
+        directory: Annotated[
+            Path, typer.Argument(metavar="DIR", help="Directory for checkpoints; created if missing.")
+        ],
+        all_: Annotated[bool, typer.Option("--all", help="All checkpoints, not just the newest.")] = False,
     ) -> None:
-        """Fetch a checkpoint from object storage; every byte is hashed on its way."""
+        """Download a checkpoint from object storage; every byte is verified by hash."""
         tier, named = find_at(address)
         records = tier.records() if all_ and named is None else [named or tier.newest().record]
         for record in records:
             published = pull_one(tier, record, CheckpointStore(directory))
-            typer.echo(f"{published.directory} is there: step {published.step}, {size(published.num_bytes)}")
+            typer.echo(f"{published.directory}: step {published.step}, {size(published.num_bytes)}")
 
     @command(app, "push")
     def push(
         path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of them.")],
         address: Annotated[str, typer.Argument(metavar="ADDRESS", help=ADDRESS)],
-        all_: Annotated[bool, typer.Option("--all", help="Every complete checkpoint, not the newest one.")] = False,
+        all_: Annotated[bool, typer.Option("--all", help="All complete checkpoints, not only the newest.")] = False,
     ) -> None:
-        """Upload a checkpoint; what the store has is not sent again. A trainer that uploads is not disturbed."""
+        """Upload a checkpoint; files that the store has are not sent again. It is safe while a trainer uploads."""
         if not is_address(address):
             raise ConfigError(f"ADDRESS is {address!r}: expected one such as s3://BUCKET/PREFIX.")
         manager = CheckpointManager(path)
@@ -99,10 +104,10 @@ def add_to(app: typer.Typer) -> None:
             pusher = CheckpointUpload(store, tier.log)
             for published in chosen:
                 pushed = pusher.push(published)
-                typer.echo(f"{published.name} is in {store.address}: {size(pushed.sent_bytes)} were sent")
+                typer.echo(f"{published.name} is in {store.address}: {size(pushed.sent_bytes)} sent")
 
 
-app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Look at checkpoints, keep them, and take them out.")
+app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Inspect, verify, pin, clean and export checkpoints.")
 
 add_to(app)
 PATH = "A checkpoint, a directory of checkpoints, its `latest`, or the directory of a run."
@@ -114,7 +119,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 @command(app, "ls")
 def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
-    """List checkpoints in order of publication; the newest (*) is the one that a run would go on from."""
+    """List checkpoints in order of publication; (*) marks the one that a run would resume from."""
     found = remote_summaries(path) if is_address(path) else _summaries(resolve_path(path))
     if json:
         print_json([summary.to_json() for summary in found])
@@ -136,7 +141,7 @@ def inspect(
     tensors: Annotated[
         bool, typer.Option("--tensors", help="Show every tensor, not only the first of each part.")
     ] = False,
-    component: Annotated[str | None, typer.Option(help="Show the tensors of this part alone.")] = None,
+    component: Annotated[str | None, typer.Option(help="Show only the tensors of this part.")] = None,
     state: Annotated[
         bool, typer.Option("--state", help="Show all that the trainer recorded, its configuration included.")
     ] = False,
@@ -162,7 +167,7 @@ def verify(
     full: Annotated[bool, typer.Option("--full", help="Hash every byte; names the file and the tensor.")] = False,
     json: Json = False,
 ) -> None:
-    """Check that checkpoints are what was written; the exit status is 1 if one is not, or if there is none."""
+    """Verify checkpoints; the exit status is 1 if one is damaged, or if there is none."""
     level: Level = "full" if full else "quick"
     found = remote_summaries(path, level) if is_address(path) else _summaries(resolve_path(path), level)
     if json:
@@ -177,7 +182,7 @@ def verify(
             typer.echo(f"{summary.name}: {summary.status}" + (f" ({holds})" if holds else ""))
             for fault in summary.faults:
                 typer.echo(f"  {fault}")
-        typer.echo("every byte was hashed" if full else "sizes and headers were looked at; --full hashes every byte")
+        typer.echo("every byte was hashed" if full else "sizes and headers were checked; --full hashes every byte")
     raise typer.Exit(0 if found and all(summary.status == "complete" for summary in found) else FOUND)
 
 
@@ -186,7 +191,7 @@ def diff(
     first: Annotated[str, typer.Argument(metavar="A", help=PATH)],
     second: Annotated[str, typer.Argument(metavar="B", help=PATH)],
     tensors: Annotated[
-        bool, typer.Option("--tensors", help="Read the tensors that differ, and say by how much at most.")
+        bool, typer.Option("--tensors", help="Read the tensors that differ, and print the largest difference.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -194,7 +199,7 @@ def diff(
     try:
         one, two = (CheckpointManager(_on_disk(path)).published for path in (first, second))
         differences = compare(one, two, numbers=tensors)
-    except BadCheckpoint as error:  # not the status of a difference
+    except BadCheckpoint as error:  # status 2; a difference is status 1
         fail(str(error))
     if json:
         print_json([dataclasses.asdict(difference) for difference in differences])
@@ -210,9 +215,9 @@ def health(
         str | None, typer.Option("--max-age", metavar="TIME", help="The newest must not be older: 90s, 30m, 2h, 1d.")
     ] = None,
 ) -> None:
-    """For a readiness probe, on one line: is there a complete checkpoint to go on from?
+    """Readiness probe, on one line: is there a complete checkpoint to resume from?
 
-    The exit status is 0 if there is, 1 if there is none or it is too old, 2 if that cannot be told.
+    The exit status is 0 if there is one, 1 if there is none or it is too old, 2 if it cannot be determined.
     """
     limit_s = None if max_age is None else parse_duration(max_age, "--max-age")
     try:
@@ -244,14 +249,14 @@ def _summaries(where: ResolvedPath, level: Level = "quick") -> list[CheckpointSu
 
 
 def _on_disk(path: str) -> str:
-    """The path, unless it is an address."""
+    """The path; an address is refused."""
     if is_address(path):
-        resolve_path(path)  # which says what to do
+        resolve_path(path)  # its error says what to do
     return path
 
 
 def informative(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that tell most of a checkpoint, at most three; a trainer records several dozen of each step."""
+    """The most informative metrics of a checkpoint, at most three of several dozen."""
     chosen = [name for name in TELLING if name in metrics]
     return {name: metrics[name] for name in (chosen or list(metrics))[:MOST_METRICS]}
 
@@ -281,7 +286,7 @@ def pin(
     path: Path_,
     reason: Annotated[str, typer.Option("--reason", help="Shown by ls.")] = "",
 ) -> None:
-    """Keep a checkpoint whatever retention says, until it is unpinned."""
+    """Protect a checkpoint from retention until it is unpinned."""
     where = resolve_path(path)
     store = CheckpointStore(where.directory)
     name = store.newest().name if where.name in (None, LATEST) else where.name
@@ -291,10 +296,10 @@ def pin(
 
 @command(app, "unpin")
 def unpin(path: Path_) -> None:
-    """Let retention decide again."""
+    """Remove the pin of a checkpoint."""
     try:
         where = resolve_path(path)
-    except CheckpointNotFound:  # the checkpoint may be gone and its pin not
+    except CheckpointNotFound:  # the pin may outlive its checkpoint
         if is_address(path):
             raise
         given = Path(path).absolute()
@@ -312,18 +317,19 @@ def collect(
     keep_best: Annotated[str | None, typer.Option(help="Keep the best by this metric, too.")] = None,
     best_mode: Annotated[Literal["max", "min"], typer.Option(help="Whether the best value is the largest.")] = "max",
     keep_every: Annotated[int | None, typer.Option(help="Keep steps that are a multiple of this, too.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and change nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be removed, and change nothing.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Remove what is not kept: checkpoints by retention, leftovers of dead processes, shared files no longer shared.
+    """Remove checkpoints by retention rules, leftovers of dead processes, and unused shared files.
 
-    Pinned and tagged checkpoints and the two newest always stay. Where trainings that do not descend from each other
-    saved in one directory, the rules hold for each of them by itself, as in their own retention. A trainer that is
-    saving there is not disturbed.
+    Pinned and tagged checkpoints and the two newest are always kept. If unrelated trainings saved in one directory, the
+    rules apply to each separately, as in their own retention. It is safe while a trainer saves there.
     """
     where = resolve_path(path)
     if where.name is not None:
-        raise ConfigError(f"PATH is {path}: it is one checkpoint. Give the directory, {where.directory}.")
+        raise ConfigError(f"PATH is {path}: it is a single checkpoint. Give its directory, {where.directory}.")
     store = CheckpointStore(where.directory)
     rules = Retention(keep_last_n=keep_last_n, keep_best=keep_best, best_mode=best_mode, keep_every=keep_every)
     cleaning = plan(store, rules) if dry_run else clean(store, rules)
@@ -331,9 +337,7 @@ def collect(
         print_json({"dry_run": dry_run, **dataclasses.asdict(cleaning)})
         return
     if keep_last_n is not None and len(cleaning.lineages) > 1:
-        typer.echo(
-            f"{where.directory} holds {len(cleaning.lineages)} trainings, and the rules hold for each by itself:"
-        )
+        typer.echo(f"{where.directory} holds {len(cleaning.lineages)} trainings; the rules apply to each separately:")
         for line in cleaning.lineages:
             typer.echo(f"  {' -> '.join(line)}")
     would, verb = ("would remove", "would free") if dry_run else ("removed", "freed")
@@ -353,7 +357,7 @@ def export(
         bool, typer.Option("--pytorch-bin", help="Write pytorch_model.bin, a plain state dict, instead of safetensors.")
     ] = False,
 ) -> None:
-    """Write a model of a checkpoint as a plain Hugging Face directory; every byte is hashed on its way."""
+    """Export a model of a checkpoint as a Hugging Face directory; every byte is verified by hash."""
     manager = CheckpointManager(path)
     names = export_component(manager, out, component, pytorch_bin)
     typer.echo(f"{component} of {manager.name} is in {out}: {counted(len(names), 'file')}")
@@ -364,7 +368,7 @@ def materialize(
     path: Path_,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist yet.")],
 ) -> None:
-    """Write an incremental checkpoint with every file whole, as it would have been saved; every byte is hashed."""
+    """Write an incremental checkpoint as a full one; every byte is verified by hash."""
     manager = CheckpointManager(path)
     whole = write_out(manager.reader(), out)
     typer.echo(f"{manager.name} is in {out}: {counted(len(whole.manifest.files), 'file')}, {size(whole.num_bytes)}")

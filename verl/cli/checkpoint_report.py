@@ -19,8 +19,8 @@ from verl.checkpoint.read.compare import CheckpointDifference
 from verl.checkpoint.read.discovery import CheckpointDirectory, resolve_path
 from verl.cli.console import FOUND, command, counted, fail, print_json, print_table, size
 
-FIRST_TENSORS = 4  # of a component, where not all are asked for
-OUTLINE_DEPTH, LARGEST_DICT = 2, 12  # of trainer_state.json, where not all of it is asked for
+FIRST_TENSORS = 4  # shown per component without --tensors
+OUTLINE_DEPTH, LARGEST_DICT = 2, 12  # of trainer_state.json without --state
 FIRST_METRICS = ("eval/accuracy", "eval/score", "eval/loss", "reward/mean", "sft/loss", "kl/reference_nats")
 LONGEST_LIST = 4
 LONGEST_TEXT = 80
@@ -33,7 +33,7 @@ SIDE_BY_SIDE = (
 
 
 def as_json(summary: CheckpointSummary, component: str | None) -> dict[str, Any]:
-    """All of a checkpoint for scripts."""
+    """The summary of a checkpoint as JSON values."""
     report = summary.to_json()
     if summary.published is None:
         return report
@@ -48,11 +48,13 @@ def as_json(summary: CheckpointSummary, component: str | None) -> dict[str, Any]
 def print_inspection(
     summary: CheckpointSummary, component: str | None, all_tensors: bool, all_state: bool = False
 ) -> None:
-    """A checkpoint for people, on about a page.
+    """Print a checkpoint on about a page.
 
     Args:
-        all_tensors: every tensor, not only the first of each component.
-        all_state: all that the trainer recorded, not only its outline.
+        summary: of the checkpoint.
+        component: print only tensors of this one; None for all.
+        all_tensors: print every tensor, not only the first of each component.
+        all_state: print the whole trainer state, not only an outline.
     """
     tensors = _tensors(summary.published, component) if summary.published else []
     for name, value in _head(summary):
@@ -88,7 +90,7 @@ def print_inspection(
 def print_comparison(
     one: Checkpoint, two: Checkpoint, differences: list[CheckpointDifference], with_numbers: bool
 ) -> None:
-    """Two checkpoints side by side, then every difference."""
+    """Print two checkpoints side by side, then all differences."""
     rows = [[title, *(getattr(published.manifest, name) for published in (one, two))] for title, name in SIDE_BY_SIDE]
     print_table(["", one.name, two.name], rows)
     _print_different_tensors([d for d in differences if d.kind == "tensor"], with_numbers)
@@ -99,10 +101,11 @@ def print_comparison(
 
 
 def outline(value: dict[str, Any], depth: int | None = None) -> Iterator[str]:
-    """A nested dict as indented lines; long lists by their length and their last entry.
+    """Yield a nested dict as indented lines; long lists by length and last entry.
 
     Args:
-        depth: levels that are written out; below them, and where a dict is large, its number of values stands alone.
+        value: the dict.
+        depth: levels to print; deeper and large dicts are shown by their number of values. None for all.
     """
     width = max((len(str(key)) for key in value), default=0) + 2
     for key, item in value.items():
@@ -211,9 +214,9 @@ def compat(
     moving_to: Annotated[str, typer.Option("--to", metavar="VERSION", help="Of verl, that is to read them.")],
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Tell which checkpoints another version of verl could not read, and why.
+    """List which checkpoints another version of verl could not read, and why.
 
-    The exit status is 0 if all can be read, 1 if one would break, 2 if that cannot be told.
+    The exit status is 0 if all can be read, 1 if one cannot, 2 if it cannot be determined.
     """
     old, new = parse_version(moving_from, "--from"), parse_version(moving_to, "--to")
     where = resolve_path(path)

@@ -1,8 +1,8 @@
 """Console output of commands: tables, JSON, sizes, one line for an error, and the exit status.
 
 0   done; everything is as it should be
-1   the command ran and found something: damage, a difference, nothing to go on from
-2   it could not run: wrong arguments, a path where there is nothing, a file system that refuses
+1   the command ran and found a fault: damage, a difference, no checkpoint to resume from
+2   it could not run: wrong arguments, a missing path, a file system error
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 
 
 def command(app: typer.Typer, name: str) -> Callable[[F], F]:
-    """Register a command; an error raised on purpose becomes one line and a status, never a traceback."""
+    """Register a command; errors of verl are printed as one line with an exit status, without traceback."""
 
     def register(function: F) -> F:
         @functools.wraps(function)
@@ -47,7 +47,7 @@ def command(app: typer.Typer, name: str) -> Callable[[F], F]:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """A bad checkpoint is a finding; anything else means that the command could not run."""
+    """Print errors as one line: status 1 for a bad checkpoint, 2 if the command could not run."""
     try:
         yield
     except BadCheckpoint as error:
@@ -68,7 +68,7 @@ def print_json(value: Any) -> None:
 
 
 def output_width() -> int | None:
-    """Characters of a line of the terminal, or what COLUMNS says; None for a pipe or a file, which has no width."""
+    """Width of the terminal, or of COLUMNS; None for a pipe or a file."""
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return shutil.get_terminal_size().columns
     return None
@@ -81,13 +81,15 @@ def print_table(
     width: int = 10_000,
     drop: Sequence[str] = (),
 ) -> None:
-    """Columns with a head; nothing is cut off.
+    """Print a table with a header; cells are not truncated.
 
     Args:
-        right: columns of numbers.
-        width: characters beyond which a cell is folded, where the output has no width of its own.
-        drop: columns that are left out, and named, where the output is too narrow for all, the first ones first; with
-            them no cell is folded.
+        columns: header.
+        rows: cells.
+        right: names of right-aligned columns.
+        width: width at which cells are folded if the output has none of its own.
+        drop: columns to leave out, first one first, if the output is too narrow; they are listed below the table, and
+            no cell is folded.
     """
     from rich.cells import cell_len
     from rich.console import Console
@@ -116,11 +118,11 @@ def print_table(
     for line in drawn.getvalue().splitlines():
         typer.echo(line.rstrip())
     if left_out:
-        typer.echo(f"not shown, for want of width: {', '.join(left_out)}")
+        typer.echo(f"not shown, the terminal is too narrow: {', '.join(left_out)}")
 
 
 def size(num_bytes: int) -> str:
-    """Bytes for people."""
+    """A number of bytes with a unit."""
     number, unit = float(num_bytes), "B"
     for bigger in ("KiB", "MiB", "GiB", "TiB"):
         if number < 1024:
@@ -130,7 +132,7 @@ def size(num_bytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people, with the two largest units."""
+    """Seconds in the two largest units."""
     rest, parts = int(seconds), []
     for unit in ("d", "h", "m", "s"):
         count, rest = divmod(rest, _UNITS_S[unit])
@@ -147,7 +149,7 @@ def parse_duration(text: str, where: str) -> float:
     """
     found = _DURATION.fullmatch(text.strip())
     if found is None:
-        raise ConfigError(f"{where} is {text!r}: it must be a time, such as 90s, 30m, 2h or 1d.")
+        raise ConfigError(f"{where} is {text!r}: expected a duration such as 90s, 30m, 2h or 1d.")
     return float(found[1]) * _UNITS_S[found[2]]
 
 
@@ -157,7 +159,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """What JSON knows: numbers that it does not become texts, and so does anything else."""
+    """Convert to JSON values; other numbers and objects become texts."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from verl.compose.load_policy import SavedPolicy
 
 PATH = typer.Argument(
-    help="A checkpoint, a directory of them, a run, a Hugging Face directory, or latest; or s3://... in a store."
+    help="A checkpoint, a directory of them, a run, a Hugging Face directory, latest, or an address such as s3://..."
 )
-OVERRIDES = typer.Argument(help="Of the configuration that trained it, such as reward=math or rollout.top_p=0.9.")
-DATA = typer.Option(exists=True, dir_okay=False, help="A parquet or JSONL file in place of the run's own data.")
+OVERRIDES = typer.Argument(help="Overrides of its configuration, such as reward=math or rollout.top_p=0.9.")
+DATA = typer.Option(exists=True, dir_okay=False, help="A parquet or JSONL file that replaces the run's data.")
 
 
 def evaluate(
@@ -30,15 +30,15 @@ def evaluate(
     data: Annotated[Path | None, DATA] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One object instead of a table.")] = False,
 ) -> None:
-    """Evaluate a saved policy on the data that its run held out, with the run's own reward and way of sampling.
+    """Evaluate a saved policy on the evaluation data of its run, with the reward and sampling options of the run.
 
-    The step, the noise and the rows are those of the run, so the numbers are those that the run logged at that step.
+    Step, sampling noise and rows are those of the run, so the metrics equal those that it logged at that step.
     """
     from verl.compose.load_policy import root_of
 
     with faults_reported(), located(path) as saved, running(saved, root_of(saved), overrides or [], data) as trainer:
         if trainer.eval_data is None:
-            raise ConfigError("data has no rows that are held out. Give --data FILE, or data.eval_files=[...].")
+            raise ConfigError("the run has no evaluation data. Give --data FILE, or data.eval_files=[...].")
         metrics, rows = trainer.evaluate(saved.step), len(trainer.eval_data)
     if as_json:
         origin = path if is_address(path) else str(saved.origin)
@@ -54,14 +54,14 @@ def generate(
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A text to continue. Repeatable.")] = None,
     data: Annotated[Path | None, DATA] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Each --prompt is a message of a user.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Each --prompt is a user message.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
-    greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token each time, and no noise.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="A response is cut after so many.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Greedy decoding.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of a response.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Divides the logits.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One object a line: prompt, response, tokens.")] = False,
 ) -> None:
-    """Print what a saved policy answers to prompts, to the rows of a file, or to the rows that its run held out."""
+    """Print responses of a saved policy to prompts, to the rows of a file, or to the evaluation data of its run."""
     if prompt and data is not None:
         raise typer.BadParameter("give --prompt or --data, not both", param_hint="--prompt")
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -72,7 +72,7 @@ def generate(
             asked = [[{"role": "user", "content": text}] if chat else text for text in prompt]
             data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
             settings.append("data.prompt_key=prompt")
-        unrated = ["reward=length"]  # any that costs nothing: no response is rated
+        unrated = ["reward=length"]  # a cheap reward: responses are not scored
         with running(saved, "ppo", [*unrated, *(overrides or []), *settings], data) as trainer:
             rows = _responses(trainer, samples, greedy)
     for row in rows:
@@ -84,7 +84,7 @@ def _responses(trainer: Any, samples: int, greedy: bool) -> list[dict[str, Any]]
     from verl.rollout.base import GenerationRequest
 
     if trainer.eval_data is None:
-        raise ConfigError("data has no rows that are held out. Give --prompt TEXT or --data FILE.")
+        raise ConfigError("the run has no evaluation data. Give --prompt TEXT or --data FILE.")
     batch = trainer.eval_data.collate(range(len(trainer.eval_data)))
     rows = trainer.generate(batch, GenerationRequest(0, num_samples=samples, greedy=greedy, stream=EVALUATION))
     lengths = rows["response_mask"].sum(dim=1).tolist()
@@ -94,7 +94,7 @@ def _responses(trainer: Any, samples: int, greedy: bool) -> list[dict[str, Any]]
 
 @contextmanager
 def located(path: str) -> Iterator[SavedPolicy]:
-    """The policy that a path means; of an address, a copy that is fetched for as long as it is asked."""
+    """The policy at a path; for an address a temporary download."""
     from verl.compose.load_policy import locate_policy
 
     if not is_address(path):
@@ -108,7 +108,7 @@ def located(path: str) -> Iterator[SavedPolicy]:
 
 @contextmanager
 def running(saved: SavedPolicy, root: str, overrides: Sequence[str], data: Path | None = None) -> Iterator[Any]:
-    """The trainer of a saved policy, which trains nothing and leaves nothing behind."""
+    """A trainer for a saved policy that does not train and leaves no files."""
     from verl.component import BuildContext
     from verl.compose.load_policy import policy_run
 
@@ -125,7 +125,7 @@ def running(saved: SavedPolicy, root: str, overrides: Sequence[str], data: Path 
 
 @contextmanager
 def faults_reported() -> Iterator[None]:
-    """What is wrong with the question, or with what was saved, is a message and status 2."""
+    """Print errors of arguments and of saved files as a message, with status 2."""
     try:
         yield
     except (ConfigError, CheckpointError, RewardError, StorageError) as error:

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from verl.trainer.state.lineage import LineageCheckpoint, LineageRun
 
-SHOWN = 6  # differences of a configuration, and checkpoints that are gone
+SHOWN = 6  # limit for configuration differences and for removed checkpoints
 WIDTH = 400  # of a pipe or a file, which has none
 COLORS = {"finished": "green", "stopped": "green", "interrupted": "yellow", "restarting": "yellow", "failed": "red"}
 
 
 def lineage(
-    directory: Annotated[Path, typer.Argument(help="Of checkpoints, or above them.")] = Path("checkpoints"),
+    directory: Annotated[Path, typer.Argument(help="A directory of checkpoints, or one above.")] = Path("checkpoints"),
     as_json: Annotated[bool, typer.Option("--json", help="Nested objects instead of a tree.")] = False,
 ) -> None:
     """Show the tree of runs and checkpoints in a directory and below it."""
@@ -33,7 +33,7 @@ def lineage(
         typer.echo(json.dumps([run.as_json() for run in roots], indent=2))
         return
     if not roots:
-        typer.echo(f"No run has saved below {directory}.")
+        typer.echo(f"There are no checkpoints below {directory}.")
         return
     import rich
     from rich.console import Console
@@ -52,7 +52,7 @@ def _tree(run: LineageRun) -> Tree:
 
 
 def _fill(tree: Tree, run: LineageRun) -> None:
-    """The checkpoints of a run, and below each the runs that went on from it."""
+    """Add the checkpoints of a run, and below each the runs that resumed from it."""
     if run.parent is not None:
         tree.add(_text(_origin(run)))
     for line in _changes(run):
@@ -98,7 +98,7 @@ def _origin(run: LineageRun) -> str:
 
 
 def _changes(run: LineageRun) -> list[str]:
-    """What differs from the parent: configuration, then the content of data and models."""
+    """Differences from the parent: configuration, then content of data and models."""
     found = {} if run.parent is None else run.parent.differences
     lines = [f"{path}: {_value(before)} -> {_value(now)}" for path, (before, now) in list(found.items())[:SHOWN]]
     lines += [f"and {len(found) - SHOWN} other differences"] if len(found) > SHOWN else []

@@ -27,7 +27,7 @@ from verl.utils.env_check import BACKENDS, check_env
 
 
 class _Commands(TyperGroup):
-    """Commands that a component which they call cannot end with a status of its own.
+    """A command group in which a component's `exit()` does not determine the exit status.
 
     `ppo` and `sft` handle exits, signals and threads themselves (`entry_point` in compose/launch.py).
     """
@@ -79,11 +79,11 @@ def config_schema(
     root: Annotated[str, typer.Argument(help="ppo, for main_ppo.py, or sft, for main_sft.py.")] = "ppo",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
 ) -> None:
-    """Print the JSON schema of a run, by which an editor completes and checks YAML files (docs/configuration.md)."""
+    """Print the JSON schema of a run, for completion and checks of YAML files in an editor (docs/configuration.md)."""
     from verl.compose.schema import ROOTS, json_schema
 
     if root not in ROOTS:
-        raise typer.BadParameter(f"{root!r} is no root: expected {' or '.join(ROOTS)}.", param_hint="ROOT")
+        raise typer.BadParameter(f"{root!r} is not a root: expected {' or '.join(ROOTS)}.", param_hint="ROOT")
     text = json.dumps(json_schema(root), indent=1) + "\n"
     if output is None:
         typer.echo(text, nl=False)
@@ -97,14 +97,16 @@ def env(
     backend: Annotated[
         list[str] | None,
         typer.Option(
-            "--backend", "-b", help=f"Also look for what this backend calls: {', '.join(BACKENDS)}. Repeatable."
+            "--backend",
+            "-b",
+            help=f"Also check the interface of this backend: {', '.join(BACKENDS)}. Repeatable.",
         ),
     ] = None,
     models: Annotated[
         bool,
         typer.Option(
             "--models",
-            help="Which ways of running are used for the models tried on this machine; with FAMILY, try those now.",
+            help="List the execution paths of the models checked on this machine; with FAMILY, check those now.",
         ),
     ] = False,
     family: Annotated[
@@ -113,7 +115,7 @@ def env(
 ) -> None:
     """Check that everything verl needs is installed; the exit status is 1 if something is not."""
     if family and not models:
-        raise typer.BadParameter("families are tried with --models only.", param_hint="FAMILY")
+        raise typer.BadParameter("FAMILY needs --models.", param_hint="FAMILY")
     if models:
         with one_line_errors():
             print_families(family) if family else print_cached()
@@ -127,5 +129,5 @@ def env(
 
 
 def run() -> NoReturn:
-    """What `verl` and `python -m verl.cli` run."""
+    """Entry point of `verl` and `python -m verl.cli`."""
     run_main(lambda: app(prog_name="verl"))

@@ -1,4 +1,4 @@
-"""`verl env --models`: which ways of running a model are used for it, and why others are not."""
+"""`verl env --models`: execution paths (packed rows, key-value cache) used for a model, and why others are not."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MOST_LINES = 8
 
 
 def print_summary() -> None:
-    """How many models were tried on this machine, and a line for each that takes no fast way."""
+    """Print the number of models checked on this machine, and a line for each without fast paths."""
     kept = cached_findings()
     found = Counter(one.status for one in kept)
     counts = ", ".join(f"{found[status]} {status}" for status in ("fast", "plain", "refused") if found[status])
-    typer.echo(f"    models tried here: {counts or 'none yet'}; see verl env --models")
+    typer.echo(f"    models checked here: {counts or 'none yet'}; see verl env --models")
     slow = [one for one in kept if one.status != "fast"]
     for one in slow[:MOST_LINES]:
         typer.echo(_shortened(f"        {_name(one)}: {_in_words(one)}"))
@@ -32,25 +32,27 @@ def print_summary() -> None:
 
 
 def print_cached() -> None:
-    """The whole table of the models that were tried on this machine."""
+    """Print the table of all models checked on this machine."""
     kept = cached_findings()
     if not kept:
-        typer.echo("No model was tried yet on this machine with the installed libraries. A run tries its own when it")
-        typer.echo("starts; `verl env --models FAMILY`, such as llama, tries the default model of a family now.")
+        typer.echo(
+            "No model has been checked on this machine with the installed libraries. A run checks its own at its"
+        )
+        typer.echo("start; `verl env --models FAMILY`, such as llama, checks the default model of a family now.")
         return
     rows = [(_name(one), *_cells(one)) for one in kept]
     print_table(("model", "scoring", "decoding"), rows, width=WIDTH)
 
 
 def print_families(names: Sequence[str]) -> None:
-    """Try the default models of some families now, without weights, and tell what was found of each.
+    """Check the default models of some families now, with random weights, and print the results.
 
     Raises:
-        ConfigError: transformers has no such family, or is not there.
+        ConfigError: transformers has no such family, or is not installed.
     """
     if lacking := [name for name in finding_cache.LIBRARIES if installed(name) is None]:
-        raise ConfigError(f"Models cannot be tried without {', '.join(lacking)}: see verl env.")
-    from verl.model_paths.families import examine_family  # brings torch and transformers
+        raise ConfigError(f"Models cannot be checked without {', '.join(lacking)}: see verl env.")
+    from verl.model_paths.families import examine_family  # imports torch and transformers
 
     for name in names:
         found = examine_family(name)

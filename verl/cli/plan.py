@@ -1,4 +1,4 @@
-"""`verl plan`: what a run will take in memory, time and disk, before anything is loaded."""
+"""`verl plan`: memory, time and disk of a run, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ PLAN_ONLY = "plan=only"  # an argument of the main scripts
 def plan(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="As those of `verl ppo`: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."),
+        typer.Argument(help="Overrides as for `verl ppo`: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(help="a100-40, a100, l4, l40s, rtx4090, h100, h200, b200 or cpu; also as plan.device=NAME."),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure this machine's CPU for about 10 s, in place of a table.")
+        bool, typer.Option("--measure", help="Measure this machine's CPU for about 10 s, instead of using a table.")
     ] = False,
-    exact: Annotated[bool, typer.Option("--exact", help="Trace all layers, rather than one and two.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Trace all layers, not one and two.")] = False,
     response_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of a response on average, for the time. Default: the longest.")
+        int | None, typer.Option(min=1, help="Average tokens of a response, for the time. Default: the longest.")
     ] = None,
     upload_mib_s: Annotated[
         float | None, typer.Option(min=0.001, help="MiB per second to the object storage, for the time of an upload.")
     ] = None,
     sft: Annotated[bool, typer.Option("--sft", help="Plan a run of `verl sft`.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One object in place of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Plan a run: memory by phase, batch arithmetic, seconds of a step, disk. Nothing is loaded, written or started.
+    """Plan a run: memory by phase, batch sizes, seconds per step, disk. Nothing is loaded, written or started.
 
-    The models' config.json is all that is read of them. The exit status is 1 where the run does not fit its devices.
+    Of models only config.json is read. The exit status is 1 if the run does not fit its devices.
     """
     given = list(overrides or [])
     named = [one.removeprefix(DEVICE) for one in given if one.startswith(DEVICE)]
@@ -52,7 +52,7 @@ def plan(
         run = _validated("sft" if sft else "ppo", given)
         rates = _rates(run, device or (named[-1] if named else None), measure)
         found = _planned(run, rates, exact, response_tokens, upload_mib_s)
-    except (VerlError, OSError) as error:  # all faults in a list, as the main scripts give them
+    except (VerlError, OSError) as error:  # prints all faults as the training commands do
         typer.echo(redact(str(error)), err=True)
         raise typer.Exit(FAILED) from error
     if as_json:
@@ -64,7 +64,7 @@ def plan(
 
 
 def plan_only(root: str, arguments: list[str]) -> NoReturn:
-    """`main_ppo.py plan=only`: the plan of what the script would run, and an end with its status."""
+    """`verl ppo ... plan=only`: print the plan of the run, and exit with its status."""
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(plan)
     command([*arguments, *(["--sft"] if root == "sft" else [])])
@@ -72,7 +72,7 @@ def plan_only(root: str, arguments: list[str]) -> NoReturn:
 
 
 def _validated(root: str, arguments: list[str]) -> Any:
-    """The run that a main script would make of these arguments, faults in its words."""
+    """Compose and validate the run of these arguments, as the training commands do."""
     from verl.compose.command_line import command_line, composition_faults
     from verl.compose.compose import compose_root
     from verl.compose.validate import validate
@@ -118,9 +118,10 @@ def _planned(run: Any, rates: DeviceRates, exact: bool, response: int | None, up
         return plan_run(run, rates, exact=exact, response=response, free_disk=free, upload_rate=rate)
     except (VerlError, OSError):
         raise
-    except Exception as error:  # what is counted from is not in the configuration of every family
+    except Exception as error:  # some families lack the configuration entries that are counted
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"actor.model.path: a plan of this model cannot be made ({reason}). Its configuration must tell layers, "
-            "heads and widths as those of transformer language models do; the run itself may be fine."
+            f"actor.model.path: this model cannot be planned ({reason}): its configuration lacks entries for layers, "
+            "heads "
+            "or widths of a transformer. The run itself may work."
         ) from error

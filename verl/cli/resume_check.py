@@ -7,14 +7,14 @@ resumed                     k + 1 ........... N    in a new process, from that c
 Compared: the metrics of each step, and everything in the last checkpoints of `straight` and `resumed`. With
 `--in-episode` the second run is not stopped after step k, but killed in the midst of the episodes of step k + 1.
 
-`--topology 1,2:fsdp,4:tp_fsdp,2:ray,1`: a run that goes on under one layout after another.
+`--topology 1,2:fsdp,4:tp_fsdp,2:ray,1`: a run that is resumed under one layout after another.
 
 leg 1   one process          step 1, saved ──┐
 leg 2   two, under fsdp   ┌── loaded ────────┘   saved again at once: the same tensors?   step 2, saved ──┐
 leg 3   ...               └─ ...
 
-Each leg must load, bit by bit, what the leg before it saved. Its results are equal up to rounding, until rounding
-changes a sampled response; with a tolerance they are compared too.
+Each leg must load exactly what the leg before it saved. Its results are equal up to rounding, until rounding changes a
+sampled response; with a tolerance they are compared too.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ TAIL_LINES = 25
 LOOK_EVERY_S = 0.5
 KILL_LOOK_EVERY_S = 0.002
 KILLS = 4  # tries to hit a run inside of its episodes
-END_TIMEOUT_S = 20.0  # of a run that was interrupted
+END_TIMEOUT_S = 20.0  # for an interrupted run
 
 
 class RunFailed(Exception):
-    """A run of the check did not end as it should; carries the end of what it printed."""
+    """A run of the check failed; has the end of its output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunLauncher:
-    """How the runs of a check are started.
+    """Starts the runs of a check.
 
     Args:
         root: `ppo` or `sft`.
-        steps: of the whole run.
-        directory: where the runs write.
-        overrides: of all runs, as on the command line of the main script.
-        timeout_s: of a run without progress, after which it is ended.
-        tell: takes a line of progress.
+        steps: number of steps of the whole run.
+        directory: parent of the run directories.
+        overrides: overrides of all runs.
+        timeout_s: a run without progress for this long is killed.
+        tell: called with each line of progress.
     """
 
     root: str
@@ -85,15 +85,19 @@ class RunLauncher:
         kill_when: Callable[[], bool] | None = None,
         **environment: str,
     ) -> Path:
-        """Run the main script, or another one that takes its overrides.
+        """Run the training command, or another script with the same overrides.
 
         Args:
-            saved_in: name of the directory of checkpoints.
+            name: of the run directory.
+            saved_in: name of the checkpoint directory.
+            overrides: further overrides.
+            script: another command.
             kill_when: asked every few milliseconds; the run is killed as soon as it says so.
+            environment: further environment variables.
         Returns:
-            The directory of the run.
+            The run directory.
         Raises:
-            RunFailed: it ended early, or stood still.
+            RunFailed: it failed, or made no progress.
         """
         run_dir, began = self.directory / name, time.monotonic()
         mode = [] if any(text.startswith("checkpoint=") for text in self.overrides) else ["checkpoint=sync"]
@@ -124,7 +128,7 @@ class RunLauncher:
         output: IO[bytes],
         kill_when: Callable[[], bool] | None,
     ) -> str | None:
-        """Run a command to its end; what was wrong with that."""
+        """Run a command to its end; returns the reason of a failure, or None."""
         with contextlib.closing(Progress(num_slots=1)) as progress:
             watch = ProgressWatch(progress, self.timeout_s, look_every_s=2 * LOOK_EVERY_S)
             env = {**os.environ, **environment, STARTER_VARIABLE: str(progress.fd)}
@@ -140,7 +144,7 @@ class RunLauncher:
                         return None
                     if watch.is_overdue:
                         return f"{watch.describe(process.pid, '--timeout')}; it was ended"
-            except KeyboardInterrupt:  # it has come there, too
+            except KeyboardInterrupt:  # the child has received it too
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=END_TIMEOUT_S)
                 raise
@@ -156,7 +160,7 @@ class RunLauncher:
 
 
 def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
-    """Overrides, where a later one of the same key, or of a component above it, takes the place of an earlier one."""
+    """Merge overrides; a later one replaces earlier ones of the same key or below the same component."""
     keys = {text.partition("=")[0] for text in later}
     kept = [text for text in overrides if not keys & {text.partition("=")[0], text.partition(".")[0]}]
     return [*kept, *later]
@@ -170,7 +174,7 @@ OF_EACH_PROCESS = ("rng",)
 
 @dataclass(frozen=True)
 class Topology:
-    """Processes, how weights are spread over them, and whether they are Ray's."""
+    """A layout: number of processes, sharding, and whether they are started by Ray."""
 
     processes: int
     sharding: str
@@ -181,19 +185,19 @@ class Topology:
 
     @property
     def overrides(self) -> list[str]:
-        """Of the main script."""
+        """Overrides for the training command."""
         layout = [f"sharding={self.sharding}", f"trainer.n_gpus_per_node={self.processes}"]
         return [*layout, "trainer=ray"] if self.is_ray else layout
 
 
 def topologies(text: str) -> tuple[Topology, ...]:
-    """Layouts, separated by commas: a number of processes, then a sharding, `ray`, or both.
+    """Parse comma-separated layouts: a number of processes, then a sharding, `ray`, or both.
 
     >>> [str(one) for one in topologies("1,2:fsdp,4:tp_fsdp,2:ray,1")]
     ['1:none', '2:fsdp', '4:tp_fsdp', '2:ddp:ray', '1:none']
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: the text cannot be parsed.
     """
     found = [_topology(entry.strip(), text) for entry in text.split(",")]
     if len(found) < 2:
@@ -219,10 +223,10 @@ class TopologyCheck:
     """One check.
 
     Args:
-        legs: how its runs are started; as many steps as there are layouts.
-        chain: layouts, for one step each.
-        tolerance: of the steps and the end of the chain, beside what the first layout alone comes to; None runs that
-            not at all.
+        legs: starts the runs; it has as many steps as there are layouts.
+        chain: the layouts, one step each.
+        tolerance: for comparing metrics and the last checkpoint with a run under the first layout only; None skips that
+            run.
     """
 
     legs: RunLauncher
@@ -230,7 +234,7 @@ class TopologyCheck:
     tolerance: float | None
 
     def differences(self) -> list[str]:
-        """Run the chain; tell the first tensor that a leg loaded otherwise than it was saved, none where there is none.
+        """Run the chain; returns the first tensor that a leg loaded differently from how it was saved, if any.
 
         Raises:
             RunFailed: a run ended early.
@@ -242,11 +246,11 @@ class TopologyCheck:
             resume = [] if before is None else ["resume=latest"]
             runs.append(self._leg(f"leg_{number}", "chain", layout, [*stop, *resume]))
             if before is not None and (lost := self._otherwise(before, f"leg_{number}_loaded")) is not None:
-                return [f"leg {number}, {layout}, loaded {before.name} otherwise than it was saved: {lost}"]
+                return [f"leg {number}, {layout}, did not load {before.name} as it was saved: {lost}"]
         return [] if self.tolerance is None else self._from_straight(runs, self.tolerance)
 
     def _from_straight(self, runs: Sequence[Path], tolerance: float) -> list[str]:
-        """The first metric and the first tensor that are not what the first layout alone comes to."""
+        """The first metric and the first tensor that differ from a run under the first layout only."""
         from verl.trainer.state.compare_runs import Tolerance, first_part_apart, first_step_apart, steps_of
 
         near = Tolerance(tolerance)
@@ -270,7 +274,9 @@ class TopologyCheck:
         return self.legs.run(name, saved_in, settings, LEG_SCRIPT, None, **{ASIDE: aside, ROOT: self.legs.root})
 
     def _otherwise(self, saved: Any, loaded_in: str) -> str | None:
-        """What is not the same in a checkpoint and in the one that was saved as soon as it was loaded."""
+        """The difference between a checkpoint and the one that was saved right after loading it; None if they are
+        equal.
+        """
         from verl.checkpoint.read.reader import CheckpointReader
         from verl.trainer.state.compare_runs import Tolerance, first_tensor_apart
 
@@ -282,7 +288,7 @@ class TopologyCheck:
         return first_tensor_apart(saved, loaded, Tolerance(without=OF_EACH_PROCESS)) or "the digests differ"
 
 
-TOLERANCE = 1e-3  # of a resume on other processes, whose sums are rounded otherwise
+TOLERANCE = 1e-3  # for a resume on another number of processes, which changes rounding
 
 
 @dataclass(frozen=True)
@@ -290,14 +296,14 @@ class ResumeCheck:
     """One check.
 
     Args:
-        legs: how its runs are started.
+        legs: starts the runs.
         stop_after: step after which the second run is stopped and resumed.
-        resumed_with: further ones of the resumed run alone: another layout.
-        plant: a tensor, as `component/name`, of which one bit is flipped between stopping and resuming.
+        resumed_with: further overrides of the resumed run, e.g. another layout.
+        plant: fault injection: a tensor, as `component/name`, of which one bit is flipped before resuming.
         tolerance: see `verl.trainer.state.compare_runs.Tolerance`.
         in_episode: kill the second run in the midst of the episodes of the step after that, instead of stopping it.
     Raises:
-        ConfigError: it would compare nothing.
+        ConfigError: there would be nothing to compare.
     """
 
     legs: RunLauncher
@@ -314,8 +320,7 @@ class ResumeCheck:
             raise ConfigError(f"--at is {self.stop_after}: must lie between 1 and --steps {self.legs.steps}, less one.")
 
     def differences(self) -> list[str]:
-        """Run all three, and tell the first metric and the first part of the checkpoints that differ; none where all
-        is equal.
+        """Run all three; returns the first metric and the first part of the checkpoints that differ, if any.
 
         Raises:
             RunFailed: a run ended early.
@@ -336,7 +341,7 @@ class ResumeCheck:
             self._tell_journal(resumed)
         exact, near = Tolerance(), Tolerance(self.tolerance)
         if found := first_step_apart(steps_of(straight), steps_of(self.legs.directory / "interrupted"), exact):
-            return [f"before the resume already, so this run does not repeat itself: {found}"]
+            return [f"before the resume, so the training itself is not reproducible: {found}"]
         apart = first_step_apart(steps_of(straight), steps_of(resumed), near)
         last = self._last("straight"), self._last("stopped")
         return [found for found in (apart, first_part_apart(*last, near)) if found is not None]
@@ -404,7 +409,7 @@ class ResumeCheck:
         near = Tolerance(self.tolerance)
         tensors = num_compared(self._last("straight"), near)
         how = (
-            f"agree to within {self.tolerance:g} (another layout rounds otherwise)"
+            f"agree to within {self.tolerance:g} (another layout changes rounding)"
             if near.tolerance
             else ("are equal bit by bit")
         )
@@ -414,7 +419,7 @@ class ResumeCheck:
         return self.legs.last(saved_in, strict=self.plant is None)
 
     def _plant(self, checkpoint: Checkpoint) -> None:
-        """Flip one bit of the largest element of a tensor, on the disk, as no hash would let it pass."""
+        """Flip one bit of the largest element of a tensor on the disk; its hash is not updated."""
         from verl.checkpoint.read.lazy_tensors import as_tensor
         from verl.checkpoint.read.reader import CheckpointReader
 
@@ -462,7 +467,7 @@ class _JournalWatch:
 
 def resume_check(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Of all runs, as the main script takes them: experiment=..., KEY=VALUE.")
+        list[str] | None, typer.Argument(help="Overrides of all runs: experiment=..., KEY=VALUE.")
     ] = None,
     root: Annotated[str, typer.Option(help="ppo or sft.")] = "ppo",
     steps: Annotated[int, typer.Option(help="Steps of the whole run.")] = 4,
@@ -470,10 +475,10 @@ def resume_check(
         int | None, typer.Option(help="Stop and resume after this step; half of the steps by default.")
     ] = None,
     to_sharding: Annotated[str | None, typer.Option(help="Resume under another sharding, such as ddp.")] = None,
-    processes: Annotated[int | None, typer.Option(help="Resume on so many processes.")] = None,
+    processes: Annotated[int | None, typer.Option(help="Resume on this many processes.")] = None,
     topology: Annotated[
         str | None,
-        typer.Option(help="Instead: a chain of layouts, a step each: 1,2:fsdp,4:tp_fsdp,2:ray,1."),
+        typer.Option(help="A chain of layouts instead, one step each: 1,2:fsdp,4:tp_fsdp,2:ray,1."),
     ] = None,
     in_episode: Annotated[
         bool,
@@ -482,26 +487,26 @@ def resume_check(
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help=f"0 is bit by bit, the default; {TOLERANCE:g} if the layout changes. With --topology: also with "
-            "the first layout alone."
+            help=f"Default: 0, bit by bit; {TOLERANCE:g} if the layout changes. With --topology: also compare with a "
+            "run under the first layout only."
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds of a run without progress, after which it is ended.", min=0.001)
+        float, typer.Option(help="Kill a run after this many seconds without progress.", min=0.001)
     ] = 1800.0,
-    keep: Annotated[Path | None, typer.Option(help="Run in this new directory, and leave it.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Run in this new directory, and keep it.")] = None,
     plant: Annotated[str | None, typer.Option(hidden=True, help="Flip a bit of this tensor, COMPONENT/NAME.")] = None,
 ) -> None:
-    """Run N steps straight, and k, stop, resume, N - k; compare bit by bit, and name the first thing that differs.
+    """Compare N uninterrupted steps with k steps, a stop, a resume and N - k steps, and print the first difference.
 
-    With --in-episode, the second run is killed inside of the episodes of step k + 1, and resumed from their journal.
+    With --in-episode the second run is killed during the episodes of step k + 1, and resumed from their journal.
 
-    With --topology, a chain of layouts: what each of them loads must be what the one before it saved, bit by bit.
+    With --topology a run is resumed under a chain of layouts: each must load exactly what the one before it saved.
     """
     layout = [] if to_sharding is None else [f"sharding={to_sharding}"]
     layout += [] if processes is None else [f"trainer.n_gpus_per_node={processes}"]
     if root not in ("ppo", "sft"):
-        raise typer.BadParameter(f"{root!r} is none of the commands that train: ppo, sft.", param_hint="--root")
+        raise typer.BadParameter(f"{root!r}: expected ppo or sft.", param_hint="--root")
     try:
         with _directory(keep) as directory:
             check: ResumeCheck | TopologyCheck
@@ -545,7 +550,7 @@ def resume_check(
 
 @contextmanager
 def _directory(keep: Path | None) -> Iterator[Path]:
-    """Where the runs write: the directory that is asked for, or one that is removed afterwards."""
+    """The directory `keep`, or a temporary one."""
     if keep is None:
         with TemporaryDirectory("verl-resume-check-") as directory:
             yield Path(directory)

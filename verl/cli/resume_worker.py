@@ -1,6 +1,6 @@
-"""One leg of `verl resume-check --topology`: saves what it has loaded elsewhere before the first step.
+"""One leg of `verl resume-check --topology`: saves the state right after loading it, before the first step.
 
-Started by `resume_check.py` alone, with the overrides of the main script.
+Started by `resume_check.py` only, with the overrides of the training command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl.trainer.train_loop import TrainLoop, fit
 
 
 def leg(job: LaunchedRun) -> None:
-    """Go on from a checkpoint if there is one, save what was loaded, and train."""
+    """Resume from a checkpoint if there is one, save the loaded state, and train."""
     run = validate(job.config, job.faults)
     job.record()
     run = resolve_warm_starts(run, job.console)

@@ -1,7 +1,7 @@
 """`verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON, or as an HTML page.
 
-Rows come from the run's replay buffer and from the tables of samples that it dumped. What is selected in the page
-stands in the address after `#`, so that a view can be sent to somebody: `samples.html#sort=-score`.
+Rows come from the replay buffer of the run and from its sample tables. Filters of the HTML page are part of its URL
+after `#`, so that a view can be shared: `samples.html#sort=-score`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from verl.storage.config import is_address
 from verl.tracking.console import end_cut, fitting_columns, visible
 
 BUFFER = "buffer"
-EPISODE = "episode"  # the column of turns
-OF_BUFFER = ("sample", "policy_version", "advantage")  # beside the columns of the data
+EPISODE = "episode"  # the column with the turns of an episode
+OF_BUFFER = ("sample", "policy_version", "advantage")  # further columns besides those of the data
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class DumpedSample:
     """One response.
 
     Attributes:
-        source: `buffer`, or the table that it was dumped in, such as `eval`.
-        length: tokens of the response; None in a dump, which does not tell.
-        others: what else is known of it.
+        source: `buffer`, or the sample table, such as `eval`.
+        length: tokens of the response; None in a sample table, which does not have it.
+        others: other columns.
     """
 
     source: str
@@ -51,20 +51,20 @@ class DumpedSample:
 
 
 def read_samples(run: str | Path) -> list[DumpedSample]:
-    """All of them, by step.
+    """Read all samples of a run, sorted by step.
 
     Args:
-        run: its directory, a checkpoint with a replay buffer, on the disk or by its address in object storage, or
-            `latest`: the run below `outputs/` or `multirun/` that dumped samples last.
+        run: a run directory, a checkpoint with a replay buffer (a directory or an address in object storage), or
+            `latest`: the run below `outputs/` or `multirun/` with the newest samples.
     Raises:
-        ConfigError: there is nothing to show.
+        ConfigError: there are no samples.
     """
     if str(run) == LATEST and not Path(run).is_dir():
         run = _last_sampled()
     if is_address(str(run)):
         found = [sample for name, data in _stored_shards(str(run)) for sample in _of_shard(name, data)]
         if not found:
-            raise ConfigError(f"{run} has no rows of a replay buffer. Runs keep them with replay=tiered.")
+            raise ConfigError(f"{run} has no replay buffer. Runs with replay=tiered have one.")
         return sorted(found, key=lambda sample: sample.step)
     path = Path(run)
     if not path.is_dir():
@@ -77,8 +77,8 @@ def read_samples(run: str | Path) -> list[DumpedSample]:
         found += [sample for shard in shards for sample in _of_shard(str(shard), pa.memory_map(str(shard)))]
     if not found:
         raise ConfigError(
-            f"{path} has neither samples/step_N.jsonl nor rows of a replay buffer. Runs dump samples with each "
-            "evaluation, and keep rows with replay=tiered."
+            f"{path} has neither samples/step_N.jsonl nor rows of a replay buffer. Runs write samples with each "
+            "evaluation, and have a replay buffer with replay=tiered."
         )
     return sorted(found, key=lambda sample: sample.step)
 
@@ -87,22 +87,22 @@ def _last_sampled() -> Path:
     dumps = [path for top in ("outputs", "multirun") for path in Path(top).glob("**/samples/step_*.jsonl")]
     if not dumps:
         raise ConfigError(
-            "RUN is 'latest': no run below outputs/ or multirun/ has dumped samples. Give the directory of a run. Runs "
-            "dump them when they evaluate, which needs held-out rows (data.eval_files) and trainer.sample_rows."
+            "RUN is 'latest': no run below outputs/ or multirun/ has samples. Give the directory of a run. Runs "
+            "write them when they evaluate, which needs held-out rows (data.eval_files) and trainer.sample_rows."
         )
     return max(dumps, key=lambda path: path.stat().st_mtime_ns).parents[1]
 
 
 def chosen(samples: Sequence[DumpedSample], tests: Sequence[Callable[[DumpedSample], bool]]) -> list[DumpedSample]:
-    """Those that pass every test."""
+    """The samples that pass every test."""
     return [sample for sample in samples if all(test(sample) for test in tests)]
 
 
 def within(option: str, text: str, value_of: Callable[[DumpedSample], float | None]) -> Callable[[DumpedSample], bool]:
-    """A test from a range such as `0.5:1`, `0.5:`, `:1` or `1`; a row without the value does not pass.
+    """Make a test from a range such as `0.5:1`, `0.5:`, `:1` or `1`; a row without the value fails it.
 
     Raises:
-        ConfigError: no range.
+        ConfigError: the text is no range.
     """
     low, colon, high = text.partition(":")
     try:
@@ -124,7 +124,7 @@ def _of_dumps(directory: Path) -> Iterator[DumpedSample]:
 
 
 def _stored_shards(address: str) -> Iterator[tuple[str, Any]]:
-    """The shards of a checkpoint in object storage, of which nothing else is fetched."""
+    """Yield the replay shards of a checkpoint in object storage; nothing else is downloaded."""
     import pyarrow as pa
 
     from verl.checkpoint.manager import REPLAY_BUFFER, CheckpointManager
@@ -143,7 +143,7 @@ def _of_shard(name: str, data: Any) -> Iterator[DumpedSample]:
     try:
         opened = pa.ipc.open_file(data)
     except pa.ArrowInvalid as error:
-        raise ConfigError(f"{name} is no whole shard of a replay buffer: {error}") from error
+        raise ConfigError(f"{name} is not a complete replay shard: {error}") from error
     names = ["step", "score", "prompt_ids", "sample_ids", "policy_version", "advantage", "columns"]
     for number in range(opened.num_record_batches):
         batch = opened.get_batch(number)
@@ -316,7 +316,7 @@ window.addEventListener("hashchange", show);
 
 
 def page(samples: Sequence[DumpedSample], title: str) -> str:
-    """The page. What was drawn never becomes a part of its markup: it is data, and shown as text."""
+    """The HTML page. Responses are embedded as JSON and shown as text, never as markup."""
     data = json.dumps(plain([sample.as_json() for sample in samples]), allow_nan=False)
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     heading = html.escape(title)
@@ -329,8 +329,8 @@ def page(samples: Sequence[DumpedSample], title: str) -> str:
     )
 
 
-WIDTH = 60  # of a text in the table, where the output has no width
-LEAST = 16  # of a text, else other columns are left out
+WIDTH = 60  # width of a text if the output has none
+LEAST = 16  # minimal width of a text; below it other columns are left out
 DROPPED_FIRST = ("prompt id", "tokens", "source")
 CUT = "..."
 SORTS: dict[str, Callable[[DumpedSample], float]] = {
@@ -342,22 +342,22 @@ SORTS: dict[str, Callable[[DumpedSample], float]] = {
 
 def samples(
     run: Annotated[
-        str, typer.Argument(help="The directory of a run, a checkpoint, one's address in a store, or latest.")
+        str, typer.Argument(help="A run directory, a checkpoint, the address of one in object storage, or latest.")
     ],
     reward: Annotated[str | None, typer.Option(help="Range of scores: 0.5:1, 0.5: or :0.5.")] = None,
     length: Annotated[str | None, typer.Option(help="Range of tokens of the response.")] = None,
     step: Annotated[str | None, typer.Option(help="Range of steps: 10:20, or 10.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Text that the prompt contains.")] = None,
-    prompt_id: Annotated[int | None, typer.Option(help="Number of the prompt; of rows of the buffer.")] = None,
+    prompt_id: Annotated[int | None, typer.Option(help="Number of the prompt, for rows of the replay buffer.")] = None,
     source: Annotated[str | None, typer.Option(help="buffer, or a table of samples such as eval.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="One prompt across steps: a line for each step.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="One prompt across steps, a line per step.")] = False,
     sort: Annotated[str, typer.Option(help="step, reward or length; -reward for the largest first.")] = "step",
     limit: Annotated[int, typer.Option(help="Rows shown; 0 for all.")] = 20,
-    html: Annotated[Path | None, typer.Option(help="Write one page with all chosen rows, to sort and filter.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the selected rows as an HTML page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON.")] = False,
     turns: Annotated[bool, typer.Option("--turns", help="Episodes turn by turn.")] = False,
 ) -> None:
-    """Browse the rollouts of a run: the rows of its replay buffer, and the samples that it dumped."""
+    """Browse the rollouts of a run: its sample tables and its replay buffer."""
     with one_line_errors():
         tests = _tests(reward, length, step, prompt, prompt_id, source)
         found = _sorted(chosen(read_samples(run), tests), sort)
@@ -403,12 +403,12 @@ def _sorted(found: Sequence[DumpedSample], sort: str) -> list[DumpedSample]:
 
 
 def _compare(found: Sequence[DumpedSample]) -> None:
-    """A line for each step of one prompt: how many responses, how good, how long, and the best of them."""
+    """Print a line per step for one prompt: number of responses, reward, length, and the best response."""
     prompts = list(dict.fromkeys(sample.prompt for sample in found))
     if len(prompts) != 1:
         few = ", ".join(repr(_short(prompt)) for prompt in prompts[:3])
         raise ConfigError(
-            f"--compare needs one prompt, and {len(prompts)} are chosen ({few}{' ...' if len(prompts) > 3 else ''}). "
+            f"--compare needs one prompt, but {len(prompts)} are selected ({few}{' ...' if len(prompts) > 3 else ''}). "
             "Choose one with --prompt TEXT or --prompt-id N."
         )
     typer.echo(f"prompt  {prompts[0]}")
@@ -427,7 +427,7 @@ def _compare(found: Sequence[DumpedSample]) -> None:
 
 
 def _print_samples(shown: Sequence[DumpedSample]) -> None:
-    """A row each, as wide as the terminal: numbers, prompt, response, and the columns of the data."""
+    """Print a table as wide as the terminal: numbers, prompt, response, and the columns of the data."""
     texts = {"prompt": [_line(sample.prompt) for sample in shown]}
     texts["response"] = [_line(sample.response) for sample in shown]
     for name in data_columns(shown):
@@ -460,10 +460,10 @@ def _print_samples(shown: Sequence[DumpedSample]) -> None:
 
 
 def _print_turns(shown: Sequence[DumpedSample]) -> None:
-    """Who wrote what, the rewards where they fell, and the time of each call."""
+    """Print episodes turn by turn, with rewards and times of tool calls."""
     episodes = [sample for sample in shown if isinstance(sample.others.get(EPISODE), dict)]
     if not episodes:
-        raise ConfigError("--turns: none of the chosen rows is an episode. Runs with an environment dump episodes.")
+        raise ConfigError("--turns: none of the selected rows is an episode. Runs with an environment write episodes.")
     for sample in episodes:
         record = sample.others[EPISODE]
         summary = f"step {sample.step}  {sample.source}  reward {_number(sample.score)}  ended by {record['end']}"
@@ -490,13 +490,13 @@ def observation_text(observation: Any) -> str:
 
 
 def data_columns(samples: Sequence[DumpedSample]) -> list[str]:
-    """What is known of responses beside the text and its score: columns of the data, such as `answer`."""
+    """Columns of the data, such as `answer`."""
     hidden = (*OF_BUFFER, EPISODE)
     return [name for name in dict.fromkeys(key for one in samples for key in one.others) if name not in hidden]
 
 
 def shares(widths: dict[str, int], room: int) -> dict[str, int]:
-    """How wide each text may be: short ones as they are, the others an equal part of what is left."""
+    """Widths of texts: short ones in full, the others an equal share of the rest."""
     open_, share = dict(widths), dict(widths)
     while open_ and sum(share.values()) > room:
         part = max(4, (room - sum(share[name] for name in share if name not in open_)) // len(open_))
@@ -510,8 +510,9 @@ def shares(widths: dict[str, int], room: int) -> dict[str, int]:
 
 
 def short_prompts(prompts: Sequence[str], width: int) -> list[str]:
-    """Each prompt on one line of at most `width` characters, by what tells it from the others: where some begin alike,
-    the middle is left out, up to where they differ."""
+    """Shorten prompts to `width` characters so that they differ: for prompts with a common beginning, the middle is
+    left out up to the first difference.
+    """
     lines = [_line(prompt) for prompt in prompts]
     distinct = sorted(set(lines))
     alike = dict.fromkeys(distinct, 0)
@@ -522,7 +523,7 @@ def short_prompts(prompts: Sequence[str], width: int) -> list[str]:
 
 
 def _distinct_part(line: str, alike: int, width: int) -> str:
-    """A line whose first `alike` characters others share."""
+    """Shorten a line whose first `alike` characters others share."""
     begin = width // 4
     if len(line) <= width or alike <= width // 2:
         return end_cut(line, width)
@@ -531,7 +532,7 @@ def _distinct_part(line: str, alike: int, width: int) -> str:
 
 
 def _line(value: Any) -> str:
-    """On one line; control characters as escapes."""
+    """A value on one line, with control characters escaped."""
     return visible(" ".join(str("" if value is None else value).split()))
 
 

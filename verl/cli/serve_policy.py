@@ -1,4 +1,4 @@
-"""`verl serve-policy`: a saved policy behind an OpenAI-compatible endpoint that is exact in tokens."""
+"""`verl serve-policy`: a saved policy behind an OpenAI-compatible endpoint that keeps the exact sampled tokens."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ DEFAULT_ROW_TOKENS = 4096
 def serve_policy(
     path: Annotated[str, PATH],
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; others than this machine's are not protected.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    record: Annotated[Path | None, typer.Option(help="A file for every request: token ids and log-probs.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="Of a conversation; else what the model holds.")] = None,
-    kv_cache_gib: Annotated[float, typer.Option(min=0.0, help="For keys and values of turns under way.")] = 2.0,
+    host: Annotated[str, typer.Option(help="Address to listen at. There is no authentication.")] = ("127.0.0.1"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any free port.")] = 8000,
+    record: Annotated[Path | None, typer.Option(help="File for token ids and log-probs of requests.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Limit of a conversation.")] = None,
+    kv_cache_gib: Annotated[float, typer.Option(min=0.0, help="Keys and values of conversations.")] = 2.0,
     ignore_sampling: Annotated[
-        bool, typer.Option("--ignore-sampling", help="Draw as the run does where a request asks otherwise.")
+        bool,
+        typer.Option("--ignore-sampling", help="Use those of the run, whatever a request says."),
     ] = False,
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="For one turn.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of one turn in seconds.")] = 600.0,
 ) -> None:
-    """Serve a saved policy to OpenAI's clients at http://HOST:PORT/v1, until Ctrl-C.
+    """Serve a saved policy to OpenAI clients at http://HOST:PORT/v1, until Ctrl-C.
 
-    Turns of one conversation go on from the very tokens that were drawn.
+    Later turns of a conversation continue from the exact tokens that were sampled before.
     """
-    settings = ["reward=length", "data.prompt_key=prompt", *(overrides or [])]  # no response is rated
+    settings = ["reward=length", "data.prompt_key=prompt", *(overrides or [])]  # responses are not scored
     with (
         faults_reported(),
         TemporaryDirectory("verl-prompts-") as directory,
@@ -44,10 +43,10 @@ def serve_policy(
         running(saved, "ppo", settings, one_prompt(Path(directory))) as trainer,
     ):
         if trainer.description.environment is not None:
-            raise ConfigError("environment: the endpoint takes the place of environments. Add environment=null.")
+            raise ConfigError("environment: the endpoint replaces environments. Add environment=null.")
         server = server_of(trainer, host, port, record, max_tokens, kv_cache_gib, ignore_sampling, timeout_s)
         typer.echo(f"{saved.description} at {server.url}")
-        # serve_forever cannot be ended from a handler of its own thread
+        # serve_forever cannot be stopped from a handler of its own thread
         ends = (signal.SIGINT, signal.SIGTERM)
         before = [
             signal.signal(number, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
@@ -63,7 +62,7 @@ def serve_policy(
 
 
 def one_prompt(directory: Path) -> Path:
-    """A file of prompts, without which no run is composed; it is not asked."""
+    """A file with one prompt, required to compose a run; it is not used."""
     file = directory / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "-"}) + "\n")
     return file
@@ -79,10 +78,18 @@ def server_of(
     ignore_sampling: bool = False,
     timeout_s: float = 600.0,
 ) -> Any:
-    """A server of a trainer's policy, which listens and does not serve yet.
+    """Make a server for a trainer's policy. It listens, but does not serve yet.
 
+    Args:
+        trainer: its policy is served.
+        host, port: address to listen at.
+        record: file for token ids and log-probs of every request.
+        max_tokens: the most tokens of a conversation; None for the context length.
+        kv_cache_gib: memory for keys and values of open conversations.
+        ignore_sampling: ignore sampling options of requests that differ from those of the run.
+        timeout_s: limit of one turn.
     Raises:
-        ConfigError: its engine draws no turns, or it cannot listen there.
+        ConfigError: the engine does not support turns, or the address is not available.
     """
     from verl.ops.counter_rng import EVALUATION
     from verl.rollout.base import GenerationRequest, TurnLimits, stop_tokens
@@ -91,15 +98,17 @@ def server_of(
 
     rollout, tokenizer = trainer.description.rollout, trainer.tokenizer
     if not rollout.draws_turns:
-        raise ConfigError(f"rollout is {type(rollout).__name__}: it draws no turns of conversations. Set rollout=hf.")
+        raise ConfigError(
+            f"rollout is {type(rollout).__name__}: it does not support conversations of several turns. Set rollout=hf."
+        )
     actor = trainer.actor_worker
     held = trainer.description.actor.model.max_positions()
     if max_tokens is not None and held is not None and max_tokens > held:
-        raise ConfigError(f"--max-tokens is {max_tokens}: more than the model, which holds {held}.")
+        raise ConfigError(f"--max-tokens is {max_tokens}: more than the context length {held} of the model.")
     engine_holds = actor.sampler.row_tokens
     if max_tokens is not None and engine_holds is not None and max_tokens > engine_holds:
         raise ConfigError(
-            f"--max-tokens is {max_tokens}: more than the engine, which holds {engine_holds}. Add "
+            f"--max-tokens is {max_tokens}: more than the {engine_holds} of the engine. Add "
             f"rollout.max_model_len={max_tokens} under rollout=vllm, or lower it."
         )
     row_tokens = max_tokens or min(held or DEFAULT_ROW_TOKENS, engine_holds or held or DEFAULT_ROW_TOKENS)

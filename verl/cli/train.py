@@ -1,7 +1,7 @@
 """The commands that train: `verl ppo`, `verl sft` and `verl quickstart`.
 
-`main_ppo.py` and `main_sft.py` of a checkout are `verl ppo` and `verl sft`: both take Hydra's grammar over the packaged
-configuration, so neither needs the checkout. `verl quickstart` runs one after the other on the embedded model.
+`main_ppo.py` and `main_sft.py` of a checkout are `verl ppo` and `verl sft`: the commands take
+Hydra overrides of the packaged configuration, without the checkout. `verl quickstart` runs both on the built-in model.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MODULE = ("-m", "verl.cli")  # `python -m verl.cli` is the console command `verl
 
 
 def train(job: LaunchedRun) -> None:
-    """Check a composed run, build its trainer, and train."""
+    """Validate a composed run, build its trainer, and train."""
     with rare_garbage_collection():
-        run = validate(job.config, job.faults)  # every fault at once, before any weight is loaded
-        refuse_here(run, job.context)  # what this machine lacks for it, and what does not answer
-        job.record()  # prints what differs from the defaults, saves the configuration, and logs to run.log
-        run = resolve_warm_starts(run, job.console)  # the embedded starting weights are made on first use
+        run = validate(job.config, job.faults)  # all faults at once, before weights are loaded
+        refuse_here(run, job.context)  # faults of this machine and of servers
+        job.record()  # prints differences from the defaults, saves the configuration, starts run.log
+        run = resolve_warm_starts(run, job.console)  # trains missing warm starts
         trainer = run.build(job.context)
     try:
         trainer.fit()
@@ -57,7 +57,7 @@ train_sft = _command("sft")
 
 
 class HydraCommand(typer.core.TyperCommand):
-    """A command whose arguments all go to Hydra as they were typed, `--help` and single-dash flags included."""
+    """A command that passes all arguments to Hydra unchanged, including `--help` and single-dash flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = list(args)
@@ -80,12 +80,12 @@ def quickstart(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides for `verl ppo`, such as algorithm=grpo.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where both runs write; replaced if it exists.")] = Path(
+    out: Annotated[Path, typer.Option(help="Directory of both runs; replaced if it exists.")] = Path(
         "outputs/quickstart"
     ),
-    smoke: Annotated[bool, typer.Option("--smoke", help="Two steps of each run: does everything run here?")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Two steps of each run, to check the installation.")] = False,
 ) -> None:
-    """Train the embedded model by SFT and then PPO, and show that it learned. Needs no GPU and no network."""
+    """Train the built-in model by SFT and then PPO, and print its accuracy. Needs no GPU and no network."""
     _make_way(out)
     short = ["debug=smoke"] if smoke else []
     fine_tuning = _run("sft", out / "sft", ["trainer.experiment_name=quickstart_sft", *short])
@@ -112,15 +112,15 @@ def quickstart(
 
 
 def _make_way(out: Path) -> None:
-    """Remove what an earlier quickstart wrote; nothing else."""
+    """Remove the output of an earlier quickstart, and nothing else."""
     there = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     if others := [name for name in there if name not in ("sft", "ppo", "summary.json")]:
-        fail(f"--out is {out}: it holds {others[0]}, which no quickstart wrote. Give a directory of its own.")
+        fail(f"--out is {out}: it has {others[0]}, which is not from a quickstart. Give another directory.")
     if out.exists() and not out.is_dir():
         fail(f"--out is {out}: it is a file. Give a directory.")
     for name in ("sft", "ppo"):
         if (out / name).is_dir() and not (out / name / "config.yaml").is_file():
-            fail(f"--out is {out}: {name} in it is no run of a quickstart. Give a directory of its own.")
+            fail(f"--out is {out}: {name} in it is not from a quickstart. Give another directory.")
     shutil.rmtree(out, ignore_errors=True)
 
 

@@ -94,7 +94,7 @@ class LocalWorkerGroup(RemoteWorkerGroup):
         name: str = "",
         call_timeout_s: float = 1800.0,
     ):
-        devices = devices or [_device(context.device, rank) for rank in range(world_size)]
+        devices = devices or [device_of_rank(context.device, rank) for rank in range(world_size)]
         logs = None if context.run_dir is None else context.run_dir / "workers" / name
         transport = LocalTransport(devices, num_threads, logs)
         super().__init__(transport, host, context, world_size, call_timeout_s)
@@ -277,5 +277,6 @@ def _meeting_file() -> BinaryIO:
     return tempfile.TemporaryFile()  # type: ignore[return-value]
 
 
-def _device(device: str, rank: int) -> str:
+def device_of_rank(device: str, rank: int) -> str:
+    """Each process has a GPU of its own."""
     return f"cuda:{rank}" if device.startswith("cuda") else device

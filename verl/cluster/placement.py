@@ -9,10 +9,11 @@ DeviceMesh(devices=["cuda:0", "cuda:1"], sub_meshes={"critic": ["cuda:1"], "rm":
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from verl.cluster.local_worker_group import LocalWorkerGroup
@@ -97,17 +98,17 @@ class RoleGroups:
     shares_memory = False
 
     def __init__(self, groups: Iterable[tuple[Collection[str], WorkerGroup]]):
-        self._groups = list(groups)
-        self._of: Mapping[str, WorkerGroup] = {role: cluster for roles, cluster in self._groups for role in roles}
-        self.world_size = max(cluster.world_size for _, cluster in self._groups)
+        self.groups = list(groups)
+        self._of: Mapping[str, WorkerGroup] = {role: cluster for roles, cluster in self.groups for role in roles}
+        self.world_size = max(cluster.world_size for _, cluster in self.groups)
 
     @property
     def step(self) -> int | None:
-        return self._groups[0][1].step
+        return self.groups[0][1].step
 
     @step.setter
     def step(self, step: int | None) -> None:
-        for _, cluster in self._groups:
+        for _, cluster in self.groups:
             cluster.step = step
 
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
@@ -116,7 +117,7 @@ class RoleGroups:
     def close(self) -> None:
         """Close every group, even if another one fails to."""
         with ExitStack() as ending:
-            for _, cluster in self._groups:
+            for _, cluster in self.groups:
                 ending.callback(cluster.close)
 
 
@@ -159,7 +160,7 @@ class DeviceMesh(Placement):
                 yield f"sub_meshes.{role} is {', '.join(names)}: the devices of a role are of one kind."
 
     def faults_with(self, shardings: Mapping[str, Sharding], size: int) -> Iterator[str]:
-        there = {"cpu": num_cores(), "cuda": _num_gpus(self.all_devices)}
+        there = {"cpu": num_cores(), "cuda": num_gpus_of(self.all_devices)}
         for path, names in self._paths().items():
             for kind, what in (("cpu", "cores"), ("cuda", "GPUs")):
                 if missing := [x for x in names if x.startswith(kind) and int(x.split(":")[1]) >= there[kind]]:
@@ -202,6 +203,7 @@ class DeviceMesh(Placement):
 
     def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> WorkerGroup:
         groups = self.groups(host.worker_types())
+        uses = Counter(name for devices in groups for name in devices)
         threads = max(1, max_threads // sum(map(len, groups)))
         built: list[tuple[Collection[str], WorkerGroup]] = []
         with ExitStack() as undo:
@@ -210,7 +212,7 @@ class DeviceMesh(Placement):
                 is_pinned = devices[0].startswith("cpu")
                 cluster = LocalWorkerGroup(
                     part,
-                    context,
+                    replace(context, shares_device=any(uses[name] > 1 for name in devices)),
                     count,
                     num_threads=1 if is_pinned else threads,
                     devices=devices,
@@ -223,7 +225,8 @@ class DeviceMesh(Placement):
         return RoleGroups(built)
 
 
-def _num_gpus(devices: Collection[str]) -> int:
+def num_gpus_of(devices: Collection[str]) -> int:
+    """GPUs that this process sees, where one of the devices is a GPU; else 0."""
     if not any(name.startswith("cuda") for name in devices):
         return 0
     import torch

@@ -215,7 +215,7 @@ class ShmChannel:
     def __init__(self, channel: Channel, post: MessagePacker):
         self._channel, self._blocks = channel, post.blocks
         self._known: set[int] = set()  # blocks of ours that the other side has open
-        self._theirs: dict[int, mmap.mmap] = {}
+        self.theirs: dict[int, mmap.mmap] = {}
         self._done_with: deque[int] = deque()
 
     def send(self, message: Message) -> None:
@@ -249,9 +249,9 @@ class ShmChannel:
         for number in envelope.done_with:
             self._blocks.give_back(number)
         for number in envelope.gone:
-            self._theirs.pop(number, None)
+            self.theirs.pop(number, None)
         for (number, size), file in zip(envelope.new, files, strict=True):
-            self._theirs[number] = map_shm_block(file, size)
+            self.theirs[number] = map_shm_block(file, size)
             os.close(file)
         if envelope.block is None:
             return deserialize((envelope.head, list(map(bytearray, envelope.inline))))
@@ -264,7 +264,7 @@ class ShmChannel:
 
     def _lease(self, number: int) -> np.ndarray:
         """A lease on one of the sender's blocks; the sender is notified when no object uses it any more."""
-        return lease(self._theirs[number], lambda: self._done_with.append(number))
+        return lease(self.theirs[number], lambda: self._done_with.append(number))
 
 
 def send_if_open(channel: ShmChannel, message: Message) -> None:

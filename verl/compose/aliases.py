@@ -1,6 +1,6 @@
 """Aliases: other libraries' spellings of our configuration keys, and keys without an equivalent, each with a message.
 
-One name has one meaning here; this table is the only place where a second spelling is known. Each use is reported.
+This table is the only place with a second spelling of a key. Each use of an alias is reported.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ _SHARDINGS = (
 )
 _FSDP2 = "is sharding=fsdp here."
 _STRATEGY = "is sharding=fsdp sharding.strategy=SHARD_GRAD_OP here, or a sharding that this version does not have."
-_OFFLOAD = "is sharding.cpu_offload=true here, beside sharding=fsdp, hsdp or tp_fsdp."
-_RAY = "is no key here; with trainer=ray, trainer.placement.address and its siblings say where roles live."
+_OFFLOAD = "is sharding.cpu_offload=true here, with sharding=fsdp, hsdp or tp_fsdp."
+_RAY = "is not a key here; with trainer=ray, trainer.placement.address and the keys beside it place the roles."
 
 
 @dataclass(frozen=True)
 class Alias:
-    """What a foreign key becomes.
+    """Translation of a foreign key.
 
     Attributes:
-        path: our key that takes the value as it is.
-        option: `group=option` that goes with it, unless the group is chosen by name already; `{files}` is the data
-            option for files of the root at hand.
-        nulls: values, beside null, that mean null.
-        choices: for keys that choose, by lower-case value: the `group=option` it becomes, or "" where it says only
-            what is so anyway.
-        refusal: the sentence for every value that `choices` does not list.
+        path: the key of verl that takes the value unchanged.
+        option: `group=option` to add, unless the group was chosen explicitly; `{files}` stands for the data option for
+            files of the root.
+        nulls: values, besides null, that mean null.
+        choices: for keys that select: `group=option` by lower-case value, or "" for a value that changes nothing.
+        refusal: message for every value that `choices` does not list.
     """
 
     path: str | None = None
@@ -111,14 +110,14 @@ ALIASES: dict[str, Alias] = {
 }
 
 FILES = {"ppo": "files", "sft": "sft_files"}
-SHORT = {"tracker=wandb": "[default,wandb]", "tracker=[]": "none"}  # what is written short for another choice
+SHORT = {"tracker=wandb": "[default,wandb]", "tracker=[]": "none"}  # abbreviations of options
 PREFIXES = {"ray.": _RAY}
 OPTIONS = {"sharding=fsdp2": _FSDP2}
 
 
 @dataclass
 class TranslatedOverride:
-    """An assignment in our spelling: options of groups, values by path, a note for the user, a fault."""
+    """A translated assignment: group options, values by path, a note for the user, a fault."""
 
     options: list[str] = field(default_factory=list)
     values: list[tuple[str, Any]] = field(default_factory=list)
@@ -127,11 +126,12 @@ class TranslatedOverride:
 
 
 def translate(root: str, key: str, value: Any, chosen: set[str]) -> TranslatedOverride | None:
-    """What `key=value` means here, or None where the key is no alias.
+    """Translate `key=value`; None if the key is no alias.
 
     Args:
         root: `ppo` or `sft`.
-        chosen: groups that were chosen by name; an alias does not choose them again.
+        key, value: the assignment.
+        chosen: groups that were chosen explicitly, which an alias does not choose again.
     """
     said = f"{key}={_text(value)}"
     if (sentence := OPTIONS.get(said)) or (key not in ALIASES and (sentence := _refused_prefix(key))):

@@ -1,4 +1,4 @@
-"""Builds a trainer with its run directory and log, from a composed configuration and objects of the user."""
+"""Builds a trainer with its run directory and log, from a composed configuration and user-defined objects."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class BuiltTrainer:
-    """A run that was built.
+    """A built run.
 
     Attributes:
-        closing: ends it.
+        closing: exit stack that closes the run.
     """
 
     run: Any
@@ -47,13 +47,15 @@ def build_trainer(
     """Record the configuration, log to the run's directory, and build the run.
 
     Args:
-        run: the checked description, carrying what it was given.
-        config: that it was made of.
-        tokenizer: of the actor, if not the one that lies with its model.
-        choices: the options that the configuration was composed of: print in what it differs from the defaults. None
-            prints nothing.
+        run: the validated description, with user-defined objects.
+        config: the composed configuration.
+        overrides: as given by the user.
+        console: for output.
+        tokenizer: of the actor; None for the one saved with its model.
+        choices: options that the configuration was composed of, to print its differences from the defaults; None prints
+            nothing.
     Raises:
-        ConfigError: this machine cannot run it, or not as it is configured; nothing is left on the disk.
+        ConfigError: this machine cannot run this configuration; nothing is left on the disk.
     """
     refuse_here(run)
     run_dir = _run_dir(run)
@@ -75,12 +77,12 @@ def build_trainer(
 
 
 def without_data_files(short: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """A short configuration whose training files give way to rows that were passed, and the note that says so."""
+    """Remove the training files of a short configuration in favour of a data set that was passed; with a note."""
     data = short.get("data")
     if not isinstance(data, Mapping) or "train_files" not in data:
         return short, []
     kept = {key: value for key, value in data.items() if key != "train_files"}
-    return {**short, "data": kept}, ["data.train_files is set aside: train_dataset is given."]
+    return {**short, "data": kept}, ["data.train_files is ignored: train_dataset is given."]
 
 
 def _run_dir(run: Any) -> Path:

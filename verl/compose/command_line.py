@@ -47,11 +47,11 @@ _PARSER = OverridesParser.create()
 
 
 def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overrides]:
-    """The arguments for Hydra, and what was found in them.
+    """Parse command-line arguments into arguments for Hydra and `Overrides`.
 
-    A plain `a.b=c` becomes `++a.b=c`: an unknown key then reaches our own check, which reports all faults at once with
-    the nearest known key, where Hydra would stop at the first. Flags, `hydra.*`, `~key` and `group@package` pass as
-    they are.
+    A plain `a.b=c` becomes `++a.b=c`, so that an unknown key reaches our validation, which reports all faults at once
+    with the nearest known keys, where Hydra would stop at the first. Flags, `hydra.*`, `~key` and `group@package` are
+    passed unchanged.
     """
     flags, words, faults = _flags(arguments)
     own = _value_of(flags, _CONFIG_DIR)
@@ -69,7 +69,7 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
             for_hydra.append(f"{match['prefix']}{match['key']}={value}")
         else:
             pairs.append((match["key"], match["value"]))
-    is_missing = own is not None and not Path(own).is_dir()  # which Hydra reports
+    is_missing = own is not None and not Path(own).is_dir()  # reported by Hydra
     is_searched = is_missing or any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
     assigned = assign(root, pairs, judge_options=not is_searched)
     assigned.values = [(key, in_grammar(key, value, sweeps=sweeps)) for key, value in assigned.values]
@@ -87,17 +87,17 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
         try:
             has_part = OmegaConf.select(compose_root(root, assigned.options), package) is not None
         except (HydraException, OmegaConfBaseException):
-            has_part = True  # Hydra reports it when it composes for itself
+            has_part = True  # reported by Hydra when it composes
         if not has_part:
             assigned.faults.append(f"--package is {package}: the configuration has no such part.")
     return [*flags, *for_hydra, *options, *(f"++{key}={value}" for key, value in assigned.values)], assigned
 
 
 def _replaced(assigned: Overrides) -> Iterator[str]:
-    """Groups whose default option is left out, since a component is written in its place: `reward={_target_:my.Rule}`.
+    """Groups whose default option is removed because a component replaces it: `reward={_target_:my.Rule}`.
 
-    Without that the keys of the default option would be merged into the component. The actor's option names that of the
-    critic, so it stays; so does an option that was chosen.
+    Otherwise the keys of the default option would be merged into the component. The actor's option stays, because it
+    determines that of the critic, and so does an option that was chosen explicitly.
     """
     chosen = {option.partition("=")[0] for option in assigned.options}
     for key, value in assigned.values:
@@ -107,16 +107,17 @@ def _replaced(assigned: Overrides) -> Iterator[str]:
 
 
 def is_path(key: str) -> bool:
-    """Whether the value of a key is a path, or several, as its name says."""
+    """Whether the value of a key is a path or a list of paths, by the name of the key."""
     return _PATH.search(key) is not None
 
 
 def in_grammar(key: str, text: str, *, sweeps: bool = False) -> str:
-    """A value in Hydra's grammar: as it was typed where that reads it, else in quotes.
+    """A value in Hydra's grammar: unchanged if the grammar parses it, else quoted.
 
     Args:
-        text: as it was typed, without the shell's own quotes.
-        sweeps: whether several values, divided by commas, stand for several jobs.
+        key: the key that it is assigned to.
+        text: as typed, without quotes of the shell.
+        sweeps: whether comma-separated values are the jobs of a sweep.
     """
     if is_path(key) and text not in _NO_PATH and "${" not in text:
         return _path_in_grammar(text, sweeps)
@@ -131,7 +132,7 @@ def _path_in_grammar(text: str, sweeps: bool) -> str:
     parsed = _parsed(text)
     if not Path(text).exists():
         if text[:1] in "'\"" and parsed is not None and not parsed.is_sweep_override():
-            return text  # in the quotes of the grammar
+            return text  # already quoted
         if text.startswith("[") and text.endswith("]"):
             return f"[{','.join(_path_in_grammar(path, sweeps=False) for path in _listed(text[1:-1]))}]"
         if sweeps and parsed is not None and parsed.is_sweep_override() and "~" not in text:
@@ -145,7 +146,7 @@ def _path_in_grammar(text: str, sweeps: bool) -> str:
 
 
 def _listed(text: str) -> list[str]:
-    """The paths in brackets; a comma belongs to a path where one of that name is there."""
+    """The paths in brackets; a comma is part of a path if a file of that name exists."""
     pieces, paths = divided(text), []
     while pieces:
         count = next((n for n in range(len(pieces), 1, -1) if Path(",".join(pieces[:n]).strip()).exists()), 1)
@@ -173,7 +174,7 @@ def _quoted(text: str) -> str:
 
 
 def parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
-    """Overrides of a script as keys with Python values, and the faults of those that are none."""
+    """Parse overrides given by a script: keys with Python values, and faults."""
     pairs, faults = [], []
     for text in overrides:
         match = _ASSIGNMENT.match(text)
@@ -181,7 +182,7 @@ def parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], li
             faults.append(f"overrides: {text!r} is not of the form key=value.")
             continue
         parsed = _parsed(in_grammar(match["key"], match["value"]))
-        assert parsed is not None, "what the grammar does not read was quoted"
+        assert parsed is not None, "in_grammar has quoted what cannot be parsed"
         if parsed.is_sweep_override():
             faults.append(f"overrides: {text!r} has several values; give one.")
         else:
@@ -190,7 +191,7 @@ def parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], li
 
 
 def _flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Flags for Hydra with their values, everything else, and what is wrong with the flags."""
+    """Split arguments into flags for Hydra with their values, and all others; with faults of flags."""
     flags: list[str] = []
     words: list[str] = []
     faults: list[str] = []
@@ -207,7 +208,7 @@ def _flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         elif name in WITH_VALUE and (sign or waiting):
             flags += [argument] if sign else [argument, waiting.pop(0)]
         elif name in WITH_VALUE:
-            faults.append(f"{name} is given without a value: {name} {'job' if name in SHOWS_ONLY else 'VALUE'}.")
+            faults.append(f"{name} needs a value: {name} {'job' if name in SHOWS_ONLY else 'VALUE'}.")
         else:
             faults.append(_no_flag(argument))
     names = [flag.partition("=")[0] for flag in flags]
@@ -215,12 +216,14 @@ def _flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     if shown is not None and shown not in _SHOWN:
         faults.append(f"--cfg is {shown}: expected {', '.join(_SHOWN)}.{hint(nearest(shown, _SHOWN))}")
     if any(name in _MULTIRUN for name in names) and any(name in SHOWS_ONLY for name in names):
-        faults.append("-m stands beside --cfg: a sweep has several configurations. Leave -m out to see one of them.")
+        faults.append(
+            "-m cannot be combined with --cfg: a sweep has several configurations. Leave -m out to see one of them."
+        )
     return flags, words, faults
 
 
 def _value_of(flags: Sequence[str], names: Sequence[str]) -> str | None:
-    """What the last flag of these names is given."""
+    """The value of the last flag with one of these names."""
     for place in reversed(range(len(flags))):
         name, sign, value = flags[place].partition("=")
         if name in names:
@@ -230,7 +233,7 @@ def _value_of(flags: Sequence[str], names: Sequence[str]) -> str | None:
 
 def _no_flag(argument: str) -> str:
     loose = _LOOSE.match(argument)
-    assert loose is not None, "it matches anything"
+    assert loose is not None, "the pattern matches any text"
     if loose["sign"] and _ASSIGNMENT.match(bare := argument.lstrip("-")):
         return (
             f"{argument}: a value is assigned without dashes. Write {bare}, or use scripts/train.py, which has flags."
@@ -240,13 +243,13 @@ def _no_flag(argument: str) -> str:
 
 
 def _not_assigned(root: str, word: str) -> str | None:
-    """What is wrong with a word that is no assignment; None for what only Hydra knows."""
+    """The fault of a word that is no assignment; None if Hydra may accept it."""
     if word.startswith("~"):
         key = word[1:].partition("=")[0]
         top, keys = re.split(r"[.@]", key, maxsplit=1)[0], root_keys(root)
         known = top in keys or top.startswith("hydra")
         if not known:
-            return f"{word}: {root}.yaml has no {top} to leave out.{hint(nearest(top, keys))}"
+            return f"{word}: {root}.yaml has no {top} to remove.{hint(nearest(top, keys))}"
         options = group_options(conf_dir()).get(top, [])
         is_needed = key == top and options and not {"none", "off"} & {*options} and top not in CHOOSERS
         return f"{word}: a run needs one. Write {top}=OPTION; there are {', '.join(options)}." if is_needed else None
@@ -258,7 +261,7 @@ def _not_assigned(root: str, word: str) -> str | None:
     if sign:
         better = re.sub(r"\W*\.\W*", ".", key.strip()).replace("-", "_")
         near = f" Did you mean {better}?" if better != key and _ASSIGNMENT.match(f"{better}=") else ""
-        return f"{word}: {key!r} is no key; keys are names joined by dots.{near}"
+        return f"{word}: {key!r} is not a key; keys are names joined by dots.{near}"
     groups = [group for group, options in group_options(conf_dir()).items() if word in options]
     if groups:
         return f"{word} has no key. Did you mean {' or '.join(f'{group}={word}' for group in groups[:3])}?"
@@ -266,11 +269,11 @@ def _not_assigned(root: str, word: str) -> str | None:
 
 
 def swept_paths(arguments: Sequence[str], sweeper: Any) -> tuple[str, ...]:
-    """The configuration paths that the jobs of a sweep differ in.
+    """The configuration paths that differ between the jobs of a sweep.
 
     Args:
-        arguments: of the command line, as Hydra gets them.
-        sweeper: its configuration, whose `params` may name more.
+        arguments: command-line arguments for Hydra.
+        sweeper: configuration of the sweeper, whose `params` may have more.
     """
     given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
     parsed = [_override(text) for text in (*arguments, *given) if not text.startswith("-")]
@@ -279,7 +282,7 @@ def swept_paths(arguments: Sequence[str], sweeper: Any) -> tuple[str, ...]:
 
 
 def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:
-    """Several values without -m: reported, and left out."""
+    """Report and remove assignments of several values without -m."""
     for group in [option for option in assigned.options if len(divided(option)) > 1]:
         assigned.options.remove(group)
         faults.append(f"{group} has several values: add -m for a sweep over them, or give one.")
@@ -294,7 +297,7 @@ def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:
 
 
 def _refuse_empty_sweeps(assigned: Overrides, faults: list[str]) -> None:
-    """Several values that come to none: such a sweep has no jobs."""
+    """Report sweeps without jobs: several values that turn out to be none."""
     for group in list(assigned.options):
         name = group.partition("=")[0]
         globbed = _override(group)
@@ -303,20 +306,20 @@ def _refuse_empty_sweeps(assigned: Overrides, faults: list[str]) -> None:
             if not globbed.value().filter(known):
                 assigned.options.remove(group)
                 faults.append(
-                    f"{group}: no option is called so, so the sweep has no jobs; there are {', '.join(known)}."
+                    f"{group}: there is no such option, so the sweep has no jobs; there are {', '.join(known)}."
                 )
     for pair in list(assigned.values):
         parsed = _parsed(pair[1]) if isinstance(pair[1], str) else None
         if parsed is None or not parsed.is_sweep_override():
             continue
-        is_glob = parsed.value_type == ValueType.GLOB_CHOICE_SWEEP  # which chooses among the options of a group
+        is_glob = parsed.value_type == ValueType.GLOB_CHOICE_SWEEP  # selects options of a group
         if is_glob or next(iter(parsed.sweep_iterator()), None) is None:
             assigned.values.remove(pair)
-            faults.append(f"{pair[0]}={pair[1]} stands for no value, so the sweep has no jobs. Write the values.")
+            faults.append(f"{pair[0]}={pair[1]} has no value, so the sweep has no jobs. Write the values.")
 
 
 def _refuse_unreadable(root: str, assigned: Overrides, faults: list[str]) -> None:
-    """Options, components and references that Hydra's grammar does not read."""
+    """Report options, components and references that Hydra's grammar cannot parse."""
     for option in list(assigned.options):
         if _override(readable(option)) is None:
             assigned.options.remove(option)
@@ -338,11 +341,13 @@ def _refuse_unreadable(root: str, assigned: Overrides, faults: list[str]) -> Non
                 grammar_parser.parse(text)
             except GrammarParseError:
                 assigned.values.remove(pair)
-                faults.append(f"{key} is {text!r}: the reference cannot be read. Write ${{other.key}}, closed.")
+                faults.append(
+                    f"{key} is {text!r}: the reference cannot be parsed. Write ${{other.key}} with a closing brace."
+                )
 
 
 def _twice(pairs: Sequence[tuple[str, Any]]) -> Iterator[str]:
-    """What is given more than once, with different values."""
+    """Yield a fault for each key that is assigned several different values."""
     given: dict[str, list[str]] = {}
     for key, value in pairs:
         given.setdefault(key, []).append(str(value))
@@ -352,7 +357,7 @@ def _twice(pairs: Sequence[tuple[str, Any]]) -> Iterator[str]:
 
 
 def _refuse_file(option: str, is_searched: bool, faults: list[str]) -> bool:
-    """Whether the file of an option cannot be a part of a run; the reason is added to the faults."""
+    """Whether the file of an option is unusable; adds the reason to the faults."""
     group, _, choice = option.lstrip("+").partition("=")
     if is_searched or "@" in group:
         return False
@@ -372,13 +377,13 @@ def _is_refused(file: Path, option: str, group: str, faults: list[str]) -> bool:
         faults.append(f"{option}: {file}{where} is not readable as YAML: {getattr(error, 'problem', None) or error}.")
         return True
     if group in CHOOSERS and not re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE):
-        faults.append(f"{option}: {file} does not open with the line `# @package _global_`. {_PACKAGE}")
+        faults.append(f"{option}: {file} does not begin with the line `# @package _global_`. {_PACKAGE}")
         return True
     return False
 
 
 def composition_faults(root: str, error: Exception) -> Iterator[str]:
-    """What Hydra or OmegaConf found while it composed, in our words."""
+    """Faults found by Hydra or OmegaConf during composition, with clearer messages."""
     text = str(error).strip()
     if (found := re.search(r"Could not find '([^']+)'", text)) is not None:
         yield _no_option(found[1])
@@ -392,7 +397,7 @@ def composition_faults(root: str, error: Exception) -> Iterator[str]:
 
 
 def _of_other_root(root: str, text: str) -> str | None:
-    """What is said where an option is one of the other command's: it refers to what this one does not have."""
+    """The fault if an option belongs to the other command: it refers to a node that this root lacks."""
     missing = re.search(r"Interpolation key '(\w+)[^']*' not found", text)
     (other,) = {"ppo", "sft"} - {root}
     if missing is None or missing[1] in root_keys(root) or missing[1] not in root_keys(other):
@@ -434,18 +439,18 @@ def _no_option(path: str) -> str:
 def _unknown(root: str, key: str) -> str:
     top, keys = key.partition(".")[0], root_keys(root)
     if top in CHOOSERS:
-        return f"the file of the option of {top} does not open with the line `# @package _global_`. {_PACKAGE}"
+        return f"the option file of {top} does not begin with the line `# @package _global_`. {_PACKAGE}"
     if top == "hydra":
-        return f"{key} is not a known key of Hydra. `--cfg hydra` shows those that there are."
+        return f"{key} is not a known key of Hydra. `--cfg hydra` lists the known ones."
     if top in keys:
         return f"{key} is not a known key."
     return f"{key} is not a known key: {root}.yaml has no {top}.{hint(nearest(top, keys))}"
 
 
-_PACKAGE = "Without it the keys of the file lie below its group instead of at the root. Add it as the first line."
-_WORDS = (  # what Hydra says, and what we say
-    (r"Interpolation key '([^']+)' not found\s+full_key: (\S+)", "{1} refers to ${{{0}}}, which is not there."),
-    (r"Interpolation key '([^']+)' not found", "${{{0}}} refers to a key that is not there."),
+_PACKAGE = "Without it the keys of the file are placed below its group instead of at the root. Add it as first line."
+_WORDS = (  # message of Hydra, replacement
+    (r"Interpolation key '([^']+)' not found\s+full_key: (\S+)", "{1} refers to ${{{0}}}, which does not exist."),
+    (r"Interpolation key '([^']+)' not found", "${{{0}}} refers to a key that does not exist."),
     (
         r"Environment variable '([^']+)' not found",
         "${{oc.env:{0}}}: the environment variable {0} is not set. export {0}=..., or write ${{oc.env:{0},DEFAULT}}.",
@@ -458,12 +463,12 @@ _WORDS = (  # what Hydra says, and what we say
         r"raised while resolving interpolation: (.*?)\s+full_key: (\S+)",
         "the reference in {1} cannot be resolved ({0}). `--cfg job` shows the whole configuration.",
     ),
-    (r"An item is already at '([^']+)'", "{0} is there already: write {0}=VALUE, or ++{0}=VALUE, without a single +."),
+    (r"An item is already at '([^']+)'", "{0} exists already: write {0}=VALUE or ++{0}=VALUE, not +{0}=VALUE."),
     (
         r"no viable alternative at input '([^']*)'",
-        "{0} opens what is not closed, or is no value: put the value in quotes, key='\"VALUE\"'.",
+        "{0} has an unclosed bracket or quote, or is not a value: quote the value, key='\"VALUE\"'.",
     ),
-    (r"Could not delete.*'([^']+)' does not exist", "~{0}: there is no {0} to leave out."),
+    (r"Could not delete.*'([^']+)' does not exist", "~{0}: there is no {0} to remove."),
     (r"Could not override '([^'@]+)@([^']*)'", "{0}@{1}: nothing is chosen there yet. Write +{0}@{1}=OPTION."),
     (r"Multiple values for ([\w/@.]+)", "{0} is chosen twice. In a file, write `override /{0}: OPTION`."),
     (r"Cannot find primary config '([^']+)'", "--config-name is {0}: there is no such file. Leave it out."),

@@ -1,4 +1,4 @@
-"""Composes a root configuration outside of `hydra.main`, and lays values over it."""
+"""Composes a root configuration without `hydra.main`, and applies values to it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from verl.compose.schema import conf_dir, own_conf_dirs
 
 
 def compose_root(root: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """The configuration of a root with Hydra overrides, as `hydra.main` would give it.
+    """Compose a root with Hydra overrides, as `hydra.main` would.
 
-    May be called while a Hydra job runs: its global state is put back.
+    It may be called inside a Hydra job, whose global state is restored.
 
     Args:
         root: `ppo` or `sft`.
-        overrides: in Hydra's own spelling, such as `algorithm=grpo` or `++trainer.seed=1`.
+        overrides: in Hydra's syntax, such as `algorithm=grpo` or `++trainer.seed=1`.
     """
     return _compose(root, overrides, with_hydra=False)
 
 
 def choices_of(root: str, overrides: Sequence[str] = ()) -> dict[str, str | None]:
-    """The option of every group that a root is composed of, those that an experiment chooses included."""
+    """The option of every group of a composed root, including those chosen by an experiment."""
     return dict(_compose(root, overrides, with_hydra=True).hydra.runtime.choices)
 
 
@@ -44,13 +44,13 @@ def _compose(root: str, overrides: Sequence[str], with_hydra: bool) -> DictConfi
 
 
 def _search_path() -> list[str]:
-    """The directories of `--config-dir` in Hydra's spelling; with none, no override."""
+    """The override that adds the directories of `--config-dir` to Hydra's search path; empty without any."""
     own = [QuotedString(f"file://{path}", Quote.single).with_quotes() for path in own_conf_dirs()]
     return [f"hydra.searchpath=[{','.join(own)}]"] if own else []
 
 
 def readable(choice: str) -> str:
-    """A choice of options as Hydra reads it: without quotes, the option of `debug=nan` would be a number."""
+    """Quote a choice of options where Hydra needs it: the option of `debug=nan` would be parsed as a number."""
     group, assigned, options = choice.partition("=")
     if "." in group or not assigned:
         return choice
@@ -59,9 +59,9 @@ def readable(choice: str) -> str:
 
 
 def apply_values(config: DictConfig, values: Iterable[tuple[str, Any]]) -> None:
-    """Set values by path, in order, in place; a node that refers to another becomes a copy of it first.
+    """Set values by path, in order, in place; a node that is a reference is first replaced by a copy.
 
-    A mapping with a `_target_` replaces the node, so that no key of the former component stays behind.
+    A mapping with a `_target_` replaces the whole node, so that no key of the former component remains.
     """
     with open_dict(config):
         for path, value in values:
@@ -70,7 +70,7 @@ def apply_values(config: DictConfig, values: Iterable[tuple[str, Any]]) -> None:
 
 
 def references_above(config: DictConfig, path: str) -> Iterator[tuple[str, str, list[str]]]:
-    """The nodes above `path` that refer to another one: their path, the path referred to, and the keys found there."""
+    """Yield the parents of `path` that are references: their path, the target path, and the keys of the target."""
     keys = path.split(".")
     node: Any = config
     for depth, key in enumerate(keys[:-1], start=1):
@@ -84,7 +84,9 @@ def references_above(config: DictConfig, path: str) -> Iterator[tuple[str, str, 
 
 
 def _detach_parents(config: DictConfig, path: str) -> None:
-    """Turn `${actor.model}` into a copy of the actor's model, so that a key set below it leaves the actor alone."""
+    """Replace a reference such as `${actor.model}` by a copy, so that setting a key below it does not change the
+    actor.
+    """
     for node, target, _ in references_above(config, path):
         copy = OmegaConf.to_container(OmegaConf.select(config, target), resolve=False)
         OmegaConf.update(config, node, OmegaConf.create(copy), merge=False)

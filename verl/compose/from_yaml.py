@@ -1,4 +1,4 @@
-"""Composes a run from a short YAML file of the user, laid over the default configuration."""
+"""Composes a run from a short YAML file on top of the default configuration."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from verl.utils.saved_targets import current_targets
 
 @dataclass
 class ComposedConfig:
-    """A composed root, with a note for each alias used, and faults for the check to report with its own.
+    """A composed root, with notes about aliases, and faults to be reported by the validation.
 
     Attributes:
-        options: `group=option` choices that it was composed of, beside those of the default.
+        options: `group=option` choices besides the defaults.
     """
 
     config: DictConfig
@@ -39,15 +39,14 @@ def compose_over_default(
     replacements: Mapping[str, Mapping[str, Any]] | None = None,
     preferences: Mapping[str, Any] | None = None,
 ) -> ComposedConfig:
-    """The default configuration of a root, with `replacements`, then `short`, then `overrides` laid over it.
+    """Apply `replacements`, then `short`, then `overrides` to the default configuration of a root.
 
     Args:
         root: `ppo` or `sft`.
-        short: nested mappings; a text under the name of a group chooses its option.
+        short: nested mappings; a text under the name of a group selects its option.
         overrides: as on the command line, `group=option` or `path.to.key=value`.
         replacements: whole components by root key.
-        preferences: values of the caller's in place of the default ones, by path; where there is no such node, as with
-            `tracker=none`, they have no effect.
+        preferences: defaults of the caller, by path; ignored if there is no such node, as with `tracker=none`.
     """
     pairs, faults = parse_overrides(overrides)
     assigned = assign(root, list({**dict(flatten(short)), **dict(pairs)}.items()))
@@ -65,7 +64,7 @@ def read_short_file(path: str | Path) -> dict[str, Any]:
     """The nested mapping in a YAML file.
 
     Raises:
-        ConfigError: there is no such file, or it holds no mapping.
+        ConfigError: there is no such file, or it is not a mapping.
     """
     file = Path(path).expanduser()
     if not file.is_file():

@@ -4,8 +4,8 @@ arguments -> aliases and checks of the command line -> Hydra -> LaunchedRun -> m
 
     torchrun --nproc_per_node=2 -m verl.cli ppo sharding=fsdp   is   verl ppo sharding=fsdp trainer.n_gpus_per_node=2
 
-The driver starts its workers itself: under torchrun on one host the first process drives, and the others exit. On
-several hosts (`torchrun --nnodes=2 ...`) the others stay and have a worker each, `verl.cluster.hosts`.
+The driver starts its workers itself: under torchrun on one host the first process is the driver, and the others exit.
+On several hosts (`torchrun --nnodes=2 ...`) the others start a worker each, see `verl.cluster.hosts`.
 """
 
 from __future__ import annotations
@@ -58,19 +58,21 @@ COUNT, HOSTS = "trainer.n_gpus_per_node", "trainer.nnodes"
 
 
 def take_over(arguments: list[str], assigned: Overrides) -> None:
-    """Let the run have as many processes as torchrun has started, and forget the places that it gave them.
+    """Use the number of processes that torchrun has started, and remove its environment variables.
 
     Args:
-        arguments: for Hydra; the numbers of hosts and of processes are added to them.
+        arguments: for Hydra; the numbers of hosts and processes are appended.
+        assigned: overrides of the command line.
     Raises:
-        ConfigError: there are not equally many processes on all hosts.
+        ConfigError: hosts have different numbers of processes.
     """
     (count, here), place = torchrun.counts(), torchrun.place()
     hosts = 1 if place is None else place.num_hosts
     if count != here * hosts:
         raise ConfigError(
-            f"torchrun has started {count} processes on {hosts} hosts, {here} of them on this one: every host needs as "
-            "many. Start each with the same --nproc_per_node."
+            f"torchrun has started {count} processes on {hosts} hosts, {here} of them on this one: every host needs "
+            "the "
+            "same number. Start each with the same --nproc_per_node."
         )
     torchrun.join_hosts(place)
     torchrun.forget()
@@ -82,15 +84,15 @@ def take_over(arguments: list[str], assigned: Overrides) -> None:
         if wanted[-1:] == [str(number)] or (key == HOSTS and hosts == 1):
             continue
         if wanted:
-            told = f"torchrun has started {count} processes{on_hosts}"
-            assigned.faults.append(f"{key} is {wanted[-1]}: {told}. Leave it out.")
+            started = f"torchrun has started {count} processes{on_hosts}"
+            assigned.faults.append(f"{key} is {wanted[-1]}: {started}. Leave it out.")
         else:
             assigned.notes.append(f"torchrun has started {count} processes{on_hosts}: {key}={number}")
             arguments.append(f"++{key}={number}")
 
 
-INTERRUPTED, TERMINATED = 130, 143  # 128 and the number of the signal, as shells have it
-THREADS_TIMEOUT_S = 10.0  # of threads, once the run is over
+INTERRUPTED, TERMINATED = 130, 143  # 128 + number of the signal, as in shells
+THREADS_TIMEOUT_S = 10.0  # wait for threads at the end of the run
 
 
 @dataclass
@@ -100,12 +102,12 @@ class LaunchedRun:
     Attributes:
         config: the composed root.
         root, choices: `ppo` or `sft`, and the option of every group.
-        overrides: what was assigned on the command line.
-        faults: found on the command line, to be reported with those of the check.
-        run_dir: where the run writes.
-        name: of this job of a sweep, or empty.
+        overrides: of the command line.
+        faults: found on the command line, to be reported by the validation.
+        run_dir: directory of the run.
+        name: name of the job in a sweep, or empty.
         console: standard output.
-        closing: what ends with the run.
+        closing: exit stack that is closed with the run.
         swept: configuration paths that the sweep varies.
     """
 
@@ -124,12 +126,13 @@ class LaunchedRun:
 
     @property
     def context(self) -> BuildContext:
-        """What the trainer is built in."""
+        """The build context of the trainer."""
         return BuildContext(run_dir=self.run_dir, job=self.name, swept=self.swept)
 
     def record(self) -> None:
-        """Print what differs from the defaults and where the run writes, save the configuration there, without secrets,
-        and log to run.log from here on. A run that is refused later leaves nothing of it."""
+        """Print the differences from the defaults and the run directory, save the redacted configuration there, and
+        start run.log. If the run is refused later, `withdraw` removes these files.
+        """
         print_start(self.config, self.root, self.choices, self.run_dir, self.console)
         self.is_recorded = True
         self.is_new = not self.run_dir.exists() or not any(self.run_dir.iterdir())
@@ -137,30 +140,31 @@ class LaunchedRun:
         self.closing.callback(setup_logging(self.run_dir))
 
     def withdraw(self) -> None:
-        """Remove what `record` and a refused build have written, where nothing else is there."""
+        """Remove the files of `record` and of a refused build, if the directory has no others."""
         if self.is_new:
             remove_refused(self.run_dir)
 
 
 def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[[], None]]:
-    """Make `main(job)` a command: `root` names the configuration, `ppo` or `sft`.
+    """Decorator that makes `main(job)` a command; `root` is `ppo` or `sft`.
 
-    A fault in the configuration prints as a list and ends with status 2, Ctrl-C with 130, SIGTERM with 143, any other
-    error with what it says and 1; an `exit()` of a component is such an error, whatever status it asks for. One
-    traceback follows where the message alone does not lead to the line; run.log has all of them.
+    Exit statuses: 2 after a list of configuration faults, 130 for Ctrl-C, 143 for SIGTERM, 1 with a message for any
+        other
+    error, including `exit()` in a component. One traceback is printed if the message does not identify the line;
+    run.log has all tracebacks.
     """
 
     def decorate(main: Callable[[LaunchedRun], Any]) -> Callable[[], None]:
         @functools.wraps(main)
         def command() -> None:
-            if torchrun.number() > 0:  # the first one drives
+            if torchrun.number() > 0:  # the first process is the driver
                 _serve_driver_elsewhere()
                 return
             report_to_starter()
-            with _without_threads(), _clean_end(), orderly_termination(), _hosts_told():
+            with _without_threads(), _clean_end(), orderly_termination(), _release_hosts():
                 set_kernel_cache()
                 schema.register()
-                sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
+                sys.path.append(str(Path.cwd()))  # user modules are in the working directory
                 script, given, count = sys.argv[0], sys.argv[1:], torchrun.counts()[0]
                 arguments, assigned = command_line(root, given)
                 set_command([*start_message(script, count), *given])
@@ -180,7 +184,7 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
 
 
 def _serve_driver_elsewhere() -> None:
-    """Of a process of torchrun that does not drive: have a worker where there are several hosts, or do nothing."""
+    """Run a torchrun process that is not the driver: start a worker if there are several hosts, else return."""
     if (place := torchrun.place()) is None:
         return
     from verl.cluster.hosts.agent import serve_driver
@@ -191,8 +195,8 @@ def _serve_driver_elsewhere() -> None:
 
 
 @contextmanager
-def _hosts_told() -> Iterator[None]:
-    """Let processes on other hosts end once the driver has done its work; one that fails torchrun takes notice of."""
+def _release_hosts() -> Iterator[None]:
+    """Let processes on other hosts exit after the driver has finished; if it fails, torchrun ends them."""
     try:
         yield
     except SystemExit as end:
@@ -231,7 +235,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
                 except OmegaConfBaseException as error:
                     raise ConfigError(list(composition_faults(root, error))) from error
                 except ConfigError:
-                    if not is_sweep:  # whose table names every job
+                    if not is_sweep:  # the table of a sweep lists every job
                         job.withdraw()
                     raise
                 finally:
@@ -241,12 +245,12 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
             statuses.append(int(end.code or 0))
             if running.mode != RunMode.MULTIRUN or statuses[-1] in (INTERRUPTED, TERMINATED):
                 raise
-            _tell(f"Job {running.job.num} of the sweep ended with status {statuses[-1]}; the others go on.")
+            _tell(f"Job {running.job.num} of the sweep ended with status {statuses[-1]}; the other jobs continue.")
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us as they are, and `_clean_end` words them
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `_clean_end` unchanged, which prints them
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
-    except (HydraException, OmegaConfBaseException) as error:  # it cannot be composed at all
+    except (HydraException, OmegaConfBaseException) as error:  # composition failed
         raise ConfigError([*faults, *composition_faults(root, error)]) from error
     except (OSError, AssertionError, TypeError, ValueError) as error:
         if is_composed:
@@ -257,21 +261,24 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
 
 
 def _of_hydra_itself(error: Exception) -> str:
-    """What is said where Hydra fails before the run begins: at its log, or at the directory that it makes."""
+    """Message for a failure of Hydra before the run begins: of its logging, or of the run directory."""
     if isinstance(error, OSError):
         key = "hydra.sweep.dir" if any(word in ("-m", "--multirun") for word in sys.argv) else "hydra.run.dir"
-        return f"{key} leads to {error.filename}: it cannot be made ({error.strerror}). Set {key}=DIR to another place."
+        return (
+            f"{key} leads to {error.filename}, which cannot be created ({error.strerror}). Set {key} to another "
+            "directory."
+        )
     given = ", ".join(word for word in sys.argv[1:] if word.startswith("hydra")) or "its arguments"
     reason = f": {error}" if str(error) else ""
-    return f"{given}: Hydra does not take it ({type(error).__name__}{reason}). `--cfg hydra` shows what there is."
+    return f"{given}: refused by Hydra ({type(error).__name__}{reason}). `--cfg hydra` shows its configuration."
 
 
 def start_message(script: str, count: int = 1) -> list[str]:
-    """What a person types before the arguments.
+    """The command without its arguments, as words.
 
     Args:
-        script: the path of a script, or `verl ppo` and `verl sft`, as cli/train.py names itself.
-        count: of processes that torchrun has started.
+        script: path of a script, or `verl ppo` or `verl sft`.
+        count: number of processes that torchrun has started.
     """
     starter = ["torchrun", f"--nproc_per_node={count}"] if count > 1 else ["python"]
     if not script.startswith("verl "):
@@ -282,7 +289,7 @@ def start_message(script: str, count: int = 1) -> list[str]:
 
 @contextmanager
 def _without_threads() -> Iterator[None]:
-    """End the process although threads that were started within go on: the interpreter would wait for them for ever."""
+    """End the process even if threads started inside this context still run; the interpreter would wait for them."""
     before, status = set(threading.enumerate()), 0
     try:
         yield
@@ -296,7 +303,7 @@ def _without_threads() -> Iterator[None]:
             thread.join(timeout=max(0.0, end - time.monotonic()))
         left = sorted(thread.name for thread in started if thread.is_alive())
         if left:
-            _tell(f"The run is over. Threads that a component has started go on ({', '.join(left)}), and are ended.")
+            _tell(f"The run is over. Threads of a component still run ({', '.join(left)}) and are ended.")
             atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -304,19 +311,19 @@ def _without_threads() -> Iterator[None]:
 
 
 def _with_log(main: Callable[[LaunchedRun], Any], job: LaunchedRun) -> None:
-    """Run `main`, with the traceback of whatever ends it in run.log."""
+    """Run `main`, and write the traceback of an error to run.log."""
     try:
         main(job)
     except Exception as error:
         if job.is_recorded and not getattr(error, IN_RUN_LOG, False):
-            extra = {"console": False}  # `_clean_end` says it, once
+            extra = {"console": False}  # `_clean_end` prints it
             logging.getLogger(__name__).error("The run has ended.", exc_info=True, extra=extra)
         raise
 
 
 @contextmanager
 def _clean_end(run_dir: Path | None = None) -> Iterator[None]:
-    """Turn what ends a run early into a message and an exit status."""
+    """Convert exceptions that end a run to a message and an exit status."""
     try:
         yield
     except ConfigError as error:
@@ -325,31 +332,32 @@ def _clean_end(run_dir: Path | None = None) -> Iterator[None]:
     except Terminated:
         _tell("terminated")
         sys.exit(TERMINATED)
-    except CheckpointError as error:  # a save's is in the log with its traceback
+    except CheckpointError as error:  # the traceback of a failed save is in the log
         _tell(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
         _tell("interrupted")
         sys.exit(INTERRUPTED)
-    except Exception as error:  # noqa: BLE001 - the end of the program: all that is left is to tell, without secrets
+    except Exception as error:  # noqa: BLE001 - end of the program: report, redacted
         log = None if run_dir is None else run_dir / "run.log"
         _tell(end_message(error, log if log is not None and log.is_file() else None))
         sys.exit(1)
 
 
 def end_message(error: BaseException, log: Path | None = None) -> str:
-    """What ended a run: a sentence, and one traceback where it leads to a line of code.
+    """Message about an error that ended a run, with one traceback if it helps to find the line.
 
-    An error that verl raises on purpose says all in its message, unless code of the user's is its cause.
+    Errors raised by verl have no traceback, unless user code is their cause.
 
     Args:
-        log: where the whole chain of tracebacks is.
+        error: the error.
+        log: path of run.log, which has all tracebacks.
     """
     cause = error
     while (below := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)) is not None:
         cause = below
     sentence, _, detail = str(error).strip().partition("\n")
-    if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the worker's own
+    if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the traceback of the worker
         if (said := _is_user_message(detail)) is not None:
             return f"{sentence.partition(' verl.errors.')[0]} {said}{_in_log(log)}"
         last = next(line for line in reversed(detail.splitlines()) if line.strip())
@@ -366,7 +374,7 @@ _OF_VERL = re.compile(r"^verl\.errors\.(\w+): ", re.MULTILINE)
 
 
 def _is_user_message(traces: str) -> str | None:
-    """The message of what ended a worker, where verl raised it and it was no code of the user's."""
+    """The message of an error in a worker that verl raised and user code did not cause; else None."""
     found = [*_OF_VERL.finditer(traces)]
     kind = getattr(errors, found[-1][1], None) if found else None
     last = traces[traces.rindex(_TRACEBACK) :]
@@ -379,13 +387,13 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 def _is_of_code(error: BaseException) -> bool:
-    """Whether its last frame is in code of the user's: neither of this package nor of an installed one."""
+    """Whether the last frame of an error is in user code, neither in this package nor in an installed one."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and not frames[-1].filename.startswith(_PACKAGE) and "site-packages" not in frames[-1].filename
 
 
 def _from_users_code(error: BaseException) -> TracebackType | None:
-    """Its traceback from the first frame that is not this package's, where the last one is the user's."""
+    """The traceback of an error from the first frame outside this package, if its last frame is in user code."""
     trace = error.__traceback__
     while _is_of_code(error) and trace is not None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         trace = trace.tb_next
@@ -397,12 +405,12 @@ def _in_log(log: Path | None) -> str:
 
 
 def _tell(text: str) -> None:
-    """To standard error, so that what `--cfg job` prints stays readable by machines."""
+    """Print to standard error, so that the output of `--cfg job` can be parsed."""
     sys.stderr.write(redact(text).rstrip() + "\n")
 
 
 def _remove_if_empty(run_dir: Path | str) -> None:
-    """Hydra makes the run's directory first; a run that was refused leaves none behind, nor empty parents."""
+    """Remove the run directory that Hydra has created, and its parents, as far as they are empty."""
     directory, here = Path(run_dir).resolve(), Path.cwd()
     while here in directory.parents and not (directory.is_dir() and any(directory.iterdir())):
         if directory.is_dir():

@@ -17,20 +17,23 @@ from verl.rollout.hf import HFRollout
 
 
 def load_option(root: str, group: str, name: str) -> Any:
-    """The description behind `conf/<group>/<name>.yaml`, as the default run of a root would have it.
+    """The component of `conf/<group>/<name>.yaml`, as in the default run of a root.
 
+    Args:
+        root: `ppo` or `sft`.
+        group, name: the option.
     Raises:
-        ConfigError: it needs a value that nothing gives.
+        ConfigError: the option has a required value without default.
     """
     node: Any = OmegaConf.to_container(compose_root(root, [f"{group}={name}"])[group], resolve=True)
     return validate(node)
 
 
 def load_rollout(rollout: str | Rollout) -> Rollout:
-    """The engine that a name means: an option of the group `rollout`, with its defaults.
+    """The rollout component for an option name, with its defaults; a component is returned unchanged.
 
     Raises:
-        ConfigError: there is no such option, or it needs more than its name.
+        ConfigError: there is no such option, or it has required values.
     """
     if isinstance(rollout, Rollout):
         return rollout
@@ -41,7 +44,7 @@ def load_rollout(rollout: str | Rollout) -> Rollout:
 
 
 def rollout_kind(name: str) -> type[Rollout]:
-    """The class behind an option of the group `rollout`, whatever values it still needs.
+    """The class of an option of the group `rollout`, which may have required values.
 
     Raises:
         ConfigError: there is no such option.

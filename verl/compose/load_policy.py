@@ -1,7 +1,7 @@
-"""Finds a trained policy, in a checkpoint or as plain weights, and composes the run that evaluates it or samples from
-it.
+"""Finds a trained policy, in a checkpoint or as plain weights, and composes a run that evaluates it or
+samples from it.
 
-PATH ──> where its weights lie, and the configuration that trained it ──> overrides ──> a run without training
+PATH ──> its weights, and the configuration that trained it ──> overrides ──> a run without training
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from verl.workers.load_state import RestoreSource
 
 _log = logging.getLogger(__name__)
 
-UNKNOWN_CONTEXT = 4096  # tokens of prompt and response, of a model that does not say how many it holds
+UNKNOWN_CONTEXT = 4096  # tokens of prompt and response, for a model without a known context length
 OF_FILES = {"ppo": "verl.data.files.PromptFiles", "sft": "verl.data.files.SFTFiles"}
 KEPT_OF_MODEL = ("dtype", "attention", "tokenizer_path")
 TRUST = "trust_remote_code"
 FUNCTION = re.compile(r"[^\s:]+:[A-Za-z_]\w*")  # package.module:function or file.py:function
-UNTRAINED: dict[str, Any] = {  # in place of what only training needs
+UNTRAINED: dict[str, Any] = {  # replaces the parts that only training needs
     "actor.lora": None,
     "sharding": {"_target_": "verl.engines.sharding.NoSharding"},
     "tracker": {"_target_": "verl.tracking.base.Trackers"},
@@ -62,11 +62,11 @@ UNTRAINED_OF: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class SavedPolicy:
-    """Weights of a policy, and what is known of them.
+    """Weights of a policy, and their checkpoint.
 
     Attributes:
-        actor: directory as Hugging Face saves it: a model, or an adapter.
-        point: the checkpoint that holds it, or None for plain weights.
+        actor: Hugging Face directory of a model or an adapter.
+        point: the checkpoint of the weights; None for plain weights.
     """
 
     actor: Path
@@ -74,12 +74,12 @@ class SavedPolicy:
 
     @property
     def step(self) -> int:
-        """Training steps done; 0 where nobody recorded them."""
+        """Training step of the weights; 0 if unknown."""
         return 0 if self.point is None else self.point.step
 
     @property
     def origin(self) -> Path:
-        """Where the weights come from; `actor` may be a copy of them in plain files."""
+        """The directory that the weights come from; `actor` may be an exported copy."""
         return self.actor if self.point is None else self.point.published.directory / "actor"
 
     @property
@@ -89,13 +89,13 @@ class SavedPolicy:
 
 
 def locate_policy(path: str) -> SavedPolicy:
-    """The policy that a path means.
+    """Find the policy at a path.
 
     Args:
         path: a checkpoint, a directory of checkpoints, the directory of a run, a Hugging Face directory, or `latest`:
             the newest checkpoint below `checkpoints/`.
     Raises:
-        ConfigError: there is no policy.
+        ConfigError: there is no policy at the path.
         BadCheckpoint: the checkpoint is damaged.
     """
     directory = _last_trained() if path == LATEST else Path(path).expanduser().absolute()
@@ -104,31 +104,32 @@ def locate_policy(path: str) -> SavedPolicy:
     if _is_model(directory):
         return SavedPolicy(directory)
     if not any((directory / name).exists() for name in (POINTER, MANIFEST)) and _is_model(directory / "actor"):
-        return SavedPolicy(directory / "actor")  # a run without checkpoints has its last weights there
-    point = find(str(directory), directory, verify=False)  # what is used of it is hashed below
+        return SavedPolicy(directory / "actor")  # final weights of a run without checkpoints
+    point = find(str(directory), directory, verify=False)  # the files in use are hashed below
     assert point is not None, "only `latest` may find nothing"
     return SavedPolicy(plain_directory(point.published, "actor"), point)
 
 
 def root_of(saved: SavedPolicy) -> str:
-    """What trained it, `ppo` or `sft`; `ppo` for plain weights."""
+    """The root that trained a policy, `ppo` or `sft`; `ppo` for plain weights."""
     target = "" if saved.point is None else str(saved.point.state.get("config", {}).get("_target_"))
     return "sft" if target.endswith("SFTRun") else "ppo"
 
 
 def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), file: Path | None = None) -> Any:
-    """The run that evaluates a policy: the one that trained it, without what only training needs.
+    """Compose a run that evaluates a policy, from the configuration that trained it without the parts for training.
 
     Args:
-        root: if it is not the one that trained the policy, the default configuration of this root is taken.
-        overrides: as on the command line of the main scripts.
-        file: of rows that take the place of the data.
+        saved: the policy.
+        root: `ppo` or `sft`; if another root trained the policy, the default configuration of `root` is used.
+        overrides: as on the command line.
+        file: data file that replaces the data of the configuration.
     Returns:
         A `PPORun` or an `SFTRun`.
     Raises:
-        ConfigError: a fault in the configuration, or code that the saved configuration alone asks for: a checkpoint may
-            be anybody's, so whoever gives the command says by name which code is run.
-        BadCheckpoint: bytes of the weights are not those that were written.
+        ConfigError: a fault in the configuration, or user code that only the saved configuration names. Checkpoints are
+            not trusted to run code, so the caller must name it in `overrides`.
+        BadCheckpoint: the weights differ from what was written.
     """
     _verify(saved)
     pairs, faults = parse_overrides(overrides)
@@ -145,12 +146,15 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
 
 
 def _trust_nothing(config: DictConfig, saved: SavedPolicy, assigned: Overrides, others: Sequence[str]) -> None:
-    """Take no code over that the user has not named: what a saved configuration says is not the user's word.
+    """Refuse code that a saved configuration names and the user does not.
 
     Args:
-        others: faults to be reported with it.
+        config: the composed configuration.
+        saved: the policy.
+        assigned: overrides of the user.
+        others: faults to be reported too.
     Raises:
-        ConfigError: it names components or functions outside of verl.
+        ConfigError: the saved configuration names components or functions outside of verl.
     """
     named = {path for path, _ in assigned.values} | {option.partition("=")[0] for option in assigned.options}
     faults = []
@@ -161,8 +165,8 @@ def _trust_nothing(config: DictConfig, saved: SavedPolicy, assigned: Overrides, 
         if key == TRUST and value not in (False, None):
             apply_values(config, [(path, False)])
             _log.warning(
-                "%s was on when this was trained, and is off now: Python that lies with a model runs only where you "
-                "say so, with %s=true.", path, path,
+                "%s was true in training and is now false: Python code in a model directory is run only if you set "
+                "%s=true.", path, path,
             )  # fmt: skip
         elif (key == "_target_" and not text.startswith("verl.")) or (
             FUNCTION.fullmatch(text) and not text.startswith("verl.")
@@ -185,7 +189,7 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _verify(saved: SavedPolicy) -> None:
-    """Read and hash every byte of the weights and the files beside them."""
+    """Verify the weights and the files beside them by their hashes."""
     if saved.point is not None:
         reader = RestoreSource(saved.point.published.directory).reader()
         for entry in reader.files("actor"):
@@ -199,9 +203,9 @@ def _base(saved: SavedPolicy, root: str) -> DictConfig:
 
 
 def _model(saved: SavedPolicy, config: DictConfig) -> dict[str, Any]:
-    """The weights, in the type and with the attention that they were trained with."""
+    """The model component for the weights, with dtype and attention as in training."""
     before = OmegaConf.to_container(config.actor.model, resolve=False)
-    assert isinstance(before, dict), "a model has fields"
+    assert isinstance(before, dict), "the actor has a model node"
     kept = {key: before[key] for key in KEPT_OF_MODEL if before.get(key) is not None}
     if any((saved.actor / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         kept.pop("tokenizer_path", None)
@@ -209,7 +213,7 @@ def _model(saved: SavedPolicy, config: DictConfig) -> dict[str, Any]:
 
 
 def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]) -> dict[str, Any]:
-    """A file in place of the data, read as the files before it were, with as much room as the model has."""
+    """The data component for a file, read like the former files, with the context length of the model as limit."""
     before: Any = OmegaConf.to_container(config.data, resolve=False)
     own = ("train_files", "eval_files", "weights")
     kept = (
@@ -225,7 +229,7 @@ def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]
 
 
 def _option(root: str, group: str, text: str) -> Any:
-    """The node that an option of a group puts into the configuration."""
+    """The configuration node of an option."""
     return OmegaConf.to_container(compose_root(root, [f"{group}={text}"])[group], resolve=True)
 
 
@@ -239,7 +243,7 @@ def _is_model(directory: Path) -> bool:
 
 
 def _last_trained() -> Path:
-    """The newest checkpoint of all directories of checkpoints below `checkpoints/`."""
+    """The newest checkpoint below `checkpoints/`."""
     directories = [file.parent for file in Path("checkpoints").rglob(FORMAT)]
     found = []
     for directory in directories:
@@ -248,5 +252,5 @@ def _last_trained() -> Path:
         except CheckpointNotFound:
             continue
     if not found:
-        raise ConfigError("PATH is 'latest': no directory below checkpoints/ holds a complete checkpoint. Give one.")
+        raise ConfigError("PATH is 'latest': there is no complete checkpoint below checkpoints/. Give a path.")
     return max(found, key=lambda checkpoint: (checkpoint / MANIFEST).stat().st_mtime_ns).absolute()

@@ -21,13 +21,13 @@ OWN_SHARDING = ".sharding"  # of a role: a key that takes an option of the group
 
 @dataclass
 class Overrides:
-    """What was assigned, in our spelling.
+    """Overrides, with aliases translated.
 
     Attributes:
-        options: `group=option` choices, in Hydra's spelling.
+        options: `group=option` choices, in Hydra's syntax.
         values: by path, in order; texts from a command line are still in Hydra's grammar.
-        notes: one line for each alias used, with what it became.
-        faults: what cannot be composed at all; it is left out and reported with all other faults.
+        notes: one line for each alias, with its translation.
+        faults: overrides that cannot be composed; they are left out and reported with all other faults.
     """
 
     options: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
     Args:
         root: `ppo` or `sft`.
         pairs: keys with their values.
-        judge_options: whether to report unknown options here; off where groups come from further directories too.
+        judge_options: whether to report unknown options; off if groups may come from further directories.
     """
     groups, keys, out = group_options(conf_dir()), root_keys(root), Overrides()
     chosen = {key for key, _ in pairs if key in keys}
@@ -72,7 +72,7 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
 
 
 def divided(text: str) -> list[str]:
-    """The parts between commas; none within quotes or brackets that are closed again."""
+    """Split at commas outside of quotes and brackets."""
     pieces, start, place = [], 0, 0
     while place < len(text):
         end = {"'": "'", '"': '"', "[": "]", "{": "}", "(": ")"}.get(text[place])
@@ -86,15 +86,16 @@ def divided(text: str) -> list[str]:
 
 
 def options_in(choice: str) -> list[str]:
-    """The options that a choice names: of several for a sweep, of each of them, and of a list all."""
+    """All options that a choice names, in a list or for a sweep."""
     pieces = (piece.strip() for piece in divided(choice))
     listed = (piece[1:-1].split(",") if _is_list(piece) else [piece] for piece in pieces)
     return [option.strip(" '\"") for options in listed for option in options]
 
 
 def with_copies(root: str, assigned: Overrides) -> list[tuple[str, Any]]:
-    """Before a value is set below a node that refers to another, such as `critic.model` to `${actor.model}`, set every
-    key of that node to the one it refers to: the others then stay as they are, where Hydra would drop them."""
+    """Before a value below a reference, such as `critic.model: ${actor.model}`, set every key of the node to a
+    reference of its own. Hydra would otherwise drop all other keys.
+    """
     if not any(path.count(".") > 1 for path, _ in assigned.values):
         return assigned.values
     try:
@@ -113,7 +114,7 @@ def with_copies(root: str, assigned: Overrides) -> list[tuple[str, Any]]:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """The leaves of a nested mapping by path; a component with its `_target_` counts as one leaf."""
+    """Yield the leaves of a nested mapping by path; a component with `_target_` is one leaf."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, Mapping) and "_target_" not in value:
@@ -123,7 +124,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
 
 
 def _add(out: Overrides, alias: TranslatedOverride, pairs: Sequence[tuple[str, Any]], root: str, said: str) -> None:
-    """Add what an alias stands for; an option that contradicts what is chosen by name is a fault."""
+    """Add the translation of an alias; an option that contradicts an explicit choice is a fault."""
     out.values += alias.values
     out.notes += [alias.note] if alias.note else []
     out.faults += [alias.fault] if alias.fault else []
@@ -164,7 +165,7 @@ def _choice(group: str, value: Any) -> str:
 
 def _option_fault(group: str, value: Any, groups: Mapping[str, list[str]]) -> str | None:
     text, known = _choice(group, value), groups.get(group, [])
-    if re.match(r"(glob|choice|range|sort|shuffle)\(", text):  # of a sweep
+    if re.match(r"(glob|choice|range|sort|shuffle)\(", text):  # sweep syntax
         return None
     if group not in LISTS and any(map(_is_list, divided(text))):
         return f"{group}={text}: it takes one option, not a list; there are {', '.join(known)}."

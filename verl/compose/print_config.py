@@ -18,11 +18,12 @@ from verl.utils.redact import redact, redact_tree
 
 
 def print_start(config: DictConfig, root: str, choices: Mapping[str, str | None], run_dir: Path, console: Any) -> None:
-    """Print what a run is called, where it writes, and in what it differs from the defaults.
+    """Print the name of a run, its directory, and its differences from the defaults.
 
     Args:
-        config: a composed root that passed the check.
-        root, choices: `ppo` or `sft`, and the options of groups that it was composed of.
+        config: a composed and validated root.
+        root, choices: `ppo` or `sft`, and the option of every group.
+        run_dir: of the run.
         console: a rich console.
     """
     name = f"{config.trainer.project_name}/{config.trainer.experiment_name}"
@@ -38,12 +39,12 @@ def print_start(config: DictConfig, root: str, choices: Mapping[str, str | None]
 
 
 def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]) -> dict[str, tuple[Any, Any]]:
-    """Group or path -> value and default, without secrets; what merely follows another value is left out."""
+    """(value, default) by group or path, redacted; without values that are references to others."""
     default, known = choices_of(root), group_options(conf_dir())
     found: dict[str, tuple[Any, Any]] = {}
     for group in dict.fromkeys([*default, *choices]):
         now, before = choices.get(group), default.get(group)
-        is_list = group in LISTS and now is None  # Hydra names no list: its members are listed one by one
+        is_list = group in LISTS and now is None  # Hydra does not report lists of options: compare their members
         if now != before and not is_list and not group.startswith("hydra/"):
             found[group] = now, before
     chosen = {group: _text(now) for group, (now, _) in found.items() if now is not None and group not in CHOOSERS}
@@ -65,7 +66,7 @@ def _name(group: str) -> str:
 
 
 def _differing(node: Any, other: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Paths of the values that differ; a component of another class is one value."""
+    """Yield paths of values that differ; a component of another class is one value."""
     both = isinstance(node, dict) and isinstance(other, dict)
     if both and node.get(TARGET) == other.get(TARGET):
         for key in dict.fromkeys([*node, *other]):
@@ -81,7 +82,7 @@ def _at(tree: Any, path: Sequence[str]) -> Any:
 
 
 def _text(value: Any) -> str:
-    """As it would be assigned; a component as its class with its plain fields."""
+    """A value as override text; a component as its class with its plain fields."""
     if isinstance(value, dict):
         fields = ", ".join(f"{key}={_text(item)}" for key, item in value.items() if key != TARGET)
         return f"{value[TARGET].rpartition('.')[2]}({fields})" if TARGET in value else f"{{{fields}}}"
@@ -93,7 +94,7 @@ def _text(value: Any) -> str:
 
 
 def save_config(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
-    """Write `config.yaml`, references unresolved, and `overrides.yaml`, what was given on the command line."""
+    """Write `config.yaml`, with references unresolved, and `overrides.yaml`, the overrides of the command line."""
     run_dir.mkdir(parents=True, exist_ok=True)
     tree = redact_tree(OmegaConf.to_container(config, resolve=False))
     (run_dir / "config.yaml").write_text(redact(OmegaConf.to_yaml(OmegaConf.create(tree))))
@@ -111,7 +112,7 @@ _BEFORE_THE_FIRST_STEP = {
 
 
 def remove_refused(run_dir: Path) -> None:
-    """Remove what a run that was refused while it was built has written, where nothing else is there."""
+    """Remove the files of a run that was refused, if the directory has no others."""
     present = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
     has_steps = any(path.stat().st_size for path in run_dir.glob("metrics.jsonl"))
     if present <= _BEFORE_THE_FIRST_STEP and not has_steps:

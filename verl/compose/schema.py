@@ -1,8 +1,8 @@
-"""The configuration directory, the root keys of a run as dataclasses that make Hydra reject any other, and the JSON
-schema of a run, by which an editor completes and checks a YAML file.
+"""The configuration directory, the root keys of a run as dataclasses, and the JSON schema of a run for editors.
 
-With the root keys an unknown one in an experiment file, or a forgotten `# @package _global_`, is an error and not a
-silent extra node. Everything below the root is validated against the components themselves, in `compose/validate.py`.
+The dataclasses make Hydra reject unknown root keys, so that a typing error or a forgotten `# @package _global_` in an
+experiment file is an error instead of an unused node. Everything below the root is validated against the components,
+in `compose/validate.py`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def conf_dir() -> Path:
     """The directory of ppo.yaml and its groups: `conf/` beside the package in a checkout, `verl/conf/` in a wheel.
 
     Raises:
-        FileNotFoundError: neither is there, so the installation is broken.
+        FileNotFoundError: neither exists; the installation is broken.
     """
     package = Path(verl.__file__).resolve().parent
-    candidates = (package / "conf", package.parent / "conf")  # what stands beside an installed package is another's
+    candidates = (package / "conf", package.parent / "conf")  # `conf` beside an installed package is not ours
     for directory in candidates:
         if (directory / "ppo.yaml").is_file():
             return directory
@@ -44,18 +44,17 @@ _own_dirs: list[Path] = []
 
 
 def set_own_conf_dirs(directories: Iterable[Path]) -> None:
-    """Set the directories of the user's own groups, given by `--config-dir`, for all compositions of this process."""
+    """Set the user's configuration directories (`--config-dir`) for all compositions of this process."""
     _own_dirs[:] = directories
 
 
 def own_conf_dirs() -> tuple[Path, ...]:
-    """The directories of the user's own groups."""
+    """The user's configuration directories."""
     return tuple(_own_dirs)
 
 
 def group_options(directory: Path) -> dict[str, list[str]]:
-    """Every config group of a configuration directory with its options, Hydra's own groups left out; those of
-    `own_conf_dirs` are added."""
+    """All groups of a configuration directory and of `own_conf_dirs` with their options, without Hydra's groups."""
     found: dict[str, set[str]] = {}
     for item in [item for conf in (directory, *_own_dirs) if conf.is_dir() for item in conf.iterdir()]:
         if item.is_dir() and item.name != "hydra":
@@ -64,8 +63,8 @@ def group_options(directory: Path) -> dict[str, list[str]]:
 
 
 VALUES = ("resume",)  # root keys that are values, not components chosen from a group
-LISTS = ("tracker",)  # groups of which a run takes several options: tracker=[console,jsonl]
-CHOOSERS = ("experiment", "sweep", "debug")  # groups that write into the other nodes and have none of their own
+LISTS = ("tracker",)  # groups with several options per run: tracker=[console,jsonl]
+CHOOSERS = ("experiment", "sweep", "debug")  # groups that set other nodes and have no node of their own
 
 
 @dataclass
@@ -110,16 +109,16 @@ ROOTS: dict[str, type] = {"ppo": PPORoot, "sft": SFTRoot}
 
 
 def root_keys(root: str) -> list[str]:
-    """The keys that may stand alone on the command line of a root: its components and the choosers."""
+    """The keys of a root on the command line: components, values and choosers."""
     own = (f.name for f in dataclasses.fields(ROOTS[root]))
     return [*(name for name in own if name not in ("_target_", *VALUES)), *CHOOSERS]
 
 
 def register() -> None:
-    """Make the schemas known to Hydra under `schema_ppo` and `schema_sft`, and what interpolations may ask.
+    """Register the schemas `schema_ppo` and `schema_sft` and the resolvers with Hydra.
 
-    `${divide:384,8}` is a whole number; `${processes:${sharding._target_},2}` is 1 under sharding=none, which has one;
-    `${experiment_of:${algorithm},${actor.model}}` is such as `grpo_qwen2-0.5b-instruct`.
+    `${divide:384,8}` is 48; `${processes:${sharding._target_},2}` is 1 with sharding=none, else 2;
+    `${experiment_of:${algorithm},${actor.model}}` is a name such as `grpo_qwen2-0.5b-instruct`.
     """
     OmegaConf.register_new_resolver("divide", lambda whole, parts: max(1, whole // max(1, parts)), replace=True)
     OmegaConf.register_new_resolver(
@@ -131,17 +130,17 @@ def register() -> None:
         store.store(name=f"schema_{root}", node=schema, provider="verl")
 
 
-# By the class that makes the algorithm another one; of the others the class's own name.
+# Names by the class that characterises the algorithm; other algorithms have the name of their class.
 _ALGORITHMS = {"GAE": "ppo", "ReinforcePlusPlus": "reinforce_pp", "ReinforcePlusPlusBaseline": "reinforce_pp_baseline"}
 _OWN_LOSSES = ("GSPO", "CISPO")
 
 
 def default_experiment(algorithm: Any, model: Any) -> str:
-    """The name of an experiment that was given none: its algorithm and its model.
+    """The default name of an experiment, from its algorithm and model.
 
     Args:
-        algorithm: as composed, or the name of one.
-        model: as composed.
+        algorithm: composed node, or a name.
+        model: composed node.
     """
     if isinstance(algorithm, str):
         name = algorithm
@@ -161,7 +160,7 @@ def default_experiment(algorithm: Any, model: Any) -> str:
 
 
 def _class(node: Any, key: str = "") -> str:
-    """The name of the class of a component, or of one below it; empty where there is none."""
+    """The class name of a component, or of the component at `key`; empty if there is none."""
     where = f"{key}._target_" if key else "_target_"
     found = OmegaConf.select(node, where, throw_on_missing=False) if OmegaConf.is_config(node) else None
     return str(found or "").rpartition(".")[2]
@@ -173,10 +172,10 @@ RUNS = {"ppo": "verl.trainer.ppo_config.PPORun", "sft": "verl.trainer.sft.SFTRun
 
 
 def json_schema(root: str) -> dict[str, Any]:
-    """The JSON schema of a run: of a whole configuration, of an experiment file and of a short file of the user.
+    """The JSON schema for whole configurations, experiment files and short YAML files.
 
-    Nothing is required, since such a file is laid over others. A node is one of the components that the package has
-    for its place, known by `_target_`, or another component by its dotted path.
+    No key is required, since such a file only changes the defaults. A node is a component of this package for that key,
+    by its `_target_`, or a user-defined component by its dotted path.
 
     Args:
         root: `ppo` or `sft`.
@@ -207,7 +206,7 @@ def json_schema(root: str) -> dict[str, Any]:
 
 @functools.cache
 def known_components() -> tuple[type[Description], ...]:
-    """The classes of components that the options name, and those beside them that have no subclass."""
+    """The component classes that options name, and those without subclasses in the same modules."""
     texts = [path.read_text() for path in conf_dir().glob("**/*.yaml")]
     named = {_import(target) for text in texts for target in re.findall(r"_target_: ?(verl[\w.]+)", text)}
     kinds, rest = set(), [Description]
@@ -230,12 +229,12 @@ def _target(kind: type) -> str:
 
 @functools.cache
 def _raw_schema(kind: type[Description]) -> dict[str, Any]:
-    """What pydantic makes of a component; another one in a field is `{"x-component": NAME}`."""
+    """The schema of a component by pydantic; a nested component is `{"x-component": NAME}`."""
     return TypeAdapter(kind).json_schema()
 
 
 def _places(kinds: Iterable[type[Description]]) -> list[str]:
-    """The names of the classes that some field takes, of which there may be subclasses."""
+    """Names of the classes that are field types, which may have subclasses."""
     return sorted(set(re.findall(r"'x-component': '(\w+)'", str([_raw_schema(kind) for kind in kinds]))))
 
 
@@ -272,7 +271,7 @@ def _with_places(schema: Any) -> Any:
 
 
 def _field_texts(kind: type[Description]) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of each field, below `Args:` or `Attributes:`."""
+    """Descriptions of the fields from `Args:` or `Attributes:` in the docstrings of a class and its bases."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         doc = inspect.cleandoc(base.__doc__ or "")

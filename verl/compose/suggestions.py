@@ -1,4 +1,4 @@
-"""Suggestions for mistyped names, and checks of the keys of mappings that are passed in place of configuration."""
+"""Suggestions for mistyped names, and checks of mappings that are passed as configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from verl.errors import ConfigError, faults_below
 
 
 def nearest_path(path: str, known: Iterable[str]) -> str | None:
-    """The known config path most like `path`, in its last key above all: `trainer.lr` finds `actor.optimizer.lr`."""
+    """The known configuration path closest to `path`, mainly by its last key: `trainer.lr` gives
+    `actor.optimizer.lr`.
+    """
     scored = ((_likeness(path, candidate), candidate) for candidate in known)
     score, best = max(scored, key=lambda pair: (pair[0], -len(pair[1])), default=(0.0, ""))
     return best if score >= 0.6 else None
@@ -28,7 +30,7 @@ Kind = TypeVar("Kind", bound=Description)
 
 
 def key_faults(argument: str, given: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
-    """One sentence for each key of `argument` that is not among the known ones.
+    """Yield a sentence for each unknown key of a mapping; `argument` is its name.
 
     >>> list(key_faults("rollout_config", {"temprature": 1.0}, ["temperature", "top_p"]))
     ['rollout_config.temprature is not a known key. Did you mean temperature?']
@@ -41,12 +43,14 @@ def key_faults(argument: str, given: Mapping[str, Any], known: Iterable[str]) ->
 
 
 def described(kind: type[Kind], argument: str, given: Kind | Mapping[str, Any] | None) -> Kind:
-    """The description that a mapping gives; one that is a description already stays as it is.
+    """Make a component from a mapping; a component is returned unchanged.
 
     Args:
-        argument: its name, which opens every fault.
+        kind: class of the component.
+        argument: name of the argument, for messages.
+        given: the mapping or component; None for the defaults.
     Raises:
-        ConfigError: unknown keys with the nearest known one, and values that the description refuses.
+        ConfigError: unknown keys, with the nearest known one, and invalid values.
     """
     if isinstance(given, kind):
         return given

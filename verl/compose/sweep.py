@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 
 class SweepTable(Callback):
-    """Prints the table of a sweep when its last job has ended, under any launcher, and writes it beside the jobs."""
+    """Hydra callback that prints and saves the table of a sweep after its last job, with any launcher."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         from verl.tracking.sweep_table import outcomes, show, write
@@ -20,4 +20,4 @@ class SweepTable(Callback):
             return
         show(jobs, f"Sweep of {len(jobs)} jobs")
         for path in write(directory, jobs):
-            print(path)  # noqa: T201 - what a sweep ends with
+            print(path)  # noqa: T201 - output of the command

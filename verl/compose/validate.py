@@ -2,7 +2,7 @@
 
     composed nodes -> classes named by `_target_` -> components, innermost first -> faults across components
 
-No large library is imported and no weight is loaded.
+It imports no large library and loads no weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verl.compose.suggestions import nearest_path
 from verl.errors import ConfigError
 from verl.utils.component_exits import as_component_exit, raised_by_code
 
-_DEPTH = 40  # deeper than any real configuration: a node that refers to its own parent has no end
+_DEPTH = 40  # deeper than any real configuration; detects a node that refers to its own parent
 
 
 @dataclass
@@ -30,9 +30,9 @@ class PlainConfig:
     """A configuration as nested dicts and lists.
 
     Attributes:
-        tree: the resolved values; `UNSOUND` where one could not be read.
-        borrowed: path of each node that refers to another one, with the path of that other.
-        faults: one sentence for each value that could not be read.
+        tree: the resolved values; `UNSOUND` for a value that could not be resolved.
+        borrowed: target path of each node that is a reference.
+        faults: one sentence for each value that could not be resolved.
     """
 
     tree: Any = None
@@ -40,7 +40,7 @@ class PlainConfig:
     faults: list[str] = field(default_factory=list)
 
     def origin(self, path: str) -> str:
-        """Where the value at `path` is written: below a reference, the path in the node referred to."""
+        """The path at which the value of `path` is set; below a reference, the path in its target."""
         for _ in range(_DEPTH):
             for start, target in self.borrowed.items():
                 if path == start or path.startswith(f"{start}."):
@@ -52,7 +52,7 @@ class PlainConfig:
 
 
 def read_plain(config: DictConfig) -> PlainConfig:
-    """Resolve a configuration; faults are collected and the rest is read all the same."""
+    """Resolve a configuration as far as possible, and collect faults."""
     plain = PlainConfig()
     plain.tree = _read(config, "", plain)
     plain.faults = list(dict.fromkeys(plain.faults))
@@ -106,15 +106,17 @@ TARGET = "_target_"
 
 
 def validate(config: DictConfig | dict[str, Any], faults: Sequence[str] = ()) -> Any:
-    """The description that a configuration gives.
+    """Build the components of a configuration.
 
     Args:
-        config: a composed root; its own `_target_` names the description of the run.
-        faults: found earlier, on the command line; they are reported together with all others.
+        config: a composed root; its `_target_` is the class of the run.
+        faults: found earlier, on the command line; reported together with all others.
+    Returns:
+        The description of the run.
     Raises:
-        ConfigError: with every fault, each opening with its config path: unknown keys with the nearest known one,
-            missing and mistyped values, wrong `_target_`s, references that lead nowhere, and what the descriptions
-            themselves find wrong, alone and together.
+        ConfigError: with every fault, each beginning with its configuration path: unknown keys with the nearest known
+            one, missing values, wrong types, wrong `_target_`s, dangling references, and faults that the components
+            report, alone and in combination.
     """
     plain = read_plain(config if isinstance(config, DictConfig) else OmegaConf.create(config))
     checking = _Validation(plain)
@@ -128,11 +130,11 @@ def validate(config: DictConfig | dict[str, Any], faults: Sequence[str] = ()) ->
 
 
 def refuse_here(run: Description, context: BuildContext | None = None) -> None:
-    """Look for what a run lacks, on this machine first, then of servers, stores, clusters and the directories that it
-    writes: before anything is trained, and before the run has a directory.
+    """Check what a run needs of this machine, of servers, storage, clusters and its directories, before training and
+    before the run directory exists.
 
     Raises:
-        ConfigError: with everything that is missing, by config path.
+        ConfigError: with everything that is missing, by configuration path.
     """
     found = list(dict.fromkeys(_faults_here(run, ""))) or list(
         dict.fromkeys(_preflight(run, "", context or BuildContext()))
@@ -167,14 +169,14 @@ def _faults_here(value: Any, path: str) -> Iterator[str]:
 
 
 class _Validation:
-    """One walk over a configuration, from the leaves up."""
+    """Traverses a configuration, from the leaves up."""
 
     def __init__(self, plain: PlainConfig):
         self.plain = plain
         self.faults: list[str] = []
 
     def value(self, node: Any, path: str) -> Any:
-        """What stands at a node: a description, a plain value, or `UNSOUND` where a fault was found in it."""
+        """The component or plain value of a node; `UNSOUND` if it has a fault."""
         if _is_component(node):
             return self._component(node, path)
         if isinstance(node, dict):
@@ -204,7 +206,7 @@ class _Validation:
         return made if sound else UNSOUND
 
     def _with_other_keys(self, kind: type[Description], into: str, given: dict[str, Any], path: str) -> dict[str, Any]:
-        """Components under keys that are no fields moved into the field that takes them; null leaves one out."""
+        """Move components under keys that are no fields into the field that collects them; null removes one."""
         own, others = given.get(into) or {}, [key for key in given if key not in field_types(kind)]
         taken = {key: given[key] for key in others if given[key] is None or _is_component(given[key])}
         if not taken or not isinstance(own, dict):
@@ -217,7 +219,7 @@ class _Validation:
         where = join(path, TARGET)
         if target is UNSOUND:
             return None
-        found = _import(target) if isinstance(target, str) else "expected the dotted path of a description's class"
+        found = import_component(target) if isinstance(target, str) else "expected the dotted path of a component class"
         if isinstance(found, str):
             self.faults.append(f"{self.plain.origin(where)} is {target!r}: {found}.")
             return None
@@ -234,18 +236,18 @@ class _Validation:
             self.faults.append(f"{here} is not a known key: {kind.__name__} has no such field.{hint(near)}")
 
     def _known_paths(self) -> Iterable[str]:
-        """Every path that the components of this configuration know."""
+        """All configuration paths of the fields of these components."""
         return dict.fromkeys(self.plain.origin(path) for path in _paths(self.plain.tree, ""))
 
     def _fault(self, path: str, fault: str) -> None:
         self.faults.append(join(self.plain.origin(path), fault))
 
 
-def _import(target: str) -> type[Description] | str:
-    """The description's class, or what is wrong with its name."""
+def import_component(target: str) -> type[Description] | str:
+    """Import a component class; returns a message if that fails."""
     module_name, _, name = target.rpartition(".")
     if not module_name:
-        return "expected the dotted path of a description's class"
+        return "expected the dotted path of a component class"
     try:
         found = getattr(importlib.import_module(module_name), name, None)
     except ModuleNotFoundError as error:
@@ -260,7 +262,7 @@ def _import(target: str) -> type[Description] | str:
     if found is None:
         return f"{module_name} has no {name}"
     if not (isinstance(found, type) and issubclass(found, Description)):
-        return "it is no description; give a class that inherits verl.component.Description, decorated by `component`"
+        return "it is not a component; give a class that inherits verl.component.Description, decorated by `component`"
     return found
 
 
@@ -269,7 +271,7 @@ def _is_component(node: Any) -> bool:
 
 
 def _of_list(path: str, fault: str) -> str:
-    """A fault of a group that is chosen as a list: a part without `_target_` was not chosen."""
+    """Adapt a fault of a group that takes a list of options: a member without `_target_` is not in the list."""
     name = fault.partition(" ")[0]
     if path in LISTS and fault.endswith(NO_TARGET) and name in group_options(conf_dir()).get(path, []):
         sentence = fault.removesuffix(NO_TARGET)
@@ -281,7 +283,7 @@ def _paths(node: Any, path: str) -> Iterator[str]:
     if isinstance(node, list):
         return
     if isinstance(node, dict):
-        kind = _import(node[TARGET]) if isinstance(node.get(TARGET), str) else None
+        kind = import_component(node[TARGET]) if isinstance(node.get(TARGET), str) else None
         names = field_types(kind) if isinstance(kind, type) else {}
         yield from (join(path, name) for name in names)
         for key, item in node.items():

@@ -1,4 +1,4 @@
-"""Warm starts: `warm-start://NAME` is the actor that `verl sft` trains with experiment=NAME, made once and cached.
+"""Warm starts: `warm-start://NAME` is the actor that `verl sft experiment=NAME` trains, cached on disk.
 
 run with warm-start://NAME -> conf/sft.yaml + experiment NAME -> key -> <cache>/warm_starts/NAME-key/actor
 """
@@ -24,6 +24,7 @@ from verl.compose.schema import conf_dir, group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.models.pretrained import WARM_START
+from verl.utils.memory import gpu_name_from_outside
 from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
 
 def resolve_warm_starts(run: Any, console: Console, overrides: Sequence[str] = ()) -> Any:
-    """The same run with every `warm-start://NAME` replaced by a directory; what is missing is made, once.
+    """Replace every `warm-start://NAME` in a run by a directory, and train those that are not cached.
 
     Args:
-        run: the checked description of a run.
-        console: where the wait is announced.
-        overrides: of the fine-tuning run beside `experiment=NAME`, in Hydra's spelling.
+        run: the validated description of a run.
+        console: for messages about the wait.
+        overrides: further overrides of the fine-tuning run, in Hydra's syntax.
     Raises:
         ConfigError: there is no such experiment.
     """
@@ -54,12 +55,12 @@ def resolve_warm_starts(run: Any, console: Console, overrides: Sequence[str] = (
 
 
 def warm_start_dir(name: str, run: Any) -> Path:
-    """Where the warm start of that name lies, made or not: its key holds all that its weights depend on."""
+    """Cache directory of a warm start, which may not exist yet; its key includes all that the weights depend on."""
     return _cache() / f"{name}-{_key(run)}"
 
 
 def with_architectures(run: Any) -> Any:
-    """The same run with the untrained model of each `warm-start://NAME` in place of its weights: for looking at sizes.
+    """Replace each `warm-start://NAME` in a run by the untrained model of that experiment, to compute sizes.
 
     Raises:
         ConfigError: there is no such experiment.
@@ -100,15 +101,15 @@ def _actor_dir(name: str, console: Console, overrides: Sequence[str]) -> Path:
     if (final / "actor" / "config.json").is_file():
         console.print(f"{WARM_START}{name} lies in {final}", soft_wrap=True)
         return final / "actor"
-    console.print(f"{WARM_START}{name} is made once, in about a minute ...", soft_wrap=True)
+    console.print(f"{WARM_START}{name} is trained once, in about a minute ...", soft_wrap=True)
     begin = time.monotonic()
     _make(run, final)
-    console.print(f"{WARM_START}{name} made in {time.monotonic() - begin:.0f} s, kept in {final}", soft_wrap=True)
+    console.print(f"{WARM_START}{name} trained in {time.monotonic() - begin:.0f} s, saved in {final}", soft_wrap=True)
     return final / "actor"
 
 
 def _make(run: Any, final: Path) -> None:
-    """Train into a sibling directory and rename it, so that a half-made warm start is never taken for a whole one."""
+    """Train into a temporary directory and rename it, so that a partial result is never used."""
     final.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(f".{final.name}-", final.parent) as directory:
         making = Path(directory)
@@ -118,16 +119,17 @@ def _make(run: Any, final: Path) -> None:
         finally:
             trainer.close()
         assert (making / "actor" / "config.json").is_file(), "supervised fine-tuning saved no actor"
-        _publish(making, final)
+        publish(making, final)
 
 
-def _publish(making: Path, final: Path) -> None:
+def publish(making: Path, final: Path) -> None:
+    """Rename a finished directory into its place; another process may have been there first."""
     try:
         os.rename(making, final)
     except OSError:
         if not (final / "actor" / "config.json").is_file():
             raise
-        # Another process was faster; its weights are the same.
+        # Another process was faster; its weights are equal.
 
 
 def _cache() -> Path:
@@ -137,13 +139,20 @@ def _cache() -> Path:
 def _key(run: Any) -> str:
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    gpu = gpu_name_from_outside(0) if torch.cuda.is_available() else None  # torch would open a context in the driver
+    device = gpu or platform.processor() or platform.machine()
     versions = [torch.__version__, importlib.metadata.version("transformers")]
-    parts = [json.dumps(as_plain(run), sort_keys=True), _sources(), *versions, device, str(torch.get_num_threads())]
+    parts = [
+        json.dumps(as_plain(run), sort_keys=True),
+        source_identity(),
+        *versions,
+        device,
+        str(torch.get_num_threads()),
+    ]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
-def _sources() -> str:
+def source_identity() -> str:
     """One hash of every source file of the package."""
     digest, package = hashlib.blake2b(digest_size=16), Path(verl.__file__).resolve().parent
     for file in sorted(package.rglob("*.py")):

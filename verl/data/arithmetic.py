@@ -1,4 +1,4 @@
-"""Addition problems such as `37+58=`, made in memory, with held-out ones that training never sees."""
+"""Generated addition problems such as `37+58=`, with a held-out set for evaluation."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ MAX_ROWS_WITHOUT_SIZE = 100_000
 
 @component
 class Arithmetic(Description):
-    """All sums of two numbers of `digits` digits, in a seeded order, divided into training and held-out problems.
+    """All sums of two numbers of `digits` digits, in a seeded order, split into training and held-out problems.
 
-    The first `held_out` problems of the order are for evaluation. A training problem is neither one of them nor one of
-    them with its summands exchanged. Sets with equal `digits`, `held_out` and `seed` hold out the same problems,
-    whatever their `train_size`: a policy warmed up on one is evaluated fairly on the other.
+    The first `held_out` problems of the order are for evaluation. No training problem is one of
+    them, nor one of them with its summands exchanged. Equal `digits`, `held_out` and `seed` give the same held-out
+    problems for every `train_size`, so a policy fine-tuned on one data set can be evaluated on the other.
 
     Args:
         digits: of each summand, from 1 to 6; the first of several is not 0.
         held_out: number of problems to evaluate on.
         seed: order of the problems.
-        train_size: number of training problems, the first of the order; None takes all that are left.
+        train_size: number of training problems, the first of the order; None for all that are left.
     """
 
     digits: Annotated[int, Field(ge=1, le=6)] = 2
@@ -45,12 +45,12 @@ class Arithmetic(Description):
 
     @property
     def _count(self) -> int:
-        """How many numbers a summand may be."""
+        """Number of possible summands."""
         return 10**self.digits - self._lowest
 
     def faults(self) -> Iterator[str]:
         total = self._count**2
-        # Each held-out problem can take its mirror image out of training too.
+        # A held-out problem also removes its mirror image from training.
         available = total - 2 * self.held_out
         if available < 1:
             yield f"held_out is {self.held_out}: nothing is left of {total} problems. Set it below {total // 2}."
@@ -63,7 +63,7 @@ class Arithmetic(Description):
         """The problems of a split: `{"prompt": "37+58=", "answer": "95"}`.
 
         Raises:
-            ConfigError: another split is asked for.
+            ConfigError: `split` is neither train nor eval.
         """
         if split not in ("train", "eval"):
             raise ConfigError(f"split is {split!r}: expected one of train, eval.")
@@ -147,10 +147,10 @@ class ArithmeticSFT(Arithmetic, TextSource):
 
 
 def permutation(total: int, seed: int) -> Iterator[int]:
-    """Yield 0 to total - 1 in a seeded order without listing them all first.
+    """Yield 0 to total - 1 in a seeded order, in memory proportional to the numbers taken.
 
-    A Fisher-Yates shuffle that remembers only the places it has exchanged, drawn with `random()`, the one method whose
-    sequence Python keeps the same across versions.
+    A sparse Fisher-Yates shuffle with `random()`, the only method of `random.Random` whose sequence is the same in all
+    versions of Python.
     """
     draw, moved = random.Random(seed), {}
     for place in range(total):

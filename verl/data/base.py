@@ -1,4 +1,4 @@
-"""Base classes and settings of data sets: what a data component builds, and its options."""
+"""Base classes of data components, the `DataSplits` that they build, and the options of prompts and SFT."""
 
 from __future__ import annotations
 
@@ -21,37 +21,38 @@ _log = logging.getLogger(__name__)
 
 
 class Dataset(Protocol):
-    """Rows that were tokenised once and can be joined into a batch in any order."""
+    """Tokenised rows, which can be collated into batches in any order."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     def collate(self, indices: Sequence[int]) -> DataProto:
-        """The rows at `indices`, padded to the longest of them."""
+        """A batch of the rows at `indices`, padded to the longest of them."""
         ...
 
 
 @component
 class PromptSource(Description):
-    """Base of what `data` may be in reinforcement learning: builds `DataSplits` of prompts."""
+    """Base class of `data=` components for reinforcement learning: builds `DataSplits` of prompts."""
 
     def columns(self) -> dict[str, frozenset[str]]:
-        """The columns beside the prompt, by what names the rows (`train_files`), of those whose columns are known
-        without the rows having been read."""
+        """Columns without the prompt, by the setting that names the rows (`train_files`); only for rows whose columns
+        are known without reading them all.
+        """
         return {}
 
 
 @component
 class TextSource(Description):
-    """Base of what `data` may be in supervised fine-tuning: builds `DataSplits` of texts to imitate."""
+    """Base class of `data=` components for supervised fine-tuning: builds `DataSplits` of sequences."""
 
 
 def data_counts(splits: DataSplits) -> dict[str, int]:
-    """How many rows there are, how many repeat another, and how many of the evaluation are trained on.
+    """Count rows, duplicates, and evaluation rows that are also training rows.
 
-    Two rows are the same where their tokens are, whatever their other columns hold. Empty for data sets that do not
-    tell their rows apart by `digests`.
+    Rows are duplicates if their tokens are equal; other columns are not compared. Empty for data sets without
+    `digests`.
     """
     digests = {"train": getattr(splits.train, "digests", None), "eval": getattr(splits.eval, "digests", None)}
     known = {name: found for name, found in digests.items() if found is not None}
@@ -64,18 +65,21 @@ def data_counts(splits: DataSplits) -> dict[str, int]:
 
 
 def duplicates_sentence(counts: Mapping[str, int]) -> str | None:
-    """What `data_counts` found that may not be meant, in words; None where there is nothing of the kind."""
+    """A warning about duplicates and overlap in the counts of `data_counts`; None if there are none."""
     found = []
     for name, words in (("train", "training"), ("eval", "evaluation")):
         if number := counts.get(f"{name}_duplicates"):
             found.append(f"{number} of {counts[f'{name}_rows']} {words} rows repeat another one")
     if number := counts.get("eval_rows_in_train"):
-        found.append(f"{number} of {counts['eval_rows']} evaluation rows are trained on, so evaluations flatter")
+        found.append(
+            f"{number} of {counts['eval_rows']} evaluation rows are also training rows, so evaluation scores are too "
+            "high"
+        )
     return f"Data: {'; '.join(found)}." if found else None
 
 
 def report_counts(splits: DataSplits) -> dict[str, int]:
-    """`data_counts`, of which what may not be meant is logged."""
+    """Return `data_counts`, and log a warning about duplicates and overlap."""
     counts = data_counts(splits)
     if (sentence := duplicates_sentence(counts)) is not None:
         _log.warning("%s", sentence)
@@ -84,12 +88,12 @@ def report_counts(splits: DataSplits) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class DataSplits:
-    """The two parts of the data of a run.
+    """Training and evaluation rows of a run.
 
     Attributes:
-        train: the rows to learn from.
-        eval: rows that are never trained on, or None where there are none.
-        mixture: the parts of `train` and their shares of an epoch; None visits every row once.
+        train: rows to train on.
+        eval: rows to evaluate on; None without evaluation.
+        mixture: the parts of `train` and their shares of an epoch; None to visit every row once.
     """
 
     train: Dataset
@@ -106,19 +110,19 @@ class PromptOptions(PromptSource):
     """How rows become prompts.
 
     Args:
-        prompt_key: the column that holds a text or a list of chat messages.
-        max_prompt_length: most tokens of a prompt.
-        truncation: what happens to a longer prompt. `error` refuses the data set and counts them; `left` and `right`
-            cut that end; `drop` leaves the row out. The default refuses, because a cut prompt asks another question
-            than the one its answer belongs to, and that shows only as a reward that stays low.
-        chat_template: a Jinja template to use in place of the tokenizer's own; for chat messages alone.
-        system_prompt: opens every chat that has no system message of its own; with it, a prompt that is a text is the
-            message of a user and goes through the chat template too.
-        on_bad_row: what happens to a row that cannot be used (no text, empty, not UTF-8, refused by the template).
-            `error` refuses the data set; `skip` leaves the row out and says how many and which.
-        final_assistant: what happens to a chat that ends with the assistant, whose words would stand in the prompt and
-            may be the answer. `error` counts as a row that cannot be used; `drop` takes the message out of the prompt;
-            `answer` makes it the column `answer`, too.
+        prompt_key: column of the prompt, a text or a list of chat messages.
+        max_prompt_length: the most tokens of a prompt.
+        truncation: treatment of longer prompts. `error` refuses the data set and reports their number; `left` and
+            `right` cut that end; `drop` leaves the row out. `error` is the default, because a truncated prompt no
+            longer asks the question that its answer belongs to, which shows only as a low reward.
+        chat_template: a Jinja template instead of that of the tokenizer; applied to chat messages only.
+        system_prompt: system message for chats without one. With it, a text prompt becomes a user message and is
+            rendered by the chat template too.
+        on_bad_row: treatment of unusable rows (no text, empty, not UTF-8, refused by the template). `error` refuses the
+            data set; `skip` leaves them out and logs their number and places.
+        final_assistant: treatment of chats that end with an assistant message, which would be part of the prompt and
+            may be the answer. `error` makes the row unusable; `drop` removes the message; `answer` moves it to the
+            column `answer`.
     """
 
     prompt_key: str = "prompt"
@@ -132,21 +136,21 @@ class PromptOptions(PromptSource):
 
 @component
 class SFTOptions(TextSource):
-    """How rows become sequences to imitate.
+    """How rows become sequences for supervised fine-tuning.
 
     Args:
-        prompt_key: the column that holds a text or a list of chat messages.
-        completion_key: the column that holds the text to learn; None takes `completion` or else `response`.
-        messages_key: the column that holds whole conversations, of which the assistant's turns are learned; the two
-            columns above are then not read. None takes prompts and completions.
-        max_length: most tokens of prompt, completion and EOS together.
-        truncation: what happens to a longer sequence. `error` refuses the data set and counts them; `left` cuts the
-            start of the prompt, `right` the end of the completion with its EOS; `drop` leaves the row out.
-        chat_template: a Jinja template to use in place of the tokenizer's own; for chat messages alone.
-        system_prompt: opens every chat that has no system message of its own; with it, a prompt that is a text is the
-            message of a user and goes through the chat template too.
-        on_bad_row: `error` refuses a data set with a row that cannot be used; `skip` leaves the row out and says how
-            many and which.
+        prompt_key: column of the prompt, a text or a list of chat messages.
+        completion_key: column of the text to learn; None for `completion`, or `response` if there is none.
+        messages_key: column of whole conversations, whose assistant turns are learned; the two columns above are then
+            unused. None for prompts and completions.
+        max_length: the most tokens of prompt, completion and EOS together.
+        truncation: treatment of longer sequences. `error` refuses the data set and reports their number; `left` cuts
+            the start of the prompt, `right` the end of the completion with its EOS; `drop` leaves the row out.
+        chat_template: a Jinja template instead of that of the tokenizer; applied to chat messages only.
+        system_prompt: system message for chats without one. With it, a text prompt becomes a user message and is
+            rendered by the chat template too.
+        on_bad_row: `error` refuses a data set with unusable rows; `skip` leaves them out and logs their number and
+            places.
     """
 
     prompt_key: str = "prompt"
@@ -160,7 +164,7 @@ class SFTOptions(TextSource):
 
 
 def read_options(kind: type[Options], config: Mapping[str, Any] | None) -> Options:
-    """The options that a mapping sets, the others at their defaults.
+    """Build an options component from a mapping; missing keys have their defaults.
 
     Raises:
         ConfigError: a key is unknown (names the nearest known one), or a value is wrong.

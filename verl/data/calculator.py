@@ -1,4 +1,4 @@
-"""Sums and products of numbers that the embedded model cannot compute, and other tasks that show how to call a tool."""
+"""Sums and products that the built-in model cannot compute itself, and other tasks that show how to call a tool."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ EOS = "<eos>"
 
 @component
 class CalculatorPrompts(PromptSource):
-    """Sums and products such as `347*9182=`, with the column `answer`; half of them sums.
+    """Problems such as `347*9182=`, half sums and half products, with the column `answer`.
 
     Args:
-        min_digits, max_digits: of each of the two numbers.
-        train_size, held_out: problems; none of those held out is trained on.
-        seed: which.
-        max_prompt_length: tokens, one a character.
+        min_digits, max_digits: digits of each of the two numbers.
+        train_size, held_out: numbers of training and evaluation problems, which do not overlap.
+        seed: of the problems.
+        max_prompt_length: the most tokens of a prompt; a token is a character.
     """
 
     min_digits: Annotated[int, Field(ge=1, le=6)] = 3
@@ -71,20 +71,21 @@ class CalculatorPrompts(PromptSource):
 
 @component
 class CalculatorSFT(TextSource, Description):
-    """Other tasks than `CalculatorPrompts`: how a call looks, how its result is read, and a habit of making none.
+    """Examples that show the form of a call and how its result is used, on other tasks than `CalculatorPrompts`. Most
+    examples of two-number sums and products make no call, so that calling is left to reinforcement learning.
 
         57831-204=    calc(57831-204)<eos>    57627\\n    57627<eos>      differences are computed by a call
         61+803*5=     calc(61+803*5)<eos>     4076\\n     4076<eos>       so are expressions of three numbers
         7+5=          12<eos>                                             sums and products mostly are not
 
     Args:
-        max_digits: of the numbers of differences.
-        pair_digits: of the numbers of sums and products of two; not those that are to be learned.
-        pair_share: of the problems, sums and products of two numbers.
-        pair_calls: share of these that are computed by a call; the others are answered at once.
-        train_size, held_out: problems, each one or two texts.
-        seed: which.
-        max_length: most tokens of a text.
+        max_digits: digits of the numbers in differences.
+        pair_digits: digits of the numbers in sums and products; fewer than in the problems to be learned.
+        pair_share: fraction of the problems that are sums and products of two numbers.
+        pair_calls: fraction of these that are computed by a call; the others are answered directly.
+        train_size, held_out: numbers of problems, each of one or two texts.
+        seed: of the problems.
+        max_length: the most tokens of a text.
     """
 
     max_digits: Annotated[int, Field(ge=1, le=9)] = 7
@@ -97,7 +98,7 @@ class CalculatorSFT(TextSource, Description):
     max_length: PositiveInt = 64
 
     def rows(self, split: Split) -> list[dict[str, str]]:
-        """Texts of a split, each a prompt and a completion that ends before its end-of-text token."""
+        """Texts of a split, each a prompt and a completion without its EOS."""
         chosen = random.Random(f"calculator warm start/{split}/{self.seed}")
         rows: list[dict[str, str]] = []
         for _ in range(self.train_size if split == "train" else self.held_out):
@@ -131,7 +132,7 @@ class CalculatorSFT(TextSource, Description):
 
 
 def calculated(problem: str) -> str:
-    """The value of an expression of whole numbers with +, - and *.
+    """The value of an expression of integers with +, - and *, as text.
 
     >>> calculated("2+3*4")
     '14'
@@ -146,6 +147,6 @@ def calculated(problem: str) -> str:
 
 
 def _number(chosen: random.Random, low: int, high: int) -> int:
-    """Of so many digits, each number of digits as likely as another."""
+    """A random number of `low` to `high` digits; each number of digits is equally likely."""
     digits = chosen.randint(low, high)
     return chosen.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)

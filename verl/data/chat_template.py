@@ -1,6 +1,4 @@
-"""Chat templates: the prompt column as text and tokens, conversations as tokens, and which tokens the assistant
-wrote.
-"""
+"""Chat templates: prompts as text and tokens, conversations as tokens with a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -16,17 +14,17 @@ from verl.errors import ConfigError
 
 FinalAssistant = Literal["error", "drop", "answer"]
 Messages = Sequence[Mapping[str, Any]]
-PINNED_DAY = "verl_day"  # attribute of a tokenizer
+PINNED_DAY = "verl_day"  # attribute of a tokenizer: the date that its chat template writes
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How messages become text.
+    """Renders chat messages to text and tokens.
 
     Attributes:
-        template: a Jinja template in place of the tokenizer's own, or None.
-        system_prompt: the system message of chats that have none; with it a text prompt is the message of a user.
-        tools: JSON schemas for rows that name none of their own; of no effect where the template reads none.
+        template: a Jinja template; None for that of the tokenizer.
+        system_prompt: system message for chats without one; with it a text prompt becomes a user message.
+        tools: JSON schemas for rows without a column `tools`; ignored if the template does not use tools.
     """
 
     tokenizer: Any
@@ -36,12 +34,12 @@ class ChatTemplate:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template writes schemas of tools into a prompt."""
+        """Whether the template writes tool schemas into a prompt."""
         return "tools" in (self.source or "")
 
     @property
     def is_dated(self) -> bool:
-        """Whether the template writes the date of the day."""
+        """Whether the template writes the current date."""
         return "strftime_now" in (self.source or "")
 
     @property
@@ -50,34 +48,35 @@ class ChatTemplate:
         return self.template or getattr(self.tokenizer, "chat_template", None)
 
     def with_system(self, messages: Messages) -> list[Mapping[str, Any]]:
-        """The messages, opened by the system prompt unless they open with a system message of their own."""
+        """The messages, after the system prompt unless they begin with a system message."""
         if self.system_prompt is None or messages[0]["role"] == "system":
             return list(messages)
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def tools_of(self, tools: Any, place: str) -> list[Any] | None:
-        """A column `tools` as a template takes it: JSON schemas, or JSON text of them; None where there are none.
+        """Parse the value of a column `tools`, a list of JSON schemas or their JSON text; None if it is empty.
 
         Raises:
-            ConfigError: they are no list of mappings, or the template does not read any.
+            ConfigError: it is not a list of mappings, or the template does not use tools.
         """
         if tools is None or tools == "" or (not isinstance(tools, str) and len(tools) == 0):
             return None
         try:
             found = json.loads(tools) if isinstance(tools, str) else list(tools)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"tools is {shortened(tools)} at {place}: no JSON ({error}).") from error
+            raise ConfigError(f"tools is {shortened(tools)} at {place}: not valid JSON ({error}).") from error
         if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
             raise ConfigError(f"tools is {shortened(tools)} at {place}: expected a list of JSON schemas.")
         if not self.reads_tools:
             raise ConfigError(
-                f"tools is given at {place}, and the chat template reads none: the policy would not see them. Choose a "
+                f"tools is set at {place}, but the chat template does not use tools: the policy would not see them. "
+                "Choose a "
                 "chat_template that does, or rename the column."
             )
         return [_without_nulls(tool) for tool in found] or None
 
     def messages_of(self, prompt: str | Messages) -> list[Mapping[str, Any]] | None:
-        """The chat that a prompt is; None for a text, unless a system prompt makes it one."""
+        """The messages of a prompt; None for a text prompt without a system prompt."""
         if not isinstance(prompt, str):
             return self.with_system(prompt)
         return None if self.system_prompt is None else self.with_system([{"role": "user", "content": prompt}])
@@ -86,12 +85,13 @@ class ChatTemplate:
         """The text of a chat.
 
         Args:
-            place: of the row, in words.
-            reply_follows: end with the generation prompt, where the assistant begins to speak.
-            tools: what stands in the row's column `tools`, for the template.
+            messages: with `role` and `content`.
+            place: file and number of the row, for messages.
+            reply_follows: end with the generation prompt.
+            tools: value of the row's column `tools`.
         Raises:
-            ConfigError: there is no template, or it refuses the messages or knows no tools; names row, roles and the
-                template's error.
+            ConfigError: there is no template, or it refuses the messages or does not use tools; names row, roles and
+                the template's error.
         """
         if self.source is None:
             raise ConfigError(
@@ -119,25 +119,32 @@ def today() -> str:
 
 
 def pin_date(tokenizer: Any, day: str) -> None:
-    """Have chat templates of this tokenizer write a fixed day, as 2026-11-23, in place of the present one."""
+    """Make chat templates of this tokenizer write a fixed date, such as 2026-11-23, instead of the current one."""
     setattr(tokenizer, PINNED_DAY, day)
 
 
 def pinned_date(tokenizer: Any) -> dict[str, Any]:
-    """What `apply_chat_template` takes for that."""
+    """Keyword arguments of `apply_chat_template` for the pinned date."""
     if (day := getattr(tokenizer, PINNED_DAY, None)) is None:
         return {}
     return {"strftime_now": datetime.datetime.fromisoformat(day).strftime}
 
 
 def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors) -> tuple[list[str], list[list[int]]]:
-    """The text and the tokens of every prompt; both are empty for rows that `bad` received.
+    """Render and tokenise every prompt.
 
-    A text is tokenised as it is, with the special tokens that the tokenizer puts before a text. Chat messages go
-    through the chat template, up to where the assistant begins to speak; the template writes its own special tokens.
+    A text is tokenised with the special tokens that the tokenizer puts before a text. Chat messages are rendered by the
+    chat template, which writes its own special tokens, and end with the generation prompt.
 
+    Args:
+        rows: the data.
+        key: column of the prompt.
+        chat: the template.
+        bad: receives unusable rows.
+    Returns:
+        Texts and token ids by row; both are empty for unusable rows.
     Raises:
-        ConfigError: no row has the column, or messages meet no template at all.
+        ConfigError: no row has the column, or there are messages but no chat template.
     """
     texts, is_chat = [""] * len(rows), [False] * len(rows)
     for index in range(len(rows)):
@@ -160,7 +167,7 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
 
 
 def messages_fault(messages: Any) -> str | None:
-    """What was expected, where a value is no list of chat messages; None where it is one."""
+    """What was expected instead of a value that is no list of chat messages; None if it is one."""
     if not isinstance(messages, (list, tuple)) or not messages:
         return "a list of chat messages"
     for message in messages:
@@ -172,7 +179,7 @@ def messages_fault(messages: Any) -> str | None:
 
 
 def text_fault(text: str) -> str | None:
-    """What was expected, where a text cannot be tokenised: JSON can hold halves of surrogate pairs."""
+    """What was expected instead of a text that cannot be tokenised (JSON may contain lone surrogates); else None."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -198,19 +205,21 @@ def _prompt_fault(rows: DataRows, key: str, index: int) -> str | None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the keys that parquet gives every row of a column, null where a row had none."""
+    """Remove keys with null values; parquet adds all keys of a column to every row."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def without_final_assistant(rows: DataRows, key: str, how: FinalAssistant) -> DataRows:
-    """Rows whose chats end before the assistant's last words, where these are not to stand in the prompt.
+    """Remove a final assistant message from every chat.
 
     Args:
-        how: see `PromptOptions`; under `error` the rows stay, and are refused when they are rendered.
+        rows: the data.
+        key: column of the prompt.
+        how: see `final_assistant` of `PromptOptions`; `error` returns the rows unchanged, and rendering refuses them.
     Raises:
-        ConfigError: the words are to be the column `answer`, and there is one.
+        ConfigError: `how` is `answer`, and the data have a column `answer`.
     """
     if how == "error":
         return rows
@@ -240,11 +249,11 @@ def _ends_with_assistant(prompt: Any) -> bool:
 
 
 def _rendered(messages: Messages, chat: ChatTemplate, place: str, tools: Any) -> tuple[str, str | None]:
-    """The text of a chat, or why the row has none."""
+    """(text of a chat, None), or an empty text and the reason."""
     if _ends_with_assistant(messages):
         return "", (
-            f"the chat at {place} ends with the assistant, whose words would stand in the prompt and may be the "
-            "answer. Set final_assistant to drop, or to answer to have them as the column answer"
+            f"the chat at {place} ends with an assistant message, which would be part of the prompt and may be the "
+            "answer. Set final_assistant to drop, or to answer to move it to the column answer"
         )
     try:
         return chat.render(messages, place, reply_follows=True, tools=tools), None
@@ -271,19 +280,21 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def conversation_tokens(
     chat: ChatTemplate, messages: Messages, place: str, tools: Any = None
 ) -> tuple[list[int], list[bool]]:
-    """The tokens of a conversation, and by token whether it is learned.
+    """Tokenise a conversation, with a mask of the tokens to learn.
 
-    A template that marks the assistant's part itself (`{% generation %}`) is asked. Of any other template the
-    conversation is rendered up to each turn of the assistant with the generation prompt, and up to its end: what the
-    turn added is learned, up to its end token, without the whitespace that templates put after it. That holds only if
-    a conversation goes on as it began, so each rendering must begin the next.
+    With a template that marks assistant turns (`{% generation %}`) the marks are used. With any other template the
+    conversation is rendered up to the start of each assistant turn, with the generation prompt, and up to its end; the
+    text between is learned, including the end token but not the white space that templates put after it. This requires
+    that each rendering is a prefix of the next, which is checked.
 
     Args:
-        place: of the row, in words.
-        tools: what stands in the row's column `tools`.
+        chat: the template.
+        messages: with `role` and `content`.
+        place: file and number of the row, for messages.
+        tools: value of the row's column `tools`.
     Raises:
-        ConfigError: the template refuses the messages, or rewrites earlier turns when later ones follow, or no turn is
-            the assistant's; names the row.
+        ConfigError: the template refuses the messages, or rewrites earlier turns when later ones follow, or there is no
+            assistant turn; names the row.
     """
     messages = chat.with_system(messages)
     if not any(message["role"] == "assistant" for message in messages):
@@ -304,7 +315,7 @@ def conversation_tokens(
 
 
 def _span(chat: ChatTemplate, messages: Messages, turn: int, text: str, place: str, tools: Any) -> tuple[int, int]:
-    """Where in the text of the conversation a turn of the assistant lies, its end token included."""
+    """Start and end of an assistant turn in the text of the conversation, including its end token."""
     before = chat.render(messages[:turn], place, reply_follows=True, tools=tools)
     after = chat.render(messages[: turn + 1], place, reply_follows=False, tools=tools)
     if not after.startswith(before) or not text.startswith(after):
@@ -335,5 +346,5 @@ def _as_template_says(chat: ChatTemplate, messages: Messages, place: str, tools:
         raise ConfigError(f"chat_template refuses the roles {roles} at {place}: {error}.") from error
     learned = [bool(mark) for mark in encoded["assistant_masks"]]
     if not any(learned):
-        raise ConfigError(f"chat_template marks nothing at {place} as the assistant's: there is nothing to learn.")
+        raise ConfigError(f"chat_template marks no assistant tokens at {place}: there is nothing to learn.")
     return list(encoded["input_ids"]), learned

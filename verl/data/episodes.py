@@ -1,4 +1,4 @@
-"""`data=episodes`: prompts of episodes, of environments that say the rest themselves when they are reset."""
+"""`data=episodes`: prompts for environments that provide the rest of the task when they are reset."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from verl.errors import ConfigError
 
 @component
 class EpisodePrompts(PromptSource):
-    """Rows with a number of their own in the column `index`, which tells episodes apart, and one prompt or the
-    environment's.
+    """Rows with a prompt, and an episode number in the column `index`.
 
     Args:
-        prompt: a text; as it stands, unless a system prompt makes it a chat. None: the messages with which the tasks of
-            the environment begin, in a chat where there is a template, else as lines of text.
-        system_prompt: opens a chat whose user says `prompt`; None leaves the text as it is.
-        chat_template: in place of the tokenizer's own.
-        train_size: episodes of an epoch, at most as many as the environment has tasks beside `held_out`.
-        held_out: episodes of an evaluation, numbered after those.
-        max_prompt_length: tokens.
+        prompt: text of every prompt. None for the first messages of each task of the environment, as a chat if there is
+            a chat template, else as lines of text.
+        system_prompt: makes each prompt a chat with this system message and `prompt` as user message; None for none.
+        chat_template: a Jinja template instead of that of the tokenizer.
+        train_size: episodes of an epoch; at most the number of tasks of the environment less `held_out`.
+        held_out: episodes of an evaluation, numbered after those of training.
+        max_prompt_length: the most tokens of a prompt.
     """
 
     prompt: str | None = "Play. "
@@ -63,12 +62,13 @@ class EpisodePrompts(PromptSource):
             raise ConfigError("prompt is null, and the environment has no prompts of its own. Set data.prompt.")
         if len(found) <= self.held_out:
             raise ConfigError(
-                f"held_out is {self.held_out}, and the environment has {len(found)} tasks: none is left to train on."
+                f"held_out is {self.held_out}, and the environment has only {len(found)} tasks: none is left to train "
+                "on."
             )
         is_chat = self.chat_template is not None or getattr(context.tokenizer, "chat_template", None) is not None
         return found if is_chat else [lines_of(messages) for messages in found]
 
 
 def lines_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Messages as a text, where there is no chat."""
+    """Messages as lines of text, for models without a chat template."""
     return "".join(f"{message['content']}\n" for message in messages)

@@ -1,4 +1,4 @@
-"""Data sets in files of the user: prompts for reinforcement learning, sequences for supervised fine-tuning."""
+"""Data sets in files: prompts for reinforcement learning, sequences for supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ class PromptFiles(PromptOptions):
     """Prompts from parquet and JSONL files.
 
     Args:
-        train_files: paths whose rows are trained on, in order.
-        eval_files: paths whose rows are evaluated on; none for no evaluation.
-        weights: one number per training file: its share of an epoch, relative to the others. None visits every row
-            once.
+        train_files: paths of the training data, in order.
+        eval_files: paths of the evaluation data; empty for no evaluation.
+        weights: relative share of an epoch of each training file; None to visit every row once.
     """
 
     train_files: tuple[str, ...]
@@ -50,10 +49,9 @@ class SFTFiles(SFTOptions):
     """Prompts with their completions from parquet and JSONL files.
 
     Args:
-        train_files: paths whose rows are trained on, in order.
-        eval_files: paths whose rows are evaluated on; none for no evaluation.
-        weights: one number per training file: its share of an epoch, relative to the others. None visits every row
-            once.
+        train_files: paths of the training data, in order.
+        eval_files: paths of the evaluation data; empty for no evaluation.
+        weights: relative share of an epoch of each training file; None to visit every row once.
     """
 
     train_files: tuple[str, ...]
@@ -98,11 +96,11 @@ def _build(
 
 
 def _mixture(files: PromptFiles | SFTFiles, sources: list[int]) -> Mixture:
-    """The share of each file, whose rows follow one another in the data set."""
+    """The mixture of the files; the rows of a file are contiguous in the data set."""
     assert files.weights is not None
     counted = Counter(sources)
     sizes = tuple(counted[index] for index in range(len(files.train_files)))
     if 0 in sizes:
         empty = files.train_files[sizes.index(0)]
-        raise ConfigError(f"weights gives a share to {empty!r}, of which no row is left. Leave the file out.")
+        raise ConfigError(f"weights has a share for {empty!r}, which has no usable row. Leave the file out.")
     return Mixture(sizes, files.weights)

@@ -20,9 +20,9 @@ class GuessNumberPrompts(PromptSource):
     """One prompt for each secret number, with the column `secret`.
 
     Args:
-        highest: of the numbers, which begin at 1.
-        repeats: of every number in an epoch.
-        max_prompt_length: tokens, one a character.
+        highest: numbers are 1 to `highest`.
+        repeats: rows of each number in an epoch.
+        max_prompt_length: the most tokens of a prompt; a token is a character.
     """
 
     highest: PositiveInt = 15
@@ -43,14 +43,14 @@ class GuessNumberPrompts(PromptSource):
 
 @component
 class GuessNumberSFT(TextSource):
-    """Games in which every guess is drawn at random: they show the form, and no sense.
+    """Games with random guesses: they teach the format of the game, but no strategy.
 
     Args:
-        highest: of the numbers.
-        max_guesses: of a game.
-        train_size, held_out: texts, each up to one guess.
-        seed: which.
-        max_length: most tokens of a text.
+        highest: numbers are 1 to `highest`.
+        max_guesses: guesses of a game.
+        train_size, held_out: numbers of texts, each ending with a guess.
+        seed: of the games.
+        max_length: the most tokens of a text.
     """
 
     highest: PositiveInt = 15

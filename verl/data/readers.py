@@ -1,4 +1,4 @@
-"""Readers of parquet and JSONL files. Each row knows its file and number; unusable rows stop the run or are counted."""
+"""Readers of parquet and JSONL files. Each row has its file and number; unusable rows stop the run or are skipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RowErrors:
     """Collects one sentence per unusable row of a data set, each with its file and number.
 
     Args:
-        policy: `error` refuses the data set when all rows were looked at; `skip` leaves the rows out and warns.
+        policy: `error` refuses the data set after all rows were checked; `skip` leaves the rows out and warns.
     Attributes:
         faults: the sentences, without their final full stop.
     """
@@ -34,14 +34,14 @@ class RowErrors:
         return len(self.faults)
 
     def add(self, fault: str) -> None:
-        """Note one row."""
+        """Add the fault of a row."""
         self.faults.append(fault.rstrip("."))
 
     def settle(self, num_rows: int) -> None:
-        """Refuse or report what was collected.
+        """Raise or warn if there are unusable rows.
 
         Args:
-            num_rows: of the data set, the bad ones included.
+            num_rows: rows of the data set, including unusable ones.
         Raises:
             ConfigError: there are bad rows and the policy is `error`, or no other row is left.
         """
@@ -64,14 +64,14 @@ FILE_TYPES = (".parquet", ".jsonl")
 
 @dataclass(frozen=True)
 class DataRows:
-    """Rows in order.
+    """Rows of a data set.
 
     Attributes:
         values: one mapping of columns per row.
-        places: `(file, number)` per row, the number being the line of a JSONL file or the row of a parquet file,
-            counted from 1 and from 0 as editors and data frames do; None for rows that came from memory.
-        numbers: the index of each row over all files, counting rows that were left out; None where none was.
-        sources: the index of each row's file in the list of files; None for rows that came from memory.
+        places: `(file, number)` per row: the line of a JSONL file, from 1, or the row of a parquet file, from 0; None
+            for rows from memory.
+        numbers: index of each row over all files, counting skipped rows; None if none was skipped.
+        sources: index of each row's file in the list of files; None for rows from memory.
     """
 
     values: list[Mapping[str, Any]]
@@ -83,18 +83,18 @@ class DataRows:
         return len(self.values)
 
     def place(self, index: int) -> str:
-        """Where a row came from, in words."""
+        """File and number of a row, for messages."""
         if self.places is None:
             return f"row {index}"
         file, number = self.places[index]
         return f"{'line' if file.endswith('.jsonl') else 'row'} {number} of {file}"
 
     def number(self, index: int) -> int:
-        """The index of a row over all files, the same whether or not rows before it were left out."""
+        """The index of a row over all files, counting skipped rows."""
         return index if self.numbers is None else self.numbers[index]
 
     def only(self, kept: Sequence[int]) -> DataRows:
-        """The rows at `kept`, which keep their places and numbers."""
+        """The rows at the indices `kept`, with their places and numbers."""
         if len(kept) == len(self):
             return self
 
@@ -109,10 +109,12 @@ class DataRows:
         )
 
     def column_fault(self, key: str, option: str, index: int) -> str | None:
-        """What is wrong where a row lacks a column, naming those it has; None where it has it.
+        """A sentence about a column that a row lacks, with the columns that it has; None if it has the column.
 
         Args:
-            option: the setting that chose `key`.
+            key: the column.
+            option: the setting that names the column.
+            index: of the row.
         Raises:
             ConfigError: no row has the column.
         """
@@ -126,7 +128,7 @@ class DataRows:
 
 
 def file_faults(name: str, files: Sequence[str | Path]) -> Iterator[str]:
-    """Yield one sentence per path that cannot be read as data, opening with `name[index]`."""
+    """Yield a sentence for each path that is no data file, beginning with `name[index]`."""
     for index, file in enumerate(files):
         path, seen = Path(file), f"{name}[{index}] is {str(file)!r}"
         if path.suffix not in FILE_TYPES:
@@ -138,14 +140,14 @@ def file_faults(name: str, files: Sequence[str | Path]) -> Iterator[str]:
 
 
 def read_rows(files: Sequence[str | Path], bad: RowErrors, name: str = "data_files") -> DataRows:
-    """Read files one after another.
+    """Read the rows of files, in order.
 
     Args:
         files: paths ending in `.parquet` or `.jsonl`.
-        bad: receives lines that are no row, which are left out here.
-        name: what messages call this list.
+        bad: receives lines that cannot be parsed; they are left out.
+        name: name of the list of files in messages.
     Raises:
-        ConfigError: a file is missing, is no parquet or JSONL, or holds nothing.
+        ConfigError: a file is missing, is not parquet or JSONL, or is empty.
     """
     if faults := list(file_faults(name, files)) or ([] if files else [f"{name} is empty: name at least one file."]):
         raise ConfigError(faults)
@@ -166,13 +168,13 @@ def read_rows(files: Sequence[str | Path], bad: RowErrors, name: str = "data_fil
     return DataRows(values, places, numbers, sources)
 
 
-READ_AHEAD_BYTES = 16 << 20  # of JSON lines, whose columns only all of them tell
+READ_AHEAD_BYTES = 16 << 20  # largest JSONL file that `columns_of` reads; its columns are known only from all lines
 
 
 def columns_of(files: Sequence[str | Path]) -> frozenset[str] | None:
-    """The columns of files, where they are known without reading much: of parquet, and of JSONL that is not large.
+    """Columns of files, read cheaply: from the schema of parquet, and from JSONL of at most `READ_AHEAD_BYTES`.
 
-    None where they cannot: a file is large, or cannot be read, which is reported when it is.
+    None if a file is larger or cannot be read, which `read_rows` reports.
     """
     found: set[str] = set()
     for path in map(Path, files):
@@ -195,13 +197,13 @@ def _read_parquet(path: Path, seen: str) -> Iterator[tuple[int, dict[str, Any] |
     import pyarrow.parquet
 
     try:
-        # The file alone: given a path, pyarrow would make columns of directories such as `split=train`.
+        # An open file: from a path, pyarrow would add columns for directories such as `split=train`.
         table = pyarrow.parquet.ParquetFile(path).read()
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{seen}: not a readable parquet file ({error}).") from error
     try:
         rows = table.to_pylist()
-    except UnicodeDecodeError:  # slower, but it finds the rows
+    except UnicodeDecodeError:  # row by row, to find the ones at fault
         rows = [_parquet_row(table, index) for index in range(table.num_rows)]
     yield from enumerate(rows)
 
@@ -214,7 +216,7 @@ def _parquet_row(table: Any, index: int) -> dict[str, Any] | str:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """The number of every line that is not blank, with its row or with what is wrong with it."""
+    """Yield the number of every line that is not blank, with its row or its fault."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -227,7 +229,7 @@ def _parsed(line: bytes, number: int) -> dict[str, Any] | str:
     except UnicodeDecodeError as error:
         return f"line {number} is not UTF-8 text ({error})"
     except (json.JSONDecodeError, RecursionError) as error:
-        return f"line {number} is no JSON ({error})"
+        return f"line {number} is not valid JSON ({error})"
     if isinstance(row, dict):
         return row
     return f"line {number} holds {line.decode('utf-8').strip()[:40]!r}, expected a JSON object"

@@ -22,20 +22,20 @@ RESERVED_COLUMNS = frozenset({"prompt_text", "prompt_messages", "response_text",
 
 
 class RLHFDataset:
-    """Prompts from parquet or JSONL files, with every other column of their rows beside them.
+    """Prompts from parquet or JSONL files, with all other columns of their rows.
 
-    The identity of a row, `prompt_ids`, is its index over all files in order. It does not change when other rows are
-    dropped for their length, so the sampling noise that it keys stays with the prompt.
+    `prompt_ids`, the identity of a row, is its index over all files. It does not change when other rows are dropped, so
+    a prompt keeps its sampling noise.
 
     Args:
         data_files: one path or several, ending in `.parquet` or `.jsonl`.
         tokenizer: a Hugging Face tokenizer.
         config: keys of `PromptOptions`.
     Attributes:
-        sources: the index of each row's file, in order; None where the rows came from memory.
+        sources: index of each row's file; None for rows from memory.
     Raises:
-        ConfigError: a file is missing, empty or unreadable; the prompt column is absent; a prompt is null, no text or
-            too long; a column takes a name that the batch needs; a key of `config` is unknown.
+        ConfigError: a file is missing, empty or unreadable; the prompt column is missing; a prompt is null, not a text
+            or too long; a column has the name of a batch field; a key of `config` is unknown.
     """
 
     def __init__(
@@ -58,9 +58,13 @@ class RLHFDataset:
         bad: RowErrors | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> RLHFDataset:
-        """The same from rows in memory, each a mapping of columns; `bad` knows of those left out when reading.
+        """Make a data set from rows in memory.
 
         Args:
+            rows: mappings of columns.
+            tokenizer: a Hugging Face tokenizer.
+            config: keys of `PromptOptions`.
+            bad: unusable rows found while reading.
             tools: JSON schemas that the chat template writes into the prompts of rows without a column `tools`.
         """
         options = config if isinstance(config, PromptOptions) else read_options(PromptOptions, config)
@@ -84,8 +88,9 @@ class RLHFDataset:
         texts, tokens = render_prompts(rows, options.prompt_key, chat, bad)
         if tools and not chat.reads_tools and chat.source is not None:
             log.warning(
-                "The chat template reads no tools, so the prompts do not name those of the environment: the policy "
-                "knows them only where the data or data.system_prompt tell of them."
+                "The chat template does not use tools, so the prompts do not list those of the environment. Describe "
+                "them "
+                "in the data or in data.system_prompt."
             )
         bad.settle(num_rows)
         usable = [index for index, ids in enumerate(tokens) if ids]
@@ -100,7 +105,7 @@ class RLHFDataset:
                 texts[index] = tokenizer.decode(tokens[index])
         rows = rows.only(kept)
         self.sources = rows.sources
-        self._tokens = RaggedTokens([tokens[index] for index in kept])
+        self.tokens = RaggedTokens([tokens[index] for index in kept])
         self._prompt_ids = torch.tensor([rows.number(index) for index in range(len(rows))], dtype=torch.int64)
         self._columns = {name: object_array([row.get(name) for row in rows.values]) for name in columns}
         self._columns["prompt_text"] = object_array([texts[index] for index in kept])
@@ -110,26 +115,26 @@ class RLHFDataset:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that travel with a prompt, `prompt_text` included."""
+        """The columns of a batch besides the prompt tokens, including `prompt_text`."""
         return list(self._columns)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
-        return int(self._tokens.lengths.max()) if len(self) else 0
+        return int(self.tokens.lengths.max()) if len(self) else 0
 
     @property
     def digests(self) -> list[bytes]:
-        """A hash of each row's tokens, by which rows are the same."""
-        return self._tokens.digests()
+        """A hash of each row's tokens, to find duplicates."""
+        return self.tokens.digests()
 
     def __len__(self) -> int:
         return len(self._prompt_ids)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One row, not padded: `prompts` [P] int64, `prompt_ids` as a number, `prompt_text` and the other columns."""
+        """A row without padding: `prompts` [P] int64, `prompt_ids` (an int), `prompt_text` and the other columns."""
         place = range(len(self))[index]
-        row = {"prompts": self._tokens[place], "prompt_ids": int(self._prompt_ids[place])}
+        row = {"prompts": self.tokens[place], "prompt_ids": int(self._prompt_ids[place])}
         return row | {name: values[place] for name, values in self._columns.items()}
 
     def collate(self, indices: Sequence[int]) -> DataProto:
@@ -141,7 +146,7 @@ class RLHFDataset:
             other columns.
         """
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        prompts, mask = self._tokens.padded(chosen, self._pad_id, left=True)
+        prompts, mask = self.tokens.padded(chosen, self._pad_id, left=True)
         return DataProto.from_dict(
             tensors={"prompts": prompts, "prompt_mask": mask, "prompt_ids": self._prompt_ids[chosen]},
             non_tensors={name: values[chosen.numpy()] for name, values in self._columns.items()},
@@ -150,10 +155,10 @@ class RLHFDataset:
 
 
 def _columns_beside(rows: DataRows, prompt_key: str) -> list[str]:
-    """Every column but the prompt's, in the order in which the rows first name them."""
+    """All columns but the prompt, in order of first occurrence."""
     columns = [name for name in dict.fromkeys(key for row in rows.values for key in row) if name != prompt_key]
     faults = [
-        f"column {name!r} has the name of a field that verl makes itself. Rename it in the data."
+        f"column {name!r} has the name of a batch field that verl sets. Rename it in the data."
         for name in columns
         if name in FIELDS or name in RESERVED_COLUMNS
     ]

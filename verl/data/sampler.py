@@ -1,4 +1,4 @@
-"""The data sampler: a seeded order per epoch, whose state is three numbers."""
+"""The data sampler: a seeded permutation per epoch, with a state of three numbers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ STATE_KEYS = ("seed", "epoch", "position")
 
 @dataclass(frozen=True)
 class Mixture:
-    """Parts of the data, one after another, and how often each is visited.
+    """Parts of the data and their shares of an epoch.
 
     Attributes:
-        sizes: rows of each part.
-        weights: relative shares of an epoch's places.
+        sizes: number of rows of each part, in the order of the data set.
+        weights: relative shares of the samples of an epoch.
     """
 
     sizes: tuple[int, ...]
@@ -29,7 +29,7 @@ class Mixture:
 
     @property
     def counts(self) -> list[int]:
-        """Places of each part in an epoch: its share, rounded so that all parts fill the epoch (largest remainder)."""
+        """Samples of each part in an epoch, rounded by largest remainder so that they sum to its length."""
         size, total = sum(self.sizes), sum(self.weights)
         exact = [size * weight / total for weight in self.weights]
         counts = [int(share) for share in exact]
@@ -39,10 +39,10 @@ class Mixture:
         return counts
 
     def rows_of(self, epoch: int, seed: int) -> Tensor:
-        """The rows of an epoch, [sum(sizes)] int64, part by part."""
+        """Row indices of an epoch, [sum(sizes)] int64, part by part."""
         rows, start = [], 0
         for part, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
-            # Places epoch * count onward of the endless row of this part's permutations.
+            # The part's permutations form an endless sequence; this epoch begins at position epoch * count of it.
             first, last = epoch * count, (epoch + 1) * count
             passes = range(first // size, -(-last // size))
             orders = [_permutation(size, f"part order {seed} {part} {turn}") for turn in passes]
@@ -54,26 +54,26 @@ class Mixture:
 
 
 class EpochSampler:
-    """Batches of row indices without end, each epoch in an order of its own.
+    """Yields batches of row indices without end, in a new permutation per epoch.
 
-    The order of an epoch follows from `(seed, epoch)` alone, so `(seed, epoch, position)` is the whole state, and a
-    sampler that loads it goes on exactly as the saved one would have. No global random state is read or moved.
+    The permutation depends on `(seed, epoch)` only, so `(seed, epoch, position)` is the complete state, and a sampler
+    that loads it continues exactly. The global random state is neither used nor changed.
 
-    A batch never spans two epochs: the last `size % batch_size` rows of an order are left out of that epoch. As every
-    epoch has another order, it leaves out other rows.
+    A batch never spans two epochs: the last `size % batch_size` rows of a permutation are left out, other rows in every
+    epoch.
 
-    With a mixture an epoch has as many places as the data has rows, and each part of the data has its share of them. A
-    part goes through its own rows from epoch to epoch, each once before any comes again.
+    With a mixture an epoch has as many samples as the data has rows, divided over the parts by their shares. Within a
+    part every row is visited once before any is repeated, over epochs.
 
     Args:
         size: rows of the data set.
         batch_size: rows of a batch.
-        seed: of the orders.
-        batch_size_name: the setting that messages name.
-        mixture: the parts of the data and their shares; None visits every row once an epoch.
+        seed: of the permutations.
+        batch_size_name: name of the setting in messages.
+        mixture: parts of the data and their shares; None to visit every row once an epoch.
     Attributes:
         epoch: of the next batch, from 0.
-        position: rows of this epoch that were handed out.
+        position: rows of this epoch returned so far.
     Raises:
         ConfigError: `batch_size` is below 1 or above `size`.
     """
@@ -107,14 +107,14 @@ class EpochSampler:
         return self.size % self.batch_size
 
     def next_batch(self) -> Tensor:
-        """The next row indices, [batch_size] int64. After the last batch of an epoch `epoch` has moved on."""
+        """The next row indices, [batch_size] int64. The last batch of an epoch increments `epoch`."""
         batch = self.peek()
         self.position += self.batch_size
         self._move_on()
         return batch
 
     def peek(self) -> Tensor:
-        """What `next_batch` will give."""
+        """The result of the next `next_batch`, without advancing."""
         return self._order_of(self.epoch)[self.position : self.position + self.batch_size].clone()
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -126,11 +126,11 @@ class EpochSampler:
         return {key: getattr(self, key) for key in STATE_KEYS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; the seed comes with it. Where too few rows of the epoch are left for a batch of
-        this size, go on with the next epoch.
+        """Continue from a saved state, including its seed. If the epoch has fewer rows left than a batch, continue with
+        the next epoch.
 
         Raises:
-            ConfigError: the keys are not those three, or the position lies outside the data.
+            ConfigError: keys or types are wrong, or the position is outside the data.
         """
         if set(state) != set(STATE_KEYS) or not all(type(state[key]) is int for key in STATE_KEYS):
             raise ConfigError(f"state is {dict(state)!r}: expected whole numbers for {', '.join(STATE_KEYS)}.")
@@ -143,7 +143,7 @@ class EpochSampler:
         self._move_on()
 
     def rewind(self) -> None:
-        """Begin again with the first batch of the first epoch."""
+        """Restart at the first batch of the first epoch."""
         self.epoch = self.position = 0
 
     def _move_on(self) -> None:
@@ -162,6 +162,6 @@ class EpochSampler:
 
 
 def _permutation(size: int, name: str) -> Tensor:
-    """The order that a name stands for; a hash, so that epoch 1 of seed 0 is not epoch 0 of seed 1."""
+    """A permutation seeded by the hash of a name, so that epoch 1 of seed 0 differs from epoch 0 of seed 1."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return torch.randperm(size, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1))

@@ -29,19 +29,19 @@ COMPLETION_KEYS = ("completion", "response")
 
 @dataclass(frozen=True)
 class LossMaskedTokens:
-    """The tokens of one row, and by token whether it is learned."""
+    """Tokens of a row, with their loss mask."""
 
     tokens: list[int]
     learned: list[bool]
 
     @classmethod
     def after(cls, prompt: list[int], completion: list[int]) -> LossMaskedTokens:
-        """A prompt and the completion that is learned."""
+        """A prompt without loss and a completion with loss."""
         return cls(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
     @property
     def digests(self) -> list[bytes]:
-        """A hash of each row's tokens, by which rows are the same."""
+        """A hash of each row's tokens, to find duplicates."""
         return self._tokens.digests()
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class LossMaskedTokens:
 
     @property
     def can_be_learned(self) -> bool:
-        """Whether a token is learned that follows another, and not all are: something is there to answer."""
+        """Whether some token after the first has loss, and some token has none (there is a prompt)."""
         return any(self.learned[1:]) and not all(self.learned)
 
     def cut(self, limit: int, truncation: str) -> LossMaskedTokens:
@@ -60,13 +60,18 @@ class LossMaskedTokens:
 def from_prompts(
     rows: DataRows, prompt_key: str, completion_key: str | None, chat: ChatTemplate, bad: RowErrors
 ) -> dict[int, LossMaskedTokens]:
-    """By row, in order, a prompt and the completion that is learned, with its EOS.
+    """Tokenise prompts and completions; loss is on the completion and its EOS.
 
-    Both are tokenised apart, so that the prompt has the very tokens that generation starts from.
+    Prompt and completion are tokenised separately, so that a prompt has the same tokens as in generation.
 
     Args:
-        completion_key: the column; None takes `completion` or else `response`.
-        bad: receives rows that cannot be used, which are left out.
+        rows: the data.
+        prompt_key: column of the prompt.
+        completion_key: column of the completion; None for `completion`, or `response` if there is none.
+        chat: the template.
+        bad: receives unusable rows, which are left out.
+    Returns:
+        Tokens by row index.
     Raises:
         ConfigError: the tokenizer has no EOS, or no row has a column.
     """
@@ -92,17 +97,24 @@ def from_prompts(
 
 
 def from_conversations(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors) -> dict[int, LossMaskedTokens]:
-    """By row, in order, a conversation of which the assistant's turns are learned, each with its end token.
+    """Tokenise conversations; loss is on the assistant turns with their end tokens.
 
     Args:
-        bad: receives rows that cannot be used, which are left out.
+        rows: the data.
+        key: column of the messages.
+        chat: the template.
+        bad: receives unusable rows, which are left out.
+    Returns:
+        Tokens by row index.
     Raises:
-        ConfigError: no row has the column, there is no template, or the tokenizer cannot tell where its tokens lie.
+        ConfigError: no row has the column, there is no chat template, or the tokenizer has no character offsets.
     """
     if chat.source is None:
         raise ConfigError("chat_template is null: conversations need one and the tokenizer has none. Set one.")
     if not getattr(chat.tokenizer, "is_fast", False):
-        raise ConfigError("messages_key needs a fast tokenizer: this one cannot tell where its tokens lie in the text.")
+        raise ConfigError(
+            "messages_key needs a fast tokenizer: this one does not give the character offsets of its tokens."
+        )
     found = {}
     for index in range(len(rows)):
         fault = rows.column_fault(key, "messages_key", index)
@@ -129,20 +141,20 @@ def _completion_fault(rows: DataRows, key: str, index: int) -> str | None:
 
 
 class SFTDataset:
-    """Sequences to imitate from parquet or JSONL files: prompts with completions, or conversations.
+    """Sequences for supervised fine-tuning from parquet or JSONL files: prompts with completions, or conversations.
 
-    A completion is learned with the EOS that ends it; of a conversation, the assistant's turns with their end tokens.
-    A row is one sequence without a padded prompt part, so its padding is all on the right, as that of a response is.
+    Loss is on the completion with its EOS, or on the assistant turns with their end tokens. Rows are padded on the
+    right.
 
     Args:
         data_files: one path or several, ending in `.parquet` or `.jsonl`.
         tokenizer: a Hugging Face tokenizer with an EOS token.
         config: keys of `SFTOptions`.
     Attributes:
-        sources: the index of each row's file, in order; None where the rows came from memory.
+        sources: index of each row's file; None for rows from memory.
     Raises:
-        ConfigError: a file is missing, empty or unreadable; a column is absent; a prompt or a completion is null or no
-            text; a sequence is too long; a key of `config` is unknown; the tokenizer has no EOS.
+        ConfigError: a file is missing, empty or unreadable; a column is missing; a prompt or a completion is null or
+            not a text; a sequence is too long; a key of `config` is unknown; the tokenizer has no EOS.
     """
 
     def __init__(
@@ -164,7 +176,7 @@ class SFTDataset:
         config: Mapping[str, Any] | SFTOptions | None = None,
         bad: RowErrors | None = None,
     ) -> SFTDataset:
-        """The same from rows in memory, each a mapping of columns; `bad` knows of those left out when reading."""
+        """Make a data set from rows in memory, each a mapping of columns; `bad` has the unusable rows found before."""
         options = config if isinstance(config, SFTOptions) else read_options(SFTOptions, config)
         bad = RowErrors(options.on_bad_row) if bad is None else bad
         if not len(rows) and not len(bad):
@@ -196,7 +208,7 @@ class SFTDataset:
             cuts.append(texts[index].cut(options.max_length, options.truncation))
             if not cuts[-1].can_be_learned:
                 raise ConfigError(
-                    f"max_length is {options.max_length}: cutting {rows.place(index)} on the {options.truncation} "
+                    f"max_length is {options.max_length}: truncating {rows.place(index)} on the {options.truncation} "
                     "leaves no prompt or nothing to learn. Raise max_length, or set truncation to drop."
                 )
         self.sources = rows.only([usable[place] for place in kept]).sources
@@ -205,14 +217,14 @@ class SFTDataset:
 
     @property
     def lengths(self) -> Tensor:
-        """[N] int64, tokens of each sequence."""
+        """Tokens of each sequence, [N] int64."""
         return self._tokens.lengths
 
     def __len__(self) -> int:
         return len(self._tokens.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One row, not padded: `input_ids` [S] int64 and `loss_mask` [S] bool."""
+        """A row without padding: `input_ids` [S] int64 and `loss_mask` [S] bool."""
         place = range(len(self))[index]
         return {"input_ids": self._tokens[place], "loss_mask": self._learned[place]}
 
@@ -221,8 +233,7 @@ class SFTDataset:
 
         Returns:
             input_ids, attention_mask and position_ids [B S] int64; loss_mask [B S] bool, True on the tokens of the
-            completion and its EOS. Index `[b, s]` of the mask speaks of the token `input_ids[b, s]` itself, not of the
-            one that follows it.
+            completion and its EOS. `loss_mask[b, s]` refers to the token `input_ids[b, s]`, not to the next one.
         """
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         input_ids, mask = self._tokens.padded(chosen, self._pad_id, left=False)

@@ -1,4 +1,4 @@
-"""Tokenised rows: cutting long ones, and keeping ragged ones in one flat tensor."""
+"""Tokenised rows: truncation of long ones, and ragged rows in one flat tensor."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class RaggedTokens:
-    """Rows of tokens of differing length, kept as one flat tensor.
+    """Rows of different lengths, stored in one flat tensor.
 
     Attributes:
-        lengths: [N] int64, tokens of each row.
+        lengths: tokens of each row, [N] int64.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]], dtype: torch.dtype = torch.int64):
@@ -54,7 +54,16 @@ class RaggedTokens:
 def fit_lengths(
     lengths: Sequence[int], limit: int, limit_name: str, truncation: str, place: Callable[[int], str]
 ) -> list[int]:
-    """The indices of the rows to keep, which are all of them unless `truncation` is `drop`.
+    """Check row lengths against a limit.
+
+    Args:
+        lengths: tokens of each row.
+        limit: the most tokens.
+        limit_name: the setting, for messages.
+        truncation: `error`, `left`, `right` or `drop`.
+        place: file and number of a row, for messages.
+    Returns:
+        Indices of the rows to keep: all, unless `truncation` is `drop`.
 
     Raises:
         ConfigError: `truncation` is `error` and a row is longer than `limit`, or no row would be left.
@@ -79,16 +88,16 @@ def fit_lengths(
 
 
 def cut(tokens: list[Any], limit: int, truncation: str) -> list[Any]:
-    """At most `limit` tokens: `left` cuts the start, `right` the end."""
+    """Truncate to `limit` tokens: `left` cuts the start, `right` the end."""
     return tokens[-limit:] if truncation == "left" else tokens[:limit]
 
 
 def pad_id_of(tokenizer: Any) -> int:
-    """The id that fills padding: the tokenizer's own, else its EOS, else 0. A mask always says what is padding."""
+    """The token id for padding: the tokenizer's pad token, else its EOS, else 0. Masks mark padding in any case."""
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((token for token in ids if token is not None), 0)
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:
-    """One object per row, lists included, which numpy would otherwise join into a matrix."""
+    """An object array [N]; lists stay single objects instead of becoming a matrix."""
     return np.fromiter(values, dtype=object, count=len(values))

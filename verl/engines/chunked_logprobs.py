@@ -1,9 +1,9 @@
 """Log-probabilities and entropies of response tokens, computed in chunks: all logits are never held at once.
 
-    hidden states of the tokens on the mask [n D] ── some at a time ──> logits [c V] ──> log-prob, entropy [c]
+    hidden states of the tokens on the mask [n D] ── in chunks ──> logits [c V] ──> log-prob, entropy [c]
 
-In the backward pass the logits of each part are made again. Where the head computes in a type narrower than float32,
-the gradients that the parts give to its weights are added up in float32 and rounded once.
+The backward pass recomputes the logits of each chunk. Where the head computes in a type narrower than float32, the
+gradients of its weights are accumulated over the chunks in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from verl.ops.logprobs import entropy_of, log_probs_of
 Entropy = Literal["grad", "value"] | None
 LOGITS_AT_A_TIME = 2**24  # numbers: 64 MiB in float32
 ROWS_AT_A_TIME = 1024  # of a gradient of the head
-FACTOR_OF_GPU = 8  # there the head is read once for each part, which takes longer than 512 MiB are worth
+FACTOR_OF_GPU = 8  # larger chunks on a GPU (512 MiB): each chunk reads the whole head from memory
 
 
 @dataclass(frozen=True)
 class TokenLogProbs:
-    """What a model says of each response token.
+    """Log-probabilities of response tokens, with entropies and greedy choices where they were requested.
 
     Attributes:
         log_probs: [b t] nats, float32 at least.
-        entropies: [b t] nats, or None if they were not asked for.
-        is_likeliest: [b t] bool, whether the token is the greedy choice, or None likewise.
+        entropies: [b t] nats, or None if not requested.
+        is_likeliest: [b t] bool, whether the token is the greedy choice, or None if not requested.
     """
 
     log_probs: Tensor
@@ -44,7 +44,7 @@ class TokenLogProbs:
 
 
 def logits_at_a_time(device_type: str) -> int:
-    """Numbers of logits that are there at a time, on a device of this type."""
+    """How many logits (tokens x vocabulary) one chunk may have on a device of this type."""
     return LOGITS_AT_A_TIME * (1 if device_type == "cpu" else FACTOR_OF_GPU)
 
 
@@ -61,11 +61,13 @@ def token_log_probs(
     """Score the response tokens of a micro-batch; everything is 0 off the mask.
 
     Args:
-        model: any Hugging Face causal language model, and its head.
+        model: any Hugging Face causal language model.
+        head: its output head.
+        micro: the rows to score.
         temperature: divides the logits.
-        entropy: give entropies too, with their gradient or as mere values.
-        rank: say too whether each token is the likeliest.
-        parts: at least so many parts are made of the tokens.
+        entropy: also return entropies, with their gradient or as values only; None returns none.
+        rank: also return whether each token is the likeliest.
+        parts: the least number of chunks that the tokens are split into.
     """
     tokens = micro.targets()
 
@@ -99,8 +101,19 @@ def score_in_parts(
     entropy: Entropy = None,
     rank: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Log-probs [n] of tokens [n], then entropies and whether they are the likeliest where asked for, with the logits
-    of `at_a_time` of the hidden states [n D] at a time."""
+    """Score tokens from hidden states, in chunks.
+
+    Args:
+        head: maps hidden states to logits.
+        hidden: [n D].
+        tokens: [n] token ids.
+        at_a_time: tokens of one chunk.
+        temperature: divides the logits.
+        entropy: also return entropies; see `token_log_probs`.
+        rank: also return whether each token is the likeliest.
+    Returns:
+        Log-probabilities [n] in nats, then entropies [n] and greedy flags [n] where requested.
+    """
     if len(tokens) <= at_a_time:
         return _score_chunk(head(hidden), tokens, temperature, entropy, rank)
     sums = HeadGradients(head)
@@ -118,16 +131,16 @@ def score_in_parts(
 
 
 class HeadGradients:
-    """Gradients of an output head that is used several times, added up in float32.
+    """Accumulates in float32 the gradients of an output head that is used several times.
 
-    autograd adds what the uses of a tensor give in the type of the tensor. In bfloat16, which has 8 bits, a sum over
-    many parts loses what is less than a 256th of it. So each use gets an alias of the weight, whose gradient goes to
-    one sum in float32; the weight gets that sum once all uses have given theirs.
+    autograd adds up the gradients of several uses of a tensor in the dtype of that tensor. bfloat16 has 8 significant
+    bits, so a sum over many chunks loses every summand below 1/256 of it. Each chunk therefore uses an alias of the
+    weight, whose gradient is added to one float32 buffer; the weight receives the rounded sum after the last chunk.
 
         weight ──> source ──> alias of each part ──> logits
                <── sum, rounded once ─┴──< gradient of each part, added in float32
 
-    Weights in float32 or wider, and those that are not trained, are left as they are.
+    Weights in float32 or wider, and frozen weights, are used directly.
     """
 
     def __init__(self, head: nn.Module):
@@ -144,7 +157,7 @@ class HeadGradients:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Within, the head computes with aliases of its weights."""
+        """Inside this context the head computes with aliases of its weights."""
         before = [(parameters, name, parameters[name]) for parameters, name, _, _ in self._places]
         try:
             for parameters, name, source, own in self._places:
@@ -160,7 +173,7 @@ def _is_narrow(weight: Tensor) -> bool:
 
 
 class _Float32Sum:
-    """The gradient of one weight, or of what this process holds of it."""
+    """float32 gradient of one weight, or of the local shard of it."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
@@ -170,7 +183,7 @@ class _Float32Sum:
             self._total = gradient.to(torch.float32)
         elif gradient.device.type != "cpu":
             self._total.add_(gradient)
-        else:  # which makes a copy in float32 of what it adds
+        else:  # `add_` of another dtype first makes a float32 copy
             for total, part in zip(self._total.split(ROWS_AT_A_TIME), gradient.split(ROWS_AT_A_TIME), strict=True):
                 total.add_(part)
 
@@ -180,7 +193,7 @@ class _Float32Sum:
 
 
 class _Source(torch.autograd.Function):
-    """A weight as its parts see it: none of them gives it a gradient, all of them one sum."""
+    """Identity on a weight; its backward pass returns the float32 sum of all chunks in place of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, own: _Float32Sum) -> Tensor:
@@ -190,12 +203,12 @@ class _Source(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:  # type: ignore[override]
-        assert gradient is None, "the parts give their gradients to the sum"
+        assert gradient is None, "gradients of the chunks belong in the float32 sum"
         return ctx.own.take(ctx.dtype), None
 
 
 class _Part(torch.autograd.Function):
-    """One use of a weight."""
+    """Identity for one chunk; its backward pass adds the gradient to the float32 sum."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, own: _Float32Sum) -> Tensor:
@@ -211,7 +224,7 @@ class _Part(torch.autograd.Function):
 
 
 def plain_log_probs(model: Any, micro: MicroBatch, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities of the response tokens [b t] by the model's own forward pass, with all logits at a time."""
+    """Log-probabilities of the response tokens [b t] by the model's own forward pass, all logits in memory at once."""
 
     def all_logits(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
         return call_model(model, **inputs, use_cache=False).logits

@@ -1,7 +1,7 @@
 """The training engine: inference and optimizer steps over micro-batches, equal to one big batch; gradient accumulation.
 
-A role gives the engine a function from (model, micro-batch) to tensors or to a loss; the engine decides how rows
-become micro-batches, and takes sums with its sibling processes. No result depends on the division into micro-batches.
+A role passes the engine a function from (model, micro-batch) to tensors or to a loss. The engine splits the rows into
+micro-batches and reduces results over the processes of the role. Results do not depend on the split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verl.resharding.dtensor import ReadableTensor, at_stage_of, is_elsewhere, r
 from verl.utils.memory import release_cached
 from verl.utils.progress import report
 
-BLOCK_MULTIPLE = 64  # on a GPU, of the lengths of blocks of attention: few shapes, and such as its kernels like
+BLOCK_MULTIPLE = 64  # attention lengths on a GPU are rounded up to it: few distinct shapes, aligned for the kernels
 
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
 Packs = Literal["auto", "off"]
@@ -41,15 +41,15 @@ class TrainingEngine:
     """One process's share of a model: all of it, unless a sharding says otherwise.
 
     Args:
-        model: called by the functions that roles give.
-        parallel: this process among its siblings.
-        micro_batch_tokens: padding included, per forward pass.
-        optimizer: None for a model that only infers.
-        total_updates: of the whole run, for the schedule of the learning rate.
-        autocast: the type that the model computes in, if not that of its weights.
-        packing: whether rows may run as one line of tokens, with shared prompts once: `auto` where that was shown to be
-            right for the model (`verl.model_paths`) and leaves clearly fewer tokens; `off` never. Changes no result but
-            by rounding.
+        model: called by the functions that the roles pass.
+        parallel: the position of this process in the mesh, and its collective operations.
+        micro_batch_tokens: the most tokens of a forward pass, padding included.
+        optimizer: None for a model that is used for inference only.
+        total_updates: optimizer steps of the whole run, for the learning-rate schedule.
+        autocast: the dtype that the model computes in; None for the dtype of its weights.
+        packing: whether rows may be packed into one line of tokens, with a shared prompt computed once. `auto` packs
+            where packing was verified for the model (`verl.model_paths`) and saves a clear share of the tokens; `off`
+            never packs. Results differ by rounding only.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TrainingEngine:
         self.total_updates = total_updates
         self.recipe = optimizer
         parallel.settle(model)
-        named = dict(model.named_parameters())  # while it runs, a divided model has gathered ones instead
+        named = dict(model.named_parameters())  # a forward pass replaces sharded parameters by gathered ones
         self.parameters = {name: p for name, p in named.items() if not is_elsewhere(p)}
         self._elsewhere = {name: p for name, p in named.items() if is_elsewhere(p)}
         self.optimizer = None if optimizer is None else optimizer.attach(self.parameters.values())
@@ -95,12 +95,12 @@ class TrainingEngine:
 
         Args:
             batch: see `cut_into_micro_batches`.
-            compute: gives per-token tensors [b t] for a micro-batch.
-            alone: each row by itself, on the plainest path.
-            replays: tokens have the experts that they were sampled with; None as the engine is set.
+            compute: returns named per-token tensors [b t] for a micro-batch.
+            alone: run each row in a forward pass of its own, without packing.
+            replays: route tokens to the experts that they were sampled with; None for the setting of the engine.
         Returns:
-            The same names with tensors [B T], zero where the response mask is off, on the batch's device; no names
-            for a batch without rows, which is a process's share where there are fewer rows than processes.
+            The named tensors as [B T] on the device of the batch, zero where the response mask is off. Empty for a
+            batch without rows, which a process gets when there are fewer rows than processes.
         """
         self.model.eval()
         mask = batch.batch["response_mask"]
@@ -109,31 +109,33 @@ class TrainingEngine:
         def infer_one(micro: MicroBatch) -> None:
             if self.routing is not None:
                 self.routing.begin(micro, replays=self.replays_routing if replays is None else replays)
-            for name, x in compute(self.model, micro).items():
-                x = x.masked_fill(~micro.tensors["response_mask"], 0.0).to(mask.device)
+            found = compute(self.model, micro)
+            rows = micro.rows.to(self.device, non_blocking=True)
+            for name, x in found.items():  # together on the device until the last: none waits for the one before
+                x = x.masked_fill(~micro.tensors["response_mask"], 0.0)
                 whole = results.setdefault(name, x.new_zeros(mask.shape))
-                if len(micro.rows):
-                    whole[micro.rows.to(mask.device), : x.shape[1]] = x
+                if len(rows):
+                    whole[rows, : x.shape[1]] = x
 
         with computing_in(self.autocast, self.model):
-            micros = self._micro_batches(batch, alone)
+            micros = self.micro_batches(batch, alone)
             self.parallel.run_micro_batches(micros, infer_one, contextlib.nullcontext, model=self.model)
         self.parallel.settle(self.model)
         if self.routing is not None:
             self.routing.end(self.device)
-        return self.parallel.from_last_stage(results)
+        return {name: x.to(mask.device) for name, x in self.parallel.from_last_stage(results).items()}
 
     def update(self, batch: DataProto, loss: Loss) -> dict[str, float]:
-        """One optimizer step on a batch, which is this process's share of the rows.
+        """One optimizer step on this process's share of the rows of a batch.
 
         Args:
-            batch: see `cut_into_micro_batches`; it may have no rows if a sibling has some.
-            loss: the micro-batch's share of the loss and of each metric, both normalised by the totals it is given;
-                the shares of all micro-batches of all processes add up to the loss and the metrics.
+            batch: see `cut_into_micro_batches`; it may be empty as long as another process has rows.
+            loss: returns the share of a micro-batch in the loss and in each metric, both divided by the totals of the
+                whole batch that it receives, so that summing over micro-batches and processes gives the loss.
         Returns:
-            Metrics of the whole batch, with `loss`, `grad_norm` (before clipping) and `lr`. If one of them is not a
-            finite number, the step was not made: weights, optimizer and schedule are as they were. All processes see
-            the same numbers, so they agree on it.
+            Metrics of the whole batch, with `loss`, `grad_norm` (before clipping) and `lr`. If one of them is not
+            finite, the step is skipped: weights, optimizer and schedule are unchanged. All processes have the same
+            metrics and therefore take the same decision.
         """
         assert self.recipe is not None, "this engine only infers"
         assert self.optimizer is not None
@@ -151,21 +153,21 @@ class TrainingEngine:
             if self.routing is not None and self._balance_coef:
                 stats["router_aux_loss"] = self.routing.balance_loss()
                 value = value + self._balance_coef * stats["router_aux_loss"].to(value.dtype)
-            if "plant_nan" in batch.meta_info:  # to try out what a run does then; see verl.monitoring
+            if "plant_nan" in batch.meta_info:  # fault injection; see verl.monitoring
                 value = value * math.nan
             for name, x in {"loss": value, **stats}.items():
                 shares[name] = shares.get(name, 0.0) + x.detach().double()
             return value
 
         self.parallel.run_micro_batches(
-            self._micro_batches(batch),
+            self.micro_batches(batch),
             loss_of_one,
             lambda: computing_in(self.autocast, self.model),
             model=self.model,
             trains=True,
         )
         self.parallel.sum_gradients(self.parameters.values())
-        own = torch.stack(list(shares.values())).tolist() if shares else []  # all in one question to the device
+        own = torch.stack(list(shares.values())).tolist() if shares else []  # one transfer from the device
         metrics = self.parallel.sums(dict(zip(shares, own, strict=True)))
         metrics["grad_norm"] = float(self.parallel.clip(self.parameters.values(), self.recipe.max_grad_norm))
         if self.routing is not None:
@@ -181,12 +183,12 @@ class TrainingEngine:
         self.optimizer.step()
         report()
         self.updates += 1
-        if self.device.type != "cpu":  # until the next update others need their memory
+        if self.device.type != "cpu":  # frees memory for generation and for other roles
             self.optimizer.zero_grad(set_to_none=True)
         return {**metrics, "lr": lr}
 
     def release(self) -> None:
-        """Give back the gradients and what torch keeps of a device: others need it until the next update."""
+        """Free the gradients and the caching allocator's unused memory, for generation and for other roles."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         release_cached(self.device)
@@ -194,7 +196,7 @@ class TrainingEngine:
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer's state as live tensors, named after the parameters; empty before the first step.
 
-        That of parameters which other stages of a pipeline hold stands there without data.
+        The state of parameters that other pipeline stages hold is present as tensors without data.
         """
         assert self.optimizer is not None
         found = {
@@ -213,19 +215,21 @@ class TrainingEngine:
         return found
 
     def load_optimizer(self, tensors: Mapping[str, ReadableTensor], updates: int) -> None:
-        """Go on from what `optimizer_tensors` gave after `updates` optimizer steps.
+        """Restore the state that `optimizer_tensors` returned.
 
         Args:
-            tensors: whole ones, or such as are read where they are indexed: of each, the part that is kept is taken.
+            tensors: unsharded tensors by name, or lazy ones that read from disk when indexed; the part that this
+                process holds is taken from each.
+            updates: optimizer steps made when the state was saved.
         Raises:
-            ValueError: the state is not that of these parameters.
+            ValueError: names or shapes do not match the parameters of this model.
         """
         assert self.optimizer is not None
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         elsewhere = {name for name, p in self._elsewhere.items() if p.requires_grad}
         strangers = {name.rpartition(".")[0] for name in tensors} ^ (trained.keys() | elsewhere)
         if tensors and strangers:
-            raise ValueError(f"the optimizer's state and the parameters differ in {', '.join(sorted(strangers)[:5])}")
+            raise ValueError(f"the optimizer's state does not match the parameters: {', '.join(sorted(strangers)[:5])}")
         for name, tensor in tensors.items():
             if name.rpartition(".")[0] in elsewhere:
                 continue
@@ -233,15 +237,16 @@ class TrainingEngine:
             ndim = len(tensor.shape)
             if ndim and tensor.shape != parameter.shape:
                 found, wanted = list(tensor.shape), list(parameter.shape)
-                raise ValueError(f"the optimizer's state {name} has shape {found}, its parameter {wanted}")
+                raise ValueError(f"the optimizer's state {name} has shape {found}, its parameter has {wanted}")
             self.optimizer.state[parameter][key] = (
                 read_slice_like(parameter, tensor) if ndim else tensor[()].to(parameter.device, copy=True)
             )
             report()
         self.updates = updates
 
-    def _micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:
-        batch = batch.to("cpu")  # lengths are read in main memory, and no micro-batch waits for the device
+    def micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:
+        """A batch in parts of at most the token budget, or row by row."""
+        batch = batch.to("cpu")  # reading the lengths must not wait for the device
         budget, paths = (1, PLAIN) if alone else (self._token_budget(batch), self.paths(batch))
         multiple = 1 if self.device.type == "cpu" else BLOCK_MULTIPLE
         made = cut_into_micro_batches(batch, budget, paths, None if alone else self.parallel.context, multiple)
@@ -249,20 +254,20 @@ class TrainingEngine:
             yield from (micro.to(self.device) for micro in made)
             return
         cut = list(made)
-        most = self.parallel.most(len(cut))  # before the first of them: it is an exchange itself
+        most = self.parallel.most(len(cut))  # a collective, so before the first micro-batch
         yield from (micro.to(self.device) for micro in cut)
         yield from (empty_micro_batch(batch).to(self.device) for _ in range(most - len(cut)))
 
     def _token_budget(self, batch: DataProto) -> int:
-        """Tokens of a micro-batch: so few that a pipeline has micro-batches enough to fill it."""
+        """Tokens of a micro-batch: at most the configured number, and few enough to keep all pipeline stages busy."""
         if self.parallel.least_micro_batches == 1:
             return self.micro_batch_tokens
         shared = 1 if self.parallel.context is None else self.parallel.context.size
-        tokens = -(-int(batch.batch["attention_mask"].sum()) // shared)  # of each process
+        tokens = -(-int(batch.batch["attention_mask"].sum()) // shared)  # per process
         return max(1, min(self.micro_batch_tokens, -(-tokens // self.parallel.least_micro_batches)))
 
     def paths(self, batch: DataProto) -> ModelPaths:
-        """How the rows of a batch may be run, as far as the settings want it."""
+        """The execution paths verified for this model at these row lengths and allowed by the settings."""
         tokens = batch.batch["attention_mask"].sum(dim=1)
         model, longest = getattr(self.model, "backbone", self.model), int(tokens.max()) if len(batch) else 0
         paths = paths_for(model, longest, shares_tokens=self.parallel.shares_tokens)
@@ -271,28 +276,31 @@ class TrainingEngine:
         return paths.limited_to("padded") if self.packing == "off" else paths
 
     def replay_routing(self, name: str) -> None:
-        """From here on sampled tokens have the experts that they were sampled with, where a batch tells them.
+        """From now on route sampled tokens to the experts recorded during rollout, where a batch has them.
 
         Args:
-            name: where the configuration describes the model, for messages.
+            name: configuration path of the model, for messages.
         Raises:
-            ConfigError: the model has no experts, or its routers cannot be told.
+            ConfigError: the model has no experts, or its routers cannot be overridden.
         """
         if self.routing is None:
             raise ConfigError(
-                f"rollout.router_replay is true: {name} has no routers of experts that each process sees whole. Set "
+                f"rollout.router_replay is true: {name} has no expert routers that every process runs in full. Set "
                 "rollout.router_replay=false."
             )
         self.routing.prove_replay(name)
         self.replays_routing = True
 
     def balance_routers(self, coef: float, head: LMHead) -> None:
-        """From here on add the load balancing loss of routers to every loss, over all rows of an update.
+        """From now on add the load balancing loss of the routers, over all rows of an update, to every loss.
 
-        It needs the load of the whole update, so a forward pass goes before each.
+        The loss depends on the expert load of the whole update, so each update costs one more forward pass.
 
+        Args:
+            coef: weight of the loss; 0 for none.
+            head: output head of the model.
         Raises:
-            ConfigError: there is no such loss for the model.
+            ConfigError: transformers defines no such loss for the model.
         """
         model = self.model
         if coef and (self.routing is None or not defines_balance_loss(model)):
@@ -304,7 +312,7 @@ class TrainingEngine:
 
     @torch.no_grad()
     def _load_of(self, batch: DataProto) -> Tensor:
-        """`ExpertLoad.tensors` of a batch, in all processes together."""
+        """`ExpertLoad.tensors` of a batch, summed over all processes."""
         routing, head = self.routing, self._head
         assert routing is not None
         assert head is not None
@@ -318,13 +326,13 @@ class TrainingEngine:
                 micro.predict(last_states)
 
         with computing_in(self.autocast, self.model):
-            micros = self._micro_batches(batch)
+            micros = self.micro_batches(batch)
             self.parallel.run_micro_batches(micros, count_one, contextlib.nullcontext, model=self.model)
         self.parallel.settle(self.model)
         return self.parallel.sum_of_tokens(routing.end(self.device).tensors())
 
     def limit(self, scoring: Scoring) -> None:
-        """From here on run rows in this way, since the first batch has shown the other to be wrong."""
+        """Restrict the execution paths, after the check on the first batch found a faster one to be wrong."""
         self._limit = scoring
 
     def _totals(self, batch: DataProto) -> LossTotals:

@@ -1,9 +1,9 @@
-"""Expert parallelism: each process holds some of the experts of a layer, and runs the tokens of others for them.
+"""Expert parallelism: each process holds some experts of every layer and runs the tokens of all processes on them.
 
 router ──> (token, expert) pairs, by expert ── all-to-all ──> own experts, grouped ── all-to-all ──> weighted sum
 
-Exchange and division are those of transformers (`ep_dispatch_experts`, `grouped_gemm`). The experts of a process are
-divided further, by FSDP, over the processes that have the same ones; for generation they are put together.
+The exchange of tokens and the sharding are those of transformers (`ep_dispatch_experts`, `grouped_gemm`). Processes
+with the same experts shard them further by FSDP; for generation the experts are gathered.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ PROVEN = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe"
 
 
 def experts_fault(model_type: str, experts: int | None, size: int) -> str | None:
-    """Why experts cannot be divided over `size` processes, as the rest of a sentence; None if they can."""
+    """Why experts cannot be sharded over `size` processes, as the end of a sentence; None if they can."""
     if experts is None:
         return f"is {size}: a {model_type} has no experts."
     if model_type not in PROVEN:
-        return f"is {size}: expert parallelism was not tried with {model_type}, only with {', '.join(sorted(PROVEN))}."
+        return f"is {size}: expert parallelism is not tested with {model_type}, only with {', '.join(sorted(PROVEN))}."
     if experts % size:
         return f"is {size}: it does not divide the {experts} experts of a layer."
     return None
 
 
 def divide_experts(model: Any, mesh: Any) -> list[nn.Module]:
-    """Leave this process its experts, and let it exchange tokens with the others of a one-dimensional mesh, in place.
+    """Shard the experts of a model over a one-dimensional mesh, in place, and exchange tokens in its forward pass.
 
-    Every process has loaded the model whole, or on the meta device.
+    Every process has loaded the whole model, or has it on the meta device.
 
     Returns:
         The modules that hold experts.
     Raises:
-        ConfigError: the model is not one that this was tried with.
+        ConfigError: expert parallelism is not tested with this family of models.
     """
     from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
@@ -58,8 +58,8 @@ def divide_experts(model: Any, mesh: Any) -> list[nn.Module]:
         raise ConfigError(f"sharding.ep {fault} Set sharding.ep=1.")
     if any("base_layer" in name for name in found):
         raise ConfigError(
-            f"lora.target_modules reaches the experts, and sharding.ep is {mesh.size()}: adapters of experts are not "
-            "divided over processes. Name layers of attention, such as [q_proj,k_proj,v_proj,o_proj], or set "
+            f"lora.target_modules includes experts, and sharding.ep is {mesh.size()}: adapters of experts cannot be "
+            "sharded. Name layers of attention, such as [q_proj,k_proj,v_proj,o_proj], or set "
             "sharding.ep=1."
         )
     apply_expert_parallelism(base, mesh, None, plan)  # type: ignore[arg-type]
@@ -68,9 +68,9 @@ def divide_experts(model: Any, mesh: Any) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def experts_gathered(modules: list[nn.Module]) -> Iterator[None]:
-    """All experts in this process, which runs its tokens alone. All processes enter and leave together.
+    """Inside this context the process has all experts and exchanges no tokens. All processes enter and leave together.
 
-    What FSDP divides has been gathered already.
+    Parameters sharded by FSDP must be gathered before.
     """
     before: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
     try:
@@ -82,7 +82,7 @@ def experts_gathered(modules: list[nn.Module]) -> Iterator[None]:
                     whole = nn.Parameter(part.detach().full_tensor(), requires_grad=False)
                     module._parameters[name] = whole
                     module.num_experts = len(whole)  # type: ignore[assignment]
-            del module.forward  # of the class is the one without the exchange
+            del module.forward  # leaves the forward of the class, which exchanges no tokens
             module._is_expert_parallel = False  # type: ignore[assignment]
         yield
     finally:

@@ -1,4 +1,4 @@
-"""FSDP2: weights, gradients and optimizer state sharded over processes; a block is whole while it runs.
+"""FSDP2: weights, gradients and optimizer state sharded over processes; each block is gathered while it runs.
 
 forward   gather block ──> run ──> free it        backward   gather block ──> gradients ──> reduce-scatter
 
@@ -31,19 +31,20 @@ def shard_fully(
     experts: Sequence[nn.Module] = (),
     expert_mesh: Any = None,
 ) -> None:
-    """Divide a Hugging Face model over a mesh of processes, block by block, in place.
+    """Shard a Hugging Face model over a mesh of processes, block by block, in place.
 
-    What lies outside of the blocks (embeddings, the last norm, the output head) stays whole from one forward pass to
-    its backward pass, or to `settle`: the head is called apart from the model.
+    Parameters outside the blocks (embeddings, final norm, output head) stay gathered from a forward pass to its
+    backward pass, or to `settle`, because the head is called separately from the model.
 
     Args:
-        mesh: one dimension to shard over, or two: replicas, and shards of each.
-        reshard: let go of a block's weights after its forward pass, and gather them again for its backward pass.
-        compute_dtype: that weights are gathered in, if not their own; gradients are added up in their own.
-        offload: parts rest in main memory, with their optimizer state.
-        pin: that memory, for copies to a GPU.
-        experts: modules that are divided over another mesh, beside that over which they were already.
-        expert_mesh: that mesh.
+        mesh: of one dimension (shards) or two (replicas, shards).
+        reshard: free a block's gathered weights after its forward pass and gather them again for its backward pass.
+        compute_dtype: dtype that weights are gathered in; None for their own. Gradients are reduced in the dtype of the
+            weights.
+        offload: keep the shards and their optimizer state in main memory.
+        pin: pin that memory, for faster copies to a GPU.
+        experts: modules, already sharded by expert parallelism, that are sharded over `expert_mesh` instead of `mesh`.
+        expert_mesh: one dimension, the processes that hold the same experts.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -54,20 +55,20 @@ def shard_fully(
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy(),
     }
-    for module in experts:  # the weights of a router stay in its own type, as they do in one process
+    for module in experts:  # a router keeps its dtype, as in a single process
         own_options = {"mesh": expert_mesh, "mp_policy": dataclasses.replace(policy, cast_forward_inputs=False)}
         fully_shard(module, reshard_after_forward=reshard, **{**options, **own_options})
     for block in blocks_of(model):
         fully_shard(block, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
     for unit in units_of(model):
-        unit.set_gradient_divide_factor(1.0)  # losses are divided by global counts: gradients are added
+        unit.set_gradient_divide_factor(1.0)  # losses are divided by global counts, so gradients are summed
         unit.set_force_sum_reduction_for_comms(True)
-    cast(Any, model).set_reduce_scatter_unused_params(True)  # a process may not have used all that a sibling did
+    cast(Any, model).set_reduce_scatter_unused_params(True)  # a process may use fewer parameters than another
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, each of which is gathered at once."""
+    """The transformer blocks of a model, each a unit of FSDP."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__ in names]
     if found:
@@ -76,21 +77,21 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def units_of(model: nn.Module) -> list[Any]:
-    """The modules that are gathered, each at once: the model, and its blocks."""
+    """All FSDP units: the model itself and its blocks."""
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def settle(model: nn.Module) -> None:
-    """Let go of what was gathered."""
+    """Free all gathered weights."""
     for unit in units_of(model):
         unit.reshard()
 
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, reshard: bool) -> Iterator[None]:
-    """The whole model in this process. All processes enter and leave together; between, they are on their own."""
+    """Inside this context all weights are gathered. All processes enter and leave together."""
     units = units_of(model)
     for unit in units:
         unit.unshard()
@@ -105,18 +106,20 @@ def gathered(model: nn.Module, reshard: bool) -> Iterator[None]:
 
 @torch.no_grad()
 def load_own_slices(model: nn.Module, files: SafetensorsReader, device: torch.device, resting: torch.device) -> None:
-    """Give a model its memory and read its weights: of each, only the slice that this process has.
+    """Allocate a sharded model that is on the meta device and read only the slices that this process holds.
 
     Args:
-        device: where it computes, and has its buffers.
-        resting: where its weights are meanwhile.
+        model: sharded by `shard_fully`.
+        files: the checkpoint to read.
+        device: the device of computation and of buffers.
+        resting: the device of the shards between forward passes; main memory where they are offloaded.
     """
     shared = _shared_parameters(model)
     buffers = [(module, name, x) for module in model.modules() for name, x in module._buffers.items() if x is not None]
     model.to_empty(device=resting)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer.to(device)
-    for (first, name), *others in shared:  # `to_empty` unties
+    for (first, name), *others in shared:  # `to_empty` unties shared parameters
         for module, other in others:
             module._parameters[other] = first._parameters[name]
     read_slices(model, files)
@@ -124,7 +127,7 @@ def load_own_slices(model: nn.Module, files: SafetensorsReader, device: torch.de
 
 @torch.no_grad()
 def read_slices(model: nn.Module, files: SafetensorsReader) -> None:
-    """Read into the parameters and buffers of a model what this process has of them."""
+    """Read this process's slices of the parameters and buffers of a model, in place."""
     for name, parameter in model.named_parameters():
         if is_elsewhere(parameter):
             continue
@@ -138,7 +141,7 @@ def read_slices(model: nn.Module, files: SafetensorsReader) -> None:
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that stands in several."""
+    """(module, attribute) pairs of each parameter that is tied, one list per parameter."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -21,12 +21,12 @@ LARGE_PARAMETERS, LARGE_LR, LARGEST_LR = 3e8, 1e-6, 1e-3
 
 
 def lr_for_size(parameters: int) -> float:
-    """A peak learning rate for the policy updates of a model of so many parameters.
+    """Default peak learning rate for policy updates, by the number of parameters of the model.
 
         lr(N) = 1e-6 * max(1, 3e8 / N)^0.8, and at most 1e-3
 
-    From 300 million parameters on that is the usual rate of reinforcement learning from a fine-tuned model. Below, the
-    rate rises as networks get narrower; the exponent was chosen on the embedded model of half a million parameters.
+    1e-6 is the usual rate of reinforcement learning from a fine-tuned model. Below 300 million parameters the rate
+    rises; the exponent was fitted on the built-in model of half a million parameters.
     """
     return min(LARGEST_LR, LARGE_LR * max(1.0, LARGE_PARAMETERS / max(1, parameters)) ** 0.8)
 
@@ -41,12 +41,12 @@ class AdamW(Description):
     Source: Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2.
 
     Args:
-        lr: the peak learning rate; null takes one that suits the number of parameters, see `lr_for_size`.
+        lr: peak learning rate; null chooses one by the number of parameters, see `lr_for_size`.
         betas, eps, weight_decay: as in the paper; weight decay acts on matrices only.
-        max_grad_norm: gradients of a greater global L2 norm are scaled down to it; null leaves them.
-        schedule: the course of the learning rate after the warm-up, over all updates of the run.
-        warmup_updates: the rate rises linearly over so many updates.
-        final_fraction: the share of `lr` that `linear` and `cosine` come down to when the last update is made.
+        max_grad_norm: gradients of a larger global L2 norm are scaled down to it; null for no clipping.
+        schedule: how the learning rate changes after the warm-up, over all updates of the run.
+        warmup_updates: updates over which the rate rises linearly from 0.
+        final_fraction: the fraction of `lr` that `linear` and `cosine` reach at the last update.
     """
 
     lr: NonNegativeFloat | None = None
@@ -59,12 +59,12 @@ class AdamW(Description):
     final_fraction: UnitInterval = 0.0
 
     def for_model(self, model: nn.Module, factor: float = 1.0) -> AdamW:
-        """The same with a learning rate, where it has none: `factor` times what suits the model's size."""
+        """This component with `lr` filled in, if it is null: `factor` times `lr_for_size` of the model."""
         if self.lr is not None:
             return self
         count = sum(parameter.numel() for parameter in model.parameters())
         chosen = float(f"{factor * lr_for_size(count):.2g}")
-        _log.info("optimizer.lr is null: %g, for a model of %.3g million parameters", chosen, count / 1e6)
+        _log.info("optimizer.lr is null: using %g for a model of %.3g million parameters", chosen, count / 1e6)
         return replace(self, lr=chosen)
 
     def learning_rate(self, update: int, total: int) -> float:
@@ -80,8 +80,8 @@ class AdamW(Description):
         return self.lr * (floor + (1.0 - floor) * falling)
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-        """The optimizer over those of the parameters that train."""
-        alike: dict[tuple[Any, ...], list[nn.Parameter]] = {}  # one fused step takes parameters that are laid out alike
+        """The torch optimizer over the parameters that require gradients."""
+        alike: dict[tuple[Any, ...], list[nn.Parameter]] = {}  # a fused step takes parameters of one layout
         for p in (p for p in parameters if p.requires_grad):
             alike.setdefault((p.ndim < 2, mesh_dims(p)), []).append(p)
         groups = [{"params": alike[key], "weight_decay": 0.0 if key[0] else self.weight_decay} for key in sorted(alike)]

@@ -1,7 +1,7 @@
-"""A module of the user's over tensor-parallel processes: DTensors at rest, plain tensors while it runs.
+"""A user-defined module over tensor-parallel processes: DTensors between forward passes, plain tensors within.
 
-at rest       a DTensor for each part, as everything expects that clips, steps, saves and loads
-while it runs  the plain tensors that the module was made of, in the same memory; their gradients go back
+between passes  DTensors, which gradient clipping, the optimizer, saving and loading work on
+within a pass   the plain tensors that the module was built with, in the same memory; their gradients are copied back
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from verl.resharding.dtensor import is_divided, local
 
 
 class OwnModuleParts:
-    """The parameters of a module that was made for this process.
+    """The local shards of a user-defined module.
 
     Args:
-        model: laid out in place.
+        model: its parameters are replaced by DTensors, in place.
         mesh: of one dimension, the tensor-parallel processes.
     Attributes:
-        summed: parameters whose gradients have to be added up over the mesh.
+        summed: parameters whose gradients must be summed over the mesh.
     """
 
     def __init__(self, model: OwnModule, mesh: Any):
@@ -33,8 +33,8 @@ class OwnModuleParts:
 
         if model.place.size != mesh.size():
             raise ConfigError(
-                f"model is a {type(model.module).__name__}: it was made for {model.place.size} tensor-parallel "
-                f"processes, and there are {mesh.size()}."
+                f"model is a {type(model.module).__name__}: it was built for {model.place.size} tensor-parallel "
+                f"processes, but there are {mesh.size()}."
             )
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         self._parameters: dict[int, nn.Parameter] = {}
@@ -62,7 +62,7 @@ class OwnModuleParts:
 
     @contextlib.contextmanager
     def running(self, trains: bool = False) -> Iterator[None]:
-        """Within, the module has its plain tensors. With `trains` their gradients are those of the parameters then."""
+        """Inside this context the module has its plain tensors; `trains` copies their gradients back."""
         plain = {
             number: nn.Parameter(local(p), requires_grad=p.requires_grad and trains)
             for number, p in self._parameters.items()

@@ -1,14 +1,14 @@
-"""Sizes of the mesh of processes, one number for each kind of parallelism; arithmetic alone.
+"""Sizes of the process mesh, one per kind of parallelism. Arithmetic only; no process group.
 
 rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t
 
-pp            stages of layers
-dp_replicate  copies of a stage, each with rows of its own
-dp_shard      parts of weights, gradients and optimizer state (FSDP), each with rows of its own
-cp            processes that share the tokens of the same rows; weights are divided over dp_shard x cp
-tp            processes that share each layer, on the same tokens
-ep            of the dp_shard x cp processes, those that share the experts of a layer; they are next to each other, and
-              the experts of each are divided over the dp_shard x cp / ep that have the same ones (FSDP)
+pp            pipeline stages
+dp_replicate  replicas of a stage, each on different rows
+dp_shard      FSDP shards of weights, gradients and optimizer state, each on different rows
+cp            context parallelism: processes with different tokens of the same rows; FSDP shards over dp_shard x cp
+tp            tensor parallelism: processes that split each layer, on the same tokens
+ep            expert parallelism: neighbours among the dp_shard x cp processes that split the experts of a layer; the
+              dp_shard x cp / ep processes with the same experts shard them by FSDP
 """
 
 from __future__ import annotations
@@ -38,42 +38,42 @@ class ParallelDegrees:
 
     @property
     def shards(self) -> int:
-        """Parts that FSDP divides the weights of a stage into."""
+        """Number of FSDP shards of the weights of a stage."""
         return self.dp_shard * self.cp
 
     @property
     def expert_shards(self) -> int:
-        """Parts that FSDP divides the experts of a process into."""
+        """Number of FSDP shards of the experts that one process runs."""
         return self.shards // self.ep
 
     @property
     def row_shares(self) -> int:
-        """Shares that the rows of a batch are divided into."""
+        """Number of shares that the rows of a batch are split into."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def siblings(self) -> int:
-        """Processes of a stage that work on the same rows; they are next to each other."""
+        """Number of processes of a stage that work on the same rows; their ranks are consecutive."""
         return self.cp * self.tp
 
     def row_share(self, rank: int) -> int:
-        """The number of the share of rows that a process works on; all stages work on all shares."""
+        """Index of the share of rows that a rank works on; it is the same on all stages."""
         within = rank % (self.world_size // self.pp) if self.pp > 1 else rank
         return within // self.siblings
 
     def context_ranks(self, rank: int) -> tuple[int, ...]:
-        """The processes that share the tokens of this one's rows, in order."""
+        """Ranks of the context-parallel group of a rank, in order of their tokens."""
         first = rank - rank // self.tp % self.cp * self.tp
         return tuple(first + place * self.tp for place in range(self.cp))
 
     def overrides(self, prefix: str = "") -> str:
-        """As arguments of the command line, those above 1."""
+        """Sizes above 1 as command-line overrides."""
         wanted = [f"{prefix}{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != 1]
         return " ".join(wanted) or f"{prefix}dp_shard=1"
 
 
 def layouts(world_size: int) -> Iterator[ParallelDegrees]:
-    """Every way of arranging so many processes, without expert parallelism."""
+    """All meshes of `world_size` processes, without expert parallelism."""
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     for sizes in itertools.product(divisors, repeat=len(OF_WORLD) - 1):
         product = math.prod(sizes)
@@ -83,7 +83,7 @@ def layouts(world_size: int) -> Iterator[ParallelDegrees]:
 
 
 def nearest_ep(shards: int, experts: int, wanted: int) -> int:
-    """The number of processes that may share so many experts, of so many, which is least far from what is wanted."""
+    """The valid size of expert parallelism closest to `wanted`: it divides both `shards` and `experts`."""
     fitting = [n for n in range(1, shards + 1) if shards % n == 0 and experts % n == 0]
     return min(fitting, key=lambda n: (abs(math.log2(n / wanted)), n))
 
@@ -91,11 +91,12 @@ def nearest_ep(shards: int, experts: int, wanted: int) -> int:
 def nearest_layout(
     world_size: int, wanted: dict[str, int], fits: Callable[[ParallelDegrees], bool] = lambda degrees: True
 ) -> ParallelDegrees | None:
-    """The layout of so many processes whose sizes are least far, in factors, from those that are wanted.
+    """The mesh of `world_size` processes whose sizes are closest, by ratio, to the wanted ones.
 
     Args:
-        wanted: size by name; those that are not named may be anything.
-        fits: what else a layout has to fulfil.
+        world_size: number of processes.
+        wanted: size by name; a size that is not named may have any value.
+        fits: a further condition on the mesh.
     """
 
     def distance(degrees: ParallelDegrees) -> tuple[float, ...]:

@@ -1,12 +1,13 @@
 """The parallel dimensions of one training process: data-parallel replicas, FSDP shards, tensor-parallel ranks.
 
-The mesh of processes, by `verl.engines.parallel_degrees`, is seen in three ways:
+The process mesh of `verl.engines.parallel_degrees` is used for three purposes:
 
-weights  pp x replicate x shard x tensor     shard = dp_shard x cp: FSDP divides over processes with other tokens
+weights  pp x replicate x shard x tensor     shard = dp_shard x cp: FSDP shards over all processes with different tokens
 experts  pp x replicate x expert_shard x expert x tensor     shard = expert_shard x expert (ep)
-tokens   rows over dp_replicate x dp_shard, the tokens of a row over cp; ranks along cp and tp have the same rows
+tokens   rows over dp_replicate x dp_shard, tokens of a row over cp; ranks along cp and tp have the same rows
 
-`Parallelism` is a process alone, `DataParallelism` holds the whole model, `ShardedParallelism` a part of it.
+`Parallelism` is a single process; in `DataParallelism` each process holds the whole model, in `ShardedParallelism` a
+shard of it.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ STAGE, REPLICATE, SHARD, TENSOR = "pp", "replicate", "shard", "tensor"  # dimens
 
 
 class Parallelism:
-    """This process among its siblings. Alone, every sum is what it was, and a model is held whole.
+    """Position of this process in the mesh, and its collective operations. This base class is a single process, where
+    they change nothing.
 
     Attributes:
-        rank, world_size: this process's number, and how many there are.
-        device: where it computes, and what it exchanges with siblings lies.
-        mesh: the processes along the dimensions `pp`, `replicate`, `shard` and `tensor`.
-        context: the processes that share the tokens of the same rows; None where each has all of its rows.
-        in_step: whether every forward pass needs all siblings, so that they must run equally many.
-        divides_weights: whether `shard_model` leaves a process a part of the model alone.
-        least_micro_batches: into which the rows of a step are cut, if they have tokens enough.
-        module_place: for which a module of the user's is made.
-        routers_are_whole: each process sees what the routers of all layers choose for its tokens.
+        rank, world_size: rank of this process, and number of processes.
+        device: the device of computation and of collective operations.
+        mesh: process mesh with the dimensions `pp`, `replicate`, `shard` and `tensor`.
+        context: the context-parallel group, whose processes have different tokens of the same rows; None without it.
+        in_step: whether every forward pass is collective, so that all processes must run equally many.
+        divides_weights: whether `shard_model` leaves a process with only a shard of the model.
+        least_micro_batches: micro-batches that the rows of a step are split into at least, if they have enough tokens.
+        module_place: the tensor-parallel rank and size that a user-defined module is built for.
+        routers_are_whole: whether each process has the router decisions of all layers for its tokens.
     """
 
     rank = 0
@@ -71,29 +73,29 @@ class Parallelism:
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether each process has a part of the tokens of its rows alone."""
+        """Whether rows are split over processes by tokens (context parallelism)."""
         return self.context is not None
 
     def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
-        """Leave this process its part of a model, in place. `autocast` is the type that it will compute in."""
+        """Shard a model, in place. `autocast` is the dtype that it will compute in; None for that of its weights."""
 
     def settle(self, model: nn.Module) -> None:
-        """Let go of weights that the last forward pass gathered; parameters are this process's part from here on."""
+        """Free the weights that the last forward pass gathered; parameters are the local shards again."""
 
     def sums(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Named numbers, each added up over the processes with other rows; one may lack names that another has."""
+        """Sums of named numbers over the data-parallel processes; a name may be missing in some of them."""
         return dict(values)
 
     def sum_of_tokens(self, x: Tensor) -> Tensor:
-        """A tensor added up over the processes with other tokens."""
+        """Sum of a tensor over the processes with different tokens (data and context parallel)."""
         return x
 
     def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
-        """Named numbers of each of the processes with other rows."""
+        """Named numbers of each data-parallel process, by rank."""
         return [dict(values)]
 
     def most(self, count: int) -> int:
-        """The largest of a number that each process has."""
+        """The maximum of a number over the processes."""
         return count
 
     def run_micro_batches(
@@ -105,12 +107,14 @@ class Parallelism:
         model: nn.Module,
         trains: bool = False,
     ) -> None:
-        """Run a function of a model over micro-batches, one after the other.
+        """Run a function of the model over micro-batches, one after another.
 
         Args:
-            forward: calls the model once; gives a loss if `trains`.
-            computing: a context for the forward pass of a micro-batch and its backward pass.
-            trains: with the backward pass, which adds to the gradients.
+            micros: the micro-batches of one step.
+            forward: calls the model once; returns a loss if `trains`.
+            computing: makes a context that each forward and backward pass runs in, such as autocast.
+            model: the model that `forward` calls.
+            trains: also run the backward pass, which accumulates gradients.
         """
         for micro in micros:
             with computing():
@@ -121,32 +125,32 @@ class Parallelism:
             report()
 
     def from_last_stage(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Named tensors that the last stage of a pipeline has, in all of its stages."""
+        """Named tensors of the last pipeline stage, broadcast to all stages."""
         return results
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up each parameter's gradient over the processes with other rows, in place."""
+        """All-reduce (sum) each gradient over the data-parallel processes, in place."""
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-        """Scale gradients down to a global L2 norm of `limit`, in place. Returns the norm before it."""
+        """Scale gradients down to a global L2 norm of at most `limit`, in place. Returns the norm before clipping."""
         return nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)
 
     def assert_siblings_agree(self, x: Tensor) -> None:
-        """Processes that share the work on the same rows must have come to the same integers."""
+        """Assert that the processes that work on the same rows have computed the same integers."""
 
     def close(self) -> None:
-        """Leave the group of processes."""
+        """Destroy the process group."""
 
 
 class DataParallelism(Parallelism):
     """Data parallelism over torch.distributed: each process holds the whole model and a share of the rows.
 
-    Losses are normalised by counts over the whole batch before the backward pass, so gradients are added, not
-    averaged, and a process without rows takes part with zeros.
+    Losses are divided by counts over the whole batch before the backward pass, so gradients are summed, not
+    averaged, and a process without rows contributes zeros.
     """
 
     bucket_bytes = 25 * 2**20
-    alone_bytes = 2**19  # a gradient of so much is added up where it lies; smaller ones are put together first
+    alone_bytes = 2**19  # larger gradients are reduced in place, smaller ones in buckets
 
     def __init__(self, context: BuildContext, timeout_s: float):
         import torch.distributed as dist
@@ -159,7 +163,7 @@ class DataParallelism(Parallelism):
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group(
-                # offloaded gradients and Python objects lie in main memory, for which NCCL has nothing
+                # NCCL cannot reduce offloaded gradients and Python objects, which are in main memory
                 backend="cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
                 init_method=os.environ.get("VERL_RENDEZVOUS", "env://"),
                 rank=self.rank,
@@ -167,8 +171,8 @@ class DataParallelism(Parallelism):
                 timeout=timedelta(seconds=timeout_s),
             )
         self.dist = dist
-        self.data_group: Any = None  # the processes with other rows: all
-        self.gradient_group: Any = None  # the processes whose gradients of the same weight are added up: all
+        self.data_group: Any = None  # the processes with different rows: all of them
+        self.gradient_group: Any = None  # the processes whose gradients of a weight are summed: all of them
 
     def sums(self, values: Mapping[str, float]) -> dict[str, float]:
         everyone = self.of_each(values)
@@ -194,10 +198,10 @@ class DataParallelism(Parallelism):
         self.sum_over(parameters, self.gradient_group)
 
     def sum_over(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
-        """Add up the gradients of what this process holds of some parameters over a group of processes."""
+        """All-reduce (sum) the gradients of the local parts of some parameters over a process group."""
         large, small = [], []
         for grad in self._gradients(parameters):
-            (large if grad.nbytes >= self.alone_bytes else small).append(grad)  # by size alone: all must agree
+            (large if grad.nbytes >= self.alone_bytes else small).append(grad)  # by size only: all must agree
         sums = [grad.contiguous() for grad in large]
         under_way: list[Any] = [self.dist.all_reduce(total, group=group, async_op=True) for total in sums]
         for bucket in self._buckets(small):
@@ -213,7 +217,7 @@ class DataParallelism(Parallelism):
                 grad.copy_(total)
 
     def _gradients(self, parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-        """Of what this process holds of all that is trained; zeros where it has none."""
+        """Local gradients of all trained parameters; zeros where a parameter was not used."""
         for parameter in parameters:
             if parameter.requires_grad:
                 if parameter.grad is None:
@@ -237,13 +241,13 @@ class DataParallelism(Parallelism):
 
 
 class ShardedParallelism(DataParallelism):
-    """This process on a mesh of replicas, shards, processes that share tokens, and tensor-parallel siblings.
+    """Process mesh with replicas, FSDP shards, context, expert and tensor parallelism.
 
     Args:
         degrees: sizes of the mesh.
-        fully: divide weights, gradients and optimizer state over `shard`; without it they are whole along it.
+        fully: shard weights, gradients and optimizer state along `shard`; otherwise they are replicated along it.
         reshard: see `shard_fully`.
-        offload: parts rest in main memory.
+        offload: keep shards in main memory.
         cp_style: see `verl.model_paths.context_attention`.
     """
 
@@ -279,7 +283,7 @@ class ShardedParallelism(DataParallelism):
         self.routers_are_whole = degrees.tp == 1 and degrees.pp == 1
         self._device_mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         self._sibling_group = self._device_mesh[TENSOR].get_group()
-        stage = self.world_size // degrees.pp  # its ranks are next to each other
+        stage = self.world_size // degrees.pp  # ranks of a stage are consecutive
         if degrees.tp > 1 or degrees.pp > 1:
             self.gradient_group = self._group(lambda rank: (rank // stage, rank % degrees.tp))
         self.data_group = self.gradient_group
@@ -295,14 +299,14 @@ class ShardedParallelism(DataParallelism):
         self._own_modules: dict[int, OwnModuleParts] = {}  # by id of the model
 
     def _group(self, key: Callable[[int], Any]) -> Any:
-        """The group of the processes that have the key of this one; all make all groups, in one order."""
+        """The process group of all ranks with the same key as this one. Collective: all processes create all groups."""
         ranks: dict[Any, list[int]] = {}
         for rank in range(self.world_size):
             ranks.setdefault(key(rank), []).append(rank)
         return self.dist.new_subgroups_by_enumeration(list(ranks.values()))[0]
 
     def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
-        """See `Parallelism.shard_model`. A head that stands on a backbone (a critic's) is small and stays whole."""
+        """See `Parallelism.shard_model`. A head on a backbone (a critic's) is small and is not sharded."""
         core: Any = head_of(model).backbone
         if isinstance(core, OwnModule) and self.mesh.extent(TENSOR) > 1:
             self._lay_out(core)
@@ -328,7 +332,7 @@ class ShardedParallelism(DataParallelism):
             del core.weight_files
         if not self.fully:
             model.to(self.device)
-        elif model is not core:  # FSDP has moved the core
+        elif model is not core:  # FSDP has moved the core to the device
             for head in (child for child in model.children() if child is not core):
                 head.to(self.device)
         named = dict(core.named_parameters())
@@ -356,11 +360,11 @@ class ShardedParallelism(DataParallelism):
         )
 
     def _lay_out(self, model: OwnModule) -> None:
-        """Take in a module that was made for this process."""
+        """Register a user-defined module that was built for this rank."""
         if self.fully:
             raise ConfigError(
-                f"sharding.tp is {self.degrees.tp}: the weights of a {type(model.module).__name__}, which divides "
-                "itself, are not divided by dp_shard or cp as well. Set dp_shard=1 and use dp_replicate."
+                f"sharding.tp is {self.degrees.tp}: the weights of a {type(model.module).__name__}, which shards "
+                "itself, cannot be sharded by dp_shard or cp as well. Set dp_shard=1 and use dp_replicate."
             )
         parts = self._own_modules[id(model)] = OwnModuleParts(model, self._device_mesh[TENSOR])
         self._partial_over_tensor |= {id(p) for p in parts.summed}
@@ -390,7 +394,7 @@ class ShardedParallelism(DataParallelism):
             settle(model)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """See `Parallelism.sum_gradients`; those of fully sharded weights were added up as they came."""
+        """See `Parallelism.sum_gradients`; FSDP has reduced those of its weights already."""
         trained = [p for p in parameters if p.requires_grad]
         by_fsdp = {SHARD, EXPERT_SHARD}
         self.sum_over([p for p in trained if by_fsdp.isdisjoint(mesh_dims(p))], self.gradient_group)
@@ -402,16 +406,17 @@ class ShardedParallelism(DataParallelism):
             self.sum_over(partial, self._device_mesh[TENSOR].get_group())
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-        """See `Parallelism.clip`: squares of what each process holds, divided by how many hold it, added up over
-        all.
+        """See `Parallelism.clip`: squares of local parts, divided by the number of processes that hold the part,
+        summed over all processes.
         """
         trained = [p for p in parameters if p.grad is not None]
         grads: list[Any] = [p.grad for p in trained]
-        squares = [
-            torch.linalg.vector_norm(local(grad)).double().square().to(self.device) / self._holders(p)
-            for p, grad in zip(trained, grads, strict=True)
-        ]
-        total = torch.stack(squares).sum()
+        squares: dict[torch.device, list[Tensor]] = {self.device: []}  # by where gradients lie: one copy from each
+        for p, grad in zip(trained, grads, strict=True):
+            square = torch.linalg.vector_norm(local(grad)).double().square() / self._holders(p)
+            squares.setdefault(square.device, []).append(square)
+        sums = [torch.stack(found).sum().to(self.device) for found in squares.values() if found]
+        total = torch.stack(sums).sum()
         self.dist.all_reduce(total)
         norm = total.sqrt()
         if limit is not None:
@@ -421,16 +426,14 @@ class ShardedParallelism(DataParallelism):
         return norm
 
     def _holders(self, x: Tensor) -> int:
-        """How many processes hold the same part of a parameter as this one."""
+        """Number of processes that hold the same part of a parameter as this one."""
         return self.world_size // math.prod(self.mesh.extent(name) for name, _ in tensor_layout(x).splits)
 
     def assert_siblings_agree(self, x: Tensor) -> None:
-        assert self.siblings_agree(x), "processes that share the work on the same rows came to other tokens"
+        assert self.siblings_agree(x), "processes that work on the same rows have sampled different tokens"
 
     def siblings_agree(self, x: Tensor) -> bool:
-        """Whether all processes that share the same rows have these integers; the answer is the same in each of
-        them.
-        """
+        """Whether all processes that work on the same rows have these integers. Collective; all get the same answer."""
         if self.degrees.siblings == 1:
             return True
         flat = x.reshape(-1).to(self.device, torch.int64)

@@ -3,10 +3,10 @@
 stage 0      embedding, layers ──states──> stage 1      layers ──states──> last stage      layers, norm, head, loss
              <──gradients──                             <──gradients──
 
-A stage runs the very function of the role (its loss, its log-probs) on the very model: layers of other stages let
-states pass, the embedding of a later stage gives what it received, and the final norm of an earlier one ends the pass.
-The schedules are those of `torch.distributed.pipelining`. Their receive buffers have one shape for all micro-batches of
-a step, so states travel as one line of tokens, padded to the longest.
+A stage runs the unchanged function of the role (loss, log-probs) on the unchanged model class: layers of other stages
+are identities, the embedding of a later stage returns the hidden states that it received, and the final norm of an
+earlier stage ends the forward pass. The schedules are those of `torch.distributed.pipelining`. Their receive buffers
+have one shape for all micro-batches of a step, so hidden states are sent as one line of tokens, padded to the longest.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from verl.utils.progress import report
 
 Schedule = Literal["gpipe", "1f1b"]
 Forward = Callable[[MicroBatch], Tensor | None]
-TRIAL_TOKENS = 48  # of the row that a model is tried out with
-TRIAL_BOUND = 1e-4  # of the largest number, in float32
+TRIAL_TOKENS = 48  # of the row that `refuse_untrue` runs
+TRIAL_BOUND = 1e-4  # relative to the largest value, in float32
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DecoderStack:
-    """The parts of a decoder that a pipeline is cut through.
+    """The parts of a decoder that is split into pipeline stages.
 
     Attributes:
-        module: that has them.
-        embedding: gives the states [b s D] of token ids.
-        layers: each takes states and gives states.
-        norm: after the last layer.
+        module: the module that has them as attributes.
+        embedding: token ids to hidden states [b s D].
+        layers: each maps hidden states to hidden states.
+        norm: the final norm, after the last layer.
     """
 
     module: Any
@@ -59,10 +59,10 @@ class DecoderStack:
 
 
 def decoder_stack(model: Any) -> DecoderStack:
-    """That of a Hugging Face model, a peft adapter around it or not.
+    """The decoder stack of a Hugging Face model, with or without a peft adapter.
 
     Raises:
-        ConfigError: the model has no such parts.
+        ConfigError: the model has no embed_tokens, layers and norm.
     """
     base = unwrapped(model)
     for module in base.modules():
@@ -71,20 +71,20 @@ def decoder_stack(model: Any) -> DecoderStack:
         if isinstance(layers, nn.ModuleList) and isinstance(embedding, nn.Embedding) and isinstance(norm, nn.Module):
             return DecoderStack(module, embedding, list(layers), norm)
     raise ConfigError(
-        f"model is a {type(base).__name__}: pipeline stages are made of models with embed_tokens, layers and norm, as "
-        "Llama, Qwen2 and Qwen3 have them. Set sharding.pp=1, and divide it with sharding.tp or sharding.dp_shard."
+        f"model is a {type(base).__name__}: pipeline stages need a model with embed_tokens, layers and norm, such "
+        "as Llama, Qwen2 or Qwen3. Set sharding.pp=1, and shard it with sharding.tp or sharding.dp_shard."
     )
 
 
 def layer_costs(stack: DecoderStack, head: Any) -> tuple[list[float], float]:
-    """Products of each layer for a token, and of the head; the embedding has none."""
+    """Multiplications per token of each layer, and of the output head; the embedding has none."""
     costs = [float(sum(p.numel() for p in layer.parameters())) for layer in stack.layers]
     weight = getattr(head, "weight", None)
     return costs, 0.0 if weight is None else float(weight.numel())
 
 
 class _StageEnd(BaseException):
-    """The forward pass has come to the end of a stage."""
+    """Raised where the forward pass reaches the end of a stage, to leave the model."""
 
     def __init__(self, states: Tensor):
         self.states = states
@@ -92,11 +92,11 @@ class _StageEnd(BaseException):
 
 @dataclass(frozen=True)
 class ChunkTime:
-    """When a stage computed a part of a micro-batch.
+    """Time span of one forward or backward pass of a micro-batch through a stage.
 
     Attributes:
-        kind: of the pass.
-        number: of the micro-batch.
+        kind: forward or backward.
+        number: index of the micro-batch.
         start, stop: seconds, by `time.perf_counter`.
     """
 
@@ -108,12 +108,12 @@ class ChunkTime:
 
 @dataclass
 class StageCut:
-    """Where a model is cut, and which part of it is one stage.
+    """How a model is split into stages, and which stage this process runs.
 
     Args:
-        stack: of the model.
-        bounds: the first layer of each stage, and the number of layers.
-        stage: of this process.
+        stack: the decoder stack of the model.
+        bounds: index of the first layer of each stage, then the number of layers.
+        stage: index of the stage of this process.
     """
 
     stack: DecoderStack
@@ -130,8 +130,8 @@ class StageCut:
         return self.stage == self.num_stages - 1
 
     def stages_of(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
-        """By the `id` of each parameter of a model, the stages that hold it: a tied embedding has two, and what is no
-        part of the stack (a value head) all of them.
+        """Stages that hold each parameter, by `id` of the parameter: two for a tied embedding, all for a parameter
+        outside the stack (a value head).
         """
         everywhere = tuple(range(self.num_stages))
         found: dict[int, set[int]] = {}
@@ -147,7 +147,7 @@ class StageCut:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Within, the model runs as this stage alone."""
+        """Inside this context a forward pass of the model runs only this stage."""
         first, last = self.bounds[self.stage], self.bounds[self.stage + 1]
         replaced = [layer for number, layer in enumerate(self.stack.layers) if not first <= number < last]
         before = [vars(layer).get("forward") for layer in replaced]
@@ -168,11 +168,13 @@ class StageCut:
                     layer.forward = forward
 
     def run(self, forward: Callable[[], Tensor | None], received: Tensor | None) -> Tensor | None:
-        """The states that this stage hands on, or what the function gives on the last stage.
+        """Run this stage once.
 
         Args:
             forward: calls the model once.
-            received: states [tokens D] of the stage before.
+            received: hidden states [tokens D] from the previous stage; None on the first.
+        Returns:
+            Hidden states for the next stage; on the last stage the result of `forward`.
         """
         self._received = received
         try:
@@ -181,13 +183,13 @@ class StageCut:
             return end.states
         finally:
             self._received = None
-        assert self.is_last, "a forward pass did not come to the final norm of the model"
+        assert self.is_last, "the forward pass did not reach the final norm of the model"
         return found
 
     def take_received(self) -> Tensor:
-        """The states of the stage before, once."""
+        """The hidden states from the previous stage; they can be taken once."""
         states, self._received = self._received, None
-        assert states is not None, "a role calls its model once for a micro-batch where it is a pipeline"
+        assert states is not None, "with pipeline stages the model is called once per micro-batch"
         return states
 
 
@@ -196,7 +198,7 @@ def _pass_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 class _Received(nn.Module):
-    """In place of the embedding of a later stage."""
+    """Replaces the embedding on stages after the first: returns the received hidden states."""
 
     def __init__(self, cut: StageCut):
         super().__init__()
@@ -208,7 +210,7 @@ class _Received(nn.Module):
 
 
 class _StageEndModule(nn.Module):
-    """In place of the final norm of an earlier stage."""
+    """Replaces the final norm on stages before the last: ends the forward pass."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         raise _StageEnd(hidden_states)
@@ -221,7 +223,7 @@ def output_head(model: Any) -> Any:
 
 
 def num_tokens(micro: MicroBatch) -> int:
-    """Of the line, or the rows, that a model is run on."""
+    """Tokens that the model runs on in this micro-batch: those of the packed line, or of the padded rows."""
     return micro.tensors["input_ids"].numel() if micro.packing is None else len(micro.packing.tokens)
 
 
@@ -229,12 +231,12 @@ class PipelineRunner:
     """Runs the micro-batches of a step through the stages.
 
     Args:
-        cut: of the model.
-        group: of torch.distributed, the stages in order.
-        device: where this stage computes.
-        schedule: of forward and backward passes.
+        cut: the split of the model.
+        group: process group of the stages, in order.
+        device: the device of this stage.
+        schedule: order of forward and backward passes.
     Attributes:
-        times: of what this stage computed in the last run.
+        times: time spans of the passes of this stage in the last run.
     """
 
     def __init__(self, cut: StageCut, group: Any, device: torch.device, schedule: Schedule):
@@ -249,13 +251,14 @@ class PipelineRunner:
         *,
         trains: bool,
     ) -> None:
-        """Run a function of the model over micro-batches, the same on all stages, and its backward pass.
+        """Run a function of the model over micro-batches, which must be the same on all stages.
 
         Args:
-            forward: calls the model once; on the last stage it runs to its end, and gives a loss if `trains`. On others
-                it comes as far as the stage does.
-            dtype: of the states that travel.
-            trains: with the backward pass, which adds to the gradients.
+            micros: the micro-batches of one step.
+            forward: calls the model once. On the last stage it runs to its end, and returns a loss if `trains`; on
+                other stages it is left at the end of the stage.
+            dtype: dtype of the hidden states sent between stages.
+            trains: also run the backward pass, which accumulates gradients.
         """
         from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
@@ -291,7 +294,7 @@ class PipelineRunner:
 
 
 class _StageModule(nn.Module):
-    """What the schedule of torch calls: one micro-batch through this stage."""
+    """The module that the torch schedule calls: one micro-batch through this stage."""
 
     def __init__(
         self,
@@ -323,7 +326,7 @@ def _as_it_is(loss: Tensor, number: Tensor) -> Tensor:
 
 
 def _timed_stage(times: list[ChunkTime]) -> Any:
-    """torch's stage, that writes down when it computes."""
+    """A torch `PipelineStage` that records the time span of each pass."""
     from torch.distributed.pipelining import PipelineStage
 
     class TimedStage(PipelineStage):
@@ -344,16 +347,16 @@ def _timed_stage(times: list[ChunkTime]) -> Any:
 
 
 def refuse_untrue(model: Any) -> None:
-    """Refuse a model that computes something else when it is cut into stages.
+    """Refuse a model whose results change when it is split into stages.
 
-    Tried on its twin (`verl.model_paths.twin`): one forward pass of all layers, and passes through two stages.
+    Checked on a small model of the same class (`verl.model_paths.twin`): a whole forward pass against two stages.
 
     Raises:
-        ConfigError: with what differs.
+        ConfigError: the results differ, or the model cannot be split.
     """
     base = unwrapped(model)
     decoder_stack(base)
-    remedy = "Set sharding.pp=1, and divide it with sharding.tp or sharding.dp_shard."
+    remedy = "Set sharding.pp=1, and shard it with sharding.tp or sharding.dp_shard."
     try:
         twin = make_twin(base, TRIAL_TOKENS)
         stack = decoder_stack(twin.model)
@@ -370,14 +373,14 @@ def refuse_untrue(model: Any) -> None:
     distance = max(float((x.view_as(whole) - whole).abs().max()) for x in found) / float(whole.abs().max() + 1e-6)
     if not distance <= TRIAL_BOUND:
         raise ConfigError(
-            f"model is a {type(base).__name__}: its results change if it is divided into pipeline stages (by "
-            f"{distance:.2g} of the largest), since it has other computations between embedding, layers and norm. "
+            f"model is a {type(base).__name__}: its results change when it is split into pipeline stages (by "
+            f"{distance:.2g} of the largest value): it computes more than embedding, layers and norm. "
             f"{remedy}"
         )
 
 
 def _through_two_stages(model: Any, stack: DecoderStack, num_first: int, ids: Tensor) -> Tensor:
-    """States of a model that is cut after so many layers; one of the stages may have none."""
+    """Final hidden states of a model split after `num_first` layers; a stage may have no layers."""
     line = None
     for stage in (0, 1):
         cut = StageCut(stack, [0, num_first, len(stack.layers)], stage)
@@ -390,13 +393,13 @@ def _through_two_stages(model: Any, stack: DecoderStack, num_first: int, ids: Te
 
 
 class WholeWeights:
-    """The weights of all stages in each of them, for generation: by a resharding plan, made once.
+    """Gathers the weights of all stages in every stage, for generation, by a resharding plan that is computed once.
 
     Args:
-        model: of which this process holds one stage.
-        cut: of the model.
-        group: of torch.distributed, the stages in order.
-        device: where the model computes.
+        model: this process holds one stage of it.
+        cut: the split of the model.
+        group: process group of the stages, in order.
+        device: the device of this stage.
     """
 
     def __init__(self, model: nn.Module, cut: StageCut, group: Any, device: torch.device):
@@ -405,7 +408,7 @@ class WholeWeights:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within, the model is whole here. All stages enter and leave together."""
+        """Inside this context the process has the whole model. All stages enter and leave together."""
         places = _places(self.model)
         named = dict(self.model.named_parameters())
         plan = self._plan = self._plan or self._make_plan(named)
@@ -442,7 +445,7 @@ class WholeWeights:
 
 
 def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Where each parameter stands, by its `id`."""
+    """(module, attribute) pairs of each parameter, by `id`."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -452,7 +455,7 @@ def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 
 
 def _like(parameter: Tensor, part: Tensor) -> nn.Parameter:
-    """A parameter with this part of its data."""
+    """A parameter like this one, with `part` as its local data."""
     if is_divided(parameter):
         from torch.distributed.tensor import DTensor
 

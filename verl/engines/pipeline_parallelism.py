@@ -1,14 +1,15 @@
-"""One process of a pipeline: its stage of the model, and what the stages exchange beside the states.
+"""One process of a pipeline: its stage of the model, and what the stages exchange apart from hidden states.
 
-tied embedding   on the first stage and the last: gradients are added up over both, and counted once in the norm
-value head       on all stages, with a gradient on the last: likewise
-numbers          losses and metrics are those of the last stage, and told to the others
-weights          with dp_shard or cp sharded over the processes of a stage, whole while it runs (`stage_shards`)
+tied embedding   on the first and the last stage: gradients are summed over both, and counted once in the norm
+value head       on all stages, with a gradient on the last only: likewise
+metrics          losses and metrics of the last stage are broadcast to the others
+weights          with dp_shard or cp sharded over the processes of a stage, gathered while it runs (`stage_shards`)
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -39,16 +40,18 @@ from verl.model_paths.context_attention import ContextStyle
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import head_of
 from verl.models.parallel_info import Autocast
-from verl.resharding.dtensor import at_stage, is_elsewhere, mesh_dims
+from verl.resharding.dtensor import at_stage, is_divided, is_elsewhere, mesh_dims
 
 
 class PipelineParallelism(ShardedParallelism):
-    """This process on a mesh with stages.
+    """Process mesh with pipeline stages.
 
     Args:
+        context: build context of the role.
+        timeout_s: limit of one collective operation.
         degrees: sizes of the mesh.
-        schedule: of forward and backward passes.
-        least_micro_batches: into which the rows of a step are cut.
+        schedule: order of forward and backward passes.
+        least_micro_batches: micro-batches that the rows of a step are split into at least.
         cp_style: see `verl.model_paths.context_attention`.
     """
 
@@ -69,10 +72,13 @@ class PipelineParallelism(ShardedParallelism):
         self.stage_group = self._device_mesh[STAGE].get_group()
         self._last = self.dist.get_global_rank(self.stage_group, degrees.pp - 1)
         beside = self.world_size // degrees.pp
+        shares = [degrees.row_share(rank) for rank in range(self.world_size)]
+        self._row_ranks = tuple(rank for rank, share in enumerate(shares) if share == shares[self.rank])
+        self._row_group = self._group(shares.__getitem__)
         self._ends_group = self._group(lambda rank: (rank % beside, rank // beside in (0, degrees.pp - 1)))
         self._models: dict[int, tuple[PipelineRunner, torch.dtype, StageShards]] = {}
         self._stages: dict[int, tuple[int, ...]] = {}  # of parameters, by id
-        self._kept: list[Any] = []  # so that no `id` is given twice
+        self._kept: list[Any] = []  # keeps the parameters alive, so that no `id` is reused
 
     def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
         """See `Parallelism.shard_model`. Raises ConfigError for a model that cannot be cut into stages."""
@@ -82,7 +88,7 @@ class PipelineParallelism(ShardedParallelism):
         if len(stack.layers) < self.num_stages:
             raise ConfigError(
                 f"sharding.pp is {self.num_stages}: the model has {len(stack.layers)} layers, and every stage needs "
-                f"one. Set it to at most {len(stack.layers)}."
+                f"at least one. Set it to at most {len(stack.layers)}."
             )
         costs, of_head = layer_costs(stack, output_head(model))
         partial = shard_over(core, self._device_mesh[TENSOR]) if self.mesh.extent(TENSOR) > 1 else []
@@ -98,22 +104,26 @@ class PipelineParallelism(ShardedParallelism):
         self._partial_over_tensor |= {id(named[name]) for name in partial if not is_elsewhere(named[name])}
         runner = PipelineRunner(cut, self.stage_group, self.device, self.schedule)
         dtype = getattr(torch, autocast) if autocast else next(core.parameters()).dtype
-        shards = StageShards(model, self._device_mesh[SHARD], self.device)
+        shards = StageShards(model, self._device_mesh[SHARD], self._device_mesh[TENSOR])
         stages = WholeWeights(model, cut, self.stage_group, self.device)
         self._models[id(model)] = (runner, dtype, shards)
         info = self._info()
         model.divided = replace(  # type: ignore[assignment]
             info,
             stage_group=self.stage_group,
+            siblings=self._row_ranks,
+            sibling_group=self._row_group,
+            through_stages=functools.partial(self._through_stages, model),
             generation_groups=(self.stage_group, *info.generation_groups),
             gathered=lambda: _both(shards, stages),
         )
 
     @torch.no_grad()
     def _leave_own(self, model: nn.Module, core: nn.Module, stages: Mapping[int, tuple[int, ...]]) -> None:
-        """Parameters of this stage on the device, or a part of each, those of others without data; tied ones stay tied.
+        """Move the parameters of this stage, or shards of them, to the device and free those of other stages; tied
+        parameters stay tied.
 
-        A head that stands on the core (a critic's) is small and stays whole.
+        A head on the core (a critic's) is small and is not sharded.
         """
         made: dict[int, nn.Parameter] = {}
         sharded = {id(p) for p in core.parameters() if p.ndim} if self.mesh.extent(SHARD) > 1 else set()
@@ -127,7 +137,8 @@ class PipelineParallelism(ShardedParallelism):
                     if id(parameter) in sharded:
                         is_own = self.stage in held
                         whole = parameter if is_own else parameter.to("meta")
-                        data = shard_rows(whole, self._device_mesh[SHARD], self.device if is_own else "meta")
+                        mesh = self._device_mesh[(SHARD, TENSOR) if is_divided(parameter) else SHARD]
+                        data = shard_rows(whole, mesh, self.device if is_own else "meta")
                     elif self.stage not in held:
                         data = parameter.to("meta")
                     elif parameter.is_meta:
@@ -151,33 +162,42 @@ class PipelineParallelism(ShardedParallelism):
         model: nn.Module,
         trains: bool = False,
     ) -> None:
-        """See `Parallelism.run_micro_batches`; without one, no stage does anything, since all have the same rows."""
+        """See `Parallelism.run_micro_batches`; without micro-batches all stages return at once."""
         (runner, dtype, shards), made = self._models[id(model)], list(micros)
         with shards.whole(trains):
             if made:
                 with computing():
                     runner.run(made, forward, dtype, trains=trains)
 
+    def _through_stages(self, model: nn.Module, ids: Tensor, function: Callable[[], Tensor]) -> Tensor:
+        """See `ParallelInfo.through_stages`."""
+        micro, results = MicroBatch(torch.arange(len(ids)), {"input_ids": ids}), dict[str, Tensor]()
+
+        def forward(_: MicroBatch) -> None:
+            results["found"] = function()
+
+        self.run_micro_batches([micro], forward, contextlib.nullcontext, model=model)
+        return self.from_last_stage(results)["found"]
+
     def from_last_stage(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        named = self._told([(name, x.shape, x.dtype) for name, x in results.items()])
+        named = self._broadcast_from_last([(name, x.shape, x.dtype) for name, x in results.items()])
         found = {}
         for name, shape, dtype in named:
-            x = results[name].contiguous() if self._is_last else torch.empty(shape, dtype=dtype)
-            x = x.to(self.device)
+            x = results[name] if self._is_last else torch.empty(shape, dtype=dtype, device=self.device)
+            found[name] = x = x.to(self.device).contiguous()
             self.dist.broadcast(x, src=self._last, group=self.stage_group)
-            found[name] = x.to(results[name].device) if name in results else x
         return found
 
     def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
-        """See `Parallelism.of_each`; the numbers of the last stage stand for all of them."""
-        return super().of_each(self._told(dict(values)))
+        """See `Parallelism.of_each`; the numbers are those of the last stage."""
+        return super().of_each(self._broadcast_from_last(dict(values)))
 
     @property
     def _is_last(self) -> bool:
         return self.stage == self.num_stages - 1
 
-    def _told(self, value: Any) -> Any:
-        """What the last stage has."""
+    def _broadcast_from_last(self, value: Any) -> Any:
+        """The value of the last stage, on all stages."""
         box = [value]
         self.dist.broadcast_object_list(box, src=self._last, group=self.stage_group)
         return box[0]
@@ -206,6 +226,6 @@ class PipelineParallelism(ShardedParallelism):
 
 @contextlib.contextmanager
 def _both(shards: StageShards, stages: WholeWeights) -> Iterator[None]:
-    """Within, all weights of all stages are whole in this process."""
+    """Inside this context the process has all weights of all stages, unsharded."""
     with shards.whole(), stages.gathered():
         yield

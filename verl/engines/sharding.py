@@ -1,11 +1,11 @@
-"""`sharding=`: how a model in training is spread over processes, and what that costs each of them.
+"""`sharding=`: how a model in training is sharded over processes, and what that costs each process.
 
-`Sharding.cost` computes memory at rest, peak memory and communication, by arithmetic alone:
+`Sharding.cost` computes memory at rest, peak memory and communication by arithmetic:
 
     FSDP().cost(8, model_stats(config), tokens=16384, compute_bytes=2).resting / 2**30     GiB in each process
 
-Traffic is what a process sends, by ring algorithms: gathering x bytes over k processes sends (k - 1) / k x, and so does
-adding up to parts of x; adding up to the whole sends twice that.
+Traffic is counted as bytes sent per process with ring algorithms: (k - 1) / k x for an all-gather or a reduce-scatter
+of x bytes over k processes, and twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from verl.models.model_stats import ModelStats
 
 @dataclass(frozen=True)
 class ShardingCost:
-    """Of one role in each process, in bytes.
+    """Memory and traffic of one role per process, in bytes.
 
     Attributes:
-        weights, gradients, optimizer: at rest; of a role that is only asked the latter are 0.
-        gathered: weights of siblings that lie here during a forward or backward pass.
-        generating: likewise while a response is drawn from the training weights.
+        weights, gradients, optimizer: at rest; the last two are 0 for a role that is not trained.
+        gathered: weights of other shards that are here during a forward or backward pass.
+        generating: the same while responses are generated from the training weights.
         per_micro_batch: sent in the forward and backward pass of one micro-batch.
-        per_update: sent once per optimizer step beside that.
-        is_offloaded: what rests does so in main memory.
+        per_update: sent in addition once per optimizer step.
+        is_offloaded: whether weights, gradients and optimizer state rest in main memory.
     """
 
     weights: int
@@ -51,29 +51,29 @@ class ShardingCost:
         return self.weights + self.gradients + self.optimizer
 
     def per_step(self, micro_batches: int, updates: int = 1) -> int:
-        """Bytes sent in a training step, generation and scoring left out."""
+        """Bytes sent in a training step, without generation and scoring."""
         return micro_batches * self.per_micro_batch + updates * self.per_update
 
 
 @component
 class Sharding(Description):
-    """How a model in training is divided.
+    """How a model in training is sharded.
 
     Attributes:
-        needs_processes: whether the roles live in processes of their own, which the driver starts.
-        call_timeout_s: when no process has made progress with a call for so long, the one that stands still is named,
-            and all are ended.
+        needs_processes: whether the roles run in worker processes that the driver starts.
+        call_timeout_s: when no worker has made progress with a call for this many seconds, the run ends with an error
+            that names the one that hangs.
     """
 
     needs_processes: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 1800.0
 
     def degrees(self, world_size: int) -> ParallelDegrees:
-        """The mesh of so many processes; every other size is computed from it."""
+        """Sizes of the mesh of `world_size` processes; the other numbers are computed from it."""
         return ParallelDegrees(dp_replicate=world_size)
 
     def parameter_shards(self, world_size: int) -> int:
-        """Parts that weights, gradients and optimizer state are divided into."""
+        """Number of shards of weights, gradients and optimizer state."""
         _, shards, siblings = self.mesh_sizes(world_size)
         return shards * siblings * self.degrees(world_size).pp
 
@@ -81,51 +81,51 @@ class Sharding(Description):
         return Parallelism()
 
     def size_fault(self, world_size: int) -> str | None:
-        """Why this cannot be done with so many processes; opens with the field's name."""
+        """Why this sharding does not fit `world_size` processes, beginning with the field's name; None if it does."""
         return None
 
     def heads_fault(self, heads: int, kv_heads: int, world_size: int) -> str | None:
-        """Why a model with so many attention heads cannot be divided; opens with the field's name."""
+        """Why attention heads cannot be sharded, beginning with the field's name; None if they can."""
         return None
 
     def layers_fault(self, layers: int, world_size: int) -> str | None:
-        """Why a model with so many layers cannot be divided; opens with the field's name."""
+        """Why the layers cannot be split into stages, beginning with the field's name; None if they can."""
         return None
 
     def experts_fault(self, model_type: str, experts: int | None, world_size: int) -> str | None:
-        """Why a model of a family with so many experts in a layer (None: without experts) cannot be divided; opens with
-        the field's name.
+        """Why the experts of a layer (None: a model without) cannot be sharded, beginning with the field's name; None
+        if they can.
         """
         return None
 
     def parts(self, world_size: int) -> tuple[int, ...]:
-        """Of each process, the number of the share of rows that it works on; some may work on one share together."""
+        """Index of the share of rows of each process; processes that work on the same rows have the same index."""
         degrees = self.degrees(world_size)
         return tuple(degrees.row_share(rank) for rank in range(world_size))
 
     def row_shares(self, world_size: int) -> int:
-        """Into how many shares rows are divided."""
+        """Number of shares that the rows of a batch are split into."""
         return max(self.parts(world_size)) + 1
 
     def token_shares(self, world_size: int) -> int:
-        """Into how many shares the tokens of a batch are divided: those of rows, and of each row's tokens."""
+        """Number of shares that the tokens of a batch are split into, by rows and by context parallelism."""
         return self.row_shares(world_size) * self.degrees(world_size).cp
 
     def micro_batch_tokens(self, budget: int, total: int) -> int:
-        """Tokens of a micro-batch that a process has of so many, where the role allows a budget."""
+        """Tokens of a micro-batch of one process, of `total` tokens, where the role allows at most `budget`."""
         return min(budget, total)
 
     def pipeline_ways(self, world_size: int) -> float:
-        """By how much stages of layers make a pass over a step's rows quicker."""
+        """Speed-up of a pass over the rows of a step by pipeline stages."""
         return 1.0
 
     def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
-        """Replicas, shards of each, and processes that share each layer."""
+        """Numbers of replicas, of FSDP shards and of tensor-parallel processes."""
         degrees = self.degrees(world_size)
         return degrees.dp_replicate, degrees.shards, degrees.tp
 
     def smaller(self) -> Iterator[tuple[str, Sharding]]:
-        """Settings of its own that take less memory on a device, and what it is with each."""
+        """(setting, sharding with that setting) pairs that take less device memory."""
         yield from ()
 
     def cost(
@@ -137,13 +137,15 @@ class Sharding(Description):
         compute_bytes: int | None = None,
         trains: bool = True,
     ) -> ShardingCost:
-        """What a role costs each process.
+        """Memory and traffic of a role per process.
 
         Args:
-            tokens: of a micro-batch, for the activations that tensor-parallel siblings exchange.
-            weight_bytes: of a number at rest; of its gradient and of each of AdamW's two moments too.
-            compute_bytes: of a number in the type that is computed in; None for the same.
-            trains: has gradients and an optimizer.
+            world_size: number of processes.
+            sizes: of the model.
+            tokens: tokens of a micro-batch, for the activations that tensor-parallel processes exchange.
+            weight_bytes: bytes per element at rest, of weights, gradients and each of AdamW's two moments.
+            compute_bytes: bytes per element of the dtype of computation; None for `weight_bytes`.
+            trains: whether the role has gradients and an optimizer.
         """
         replicas, shards, siblings = self.mesh_sizes(world_size)
         compute, stages = compute_bytes or weight_bytes, self.degrees(world_size).pp
@@ -164,12 +166,12 @@ class Sharding(Description):
 
 @component
 class NoSharding(Sharding):
-    """One process holds everything: the driver's own."""
+    """No sharding: the driver process holds the whole model."""
 
 
 @component
 class _Processes(Sharding):
-    """Several processes.
+    """Base of shardings over several processes.
 
     Args:
         timeout_s: how long a process waits for its siblings in one collective operation.
@@ -203,9 +205,9 @@ class FSDP(_Processes):
     Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO, stages 3 and 2), as FSDP2 of torch does it.
 
     Args:
-        strategy: FULL_SHARD lets go of a block's weights after its forward pass and gathers them again for the
-            backward pass; SHARD_GRAD_OP keeps them until then: more memory, a third less traffic.
-        cpu_offload: weights, gradients and optimizer state rest in main memory, where the optimizer steps too.
+        strategy: FULL_SHARD frees a block's weights after its forward pass and gathers them again for the backward
+            pass; SHARD_GRAD_OP keeps them until then: more memory, a third less traffic.
+        cpu_offload: weights, gradients and optimizer state rest in main memory, where the optimizer step runs too.
         timeout_s: how long a process waits for its siblings in one collective operation.
         call_timeout_s: how long the driver waits for processes that make no progress; that of trainer.placement, if it
             has one, goes first.
@@ -264,10 +266,10 @@ class FSDP(_Processes):
 
 @component
 class HSDP(FSDP):
-    """FSDP within each of several replicas: gathering stays within a replica, gradients are added up over them.
+    """Hybrid FSDP: weights are sharded within each replica, and gradients are all-reduced over the replicas.
 
     Args:
-        replicas: each holds the model once, divided over its processes. See `FSDP` for the others.
+        replicas: number of replicas, each with the whole model sharded over its processes. See `FSDP` for the others.
     """
 
     replicas: PositiveInt = 2
@@ -283,11 +285,12 @@ class HSDP(FSDP):
 class TP(_Processes):
     """Tensor parallelism: each process computes a part of every linear layer, on the same rows as its siblings.
 
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3. Which layer is cut how is transformers' plan of the model.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3. Layers are split by the tensor-parallel plan that
+    transformers has for the model.
 
     Args:
-        tensor_parallel: processes that hold the model together; it must divide the number of key-value heads. null:
-            all of the run. With more processes than that, each such group has a share of the rows.
+        tensor_parallel: processes that split each layer; it must divide the number of key-value heads. null for all
+            processes of the run. With fewer, each group of `tensor_parallel` processes works on its share of the rows.
         timeout_s: how long a process waits for its siblings in one collective operation.
         call_timeout_s: how long the driver waits for processes that make no progress; that of trainer.placement, if it
             has one, goes first.
@@ -319,7 +322,7 @@ class TPFSDP(FSDP):
     """Tensor parallelism within groups of processes, and FSDP across the groups.
 
     Args:
-        tensor_parallel: processes of a group, next to each other; see `TP`. See `FSDP` for the others.
+        tensor_parallel: processes of a group, with consecutive ranks; see `TP`. See `FSDP` for the others.
     """
 
     tensor_parallel: PositiveInt = 2
@@ -337,7 +340,6 @@ class TPFSDP(FSDP):
         return ParallelDegrees(dp_shard=world_size // self.tensor_parallel, tp=self.tensor_parallel)
 
 
-NOT_BY_BOTH = "this version does not divide the weights of a pipeline stage over dp_shard or cp and over tp as well."
 Size = Annotated[int, Field(ge=1)]
 
 
@@ -345,23 +347,23 @@ Size = Annotated[int, Field(ge=1)]
 class Parallel(FSDP):
     """Every kind of parallelism on one mesh: pp x dp_replicate x dp_shard x cp x tp processes.
 
-    The other shardings are presets of it. Weights, gradients and optimizer state of a stage are divided over
-    dp_shard x cp (FSDP) and over tp; rows over dp_replicate x dp_shard; the tokens of a row over cp.
+    The other shardings are special cases of it. Weights, gradients and optimizer state of a stage are sharded over
+    dp_shard x cp (FSDP) and over tp; rows are split over dp_replicate x dp_shard, the tokens of a row over cp.
 
     Args:
-        tp: processes that share each layer; it must divide the key-value heads. See `TP`.
-        cp: processes that share the tokens of the same rows; everything but attention needs its own tokens alone.
-        pp: stages of layers; with it weights are divided over dp_shard x cp or over tp, not both.
-        dp_replicate: copies that are sharded each by itself; see `HSDP`.
-        dp_shard: parts of FSDP, each with rows of its own; -1 takes what the other sizes leave.
-        ep: processes that share the experts of each layer, each with some of them whole; tokens travel to the experts
-            that they are routed to. It must divide dp_shard x cp, and the experts of a layer.
-        cp_style: how attention gets what it needs of the other tokens: `allgather` gathers keys and values layer by
-            layer, for any number of heads; `ulysses` exchanges tokens for heads, which cp must divide.
-        pp_schedule: of forward and backward passes through the stages: `1f1b` keeps the activations of at most pp
-            micro-batches, `gpipe` those of all.
-        pp_micro_batches: that the rows of an update are cut into at least; null: 4 x pp. With m of them a pipeline is
-            busy for m / (m + pp - 1) of the time. See `FSDP` for the others.
+        tp: size of tensor parallelism; it must divide the key-value heads. See `TP`.
+        cp: size of context parallelism: processes with different tokens of the same rows. Only attention communicates.
+        pp: number of pipeline stages.
+        dp_replicate: number of replicas, each sharded by itself; see `HSDP`.
+        dp_shard: FSDP shards, each on different rows; -1 for what the other sizes leave.
+        ep: size of expert parallelism: each process holds some experts of every layer, and tokens are sent to the
+            experts that they are routed to. It must divide dp_shard x cp, and the experts of a layer.
+        cp_style: `allgather` gathers keys and values of all tokens layer by layer, for any number of heads; `ulysses`
+            exchanges tokens for heads by all-to-all, and cp must divide the number of heads.
+        pp_schedule: order of forward and backward passes: `1f1b` keeps the activations of at most pp micro-batches,
+            `gpipe` those of all.
+        pp_micro_batches: micro-batches that the rows of an update are split into at least; null: 4 x pp. With m
+            micro-batches each stage is busy m / (m + pp - 1) of the time. See `FSDP` for the others.
     """
 
     tp: Size = 1
@@ -378,29 +380,18 @@ class Parallel(FSDP):
         if self.dp_shard < 1 and self.dp_shard != -1:
             yield f"dp_shard is {self.dp_shard}: must be at least 1, or -1 for what the other sizes leave."
         if self.pp > 1 and self.ep > 1:
-            yield f"ep is {self.ep}: not together with pipeline stages (pp is {self.pp}). Set ep=1 or pp=1."
-        if self.pp > 1 and self.tp > 1:
-            if self.cp > 1:
-                yield f"cp is {self.cp}: {NOT_BY_BOTH} Set cp=1, tp=1 or pp=1."
-            if self.dp_shard > 1:
-                yield f"dp_shard is {self.dp_shard}: {NOT_BY_BOTH} Set dp_shard=1 and dp_replicate={self.dp_shard}."
+            yield f"ep is {self.ep}: cannot be combined with pipeline stages (pp is {self.pp}). Set ep=1 or pp=1."
         if self.pp > 1 and self.cpu_offload:
-            yield f"cpu_offload is true: not together with pipeline stages (pp is {self.pp}). Set cpu_offload=false."
+            yield f"cpu_offload is true: cannot be combined with pp={self.pp}. Set cpu_offload=false or pp=1."
         if self.ep > 1 and self.tp > 1:
-            yield f"ep is {self.ep}: not together with tensor parallelism (tp is {self.tp}). Set ep=1 or tp=1."
+            yield f"ep is {self.ep}: cannot be combined with tensor parallelism (tp is {self.tp}). Set ep=1 or tp=1."
         if self.ep > 1 and self.cpu_offload:
-            yield f"ep is {self.ep}: not together with cpu_offload. Set ep=1 or cpu_offload=false."
+            yield f"ep is {self.ep}: cannot be combined with cpu_offload. Set ep=1 or cpu_offload=false."
 
     def size_fault(self, world_size: int) -> str | None:
         wanted, others = self._wanted(), self._product()
         if self.dp_shard == -1 and world_size % others == 0:
-            degrees = self.degrees(world_size)
-            if self.pp > 1 and self.tp > 1 and degrees.dp_shard > 1:
-                return (
-                    f"pp is {self.pp}: dp_shard would be {degrees.dp_shard}, and {NOT_BY_BOTH} "
-                    f"Set dp_replicate={self.dp_replicate * degrees.dp_shard}."
-                )
-            return self._ep_fault(degrees)
+            return self._ep_fault(self.degrees(world_size))
         if self.dp_shard != -1 and others * self.dp_shard == world_size:
             return self._ep_fault(self.degrees(world_size))
         product = " x ".join(f"{name} {size}" for name, size in wanted.items())
@@ -433,7 +424,7 @@ class Parallel(FSDP):
         if self.pp <= layers:
             return None
         nearest = self._nearest(world_size, lambda degrees: degrees.pp <= layers)
-        return f"pp is {self.pp}: the model has {layers} layers, and every stage needs one. {nearest}"
+        return f"pp is {self.pp}: the model has {layers} layers, and every stage needs at least one. {nearest}"
 
     def _ep_fault(self, degrees: ParallelDegrees) -> str | None:
         if degrees.shards % self.ep == 0:
@@ -489,9 +480,9 @@ class Parallel(FSDP):
         compute_bytes: int | None,
         trains: bool,
     ) -> ShardingCost:
-        """Weights of a stage are gathered once for all micro-batches, and gradients sent once; see `stage_shards`."""
+        """Weights of a stage are gathered once for all micro-batches, gradients reduced once; see `stage_shards`."""
         cost = Sharding.cost(self, world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
-        shards, held = self.degrees(world_size).shards, _held(sizes, 1, self.pp)
+        shards, held = self.degrees(world_size).shards, _held(sizes, self.tp, self.pp)
         cast = 0 if compute_bytes in (None, weight_bytes) else held * (compute_bytes or 0)
         trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
         return replace(
@@ -512,7 +503,7 @@ class Parallel(FSDP):
         trains: bool,
         sent: int,
     ) -> ShardingCost:
-        """The cost of FSDP, but that a process gathers its own experts alone, over those that have the same."""
+        """The cost of FSDP, except that experts are gathered only over the processes that have the same experts."""
         degrees, twice = self.degrees(world_size), self.strategy == "FULL_SHARD"
         whole, own = sizes.expert_elements, sizes.expert_elements // self.ep
         spared = (whole - own) // (sizes.expert_layers if twice else 1)
@@ -527,17 +518,17 @@ class Parallel(FSDP):
         )
 
     def expert_exchange_elements(self, sizes: ModelStats, tokens: int, trains: bool = True) -> float:
-        """Numbers that a process sends to experts and back in a micro-batch in which it has so many tokens, where all
-        experts are chosen equally often; with recomputed activations half as many more.
+        """Elements that a process sends to experts and back for a micro-batch of `tokens` local tokens, if the load of
+        the experts is balanced; recomputed activations add half as many.
         """
         once = 2 * tokens * sizes.top_k * _part(self.ep) * sizes.hidden
         return sizes.expert_layers * once * (2 if trains else 1)
 
     def context_elements(self, sizes: ModelStats, tokens: int, trains: bool = True) -> float:
-        """Numbers that a process sends for attention in a micro-batch in which it has so many tokens.
+        """Elements that a process sends for attention in a micro-batch of `tokens` local tokens.
 
-        allgather: keys and values to every other process, and going backward again, with their gradients back.
-        ulysses: the others' heads of queries, keys, values and of what attention gives, and of all their gradients.
+        allgather: keys and values to every other process; in the backward pass again, and their gradients back.
+        ulysses: the heads of queries, keys, values and outputs that other processes compute, and all their gradients.
         """
         if self.cp_style == "allgather":
             once = (self.cp - 1) * 2 * sizes.keys * (3 if trains else 1)
@@ -571,7 +562,7 @@ class Parallel(FSDP):
 
     @property
     def least_micro_batches(self) -> int:
-        """Into which the rows of an update are cut."""
+        """Micro-batches that the rows of an update are split into at least."""
         return 1 if self.pp == 1 else self.pp_micro_batches or 4 * self.pp
 
     def micro_batch_tokens(self, budget: int, total: int) -> int:
@@ -604,7 +595,7 @@ def _division_fault(name: str, size: int, world_size: int) -> str | None:
 
 
 def usual(world_size: int, per_machine: int = 8) -> dict[str, Sharding]:
-    """The shardings that so many devices allow, by name, for tables."""
+    """Shardings that are possible on `world_size` devices, by name, for tables."""
     together = min(per_machine, world_size)
     found: dict[str, Sharding] = {"fsdp": FSDP(), "fsdp, SHARD_GRAD_OP": FSDP(strategy="SHARD_GRAD_OP")}
     if world_size > per_machine:
@@ -616,7 +607,7 @@ def usual(world_size: int, per_machine: int = 8) -> dict[str, Sharding]:
 
 
 def _held(sizes: ModelStats, siblings: int, stages: int = 1) -> int:
-    """Parameters of a process that shares layers: transformers' plans leave the embedding whole."""
+    """Parameters per process with tensor parallelism and stages; transformers' plans do not split the embedding."""
     embedding = sizes.vocabulary * sizes.hidden if siblings > 1 else 0
     parameters = sizes.parameters if stages == 1 else largest_stage(sizes, stages)
     return (parameters - embedding) // siblings + embedding

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has, and what that leaves of a model in a stage; arithmetic alone."""
+"""Assigns layers to pipeline stages by cost, and counts the parameters of a stage. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from verl.models.model_stats import ModelStats
 
 
 def stage_bounds(costs: Sequence[float], num_stages: int, last: float = 0.0) -> list[int]:
-    """The first layer of each stage, and the number of layers: the costliest stage costs as little as it can.
+    """Split layers into consecutive stages so that the largest cost of a stage is minimal.
 
     Args:
-        costs: of each layer.
-        last: of what the last stage has beside its layers: the head.
+        costs: cost of each layer.
+        num_stages: number of stages, at most the number of layers.
+        last: cost of the output head, which the last stage has in addition.
+    Returns:
+        Index of the first layer of each stage, then the number of layers.
     """
     count = len(costs)
     assert count >= num_stages

@@ -1,11 +1,11 @@
-"""Weights of a pipeline stage that are sharded over processes, and whole while micro-batches pass through the stage.
+"""Weights of a pipeline stage that are sharded over processes, and gathered while micro-batches pass through the stage.
 
-at rest      a part of every weight, its gradient and its optimizer state
+at rest      a shard of every weight, its gradient and its optimizer state
 for a step   gather all weights of the stage ──> every micro-batch, forward and backward ──> reduce-scatter gradients
 
-A stage runs many small micro-batches, so weights are gathered once for all of them, and gradients are added up where
-they are and sent once: for the time of a step a process holds the weights and gradients of its stage. (`fully_shard` of
-torch gathers for every micro-batch instead, and its hooks expect a forward pass that comes to its end.)
+A stage runs many small micro-batches, so weights are gathered once for all of them, and gradients are accumulated
+locally and reduced once. During a step a process therefore holds all weights and gradients of its stage. (`fully_shard`
+of torch gathers for every micro-batch, and its hooks expect a forward pass that runs to its end.)
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO), with the sharing of the first stage at rest.
 """
@@ -21,72 +21,89 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl.resharding.dtensor import at_stage_of, is_elsewhere, local
+from verl.resharding.dtensor import at_stage_of, is_divided, is_elsewhere, local, mesh_dims
 from verl.utils.progress import report
 
-BUCKET_BYTES = 25 * 2**20  # of what one exchange gathers for a process
+BUCKET_BYTES = 25 * 2**20  # per process, gathered by one collective
 
 
 @dataclass(frozen=True)
 class _ShardedWeight:
-    """A parameter in its place, or places where it is tied."""
+    """A sharded parameter and the modules that use it; several where it is tied."""
 
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]]
 
     @property
+    def shape(self) -> torch.Size:
+        """Of what the stage runs with: the whole, or the slice of a tensor-parallel rank."""
+        shape = list(self.parameter.shape)
+        for number, placement in enumerate(self.parameter.placements[1:], start=1):  # type: ignore[attr-defined]
+            if hasattr(placement, "dim"):
+                shape[placement.dim] //= self.parameter.device_mesh.size(number)  # type: ignore[attr-defined]
+        return torch.Size(shape)
+
+    @property
     def rows(self) -> int:
-        """Of the part of each process, but perhaps the last ones."""
-        return -(-self.parameter.shape[0] // self.parameter.device_mesh.size())  # type: ignore[attr-defined]
+        """Rows of each shard; the last shards may have fewer."""
+        return -(-self.shape[0] // self.parameter.device_mesh.size(0))  # type: ignore[attr-defined]
 
     @property
     def part_numel(self) -> int:
-        """Numbers of the part of a process, padded to `rows`."""
-        return self.rows * self.parameter.shape[1:].numel()
+        """Elements of a shard, padded to `rows`."""
+        return self.rows * self.shape[1:].numel()
 
 
 def shard_rows(data: Tensor, mesh: Any, device: torch.device | str) -> Tensor:
-    """A tensor that every process has whole, or none has, sharded by its first dimension over a mesh; nothing is sent.
+    """Shard a tensor by its first dimension over a mesh, without communication.
 
     Args:
-        data: whole; one on the meta device gives memory without content.
-        device: where the part will lie.
+        data: the whole tensor, or one sharded over the tensor-parallel ranks; on the meta device it gives uninitialised
+            memory.
+        mesh: of one dimension, and for sharded data a second one, over which it is sharded.
+        device: of the shard.
     """
     from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
-    count, rank = mesh.size(), mesh.get_local_rank()
-    rows = -(-data.shape[0] // count)
-    first = min(rank * rows, data.shape[0])
-    own = data[first : min(first + rows, data.shape[0])].detach()
+    own, rest = local(data), list(getattr(data, "placements", ()))
+    assert mesh.ndim == 1 + len(rest), (mesh, rest)
+    count, rank = mesh.size(0), mesh.get_local_rank(0)
+    rows = -(-own.shape[0] // count)
+    first = min(rank * rows, own.shape[0])
+    own = own[first : min(first + rows, own.shape[0])].detach()
     own = torch.empty_like(own, device=device) if own.is_meta else own.to(device, copy=True).contiguous()
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=data.shape, stride=data.stride())
+    # A tensor-parallel rank's rows are cut again: the mesh's first dimension then divides what its second has left.
+    by_rows = _StridedShard(0, split_factor=mesh.size(1)) if rest and rest[0] == Shard(0) else Shard(0)
+    return DTensor.from_local(own, mesh, [by_rows, *rest], run_check=False, shape=data.shape, stride=data.stride())
 
 
 class StageShards:
     """The sharded weights of one stage of a model.
 
     Args:
-        model: whose parameters on the mesh, by `shard_rows`, these are; other parameters are left alone.
+        model: its parameters that `shard_rows` put on the mesh are handled; others are left alone.
         mesh: of one dimension.
-        device: where the model computes.
+        tensor_mesh: mesh of the tensor-parallel ranks that share some of them.
     """
 
-    def __init__(self, model: nn.Module, mesh: Any, device: torch.device):
-        self._group, self._size, self._device = mesh.get_group(), mesh.size(), device
+    def __init__(self, model: nn.Module, mesh: Any, tensor_mesh: Any):
+        self._group, self._size, self._tensor_mesh = mesh.get_group(), mesh.size(), tensor_mesh
+        (dimension,) = mesh.mesh_dim_names
         found: dict[int, _ShardedWeight] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and getattr(parameter, "device_mesh", None) == mesh:
+                if parameter is not None and dimension in mesh_dims(parameter):
                     weight = found.setdefault(id(parameter), _ShardedWeight(parameter, []))
                     weight.places.append((module, name))
         self._weights = list(found.values())
 
     @contextlib.contextmanager
     def whole(self, trains: bool = False) -> Iterator[None]:
-        """Within, the parameters of the stage are whole in this process. All that share it enter and leave together.
+        """Inside this context the process has the whole parameters of the stage. Collective on entry and on exit.
 
         Args:
-            trains: gradients are wanted; afterwards every process has its part of their sum over all of them.
+            trains: on exit gradients are reduce-scattered, so that every process has its shard of their sum.
         """
         own = [weight for weight in self._weights if not is_elsewhere(weight.parameter)]
         made = dict(zip(map(id, own), self._gather([weight.parameter for weight in own]), strict=True))
@@ -94,8 +111,9 @@ class StageShards:
         try:
             for weight in self._weights:
                 p = weight.parameter
-                data = made[id(weight)] if id(weight) in made else torch.empty(p.shape, dtype=p.dtype, device="meta")
-                whole = nn.Parameter(data, requires_grad=p.requires_grad and trains)
+                data = made.get(id(weight))
+                data = torch.empty(weight.shape, dtype=p.dtype, device="meta") if data is None else data
+                whole = nn.Parameter(self._of_tensor_ranks(p, data), requires_grad=p.requires_grad and trains)
                 at_stage_of(p, whole)
                 wholes.append((weight, whole))
                 for module, name in weight.places:
@@ -109,9 +127,19 @@ class StageShards:
                 for module, name in weight.places:
                     module._parameters[name] = weight.parameter
 
+    def _of_tensor_ranks(self, parameter: Tensor, data: Tensor) -> Tensor:
+        """What the stage runs with: where tensor-parallel ranks divide it, a slice that stands for the whole."""
+        rest = parameter.placements[1:]  # type: ignore[attr-defined]
+        if not rest:
+            return data
+        from torch.distributed.tensor import DTensor
+
+        shape, stride = parameter.shape, parameter.stride()
+        return DTensor.from_local(data, self._tensor_mesh, rest, run_check=False, shape=shape, stride=stride)
+
     @torch.no_grad()
     def _gather(self, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
-        """Each of them whole."""
+        """Yield each parameter gathered."""
         for bucket in _buckets(parameters):
             weights = [_ShardedWeight(parameter, []) for parameter in bucket]
             sent = torch.cat([_padded(local(w.parameter), w.part_numel) for w in weights])
@@ -119,20 +147,23 @@ class StageShards:
             dist.all_gather_single(found, sent, group=self._group)
             parts = found.view(self._size, -1).split([w.part_numel for w in weights], dim=1)
             for weight, x in zip(weights, parts, strict=True):
-                shape = weight.parameter.shape
+                shape = weight.shape
                 yield x.reshape(self._size * weight.rows, *shape[1:])[: shape[0]].contiguous()
             report()
 
     @torch.no_grad()
     def _reduce(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Add up gradients over the processes, each its part; zeros where a process has none."""
+        """Reduce-scatter gradients over the processes; a missing gradient counts as zeros."""
         whole_of = {id(parameter): whole for parameter, whole in pairs}
         for bucket in _buckets([parameter for parameter, _ in pairs]):
             weights, columns = [_ShardedWeight(parameter, []) for parameter in bucket], []
             for weight in weights:
                 whole = whole_of[id(weight.parameter)]
-                grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
+                grad: Any = torch.zeros_like(whole) if whole.grad is None else whole.grad
                 whole.grad = None
+                if is_divided(grad) and grad.placements != whole.placements:  # type: ignore[attr-defined]
+                    grad = grad.redistribute(placements=whole.placements)  # type: ignore[attr-defined]
+                grad = local(grad)
                 columns.append(_padded(grad, self._size * weight.part_numel).view(self._size, -1))
             sent = torch.cat(columns, dim=1).flatten()
             own = sent.new_empty(len(sent) // self._size)
@@ -143,7 +174,7 @@ class StageShards:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """In their order, of one type each."""
+    """Consecutive parameters of one dtype, up to `BUCKET_BYTES` each."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
@@ -162,7 +193,7 @@ def _padded(x: Tensor, numel: int) -> Tensor:
 
 
 def _add_gradient(parameter: nn.Parameter, part: Tensor) -> None:
-    """Add this process's part of a gradient, which may be padded."""
+    """Add this process's shard of a gradient, which may be padded, to the parameter."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     own = local(parameter.grad)

@@ -1,12 +1,12 @@
 """Tensor parallelism by the plan that transformers has for a model; expert parallelism for mixtures of experts.
 
-x ──> columns of W, one part each ──> heads, one part each ──> rows of W ──> all-reduce
-x ──> router, whole ──> experts of this process, whole ──> all-reduce
+x ──> columns of W, split ──> heads, split ──> rows of W, split ──> all-reduce
+x ──> router, replicated ──> whole experts, each on one process ──> all-reduce
 
-The factors of an adapter follow the layer that they adapt:
+The factors A and B of a LoRA adapter follow the layer that they adapt:
 
-    columns of W   x ──> A, whole ──> rows of B, one part each           as the outputs of W are
-    rows of W      x ──> columns of A, one part each ──> all-reduce ──> B, whole
+    columns of W   x ──> A, replicated ──> rows of B, split, as the outputs of W are
+    rows of W      x ──> columns of A, split ──> all-reduce ──> B, replicated
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ EXPERT_STYLES = {"grouped_gemm", "moe_tp_experts", "ep_router"}
 
 
 def with_experts(model: Any, plan: dict[str, str], size: int) -> dict[str, str]:
-    """The plan with experts divided one by one over `size` processes, or left whole where that cannot be."""
+    """The plan with whole experts distributed over `size` processes, or replicated where they cannot be."""
     places = {general(name): name for name, module in model.named_modules() if _holds_experts(module)}
     for place, name in places.items():
         experts, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
         plan = {at: style for at, style in plan.items() if at != place and not at.startswith(f"{place}.")}
         router, count = _router_of(parent, experts.num_experts), experts.num_experts
         if router is None or count % size or model.config.get_text_config()._experts_implementation == "eager":
-            _log.info("tensor parallelism: the %d experts of %s stay whole in each process", count, place)
+            _log.info("tensor parallelism: the %d experts of %s are replicated", count, place)
             continue
         plan |= {f"{place}.{weight}": "grouped_gemm" for weight in experts._parameters}
         plan |= {place: "moe_tp_experts", f"{place.rpartition('.')[0]}.{router}": "ep_router"}
@@ -43,12 +43,12 @@ def general(name: str) -> str:
 
 
 def _holds_experts(module: Any) -> bool:
-    """Whether it is a collection of experts in the form that all of transformers' ways to run them share."""
+    """Whether a module holds experts in the layout that transformers' expert kernels expect."""
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
 
 
 def _router_of(parent: Any, count: int) -> str | None:
-    """The name of what sends tokens to so many experts, if it answers (logits, scores, numbers of experts)."""
+    """The name of the router of `count` experts, if it returns (logits, scores, expert indices)."""
     for name, child in parent.named_children():
         if getattr(child, "num_experts", None) == count and hasattr(child, "top_k") and hasattr(child, "weight"):
             weight = child.weight
@@ -61,22 +61,22 @@ def _router_of(parent: Any, count: int) -> str | None:
 
 COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 ROWS = {"rowwise", "rowwise_rep"}
-# What each style of a plan does to weights is known here; others (packed layers) have no simple slices.
+# Plan styles whose weight slices are known here; others (packed layers) have no simple slices.
 DIVIDING = COLUMNS | ROWS | EXPERT_STYLES | {"embedding_rowwise"}
-PARTIAL = "replicated_with_grad_allreduce"  # a norm over this process's heads: whole weights, a part of the gradient
+PARTIAL = "replicated_with_grad_allreduce"  # a norm over local heads: replicated weights, partial gradients
 
 _log = logging.getLogger(__name__)
 
 
 def shard_over(model: Any, mesh: Any) -> list[str]:
-    """Divide a Hugging Face model, its peft adapter too, over the processes of a one-dimensional mesh, in place.
+    """Shard a Hugging Face model and its peft adapter over a one-dimensional mesh, in place.
 
-    Every process has loaded it whole, or on the meta device, and keeps its own part.
+    Every process has loaded the whole model, or has it on the meta device, and keeps its own shard.
 
     Returns:
-        Names of parameters whose gradients have to be added up over the mesh after the backward pass.
+        Names of parameters whose gradients must be summed over the mesh after the backward pass.
     Raises:
-        ConfigError: there is no plan for the model, or its sizes do not divide.
+        ConfigError: transformers has no plan for the model, or the mesh does not divide its sizes.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -98,10 +98,10 @@ def shard_over(model: Any, mesh: Any) -> list[str]:
 
 
 def refuse_unfit(model: Any, size: int) -> None:
-    """Refuse a model that cannot be divided over so many processes.
+    """Refuse a model that cannot be sharded over `size` tensor-parallel processes.
 
     Raises:
-        ConfigError: with what would fit.
+        ConfigError: the reason, and a setting that works.
     """
     name = type(model).__name__
     if not model.tp_plan:
@@ -109,8 +109,8 @@ def refuse_unfit(model: Any, size: int) -> None:
     odd = sorted({style for style in plan_of(model, size).values() if style not in DIVIDING and style != PARTIAL})
     if odd:
         raise ConfigError(
-            f"model is a {name}: its tensor-parallel plan has layers of kind {', '.join(odd)}, which this version does "
-            "not divide. Set sharding=fsdp."
+            f"model is a {name}: its tensor-parallel plan has layers of kind {', '.join(odd)}, which this version "
+            "cannot shard. Set sharding=fsdp."
         )
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -122,7 +122,7 @@ def refuse_unfit(model: Any, size: int) -> None:
 
 
 def heads_fault(heads: int, kv_heads: int, size: int) -> str | None:
-    """Why attention heads cannot be divided over `size` processes, as the rest of a sentence; None if they can."""
+    """Why attention heads cannot be split over `size` processes, as the end of a sentence; None if they can."""
     if heads % size == 0 and kv_heads % size == 0:
         return None
     fitting = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and heads % n == 0]
@@ -133,14 +133,16 @@ def heads_fault(heads: int, kv_heads: int, size: int) -> str | None:
 
 
 def plan_of(model: Any, size: int) -> dict[str, str]:
-    """The plan of transformers, with experts one by one; ends that cannot be divided, or are adapted, stay whole."""
+    """The plan of transformers, with whole experts distributed; an embedding or head that is adapted, or whose size
+    does not divide, is replicated.
+    """
     plan = with_experts(model, dict(model.tp_plan), size)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     ends = {name for name, module in model.named_modules() if module is head or module is embedding} & set(plan)
     tied = head is not None and head.weight is embedding.weight
     uneven = model.config.get_text_config().vocab_size % size != 0
     if ends and (uneven or (tied and len(ends) == 1) or ends & {name for name, _ in _adapted(model)}):
-        _log.info("tensor parallelism: %s stay whole", ", ".join(sorted(ends)))
+        _log.info("tensor parallelism: %s are replicated", ", ".join(sorted(ends)))
         plan = {name: style for name, style in plan.items() if name not in ends}
     return plan
 
@@ -156,8 +158,8 @@ def _adapted(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plan_of_layer(layer: Any, style: str) -> dict[str, str]:
-    """A plan for one layer alone: for its weights and their adapter, or for its own tensors where it has none."""
-    if not hasattr(layer, "lora_A"):  # a sibling of adapted ones
+    """The plan of one layer: for its weights and their adapter, or for its own tensors if it has no adapter."""
+    if not hasattr(layer, "lora_A"):  # a layer beside adapted ones
         return {"": style, **dict.fromkeys(layer._parameters, style)}
     factor = "lora_B" if style in COLUMNS else "lora_A"
     return {"base_layer": style, **{f"{factor}.{name}": style for name in getattr(layer, factor)}}

@@ -9,11 +9,13 @@ sample, turn, position) and on its environment's answers, not on other episodes.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -196,7 +198,12 @@ class EpisodeEngine(RolloutEngine):
         """One episode per sample; see `RolloutEngine.generate`."""
         if not request.uses_environment:
             return self.engine.generate(prompts, request)
-        episodes, dtype = self._episodes(prompts, request), torch.float32
+        return self.engine.play(prompts, lambda parts: self.play_parts(parts, request))
+
+    def play_parts(self, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
+        """The rows of each part of the prompts; the episodes of all parts are played side by side."""
+        of_parts = self.begin_episodes(parts, request)
+        episodes, dtype = list(chain.from_iterable(of_parts)), torch.float32
         if episodes:
             limits = TurnLimits(
                 max(len(episode.prompt) for episode in episodes) + self.options.max_tokens, self.options.kv_cache_gib
@@ -208,11 +215,12 @@ class EpisodeEngine(RolloutEngine):
             except RolloutError:
                 if self.journal is not None:
                     self.journal.forget_failures()
+                self._close_calls()  # they may be answered yet, and the same episodes be played again
                 raise
             finally:
                 turns.close()
-        make_rows = rows_of_episodes if self.renderer is None else rows_of_turns
-        return make_rows(prompts, request, episodes, self.tokenizer.pad_token_id, dtype)
+        make_rows, pad_id = rows_of_episodes if self.renderer is None else rows_of_turns, self.tokenizer.pad_token_id
+        return [make_rows(part, request, own, pad_id, dtype) for part, own in zip(parts, of_parts, strict=True)]
 
     def sync(self) -> SyncResult:
         return self.engine.sync()
@@ -221,14 +229,24 @@ class EpisodeEngine(RolloutEngine):
         self.engine.rest()
 
     def close(self) -> None:
-        if self._calls is not None:
-            self._calls.close()
-            self._calls = None
+        self._close_calls()
         if self.journal is not None:
             self.journal.close()
         self.engine.close()
 
-    def _episodes(self, prompts: DataProto, request: GenerationRequest) -> list[Episode]:
+    def _close_calls(self) -> None:
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
+
+    def begin_episodes(self, parts: Sequence[DataProto], request: GenerationRequest) -> list[list[Episode]]:
+        """The episodes of each part of the prompts, numbered over all of them."""
+        numbers, groups = itertools.count(), itertools.count()
+        return [self._episodes(part, request, numbers, groups) for part in parts]
+
+    def _episodes(
+        self, prompts: DataProto, request: GenerationRequest, numbers: Iterator[int], groups: Iterator[int]
+    ) -> list[Episode]:
         columns = prompts.non_tensor_batch
         episodes = []
         for place in range(len(prompts)):
@@ -239,9 +257,11 @@ class EpisodeEngine(RolloutEngine):
             if self.renderer is not None:
                 self.renderer.refuse_other_prompt(row)
             seed = derive_seed(self.seed, "environment", request.stream, request.step, prompt_id)
-            for sample in range(request.num_samples):
-                number = len(episodes)
-                episodes.append(Episode(number, tokens, prompt_id, sample, place, row, seed, sample_key=sample))
+            group = next(groups)
+            episodes += [
+                Episode(next(numbers), tokens, prompt_id, sample, group, row, seed, sample_key=sample)
+                for sample in range(request.num_samples)
+            ]
         return episodes
 
 
@@ -585,7 +605,3 @@ def environment_faults(run: Any) -> Iterator[str]:
             f"{said} with history=rerender: the ratio of algorithm=gspo is of a row, and an episode has several. Set "
             "environment.history=append, or another algorithm."
         )
-    for role, sharding in run.shardings().items():
-        if role == "actor" and type(sharding).__name__ not in ("NoSharding", "DDP"):
-            name = type(sharding).__name__
-            yield f"{said}: sharding {name} divides the actor, and its ranks would draw other turns. Set sharding=ddp."

@@ -174,7 +174,7 @@ class EpisodeJournal:
                 line = line[self._file.write(line) :]
 
     def _load(self, path: Path) -> None:
-        for record in _records(path):
+        for record in read_records(path):
             if "turn" in record:
                 self._turns[record["turn"]] = record["tokens"]
             elif "answer" in record:
@@ -202,7 +202,7 @@ class EpisodeJournal:
 def journal_records(directory: Path, step: int) -> Iterator[dict[str, Any]]:
     """What all runs have recorded of a step, in the order in which they did."""
     for _, path in _files_of(directory, step):
-        yield from _records(path)
+        yield from read_records(path)
 
 
 def _files(directory: Path) -> list[tuple[int, int, Path]]:
@@ -249,7 +249,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= SHOWN else text[: SHOWN - 4] + " ..."
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file, up to the first incomplete line."""
     with open(path, "rb") as file:
         for line in file:

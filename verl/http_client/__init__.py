@@ -1,7 +1,7 @@
-"""An HTTP client for many concurrent requests: limits of rate and number, retries, cache.
+"""An HTTP client for many concurrent requests: rate and concurrency limits, retries, cache.
 
-cache     A cache of answers on disk, shared by runs: what was asked once is not asked, waited for and paid again
-client    An HTTP client for many concurrent requests: limits of number, rate and time; retries with back-off
+cache     A disk cache of answers, shared by runs
+client    An HTTP client for many concurrent requests: rate and concurrency limits, time-outs, retries with back-off
 endpoint  Configuration of a server: address, key, limits, time-outs and retries
-request   A request to a server, and what became of it
+request   A request to a server, and the report about it
 """

@@ -1,4 +1,4 @@
-"""A cache of answers on disk, shared by runs: what was asked once is not asked, waited for and paid again."""
+"""A disk cache of answers, shared by runs, so that equal requests are sent and paid for only once."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ def default_directory() -> Path:
 
 
 def key_of(url: str, body: object) -> str:
-    """What an answer is kept under: a hash of the address and of all that is sent, the model's name included.
+    """Cache key: a hash of the URL and the request body.
 
     Raises:
-        TypeError, ValueError: the body has no form in JSON.
+        TypeError, ValueError: the body cannot be encoded as JSON.
     """
     return hashlib.blake2b(url.encode() + b"\0" + encoded(body), digest_size=24).hexdigest()
 
 
 class AnswerCache:
-    """Texts by key. One that fails, of a full disk or a damaged file, warns once and keeps nothing from then on.
+    """Texts by key, in SQLite. After a failure (full disk, damaged file) it warns once and is disabled.
 
     Args:
-        directory: that holds it; made if it is absent.
-        max_gib: the oldest answers make room when the file would grow beyond.
+        directory: of the file; created if missing.
+        max_gib: size limit; the oldest answers are deleted beyond it.
     """
 
     def __init__(self, directory: Path, max_gib: float):
         self.file, self._max_bytes = directory / NAME, max_gib * 2**30
         self._lock = threading.Lock()
-        self._connection: sqlite3.Connection | None = None
+        self.connection: sqlite3.Connection | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(
+            self.connection = sqlite3.connect(
                 self.file, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
-            self._connection.execute("PRAGMA journal_mode=WAL")
-            self._connection.execute("PRAGMA synchronous=NORMAL")
-            self._connection.execute(
+            self.connection.execute("PRAGMA journal_mode=WAL")
+            self.connection.execute("PRAGMA synchronous=NORMAL")
+            self.connection.execute(
                 "CREATE TABLE IF NOT EXISTS answers (number INTEGER PRIMARY KEY, key TEXT UNIQUE, text TEXT NOT NULL)"
             )
         except (OSError, sqlite3.Error) as error:
             self._give_up(error)
 
     def find(self, keys: Iterable[str]) -> dict[str, str]:
-        """Those of the answers that are kept."""
+        """The cached answers among these keys."""
         wanted, found = list(dict.fromkeys(keys)), {}
         with self._lock:
             for start in range(0, len(wanted), QUESTIONS_AT_A_TIME):
@@ -69,17 +69,17 @@ class AnswerCache:
         return found
 
     def put(self, key: str, text: str) -> None:
-        """Keep an answer in place of an earlier one; it is on disk, whole or not at all, when this returns."""
+        """Store an answer atomically, replacing an earlier one; it is on disk when this returns."""
         with self._lock:
             self._make_room()
             self._run("INSERT OR REPLACE INTO answers (key, text) VALUES (?, ?)", [key, text])
 
     def close(self) -> None:
-        """Close the file; called again, do nothing."""
+        """Close the file; calling it again does nothing."""
         with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+            if self.connection is not None:
+                self.connection.close()
+                self.connection = None
 
     def _make_room(self) -> None:
         numbers = [self._run(f"PRAGMA {name}") for name in ("page_count", "freelist_count", "page_size")]
@@ -91,16 +91,16 @@ class AnswerCache:
             self._run(f"DELETE FROM answers WHERE number IN ({oldest})")
 
     def _run(self, statement: str, values: Iterable[str] = ()) -> list[tuple]:
-        if self._connection is None:
+        if self.connection is None:
             return []
         try:
-            return self._connection.execute(statement, list(values)).fetchall()
+            return self.connection.execute(statement, list(values)).fetchall()
         except sqlite3.Error as error:
             self._give_up(error)
             return []
 
     def _give_up(self, error: Exception) -> None:
         logger.warning("%s: responses are no longer cached, %s: %s", self.file, type(error).__name__, error)
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None

@@ -1,6 +1,6 @@
-"""An HTTP client for many concurrent requests: limits of number, rate and time; retries with back-off.
+"""An HTTP client for many concurrent requests: rate and concurrency limits, time-outs, retries with back-off.
 
-caller ── ask(requests) ──> thread ── [ slot ── turn ── POST ── read ] per request ──> server
+caller ── ask(requests) ──> thread ── [ slot ── rate limit ── POST ── read ] per request ──> server
        <── reports ──                └── back-off <── 429, 5xx, no answer, unusable ──┘
 
 The event loop runs in a thread of its own, so that callers need no asyncio.
@@ -43,7 +43,7 @@ LOOK_EVERY_S = 1.0
 
 
 class EventLoopThread:
-    """Runs coroutines; the thread is started by the first and ended by `close`."""
+    """An event loop in a thread, which starts with the first coroutine and ends with `close`."""
 
     def __init__(self, name: str):
         self._name = name
@@ -51,22 +51,24 @@ class EventLoopThread:
         self._thread: threading.Thread | None = None
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine, and return at once."""
+        """Start a coroutine, and return its future."""
         if self._loop is None:
             self._loop, self._turns = asyncio.new_event_loop(), Progress(num_slots=1)
-            # A daemon, so that a call in it that never returns cannot keep the process alive.
+            # A daemon thread, so that a call that never returns does not keep the process alive.
             self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def wait(self, future: Future[T], timeout_s: float | None = None, stuck_s: float | None = None) -> T:
-        """What a coroutine returns. An exception in the caller, such as Ctrl-C's, cancels it.
+        """Wait for the result of a coroutine. An exception in the caller, such as Ctrl-C, cancels it.
 
         Args:
-            stuck_s: how long code in the loop may keep it from everything else, time limits of its own included.
+            future: from `begin`.
+            timeout_s: the longest wait; None for no limit.
+            stuck_s: how long code may block the event loop.
         Raises:
-            TimeoutError: it has not returned in time.
-            ComponentHung: code in the loop does not come back; names its line.
+            TimeoutError: it has not finished in time.
+            ComponentHung: code blocks the event loop; names its line.
         """
         try:
             return future.result(timeout_s) if stuck_s is None else self._watched(future, stuck_s)
@@ -90,7 +92,7 @@ class EventLoopThread:
                 raise ComponentHung(f"code in the thread {self._name!r} has not returned for {stuck_s:g} s:\n{stack}")
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread; one that hangs in code of the user is left behind."""
+        """Cancel running coroutines and end the thread; a thread blocked by user code is abandoned."""
         if self._loop is None or self._thread is None:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -117,10 +119,10 @@ LONGEST_BACKOFF_S = 60.0
 
 
 class RateLimit:
-    """Turns on a clock that the caller reads, in seconds.
+    """Evenly spaced permissions per minute; times in seconds of a clock of the caller.
 
     Args:
-        per_minute: turns, evenly spaced; None for no limit.
+        per_minute: the most requests per minute; None for no limit.
     """
 
     def __init__(self, per_minute: float | None):
@@ -128,35 +130,35 @@ class RateLimit:
         self._next = self._held = float("-inf")
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the next turn; 0 where it is now."""
+        """Seconds until the next request is permitted; 0 if one is permitted now."""
         return max(0.0, self._next - now, self._held - now)
 
     def take(self, now: float) -> None:
-        """Take the turn that is now."""
+        """Count a request that starts now."""
         self._next = now + self.interval_s
 
     def hold(self, until: float) -> None:
-        """No turn before that time."""
+        """Permit no request before that time."""
         self._held = max(self._held, until)
 
 
 class Backoff:
-    """Seconds before a retry: base * 2^k, less up to half of it by chance, so that many do not come back as one.
+    """Exponential back-off with jitter: base * 2^k, less a random part of at most half.
 
-    The chance is a generator of its own: the run's random numbers stay as they are.
+    It uses a separate random generator, so that retries do not change training.
     """
 
     def __init__(self, base_s: float, chance: random.Random | None = None):
         self.base_s, self._chance = base_s, chance or random.Random()
 
     def delay_s(self, retry: int) -> float:
-        """Before retry number `retry`, from 0."""
+        """Seconds before retry number `retry`, from 0."""
         longest = min(self.base_s * 2.0 ** min(retry, 30), LONGEST_BACKOFF_S)
         return longest * (1.0 - 0.5 * self._chance.random())
 
 
 def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float:
-    """Seconds that the header `Retry-After` asks to wait, given as a number or as a date; 0 where it says nothing."""
+    """Seconds to wait by the header `Retry-After`, a number or a date; 0 without it."""
     text = headers.get("retry-after", "").strip()
     try:
         seconds = float(text)
@@ -181,16 +183,16 @@ class _RequestFault:
     why: str
     kind: Kind
     may_pass: bool = True
-    wait_s: float = 0.0  # that the server asks for
+    wait_s: float = 0.0  # requested by the server
 
 
 class _Batch:
-    """What was asked at once, and how long none of it has had a usable answer.
+    """Requests that were sent together, with the time since the last usable answer.
 
-    Time in which this process was stopped, or busy with other things, does not count.
+    Time in which this process was suspended or busy does not count.
 
     Attributes:
-        is_over: it was for too long: what has no answer yet is given up.
+        is_over: the time limit has passed; open requests are abandoned.
     """
 
     def __init__(self, timeout_s: float):
@@ -198,18 +200,18 @@ class _Batch:
         self._timeout_s = self._left_s = timeout_s
 
     def restart(self) -> None:
-        """There is an answer: the server works, and so does this process."""
+        """Restart the time limit after a usable answer."""
         report()
         self._left_s = self._timeout_s
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep; raises TimeoutError at once where no answer could come in time after it."""
+        """Sleep; raises TimeoutError at once if the time limit would pass meanwhile."""
         if seconds > self._left_s:
             raise TimeoutError
         await asyncio.sleep(seconds)
 
     async def end_in_time(self, tasks: Sequence[asyncio.Task[RequestReport]]) -> None:
-        """Give up what is open, once nothing was answered for too long."""
+        """Abandon open requests when the time limit has passed."""
         while self._left_s > 0:
             pause_s = min(self._left_s, LOOK_EVERY_S)
             await asyncio.sleep(pause_s)
@@ -225,10 +227,11 @@ class _PingRequest(Request):
 
 
 class HTTPClient:
-    """The running form of `Endpoint`. `close` it; it may be closed again.
+    """The client that `Endpoint` builds.
 
     Args:
-        key: sent with every request, and in no message.
+        endpoint: address, limits and time-outs.
+        key: API key, sent with every request and redacted from messages.
     """
 
     def __init__(self, endpoint: Endpoint, key: str | None):
@@ -237,40 +240,41 @@ class HTTPClient:
         self._backoff, self._pace = Backoff(endpoint.backoff_s), RateLimit(endpoint.requests_per_minute)
         self._http: httpx.AsyncClient | None = None
         self._slots = asyncio.Semaphore(endpoint.max_concurrency)
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for every request
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request
         if key is not None and not endpoint.is_encrypted and not endpoint.is_local:
             logger.warning("%s is not encrypted: the key can be read on its way there.", endpoint.base_url)
 
     def ask(self, asks: Sequence[Request], stop_at_failure: bool = False) -> list[RequestReport | None]:
-        """Ask all, and wait for the answers.
+        """Send requests, and wait for all answers.
 
         Args:
-            stop_at_failure: the first question that fails for good ends the others.
+            asks: the requests.
+            stop_at_failure: the first request that fails after all retries cancels the others.
         Returns:
-            What became of each; None for those that another one's failure ended.
+            A report of each; None for cancelled ones.
         """
         return self.wait(self.begin(asks, stop_at_failure))
 
     def begin(self, asks: Sequence[Request], stop_at_failure: bool = False) -> Future[list[RequestReport | None]]:
-        """Begin to ask, and return at once; `wait` gives what `ask` does."""
+        """Start to send requests; `wait` returns the reports."""
         return self._background.begin(self._all(asks, stop_at_failure))
 
     def wait(self, begun: Future[list[RequestReport | None]]) -> list[RequestReport | None]:
-        """Wait for the answers to what was begun.
+        """Wait for the reports of requests started by `begin`.
 
         Raises:
-            ComponentHung: code that reads an answer does not return for `total_timeout_s`.
+            ComponentHung: code that parses an answer has not returned for `total_timeout_s`.
         """
         return self._background.wait(begun, stuck_s=self.endpoint.total_timeout_s)
 
     def absence(self) -> str | None:
-        """Why no server answers at the address, in words; None where one does, whatever it says."""
+        """Why no server answers at the address; None if one does, with any status."""
         report = self.ask([_PingRequest()])[0]
         assert report is not None
         return report.failure if report.kind == "unreachable" else None
 
     def close(self) -> None:
-        """End what is under way, and the thread."""
+        """Cancel requests and end the thread; calling it again does nothing."""
         if self._http is not None:
             http, self._http = self._http, None
             with contextlib.suppress(TimeoutError):
@@ -292,7 +296,7 @@ class HTTPClient:
                 task.cancel()
 
     async def _asked(self, ask: Request, batch: _Batch) -> RequestReport:
-        """One question, to its usable answer or its last failure."""
+        """Send a request until it has a usable answer or has failed after all retries."""
         seconds: list[float] = []
         fault, retries = None, self.endpoint.retries
         try:
@@ -314,15 +318,15 @@ class HTTPClient:
         return RequestReport(tuple(seconds), redact(self.without_key(fault.why)), fault.kind)
 
     async def _attempt(self, ask: Request, batch: _Batch, seconds: list[float]) -> _RequestFault | None:
-        """What is wrong with one attempt; None where its answer was taken.
+        """Run one attempt; returns its fault, or None if the answer was accepted.
 
         Raises:
-            ComponentExit: code that makes the question or reads the answer wanted to end the program, which would end
-                the thread that all answers come through.
+            ComponentExit: code that makes the request or parses the answer raised SystemExit or KeyboardInterrupt,
+                which would end the event loop.
         """
         try:
             return await self._tried(ask, batch, seconds)
-        except (SystemExit, KeyboardInterrupt) as error:  # no signal comes to this thread
+        except (SystemExit, KeyboardInterrupt) as error:  # signals are delivered to the main thread only
             raise as_component_exit(error) from error
 
     async def _tried(self, ask: Request, batch: _Batch, seconds: list[float]) -> _RequestFault | None:
@@ -347,7 +351,7 @@ class HTTPClient:
         try:
             answer = ask.parse(body)
         except (ValueError, RecursionError):
-            return _RequestFault(f"an answer that is no JSON: {_shown(body)}", "answer")
+            return _RequestFault(f"an answer that is not JSON: {_shown(body)}", "answer")
         try:
             ask.read(answer)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -366,7 +370,9 @@ class HTTPClient:
         self._pace.take(now())
 
     async def _send(self, path: str, body: Any) -> tuple[httpx.Response, bytes | None]:
-        """The response and its body; None where that is too long. Redirections are not followed: the key would go."""
+        """The response and its body, None if it is too long. Redirects are not followed, since they would get the
+        key.
+        """
         self._http = self._http or self._connect()
         url = self.endpoint.url(path)
         if body is None:
@@ -394,26 +400,26 @@ class HTTPClient:
         count = self.endpoint.max_concurrency
         return httpx.AsyncClient(
             headers=headers,
-            timeout=None,  # each attempt is timed as a whole: httpx would time each read of a slow trickle
+            timeout=None,  # an attempt has one time-out as a whole; that of httpx restarts with every read
             limits=httpx.Limits(max_connections=count, max_keepalive_connections=count),
             follow_redirects=False,
-            trust_env=not self.endpoint.is_local,  # no proxy stands between this machine and itself
+            trust_env=not self.endpoint.is_local,  # no proxy for requests to this machine
         )
 
     def _refusal(self, response: httpx.Response, body: bytes | None) -> _RequestFault:
         status = response.status_code
-        said = f"HTTP {status}: {_shown(body or b'')}".rstrip(": ")
+        reason = f"HTTP {status}: {_shown(body or b'')}".rstrip(": ")
         if status in PASSING or status >= 500:
             wait_s = retry_after_s(response.headers)
             self._pace.hold(asyncio.get_running_loop().time() + wait_s)
-            return _RequestFault(said, "answer", wait_s=wait_s)
+            return _RequestFault(reason, "answer", wait_s=wait_s)
         if 300 <= status < 400:
-            said = f"HTTP {status}, to {response.headers.get('location', 'nowhere')}, which is not followed"
+            reason = f"HTTP {status}, to {response.headers.get('location', 'nowhere')}, which is not followed"
         per_question = status in (400, 409, 413, 422)
-        return _RequestFault(said, "answer" if per_question else "refused", may_pass=False)
+        return _RequestFault(reason, "answer" if per_question else "refused", may_pass=False)
 
     def without_key(self, text: str) -> str:
-        """What a server wrote, for logs and files: it may repeat the key."""
+        """Redact the key from text of a server, for logs and files."""
         return text.replace(self._key, MASK) if self._key else text
 
 

@@ -24,23 +24,23 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @component
 class Endpoint(Description):
-    """A server that is asked over HTTP. Its key is never part of a configuration, only the name of its place is.
+    """An HTTP server. The API key is never part of a configuration, only the name of its environment variable.
 
     Args:
-        base_url: what the path of each request is added to, such as `https://api.openai.com/v1`.
-        key_variable: name of the environment variable that holds the key; null: no key is sent.
-        key_header: header that carries the key: `Authorization` as `Bearer KEY`, any other as the key alone.
+        base_url: prefix of the URL of each request, such as `https://api.openai.com/v1`.
+        key_variable: name of the environment variable with the API key; null for no key.
+        key_header: header of the key: `Authorization` is sent as `Bearer KEY`, any other with the key only.
         headers: further headers of every request.
-        max_concurrency: requests under way at a time.
-        requests_per_minute: at most, evenly spaced, retries included; null: no limit.
-        timeout_s: for one request, from its start to the last byte of the answer.
-        total_timeout_s: without one usable answer to what is asked at once, such as the samples of a batch, retries
-            included; each answer starts it anew, so that a large batch may take as long as it needs.
-        retries: of one request, after what may pass: no connection, no answer in time, status 408, 425, 429 or from
-            500, an answer that cannot be used.
-        backoff_s: before the first retry, twice as long before each further one, up to a minute, less up to half of it
-            by chance; longer where the server says `Retry-After`, which holds back all requests.
-        max_answer_mib: a longer answer is not read.
+        max_concurrency: the most simultaneous requests.
+        requests_per_minute: rate limit, including retries, evenly spaced; null for no limit.
+        timeout_s: time-out of one attempt, from its start to the last byte of the answer.
+        total_timeout_s: the longest time without any usable answer to a batch of requests, including retries. Each
+            usable answer restarts it, so that a large batch may take longer.
+        retries: the most retries of a request after a transient failure: no connection, no answer in time, status 408,
+            425, 429 or 500 and above, an unusable answer.
+        backoff_s: wait before the first retry, doubled for each further one up to a minute, less a random part of at
+            most half. `Retry-After` of the server prolongs it and delays all requests.
+        max_answer_mib: size limit of an answer.
     """
 
     base_url: str
@@ -63,7 +63,7 @@ class Endpoint(Description):
                 "Put the key into a variable, and the variable's name here."
             )
         if not _HEADER_NAME.fullmatch(self.key_header):
-            yield f"key_header is {self.key_header!r}: is not the name of a header."
+            yield f"key_header is {self.key_header!r}: not the name of a header."
         yield from self._header_faults()
 
     def _header_faults(self) -> Iterator[str]:
@@ -91,12 +91,12 @@ class Endpoint(Description):
             client.close()
 
     def build(self, context: BuildContext) -> HTTPClient:
-        """The client, not yet connected.
+        """Make the client, not yet connected.
 
         Raises:
-            ConfigError: the environment variable is not set, or holds what cannot be a key.
+            ConfigError: the environment variable is not set, or its value cannot be a header.
         """
-        from verl.http_client.client import HTTPClient  # brings httpx
+        from verl.http_client.client import HTTPClient  # imports httpx
 
         return HTTPClient(self, self._key())
 
@@ -121,7 +121,10 @@ class Endpoint(Description):
             name = self.key_variable
             raise ConfigError(f"key_variable is {name}: this environment variable is not set. export {name}=...")
         if not (key.isascii() and key.isprintable()):
-            raise ConfigError(f"key_variable is {self.key_variable}: its value holds what no header can (not shown).")
+            raise ConfigError(
+                f"key_variable is {self.key_variable}: its value has characters that are invalid in a header (not "
+                "shown)."
+            )
         return key
 
 
@@ -133,9 +136,9 @@ def _address_faults(url: str) -> Iterator[str]:
         yield f"base_url is not an address ({error})."
         return
     if parts.username or parts.password:
-        yield "base_url holds a user name or a password, which no configuration may. Use key_variable."
+        yield "base_url contains a user name or a password. Use key_variable."
     elif parts.query or parts.fragment:
-        yield "base_url ends in a query or a fragment: give the address without it; a key belongs into key_variable."
+        yield "base_url ends in a query or a fragment: give the address without it; a key belongs in key_variable."
     elif parts.scheme not in ("http", "https") or not parts.hostname or port_is_wrong or re.search(r"\s", url):
         yield f"base_url is {url!r}: expected an address such as http://localhost:8000/v1."
 

@@ -1,4 +1,4 @@
-"""A request to a server, and what became of it."""
+"""A request to a server, and the report about it."""
 
 from __future__ import annotations
 
@@ -6,53 +6,53 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# refused:      the server wants none of it (wrong key, wrong path, a redirection), and will not next time either
+# refused:      the server refuses every request (wrong key, wrong path, a redirect)
 # unreachable:  no answer arrived
-# answer:       this question has no usable answer; others may have one
+# answer:       this request has no usable answer; others may have one
 Kind = Literal["refused", "unreachable", "answer"]
 
 
 class RetryableAnswer(Exception):
-    """Raised by `Request.read`: the answer cannot be used, which may pass; says why."""
+    """Raised by `Request.read`: the answer is unusable, and a retry may help; the message says why."""
 
 
 class NotRetryable(RetryableAnswer):
-    """The answer cannot be used, and no other one of this server will be: it is not asked again."""
+    """The answer is unusable, and a retry would not help."""
 
 
 class Request:
-    """One question, which is sent until its answer can be used. Both methods are called in the client's thread.
+    """A request that is repeated until its answer is usable. Methods are called in the client's thread.
 
     Attributes:
-        path: added to the address of the server.
+        path: appended to the base URL.
     """
 
     path: str = ""
 
     def body(self) -> Any:
-        """What is sent, as JSON; None for a GET. Called before each attempt, so it may ask for what is still open."""
+        """The body, to be sent as JSON; None for a GET. Called before each attempt, so that a retry may be smaller."""
         return None
 
     def parse(self, content: bytes) -> Any:
-        """The content of an answer; a ValueError counts as one that cannot be used."""
+        """Parse the content of an answer; a ValueError makes it unusable."""
         return json.loads(content)
 
     def read(self, answer: Any) -> None:
-        """Take the answer, as `parse` gave it.
+        """Use the parsed answer.
 
         Raises:
-            RetryableAnswer: it is asked again, as long as retries are left.
+            RetryableAnswer: it is unusable; the request is retried.
         """
 
 
 @dataclass(frozen=True)
 class RequestReport:
-    """What became of a question.
+    """Report about a request.
 
     Attributes:
-        seconds: of each attempt.
-        failure: in words, why it has no answer; None where it has one.
-        kind: of the failure.
+        seconds: latency of each attempt.
+        failure: why it has no usable answer; None if it has one.
+        kind: kind of the failure.
     """
 
     seconds: tuple[float, ...]
@@ -65,10 +65,10 @@ class RequestReport:
 
 
 def encoded(body: Any) -> bytes:
-    """JSON, the same for equal bodies; numbers and arrays of numpy and torch, which columns of data hold, are plain.
+    """Encode as canonical JSON; numbers and arrays of numpy and torch become plain numbers and lists.
 
     Raises:
-        TypeError, ValueError: it holds what JSON has no word for.
+        TypeError, ValueError: a value cannot be encoded as JSON.
     """
     return json.dumps(body, default=_plain, allow_nan=False, sort_keys=True).encode()
 
@@ -76,4 +76,4 @@ def encoded(body: Any) -> bytes:
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} has no form in JSON")
+    raise TypeError(f"a {type(value).__name__} cannot be encoded as JSON")

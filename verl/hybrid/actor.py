@@ -1,4 +1,4 @@
-"""HybridActor: one set of weights that trains by your own loop and generates through verl's rollout engines.
+"""HybridActor: one set of weights that is trained by your own loop and generates through verl's rollout engines.
 
 forward, backward, step ──> the weights <── generate
       any optimizer        (one tensor each)   `rollout.hf`: the role's own engine
@@ -45,42 +45,41 @@ _log = logging.getLogger(__name__)
 
 
 class HybridActor:
-    """A causal language model of Hugging Face that trains and generates, with nothing copied or loaded in between.
+    """A Hugging Face causal language model that trains and generates without copying or reloading weights.
 
         actor = HybridActor.from_pretrained("Qwen/Qwen2-0.5B")
         optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-5)
-        texts = actor.generate(input_ids=ids, do_sample=True, max_new_tokens=64)     # samples from the very weights
-        actor(input_ids=texts, labels=texts).loss.backward()                         # that this trains
+        texts = actor.generate(input_ids=ids, do_sample=True, max_new_tokens=64)     # samples from the same weights
+        actor(input_ids=texts, labels=texts).loss.backward()                         # that this line trains
         optimizer.step()
 
-    States are switched by need: `generate` puts the model into the state that sampling wants, gives the engine the
-    present weights, and leaves the model as it found it, gradients that wait for their step included.
+    `generate` switches the model to evaluation, synchronises the engine with the current weights, and restores the
+    model's state afterwards, including accumulated gradients.
 
-    The model may be changed or replaced between calls: the next one samples from what is there, by an engine that is
-    made anew where the former was built for something else, or says what cannot be sampled from. Calls of several
-    threads wait for each other.
+    The model may be changed or replaced between calls. The next call uses the changed model, rebuilds the engine if
+    necessary, or raises an error if the engine cannot sample from it. Calls from several threads are serialised.
 
-    In several processes, all of which make the same calls, it is divided as `hybrid_config` says: docs/library.md.
+    With several processes, which must make the same calls, the model is sharded by `hybrid_config`: docs/library.md.
 
     Args:
-        model: a loaded model. See `from_pretrained` for one that has to be loaded.
-        tokenizer: saved with the weights; its pad token fills rows that have ended.
+        model: a loaded model; `from_pretrained` loads one.
+        tokenizer: saved with the weights; its pad token is the padding of finished rows.
         hybrid_config: keys of `HybridConfig`.
-        rollout: the engine: an option of the group `rollout`, or a description of one. `hf` samples on the weights
-            themselves.
-        lora: train a low-rank adapter and leave the model frozen: a `LoRA`, or a mapping of its keys.
-        seed: of the noise that samples are drawn with.
-        contiguous, auto_cache_clear: those keys of `hybrid_config`, as arguments of their own.
+        rollout: the engine: name of an option of the group `rollout`, or a component. `hf` samples from the model
+            itself.
+        lora: train a LoRA adapter and freeze the model: a `LoRA`, or a mapping of its keys.
+        seed: of the sampling noise.
+        contiguous, auto_cache_clear: keys of `hybrid_config` as separate arguments.
 
     Attributes:
-        model: the Hugging Face model, with its adapter if it has one. May be set, unless it is divided.
-        tokenizer: or None. May be set.
-        rollout: the description of the engine. May be set, by name too.
-        seed: may be set.
-        hybrid_config: the settings, as a `HybridConfig`; those that divide nothing may be set.
+        model: the Hugging Face model, with its adapter if it has one. Can be set, unless it is sharded.
+        tokenizer: the tokenizer or None. Can be set.
+        rollout: the component of the engine. Can be set, also by name.
+        seed: can be set.
+        hybrid_config: the settings, as a `HybridConfig`; those that do not affect sharding can be set.
 
     Raises:
-        ConfigError: the model lacks what an actor offers, a key is unknown, or this version cannot do what it asks for.
+        ConfigError: the model cannot be an actor, a key is unknown, or a setting is not supported.
     """
 
     def __init__(
@@ -111,8 +110,8 @@ class HybridActor:
         with nullcontext() if company is None else company.same_random_numbers():
             self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
         self.tokenizer, self.seed, self._company = tokenizer, seed, company
-        self._engine: tuple[Any, Any] | None = None  # with what it was attached for
-        self._form: ModelForm | None = None  # that the model had when something was last built for it or proven of it
+        self._engine: tuple[Any, Any] | None = None  # with the settings that it was attached for
+        self._form: ModelForm | None = None  # form of the model when the engine was built or checks passed
         self._was_synced = False
         self._settings_reported: dict[str, Any] = {}
         self._refuse_scattered()
@@ -137,8 +136,10 @@ class HybridActor:
         """Load a model and its tokenizer from a directory made by `save_pretrained`, or from the hub.
 
         Args:
-            device: `auto` takes a GPU where there is one.
-            contiguous, auto_cache_clear: those keys of `hybrid_config`, as arguments of their own.
+            name_or_path: directory or hub name.
+            hybrid_config, rollout, lora, seed: see the class.
+            device: `auto` for a GPU if there is one.
+            contiguous, auto_cache_clear: keys of `hybrid_config` as separate arguments.
             source: further keys of `Pretrained`, such as `dtype`, `attention`, `revision`.
         """
         config = hybrid_config_from(hybrid_config, contiguous, auto_cache_clear)  # before weights are loaded
@@ -187,7 +188,7 @@ class HybridActor:
         for name in ("tp_size", "dp_size", "fsdp_sharding"):
             if (asked := getattr(config, name)) != (now := getattr(self._hybrid_config, name)):
                 raise ConfigError(
-                    f"hybrid_config.{name} is {asked}, and the actor was divided with {now}: make a new HybridActor."
+                    f"hybrid_config.{name} is {asked}, but the actor was sharded with {now}: make a new HybridActor."
                 )
         self._hybrid_config = config
 
@@ -197,7 +198,7 @@ class HybridActor:
     def _refuse_if_divided(self, fault: str) -> None:
         if self._company is not None:
             raise ConfigError(
-                f"{fault}: it is divided over {self._company.world_size} processes. Make a new HybridActor."
+                f"{fault}: it is sharded over {self._company.world_size} processes. Make a new HybridActor."
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridActor:
@@ -207,7 +208,7 @@ class HybridActor:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the engine, which a copy starts for itself with its first call."""
+        """State without the engine, which a copy starts with its first call."""
         self._refuse_if_divided("an actor cannot be copied or pickled")
         left_out = dict.fromkeys(("_engine", "_form")) | {"_was_synced": False}
         return {name: value for name, value in vars(self).items() if name != "_lock"} | left_out
@@ -222,7 +223,7 @@ class HybridActor:
         """The model's own forward: `actor(input_ids=..., attention_mask=..., labels=...).loss`."""
         with self._held("forward"):
             if self._engine is not None and hasattr(self._engine[1], "rest"):
-                self._engine[1].rest()  # an engine with weights of its own leaves the memory to training
+                self._engine[1].rest()  # an engine with its own weights frees memory for training
             if self._company is not None:
                 self._company.refuse_other_rows(kwargs.get("input_ids", args[0] if args else None))
             return self.model(*args, **kwargs)
@@ -230,7 +231,7 @@ class HybridActor:
     forward = __call__
 
     def train(self, mode: bool = True) -> HybridActor:
-        """As of any torch module; never needed for `generate`."""
+        """Set training mode, as for torch modules; not needed for `generate`."""
         with self._held("train"):
             self.model.train(mode)
         return self
@@ -245,7 +246,7 @@ class HybridActor:
 
     @property
     def config(self) -> Any:
-        """The model's own."""
+        """The configuration of the model."""
         return self.model.config
 
     @property
@@ -254,10 +255,10 @@ class HybridActor:
 
     @property
     def process_group(self) -> Any:
-        """All processes that hold this actor, for `check_process_groups`; None where it is whole in one."""
+        """Process group of this actor, for `check_process_groups`; None for a single process."""
         return None if self._company is None else torch.distributed.group.WORLD
 
-    # Weights; of an actor that is divided, this process's part, as DTensors
+    # Weights; for a sharded actor local parts as DTensors
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self._settled().parameters(recurse)
@@ -273,7 +274,7 @@ class HybridActor:
             return self._settled().load_state_dict(*args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale gradients down to a norm of `max_norm` over all weights of all processes; gives the norm before."""
+        """Clip gradients to a global norm of `max_norm` over all processes; returns the norm before clipping."""
         with self._held("clip_grad_norm_"):
             if self._company is not None:
                 return self._company.clip(self.parameters(), max_norm)
@@ -288,7 +289,7 @@ class HybridActor:
     def save_pretrained(self, directory: str | Path) -> None:
         """Write a Hugging Face directory (with LoRA: a peft adapter directory), with the tokenizer if there is one.
 
-        Of a divided actor the first process writes it; all of them call this.
+        For a sharded actor all processes must call it, and the first writes.
         """
         with self._held("save_pretrained"), quiet_transformers():
             if self._company is not None:
@@ -309,24 +310,25 @@ class HybridActor:
         generator: torch.Generator | None = None,
         **options: Any,
     ) -> Tensor:
-        """Responses to prompts, by the arguments of transformers.
+        """Generate responses, with the arguments of transformers.
 
-        Greedy responses are those of transformers. Drawn ones come from the same distribution by noise of our own: a
-        function of (the actor's seed, the call's, row, sample, position), so a row does not depend on its neighbours.
+        Greedy responses equal those of transformers. Sampled ones follow the same distribution with counter-based
+        noise, a function of (seed of the actor, seed of the call, row, sample, position), so a row does not depend on
+        others.
 
         Args:
             input_ids: [B P], padded on the left.
-            attention_mask: [B P]; without one, pad tokens are padding.
-            seed: of this call; else a number is taken from `generator`, or from torch's global generator.
+            attention_mask: [B P]; None if pad tokens mark padding.
+            seed: of this call; None to draw one from `generator`, or from torch's global generator.
+            generator: see `seed`.
             options: max_new_tokens, max_length, min_new_tokens, do_sample, temperature, top_k, top_p,
                 num_return_sequences, eos_token_id, pad_token_id.
         Returns:
-            [B * num_return_sequences, P + T]: prompts with their responses, the samples of a prompt side by side.
+            [B * num_return_sequences, P + T]: prompts with their responses; samples of one prompt are consecutive.
         Raises:
-            ConfigError: an option that is not known here, a value that cannot be, or a model that the engine cannot
-                sample from as it is now.
-            ActorBusy: another thread was in a call for longer than `hybrid_config.busy_timeout_s`.
-            RolloutError: another thread wrote to the weights meanwhile.
+            ConfigError: an unknown option, an invalid value, or a model that the engine cannot sample from.
+            ActorBusy: a call of another thread took longer than `hybrid_config.busy_timeout_s`.
+            RolloutError: another thread changed the weights meanwhile.
         """
         with self._held("generate"):
             try:
@@ -334,7 +336,7 @@ class HybridActor:
             except ConfigError as error:
                 if "quantized" in str(error) or not is_quantized(unwrapped(self.model)):
                     raise
-                text = "model is quantized: where scales are taken over a batch, a row depends on those beside it."
+                text = "model is quantized: if scales are computed over a batch, a row depends on the other rows."
                 raise ConfigError([*error.faults, text]) from error
 
     def _generate(
@@ -360,16 +362,15 @@ class HybridActor:
             rows = engine.generate(prompts, request)
             if self._times_written() != written:
                 raise RolloutError(
-                    "the weights were written to while responses were drawn from them, by an optimizer's step or a "
-                    "load in another thread: what was drawn does not belong to one set of weights. Let one "
-                    "thread do both, or "
-                    "hold a lock of your own around them."
+                    "the weights were changed during generation, by an optimizer step or a load in another thread: the "
+                    "responses do not belong to one set of weights. Use one thread for both, or protect both by a "
+                    "lock."
                 )
         return rows["input_ids"].to(input_ids.device)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """The state that sampling wants; what was before comes back, module by module, whatever happens within."""
+        """Inside this context modules are in evaluation mode; on exit the mode of each module is restored."""
         with self._held("sampling"):
             self._refuse_scattered()
             training = [module for module in self.model.modules() if module.training]
@@ -383,7 +384,7 @@ class HybridActor:
                     release_cached(self.device)
 
     def _notice_changes(self) -> None:
-        """Compare the model with what it was when something was last built for it or proven of it."""
+        """Detect changes of the model since the engine was built or checks passed."""
         form, before = ModelForm.of(unwrapped(self._settled())), self._form
         change = None if before is None else form.change_since(before)
         if change is not None:
@@ -398,7 +399,7 @@ class HybridActor:
         self._form = form
 
     def _model_changed(self, text: str, is_of_form: bool = True) -> None:
-        """Forget what was proven of the former model; and end its engine, where that was built for another form."""
+        """Invalidate the checks of the former model, and stop the engine if it was built for another form."""
         forget(self.model)
         if is_of_form or not self._holds_weights():
             if self._engine is not None:
@@ -406,7 +407,7 @@ class HybridActor:
             self._end_engine()
 
     def _holds_weights(self) -> bool:
-        """Whether the engine has weights of its own, which are sent to it."""
+        """Whether the engine has its own copy of the weights."""
         return self._rollout.chosen_for(unwrapped(self.model)).runs_ahead
 
     def _refuse_unfit(self) -> None:
@@ -416,28 +417,28 @@ class HybridActor:
                 raise ConfigError(fault)
 
     def _times_written(self) -> int:
-        """How often tensors of the model were written to, as far as torch counts that."""
-        if self._company is not None:  # whose gathering writes to them too
+        """Number of in-place writes to tensors of the model, by torch's version counters."""
+        if self._company is not None:  # gathering writes to them too
             return 0
         return sum(p._version for p in self.model.parameters() if not p.is_inference())
 
     def _warn_unsupported_settings(self) -> None:
-        """Warn of what the model's generation configuration asks for beyond what is done here, once of each setting."""
+        """Warn once about each unsupported setting in the model's generation configuration."""
         found = settings_left_out(self.model)
         new = {name: value for name, value in found.items() if self._settings_reported.get(name) != value}
         self._settings_reported = found
         if new:
             text = ", ".join(f"{name}={value}" for name, value in new.items())
-            _log.warning("the generation configuration of the model has %s, which this actor does not do.", text)
+            _log.warning("the generation configuration of the model has %s, which is not supported here.", text)
 
     def _synced_engine_for(self, call: GenerateCall) -> RolloutEngine:
-        """The engine with the present weights.
+        """The engine, synchronised with the current weights.
 
-        One that was proven before and is not now has missed a change that shows neither in a tensor's shape nor in the
-        configuration: it is made anew, once.
+        If verification fails for an engine that passed before, the model has changed in a way that neither shapes nor
+        the configuration show; the engine is then rebuilt once.
 
         Raises:
-            ConfigError: the model runs code of the user's, which the engine does not.
+            ConfigError: the model runs user code that the engine does not.
         """
         engine, was_synced = self._engine_for(call), self._was_synced
         try:
@@ -446,20 +447,20 @@ class HybridActor:
             if not error.faults and (names := with_code_of_its_own(unwrapped(self.model))):
                 raise ConfigError(
                     f"model has hooks, or a forward set on the object, at {', '.join(names[:3])}: the rollout engine "
-                    f"does not run them, and computes other log-probs ({error.gap_nats:.1e} nats apart). Take them "
-                    "off, or set rollout='hf', which samples from the model itself."
+                    f"does not run them, and its log-probs differ by {error.gap_nats:.1e} nats. Remove "
+                    "them, or set rollout='hf', which samples from the model itself."
                 ) from error
             if not was_synced or self._company is not None:
                 raise
             _log.warning("The rollout engine is rebuilt, because it cannot take the changed model: %s", error)
-            self._model_changed("the engine could not be proven")
+            self._model_changed("the engine could not be verified")
             engine = self._engine_for(call)
             engine.sync()
         self._was_synced = True
         return engine
 
     def _engine_for(self, call: GenerateCall) -> RolloutEngine:
-        """The engine, drawing as the call says; another one where responses end otherwise, or where it must know."""
+        """The engine for the sampling options of a call; a new one if its options are fixed at start."""
         asked: Any = replace(self.rollout, **call.sampling)
         model = unwrapped(self.model)
         options = asked.chosen_for(model)
@@ -472,19 +473,21 @@ class HybridActor:
         engine = self._engine[1]
         if hasattr(engine, "seed"):
             engine.seed = self.seed  # type: ignore[attr-defined]
-        if options.may_change:  # an engine in a process of its own need not start again
+        if options.may_change:  # an engine in another process need not restart
             engine.options = options
         return engine
 
     def _context(self) -> BuildContext:
-        """This process among those that sample."""
+        """Build context for the engine of this process."""
         device, company = str(self.device), self._company
         if company is None:
             return BuildContext(device=device)
         return BuildContext(device=str(company.device), rank=company.rank, world_size=company.world_size)
 
     def sync(self) -> SyncResult:
-        """Give the engine the present weights, as `generate` does by itself; nothing to do where they are the same."""
+        """Send the current weights to the engine, as `generate` also does; nothing to do if it uses the same
+        tensors.
+        """
         with self._held("sync"):
             if self._engine is None:
                 return SAME_TENSORS
@@ -493,15 +496,20 @@ class HybridActor:
             self._notice_changes()
             if self._engine is None:
                 return SyncResult("the model has changed: the next `generate` starts another engine")
-            with self.sampling():  # the proof compares with what the model computes without dropout
+            with self.sampling():  # verification compares with the model in evaluation mode
                 synced = self._engine[1].sync()
             self._was_synced = True
             return synced
 
     def close(self) -> None:
-        """End the engine, if it lives outside of this process; the next call starts it again."""
+        """Stop an engine in another process; the next call starts it again."""
         with self._held("close"):
             self._end_engine()
+
+    @property
+    def rollout_engine(self) -> RolloutEngine | None:
+        """What `generate` draws with, from its first call until `close` or a change that needs another one."""
+        return None if self._engine is None else self._engine[1]
 
     def _end_engine(self) -> None:
         engine, self._engine = self._engine, None
@@ -510,7 +518,7 @@ class HybridActor:
             engine[1].close()
 
     def _refuse_scattered(self) -> None:
-        """Engines and checkpoints move weights as whole blocks of memory."""
+        """Refuse (or copy) parameters that are not contiguous; engines and checkpoints copy contiguous memory."""
         scattered = {name: p for name, p in self.model.named_parameters() if not p.is_contiguous()}
         if not scattered:
             return
@@ -534,7 +542,7 @@ def _refuse_no_actor(model: Any) -> None:
 
 
 def _number(call: GenerateCall, seed: int | None, generator: torch.Generator | None) -> int:
-    """What tells the noise of this call from that of others; greedy calls leave generators alone."""
+    """The seed of a call; greedy calls do not use a generator."""
     if seed is not None or call.greedy:
         return seed or 0
     return int(torch.randint(2**62, (), generator=generator, device=None if generator is None else generator.device))

@@ -17,24 +17,24 @@ from verl.utils.memory import settle, used_bytes
 from verl.utils.temporary_directory import TemporaryDirectory
 
 Mode = Literal["train_to_generate", "generate_to_train", "round_trip", "reload"]
-STATES: dict[str, Mode] = {"eval": "train_to_generate", "train": "generate_to_train"}  # by where the switch ends
+STATES: dict[str, Mode] = {"eval": "train_to_generate", "train": "generate_to_train"}  # by the state after the switch
 MIB = 2**20
 
 
 def measure_switch_overhead(
     actor: HybridActor, mode: Mode | Literal["train", "eval"] = "train_to_generate", repeats: int = 20
 ) -> dict[str, Any]:
-    """Time a switch, and weigh it.
+    """Measure the time and memory of a switch.
 
     Args:
-        mode: `train_to_generate` is from a model in training, with gradients that wait for their step, to where the
-            engine draws the first token; `generate_to_train` is the way back; `round_trip` both. `eval` and `train` are
-            names of the first two, by the state that the switch ends in. `reload` is what one
-            set of weights saves: write them, and load them as a second model to sample from.
-        repeats: measured, after one that is not.
+        actor: the actor.
+        mode: `train_to_generate` (or `eval`): from training, with gradients, until the engine is ready to sample;
+            `generate_to_train` (or `train`): back; `round_trip`: both. `reload`, for comparison: save the weights and
+            load them as a second model.
+        repeats: number of measurements, after one warm-up.
     Returns:
-        `latency_ms` and `mem_increase_mb`, medians; `latency_ms_quartiles`, `mode`, `repeats` beside them. Memory is
-        what a GPU's tensors take, or all of this process on a CPU, more than before; it is looked at in the new state.
+        Medians `latency_ms` and `mem_increase_mb`, with `latency_ms_quartiles`, `mode` and `repeats`. Memory is the
+        increase of tensors on a GPU, or of the process on a CPU, after the switch.
     Raises:
         ConfigError: there is no such mode.
     """
@@ -44,7 +44,7 @@ def measure_switch_overhead(
     if repeats < 1:
         raise ConfigError(f"repeats is {repeats}: must be at least 1.")
     if mode == "reload" and actor.process_group is not None:
-        raise ConfigError("mode is 'reload': it loads the model into one process. Measure it with an actor in one.")
+        raise ConfigError("mode is 'reload': it loads the model into one process. Use an unsharded actor.")
     was_training = [module for module in actor.model.modules() if module.training]
     mode = STATES.get(mode, mode)  # type: ignore[assignment]
     once = _Reload(actor) if mode == "reload" else _Switch(actor, mode)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def measure_switch_overhead(
 
 
 class _Switch:
-    """One switch in place: the state of the modules, and the engine's present weights."""
+    """A switch in place: mode of the modules, and synchronisation of the engine."""
 
     def __init__(self, actor: HybridActor, mode: Mode):
         self.actor, self.mode = actor, mode
@@ -85,7 +85,7 @@ class _Switch:
 
 
 class _Reload:
-    """One switch by way of the disk: the weights written, and loaded as a second model."""
+    """A switch by saving the weights and loading them as a second model."""
 
     def __init__(self, actor: HybridActor):
         self.actor = actor
@@ -103,7 +103,7 @@ class _Reload:
 
 
 class _SwitchTimer:
-    """Seconds, and bytes more than before, of what is done while it runs."""
+    """Measures seconds and additional bytes of a block of code."""
 
     def __init__(self, actor: HybridActor):
         self.device = actor.device

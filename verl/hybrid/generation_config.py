@@ -14,7 +14,7 @@ from verl.compose.suggestions import key_faults
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 
-# What transformers does where neither the call nor the model's generation configuration says otherwise.
+# Defaults of transformers.
 DEFAULTS: dict[str, Any] = {
     "max_new_tokens": None,
     "max_length": None,
@@ -28,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "pad_token_id": None,
 }
 NEW_TOKENS = 20
-# Settings of a generation configuration that change what is drawn and that no engine here knows, with what means "off".
+# Settings of a generation configuration that change sampling and are not supported, with the values that mean "off".
 NOT_DONE_HERE: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "repetition_penalty": (None, 1.0),
@@ -44,12 +44,12 @@ NOT_DONE_HERE: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """What one call asks for.
+    """Parsed arguments of a call of `generate`.
 
     Attributes:
         sampling: fields of `Rollout`.
         stops: token ids that end a response.
-        pad: the token id that fills rows that have ended.
+        pad: token id for padding of finished rows.
     """
 
     sampling: dict[str, Any]
@@ -60,10 +60,14 @@ class GenerateCall:
 
 
 def read_call(given: Mapping[str, Any], model: Any, tokenizer: Any, prompt_width: int) -> GenerateCall:
-    """The call that arguments make, over the model's generation configuration, over the defaults of transformers.
+    """Parse arguments of `generate`; missing ones come from the model's generation configuration, then from defaults.
 
+    Args:
+        given: keyword arguments of the call.
+        model, tokenizer: for their defaults.
+        prompt_width: tokens of a prompt with padding.
     Raises:
-        ConfigError: an argument that is not known here, a value that cannot be, or more tokens than the model holds.
+        ConfigError: an unknown argument, an invalid value, or more tokens than the context length.
     """
     if faults := list(key_faults("generate", given, DEFAULTS)):
         raise ConfigError(faults)
@@ -82,9 +86,9 @@ def read_call(given: Mapping[str, Any], model: Any, tokenizer: Any, prompt_width
 
 
 def prompt_rows(input_ids: Any, attention_mask: Tensor | None, call: GenerateCall) -> DataProto:
-    """Prompts [B P] as the engines take them, padded on the left.
+    """Make the batch of prompts [B P] for the engines, padded on the left.
 
-    Without a mask, pad tokens are padding unless the pad token also ends a text, as in transformers.
+    Without a mask pad tokens are padding, unless the pad token is also an EOS token, as in transformers.
 
     Raises:
         ConfigError: they are not token ids [B P], or not padded on the left.
@@ -102,19 +106,19 @@ def prompt_rows(input_ids: Any, attention_mask: Tensor | None, call: GenerateCal
         mask = attention_mask.detach().to("cpu").bool()
     if mask.shape != ids.shape:
         raise ConfigError(
-            f"attention_mask is {list(mask.shape)}: input_ids is {list(ids.shape)}. Give one for each token."
+            f"attention_mask is {list(mask.shape)}: input_ids is {list(ids.shape)}. Both must have the same shape."
         )
     if not bool(mask[:, -1:].all()) or bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ConfigError(
-            "attention_mask is off behind or between tokens: generation goes on from the last one, so prompts are "
-            "padded on the left. Set tokenizer.padding_side = 'left'."
+            "attention_mask is 0 behind or between tokens: generation continues after the last token, so prompts must "
+            "be padded on the left. Set tokenizer.padding_side = 'left'."
         )
     rows = torch.arange(len(ids))
     return DataProto.from_dict({"prompts": ids, "prompt_mask": mask, "prompt_ids": rows, "group_ids": rows})
 
 
 def settings_left_out(model: Any) -> dict[str, Any]:
-    """What the model's generation configuration asks for beyond what is done here."""
+    """Settings in the model's generation configuration that are not supported here."""
     config = model.generation_config
     found = {name: getattr(config, name, None) for name in NOT_DONE_HERE}
     return {name: value for name, value in found.items() if value not in NOT_DONE_HERE[name]}
@@ -135,7 +139,7 @@ def _faults(asked: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is {asked[name]!r}: expected a number."
             return
     if asked["do_sample"] and not asked["temperature"] > 0:
-        yield f"temperature is {asked['temperature']}: must be above 0. For the likeliest token, do_sample=False."
+        yield f"temperature is {asked['temperature']}: must be above 0. For greedy decoding set do_sample=False."
     if any(id_ < 0 for id_ in _ids(asked["eos_token_id"])):
         yield f"eos_token_id is {asked['eos_token_id']}: expected token ids, which are not negative."
 
@@ -149,11 +153,11 @@ def _new_tokens(asked: Mapping[str, Any], model: Any, prompt_width: int) -> int:
     if length is None:
         length = NEW_TOKENS if context is None else min(NEW_TOKENS, context - prompt_width)
     if length < 1:
-        raise ConfigError(f"{name} leaves {length} new tokens behind a prompt of {prompt_width}. Set it higher.")
+        raise ConfigError(f"{name} leaves {length} new tokens after a prompt of {prompt_width}. Raise it.")
     if context is not None and prompt_width + length > context:
         raise ConfigError(
             f"{name} asks for {length} new tokens: with a prompt of {prompt_width} that makes {prompt_width + length}, "
-            f"and the model holds {context}. Lower one of them."
+            f"but the context length is {context}. Lower one of them."
         )
     return length
 
@@ -163,7 +167,7 @@ def _pad_id(asked: int | None, tokenizer: Any, stops: tuple[int, ...]) -> int:
         return int(asked)
     own = getattr(tokenizer, "pad_token_id", None)
     if own is None and not stops:
-        raise ConfigError("pad_token_id is missing: neither the model nor a tokenizer names one. Give pad_token_id=.")
+        raise ConfigError("pad_token_id is missing: neither the model nor a tokenizer has one. Pass pad_token_id.")
     return int(stops[0] if own is None else own)
 
 
@@ -175,7 +179,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 @contextmanager
 def naming_ends(model: Any, tokenizer: Any, call: GenerateCall) -> Iterator[Any]:
-    """Within, the model and the tokenizer that is given name the stop and pad tokens of a call, and no others."""
+    """Inside this context the configurations of model and tokenizer have the stop and pad tokens of the call only."""
     config = model.generation_config
     before = config.eos_token_id
     config.eos_token_id = list(call.stops)
@@ -186,7 +190,7 @@ def naming_ends(model: Any, tokenizer: Any, call: GenerateCall) -> Iterator[Any]
 
 
 class CallTokenizer:
-    """A tokenizer, or none, with the pad token of a call and no end of text of its own: the call names those."""
+    """A tokenizer, or none, with the pad token of a call and without EOS, since the call has its own stop tokens."""
 
     eos_token_id = None
 
@@ -194,7 +198,7 @@ class CallTokenizer:
         self.tokenizer, self.pad_token_id = tokenizer, pad
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "tokenizer":  # not there yet, while a copy of this is being made
+        if name.startswith("__") or name == "tokenizer":  # not yet set while a copy is made
             raise AttributeError(name)
         return getattr(self.tokenizer, name)
 
@@ -206,5 +210,5 @@ class CallTokenizer:
 
     def _own(self) -> Any:
         if self.tokenizer is None:
-            raise ConfigError("tokenizer is missing: this rollout engine needs one. Give HybridActor(tokenizer=).")
+            raise ConfigError("tokenizer is missing: this rollout engine needs one. Pass HybridActor(tokenizer=...).")
         return self.tokenizer

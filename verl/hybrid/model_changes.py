@@ -1,9 +1,9 @@
-"""What a rollout engine was built for, what was proven of a model, and whether the model is still that one.
+"""Detects changes of a model after a rollout engine was built for it or checks passed.
 
     before = ModelForm.of(model)    ...whatever the user does to it...    ModelForm.of(model).change_since(before)
 
-Weights are no part of it: engines read the present ones with every call. `ActorLock` admits one call at a time, since
-an actor's model has one state, and its engine one set of options.
+Weights are not compared, since engines use the current ones in every call. `ActorLock` serialises calls, since the
+model has one mode and the engine one set of options.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verl.model_paths import packed_attention
 
 
 class ActorLock:
-    """Held by the thread that is in a call; calls within that call, of the same thread, go on."""
+    """A reentrant lock, with a deadline and an error that names the call of the other thread."""
 
     def __init__(self):
         self._lock = threading.RLock()
@@ -32,10 +32,13 @@ class ActorLock:
 
     @contextmanager
     def held(self, call: str, timeout_s: float) -> Iterator[None]:
-        """Within, no other thread is.
+        """Hold the lock inside this context.
 
+        Args:
+            call: name of the call, for messages.
+            timeout_s: the longest wait.
         Raises:
-            ActorBusy: another thread was in a call all this time; names both calls.
+            ActorBusy: the time has passed; names both calls.
         """
         began = time.monotonic()
         if not self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
@@ -54,20 +57,20 @@ class ActorLock:
             by = f"thread {thread}, in actor.{theirs} for {now - since:.0f} s"
         return (
             f"actor.{call} of thread {threading.current_thread().name} has waited {now - began:.0f} s for {by}. An "
-            "actor does one call at a time: raise hybrid_config.busy_timeout_s, or give each thread its own actor."
+            "actor runs one call at a time: raise hybrid_config.busy_timeout_s, or use an actor per thread."
         )
 
 
-# Of a configuration, what changes no number, and is switched on and off by training scripts.
+# Configuration entries that do not change results and that training scripts toggle.
 _WITHOUT_EFFECT = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict"})
 
 
 class Change(NamedTuple):
-    """What is not as it was.
+    """A change of a model.
 
     Attributes:
         description: a phrase, such as `dtype float32 is now float16`.
-        is_of_form: an engine with weights of its own has to be built anew; else only proofs are void.
+        is_of_form: whether an engine with its own weights must be rebuilt; else only checks must be repeated.
     """
 
     description: str
@@ -75,7 +78,7 @@ class Change(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """A module, and what of it decides how it computes."""
+    """A module's class, hooks and adapters, which determine how it computes."""
 
     module: weakref.ReferenceType[nn.Module]
     kind: type
@@ -96,14 +99,14 @@ class _Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelForm:
-    """A model without its weights.
+    """Form of a model, without its weights.
 
     Attributes:
         root: its class.
-        tensors: of each parameter and buffer shape, dtype, device, and the name of the parameter that it is one with.
-        config: its entries, and how attention is computed.
-        ranks: of its active adapters, by their names.
-        slots: of each module.
+        tensors: shape, dtype and device of each parameter and buffer, and the name of the parameter that it is tied to.
+        config: entries of the configuration, and the attention implementation.
+        ranks: of its active adapters, by name.
+        slots: class, hooks and adapters of each module.
     """
 
     root: weakref.ReferenceType[nn.Module]
@@ -129,7 +132,7 @@ class ModelForm:
         )
 
     def change_since(self, before: ModelForm) -> Change | None:
-        """What is not as it was, the most telling first; None where all is."""
+        """The most informative difference from an earlier form; None if they are equal."""
         if self.root() is not before.root():
             return Change(f"another model, a {self.kind}", True)
         description = [
@@ -150,38 +153,39 @@ class ModelForm:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is a layer of peft around one of the model's."""
+    """Whether a module is a peft layer."""
     return hasattr(module, "active_adapters") and hasattr(module, "base_layer") and hasattr(module, "merged_adapters")
 
 
 def unwrapped(model: Any) -> Any:
-    """The module that `torch.compile` was given, which has the same weights; any other model as it is."""
+    """The module inside a `torch.compile` wrapper, with the same weights; other models unchanged."""
     return getattr(model, "_orig_mod", model) if isinstance(model, nn.Module) else model
 
 
 def with_code_of_its_own(model: nn.Module) -> list[str]:
-    """The modules whose forward was replaced on the object, or has hooks before or behind it."""
+    """Names of modules with an instance attribute `forward` or with forward hooks."""
     slots = ((name, _Slot.of(module)) for name, module in model.named_modules())
     return [name or type(model).__name__ for name, slot in slots if slot.hooks or slot.forward is not None]
 
 
 def prompt_learning_fault(model: Any) -> str | None:
-    """Why no engine here samples from a model whose adapter puts tokens of its own before each text; None without."""
+    """The fault of a prompt-learning adapter (virtual tokens before each text), which no engine supports; else None."""
     configs = getattr(model, "peft_config", None)
     for name, config in configs.items() if isinstance(configs, Mapping) else ():
         if getattr(config, "is_prompt_learning", False):
             return (
                 f"model has the adapter {name!r} of {type(config).__name__}, which puts virtual tokens before each "
-                "text: no rollout engine here counts those. Take LoRA, or model.generate of transformers."
+                "text: no rollout engine here supports them. Use LoRA, or model.generate of transformers."
             )
     return None
 
 
 def own_weights_fault(model: Any, sends_adapter: bool) -> str | None:
-    """Why an engine that is sent the weights cannot draw what this model computes; None where it may be able to.
+    """Why an engine with its own copy of the weights cannot reproduce this model; None if no reason is known.
 
     Args:
-        sends_adapter: the adapter goes there as one (`rollout.lora=adapter`) instead of being merged.
+        model: the model.
+        sends_adapter: whether the adapter is sent as such (`rollout.lora=adapter`) instead of being merged.
     """
     return next(_own_weights_faults(model, sends_adapter), None)
 
@@ -198,7 +202,7 @@ def _own_weights_faults(model: Any, sends_adapter: bool) -> Iterator[str]:
 
 
 def _rotary_faults(model: Any) -> Iterator[str]:
-    """Positions that an engine built by the configuration would not take: the buffers behind them are not sent."""
+    """Yield faults of rotary buffers that differ from the configuration: buffers are not sent to the engine."""
     for path, module in model.named_modules():
         own = {name: x for name, x in module.named_buffers(recurse=False) if name.endswith("inv_freq")}
         if not own:
@@ -206,7 +210,7 @@ def _rotary_faults(model: Any) -> Iterator[str]:
         at = f"{path}.inv_freq"
         wanted = _fresh_buffers(module)
         for name, found in own.items():
-            is_first = name.replace("inv_freq", "original_inv_freq") in own  # and may change as rows grow
+            is_first = name.replace("inv_freq", "original_inv_freq") in own  # may change with longer rows
             known = None if is_first else wanted.get(name)
             is_rounded = found.dtype.itemsize < 4
             differs = known is not None and not torch.allclose(
@@ -217,32 +221,32 @@ def _rotary_faults(model: Any) -> Iterator[str]:
                 how = "rounded to" if is_rounded else "rounded on its way to"
                 yield (
                     f"model.dtype is {_short(model.dtype)}, and {at} was {how} {dtype} by .half(), .bfloat16() or "
-                    ".to(dtype): the engine keeps it in float32, so that the two would compute other numbers. Load the "
-                    f"model with dtype='{_short(model.dtype)}', or cast its parameters alone (`for p in "
+                    ".to(dtype): the engine has it in float32, so that their results would differ. Load the "
+                    f"model with dtype='{_short(model.dtype)}', or cast only its parameters (`for p in "
                     "model.parameters(): p.data = p.data.to(dtype)`), or set rollout='hf'."
                 )
             elif differs:
                 yield (
-                    f"{at} is not what model.config gives: the engine is built by the configuration. Set both alike, "
+                    f"{at} differs from model.config, by which the engine is built. Make them equal, "
                     "or set rollout='hf'."
                 )
 
 
 def _fresh_buffers(module: Any) -> dict[str, Tensor]:
-    """The buffers of a module of its class and configuration that is made now; none where it cannot be made so."""
+    """The buffers of a new module of the same class and configuration; empty if it cannot be created."""
     try:
         return dict(type(module)(module.config).named_buffers(recurse=False))
-    except Exception:  # noqa: BLE001 - whatever a class of its own needs to be made
+    except Exception:  # noqa: BLE001 - a user-defined constructor may raise anything
         return {}
 
 
 def _was_rounded(x: Tensor) -> bool:
-    """Whether the numbers are such as a cast to 16 bits leaves."""
+    """Whether all values are representable in 16 bits."""
     return any(bool((x == x.to(dtype).to(x.dtype)).all()) for dtype in (torch.float16, torch.bfloat16))
 
 
 def is_quantized(model: Any) -> bool:
-    """Whether layers of a model hold something else than plain numbers."""
+    """Whether layers of a model have quantized weights."""
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         return True
     return any(
@@ -255,24 +259,23 @@ def is_quantized(model: Any) -> bool:
 def _adapter_faults(model: Any, sends_adapter: bool) -> Iterator[str]:
     if hasattr(model, "peft_config") and not hasattr(model, "get_base_model"):
         yield (
-            "model has adapters put into it (by peft.get_peft_model or model.add_adapter) and is no PeftModel: set "
-            "actor.model to what get_peft_model returns, or set rollout='hf'."
+            "model has adapter layers (by peft.get_peft_model or model.add_adapter) but is not a PeftModel: set "
+            "actor.model to the result of get_peft_model, or set rollout='hf'."
         )
     for name, module in model.named_modules():
         kind = type(module).__name__
         if kind in ("ModulesToSaveWrapper", "TrainableTokensWrapper"):
             yield (
-                f"model has an adapter that replaces {name} as a whole (modules_to_save): an engine with weights "
-                "of its own "
-                "is sent LoRA layers only. Merge it (model.merge_and_unload()), or set rollout='hf'."
+                f"model has an adapter that replaces {name} as a whole (modules_to_save): an engine with its own "
+                "weights receives LoRA layers only. Merge it (model.merge_and_unload()), or set rollout='hf'."
             )
         if not is_adapted(module):
             continue
         used = [adapter for adapter in module.active_adapters if adapter in getattr(module, "lora_A", ())]
         if not _is_plain_lora(module):
             yield (
-                f"model has an adapter at {name} that is no plain LoRA ({kind}): an engine with weights of its own is "
-                "sent W + scale B A. Merge it (model.merge_and_unload()), or set rollout='hf'."
+                f"model has an adapter at {name} that is not plain LoRA ({kind}): an engine with its own weights "
+                "receives W + scale B A. Merge it (model.merge_and_unload()), or set rollout='hf'."
             )
         elif module.merged_adapters and (module.disable_adapters or sends_adapter):
             way = "disabled" if module.disable_adapters else "sent to the engine as well"
@@ -293,7 +296,7 @@ def _adapter_faults(model: Any, sends_adapter: bool) -> Iterator[str]:
 
 
 def _is_plain_lora(module: Any) -> bool:
-    """Whether the active adapters of a layer of peft are W + scale B A."""
+    """Whether the active adapters of a peft layer are plain LoRA, W + scale B A."""
     if not hasattr(module, "lora_A"):
         return False
     others = ("lora_embedding_A", "lora_magnitude_vector", "lora_variant")
@@ -306,7 +309,7 @@ def _is_plain_lora(module: Any) -> bool:
 
 
 def _head_faults(model: Any) -> Iterator[str]:
-    """A head that an engine built by the configuration would not have."""
+    """Yield faults of an output head that differs from the configuration, by which engines are built."""
     try:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -317,8 +320,8 @@ def _head_faults(model: Any) -> Iterator[str]:
     ties, are_one = bool(getattr(config, "tie_word_embeddings", False)), head.weight is embedding.weight
     if ties and not are_one:
         yield (
-            "model.config.tie_word_embeddings is True, and the output head has weights of its own by now: an engine "
-            "with weights of its own is built by the configuration. Call model.tie_weights(), or set it to False."
+            "model.config.tie_word_embeddings is True, but the output head is no longer tied: an engine with its own "
+            "weights is built by the configuration. Call model.tie_weights(), or set it to False."
         )
     size = getattr(config, "vocab_size", None)
     if size is not None and len(head.weight) != size:
@@ -340,7 +343,7 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, tuple[Any, ...]]]:
 def _entries(config: Any) -> dict[str, Any]:
     entries = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
     attention = getattr(config, "_attn_implementation", None)
-    entries["attn_implementation"] = "sdpa" if attention == packed_attention.NAME else attention  # we have put it there
+    entries["attn_implementation"] = "sdpa" if attention == packed_attention.NAME else attention  # set by verl
     return {key: value for key, value in entries.items() if key not in _WITHOUT_EFFECT}
 
 
@@ -351,7 +354,7 @@ def _ranks(model: Any) -> dict[str, int]:
     active = getattr(model, "active_adapters", ())
     try:
         active = active() if callable(active) else active
-    except ValueError:  # as transformers says that it has none itself, of a model that peft has put some into
+    except ValueError:  # raised by transformers for adapters that peft has added
         active = configs
     return {name: getattr(configs[name], "r", 0) for name in active if name in configs}
 

@@ -1,7 +1,7 @@
-"""A HybridActor in several processes, which torchrun or the user has started.
+"""A HybridActor over several processes, started by torchrun or the user.
 
-rank = group * tp_size + sibling        siblings share the layers and get the same prompts; gradients are added up
-                                        over the groups
+rank = group * tp_size + sibling        siblings split the layers and have the same prompts; gradients are
+                                        averaged over the groups
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from verl.workers.rank_checkpoint import whole_on_first
 class HybridConfig(Description):
     """Settings of a `HybridActor`.
 
-    Where all of the first three are left out, the actor is whole in its process and knows of no other.
+    Without the first three settings the actor uses only its own process.
 
     Args:
-        tp_size: processes that share the layers, next to each other, and work on the same rows.
-        dp_size: groups of such processes, each with rows of its own; gradients are averaged over them. Null: as many as
-            the processes that there are make.
-        fsdp_sharding: divide weights, gradients and optimizer state over those groups too: FULL_SHARD, SHARD_GRAD_OP
-            (weights stay gathered from the forward to the backward pass), HYBRID_SHARD (within a machine, repeated on
-            each). Null or NO_SHARD: they are not.
-        contiguous: lay parameters that are views of other tensors out in memory anew, instead of refusing them.
-        auto_cache_clear: give back what generating has cached once it is done. The keys and values go in any case; on a
-            GPU this is the memory that torch keeps for later. Null follows `verl.config.auto_cache_clear`.
-        busy_timeout_s: how long a call waits while another thread is in one; then it is refused. 0 refuses at once.
+        tp_size: size of tensor parallelism: consecutive ranks that split the layers and work on the same rows.
+        dp_size: number of such groups, each on different rows; gradients are averaged over them. Null: all processes
+            divided by `tp_size`.
+        fsdp_sharding: shard weights, gradients and optimizer state over the groups: FULL_SHARD, SHARD_GRAD_OP (weights
+            stay gathered from the forward to the backward pass) or HYBRID_SHARD (within each machine). Null or NO_SHARD
+            for no sharding.
+        contiguous: copy parameters that are not contiguous in memory, instead of refusing them.
+        auto_cache_clear: empty the caching allocator of a GPU after generation; keys and values are freed in any case.
+            Null follows `verl.config.auto_cache_clear`.
+        busy_timeout_s: how long a call waits for a call of another thread before it is refused; 0 refuses at once.
     """
 
     tp_size: PositiveInt = 1
@@ -61,27 +61,27 @@ class HybridConfig(Description):
 
     @property
     def shards(self) -> bool:
-        """Whether weights are divided over the processes with other rows."""
+        """Whether weights are sharded over the data-parallel processes."""
         return self.fsdp_sharding not in (None, "NO_SHARD")
 
     @property
     def is_alone(self) -> bool:
-        """Whether the actor is whole in its process."""
+        """Whether the actor uses a single process."""
         return self.tp_size == 1 and self.dp_size in (None, 1) and not self.shards
 
     @property
     def clears_cache(self) -> bool:
-        """Whether caches are given back, by this actor's setting or else by that of the process."""
+        """Whether allocator caches are emptied, by this setting or that of `verl.config`."""
         return config.auto_cache_clear if self.auto_cache_clear is None else self.auto_cache_clear
 
 
 def hybrid_config_from(
     given: HybridConfig | Mapping[str, Any] | None, contiguous: bool | None, auto_cache_clear: bool | None
 ) -> HybridConfig:
-    """The settings of an actor, of which some may be arguments of their own.
+    """The settings of an actor, with those that were passed as separate arguments.
 
     Raises:
-        ConfigError: a key is unknown, or one stands in both places with two values.
+        ConfigError: a key is unknown, or has two different values.
     """
     config = described(HybridConfig, "hybrid_config", given)
     own = {"contiguous": contiguous, "auto_cache_clear": auto_cache_clear}
@@ -102,17 +102,17 @@ _log = logging.getLogger(__name__)
 
 
 def num_processes() -> int:
-    """Those of the user's group; without one, those that torchrun says it has started."""
+    """World size of the default process group; without one, the number of processes started by torchrun."""
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def sizes_of(config: HybridConfig, processes: int) -> tuple[int, int, int]:
-    """Replicas, shards of each, and processes that share the layers.
+    """Numbers of replicas, of FSDP shards and of tensor-parallel processes.
 
     Raises:
-        ConfigError: there are not so many processes.
+        ConfigError: they do not match the number of processes.
     """
     tensors, groups = config.tp_size, config.dp_size or max(1, processes // config.tp_size)
     if tensors * groups != processes:
@@ -131,10 +131,10 @@ def sizes_of(config: HybridConfig, processes: int) -> tuple[int, int, int]:
 
 
 def hybrid_parallelism(config: HybridConfig, device: str) -> HybridParallelism | None:
-    """The processes that hold an actor together; None where it is whole in this one.
+    """The process mesh of an actor; None for a single process.
 
     Raises:
-        ConfigError: there are others than the settings take.
+        ConfigError: the settings do not match the number of processes.
     """
     if config.is_alone:
         return None
@@ -147,12 +147,12 @@ def hybrid_parallelism(config: HybridConfig, device: str) -> HybridParallelism |
 
 
 def own_device() -> str:
-    """Of this process: a GPU of its own where there are some."""
+    """Device of this process: its GPU if there are any, else the CPU."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
 class HybridParallelism(ShardedParallelism):
-    """The processes that hold one actor together. Opens their group where the user has not."""
+    """The process mesh of an actor. Creates the default process group if the user has not."""
 
     def __init__(self, config: HybridConfig, device: str):
         import torch.distributed as dist
@@ -167,12 +167,12 @@ class HybridParallelism(ShardedParallelism):
         self.groups, self.tensors = sizes[0] * sizes[1], sizes[2]
 
     def take(self, model: Any) -> None:
-        """Leave this process its part of a model, in place, and let every backward pass come to whole gradients.
+        """Shard a model in place, and register hooks that reduce its gradients in every backward pass.
 
-        They are those of the mean of the groups' losses, as of any data-parallel model of torch.
+        Gradients are those of the mean loss over the groups, as in torch's DistributedDataParallel.
 
         Raises:
-            ConfigError: the model cannot be divided so.
+            ConfigError: the model cannot be sharded this way.
         """
         config = model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 1)
@@ -190,7 +190,7 @@ class HybridParallelism(ShardedParallelism):
                     parameter.register_hook(functools.partial(self._mean_over_groups, parameter))
 
     def _complete_over_siblings(self, model: nn.Module) -> None:
-        """Weights of which each sibling sees its own heads alone: add up what they come to, in each backward pass."""
+        """Sum the gradients of weights with partial gradients per process, in each backward pass."""
         group = self._device_mesh[TENSOR].get_group()
         for module in model.modules():
             names = [name for name, p in module._parameters.items() if id(p) in self._partial_over_tensor]
@@ -214,9 +214,9 @@ class HybridParallelism(ShardedParallelism):
 
     @contextmanager
     def same_random_numbers(self) -> Iterator[None]:
-        """Within, torch's generator gives each process the numbers that it gives the first; then each has its own back.
+        """Inside this context all processes have the generator state of the first; on exit each has its own again.
 
-        Processes that had the first one's state before have it after, too.
+        Processes that had the state of the first before also have it afterwards.
         """
         own = torch.get_rng_state()
         shared = own.clone().to(self.device)
@@ -230,10 +230,10 @@ class HybridParallelism(ShardedParallelism):
                 torch.set_rng_state(own)
 
     def refuse_other_weights(self, model: Any) -> None:
-        """Replicas that begin apart would stay apart, since only their gradients are brought together.
+        """Check that all replicas have equal weights; only gradients are synchronised later.
 
         Raises:
-            ConfigError: in all processes, if one has made its model with other weights than the first.
+            ConfigError: in all processes, if the weights of one differ from those of the first.
         """
         norms = {name: float(torch.linalg.vector_norm(p.detach().double())) for name, p in model.named_parameters()}
         found: list[Any] = [None] * self.world_size
@@ -243,23 +243,23 @@ class HybridParallelism(ShardedParallelism):
             if differing:
                 raise ConfigError(
                     f"model has other weights in process {rank} than in process 0: {differing[0]} and "
-                    f"{len(differing) - 1} more. Load it from one place, or make it from one seed in all processes."
+                    f"{len(differing) - 1} more. Load it from one place, or create it with one seed in all processes."
                 )
 
     def refuse_other_rows(self, ids: Any) -> None:
-        """Siblings must have been given the same tokens, or they would compute nonsense together.
+        """Check that tensor-parallel siblings have the same tokens.
 
         Raises:
-            ConfigError: in all of them, if they were not.
+            ConfigError: in all siblings, if tokens differ.
         """
         if isinstance(ids, Tensor) and not self.siblings_agree(ids):
             raise ConfigError(
-                f"input_ids differ between processes that share the layers (hybrid_config.tp_size is {self.tensors}). "
-                f"Give rows by the number of the group, which is rank // {self.tensors}."
+                f"input_ids differ between tensor-parallel processes (hybrid_config.tp_size is {self.tensors}). "
+                f"Choose rows by the index of the group, rank // {self.tensors}."
             )
 
     def agreed(self, number: int) -> int:
-        """The number that the first of the siblings has."""
+        """Broadcast the number of the first sibling."""
         if self.tensors == 1:
             return number
         shared = torch.tensor([number], device=self.device)
@@ -267,7 +267,7 @@ class HybridParallelism(ShardedParallelism):
         return int(shared)
 
     def save(self, model: Any, tokenizer: Any, directory: str | Path) -> None:
-        """What `save_pretrained` of the whole model writes; the first process does, and all wait until it is there."""
+        """Gather the model and save it by `save_pretrained` in the first process; all processes wait."""
         self.settle(model)
         whole = whole_on_first(live_tensors(model), self)
         if self.rank == 0:
@@ -297,7 +297,7 @@ def _completing(module: nn.Module, names: list[str], group: Any) -> Any:
 
 
 class _CompletedWeight(torch.autograd.Function):
-    """A weight as it is, whose gradient is added up over a group."""
+    """Identity on a weight; its backward pass all-reduces the gradient over a group."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, group: Any) -> Tensor:

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
+from verl.ops.attention import attend_heads
 from verl.ops.context_shards import ContextShard, PieceBlock, shard_line
 from verl.ops.packing import GatherIndex, PackedRows, gather_rows
 
@@ -68,8 +68,10 @@ class ContextLine:
         return self.shard.predictors
 
     def to(self, device: torch.device | str) -> ContextLine:
-        moved = {name: getattr(self, name).to(device) for name in ("tokens", "positions", "whole", "shard")}
-        return replace(self, **moved)
+        tokens, positions = (x.to(device, non_blocking=True) for x in (self.tokens, self.positions))
+        return replace(
+            self, tokens=tokens, positions=positions, whole=self.whole.to(device), shard=self.shard.to(device)
+        )
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None, whole: AttendLine
@@ -144,23 +146,16 @@ def _to_heads(x: Tensor, line: ContextLine) -> Tensor:
     parts = x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()  # [size n h D]
     found = x.new_empty(sum(sizes), *parts.shape[2:])
     dist.all_to_all_single(found, parts.flatten(0, 1), list(sizes), [own] * size, group=line.context.group)
-    return found.index_select(0, _dense(line))
+    return found.index_select(0, line.shard.dense)
 
 
 def _to_tokens(x: Tensor, line: ContextLine) -> Tensor:
     size, sizes = line.context.size, line.shard.sizes
     own = sizes[line.context.rank]
-    sent = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, _dense(line), x)
+    sent = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, line.shard.dense, x)
     found = x.new_empty(size * own, *x.shape[1:])
     dist.all_to_all_single(found, sent, [own] * size, list(sizes), group=line.context.group)
     return found.unflatten(0, (size, own)).transpose(0, 1).flatten(1, 2)
-
-
-def _dense(line: ContextLine) -> Tensor:
-    """[N] place of each token of the line where those of all ranks follow each other without padding."""
-    sizes = torch.tensor(line.shard.sizes, device=line.shard.place.device)
-    rank, within = line.shard.place // sizes.max(), line.shard.place % sizes.max()
-    return (sizes.cumsum(0) - sizes)[rank] + within
 
 
 def _gather(own: Tensor, most: int, context: ContextGroup) -> Tensor:
@@ -185,10 +180,10 @@ class _GatheredAttention(torch.autograd.Function):
             if _keeps_sums(query, value):
                 found, of_block = _attend_with_sums(block, q, k, v, *how)
                 sums = query.new_zeros(query.shape[:2], dtype=of_block.dtype) if sums is None else sums
-                sums[block.queries[block.is_query]] = of_block[block.is_query]
+                sums[block.real_queries] = of_block.flatten(0, 1)[block.real_slots]
             else:
                 found = _attend_block(block, q, k, v, *how)
-            out[block.queries[block.is_query]] = found[block.is_query]
+            out[block.real_queries] = found.flatten(0, 1)[block.real_slots]
         ctx.save_for_backward(query, key, value, *([] if sums is None else [out, sums]))
         ctx.line, ctx.how = line, how
         return out
@@ -209,7 +204,7 @@ class _GatheredAttention(torch.autograd.Function):
                 with torch.enable_grad():
                     given = [x.detach().requires_grad_() for x in given]
                     of_query, *of_line = torch.autograd.grad(_attend_block(block, *given, *ctx.how), given, above)
-            into_query[block.queries[block.is_query]] = of_query[block.is_query]
+            into_query[block.real_queries] = of_query.flatten(0, 1)[block.real_slots]
             for whole, part in zip(into, of_line, strict=True):
                 whole[block.entries] += part  # each entry once
         of_key, of_value = _scatter_line(*into, line)
@@ -306,12 +301,4 @@ def _attend_block(
 ) -> Tensor:
     """[count Q H D] of the queries [count Q H D] over the entries [E K D] that the block sees."""
     k, v = (gather_rows(x, block.keys).unflatten(0, (block.count, block.width)).transpose(1, 2) for x in (keys, values))
-    heads = F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        k,
-        v,
-        attn_mask=block.mask(window),
-        scale=scaling,
-        enable_gqa=query.shape[2] != keys.shape[1],
-    )
-    return heads.transpose(1, 2)
+    return attend_heads(query.transpose(1, 2), k, v, block.mask(window), scaling).transpose(1, 2)

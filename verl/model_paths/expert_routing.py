@@ -101,7 +101,7 @@ class ExpertRouting:
         self.layers = len(self._found)
         self.experts, self.top_k = self._found[0].num_experts, self._found[0].top_k
         self._weights: RouterWeights | None = None
-        self._forced: Tensor | None = None
+        self.forced: Tensor | None = None
         self._predicted: Tensor | None = None
         self._records: list[Tensor | None] | None = None
         self._load: ExpertLoad | None = None
@@ -168,18 +168,18 @@ class ExpertRouting:
             counts: for `end`.
         """
         self._add()
-        self._balance, self._predicted, self._forced = [], None, None
+        self._balance, self._predicted, self.forced = [], None, None
         is_known = replays and "routed_experts" in micro.tensors
         if not (counts or is_known):
             return
         entries, predicted = micro.model_tokens()
         self._predicted = predicted if counts else None
-        self._forced = _by_token(micro, entries) if is_known else None
+        self.forced = _by_token(micro, entries) if is_known else None
 
     def end(self, device: torch.device) -> ExpertLoad:
         """What was counted since the last call; routers choose by themselves from here on."""
         self._add()
-        load, self._load, self._forced, self._predicted, self._balance = self._load, None, None, None, []
+        load, self._load, self.forced, self._predicted, self._balance = self._load, None, None, None, []
         return ExpertLoad(self.layers, self.experts, device) if load is None else load
 
     def _add(self) -> None:
@@ -194,8 +194,8 @@ class ExpertRouting:
 
     def _routed(self, layer: int, output: Any) -> Any:
         logits, weights, experts, *others = output
-        if self._forced is not None:
-            wanted = self._forced[:, layer].to(experts.dtype)
+        if self.forced is not None:
+            wanted = self.forced[:, layer].to(experts.dtype)
             known = wanted[:, :1] != UNKNOWN
             wanted = torch.where(known, wanted, experts)
             assert self._weights is not None

@@ -52,13 +52,17 @@ class MicroBatch:
     places: tuple[Tensor, Tensor] | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """A copy on the model's device."""
+        """A copy on the model's device.
+
+        Nothing here waits for the device, which is busy with the micro-batch before: copies from memory that is not
+        pinned are staged at once, so that what they were made of may go.
+        """
         if device.type == "cpu":
             return self
         tensors = {name: x.to(device, non_blocking=True) for name, x in self.tensors.items()}
         packing = None if self.packing is None else self.packing.to(device)
-        row, t = self.on_mask
-        return replace(self, tensors=tensors, packing=packing, places=(row.to(device), t.to(device)))
+        row, t = (x.to(device, non_blocking=True) for x in self.on_mask)
+        return replace(self, tensors=tensors, packing=packing, places=(row, t))
 
     @property
     def on_mask(self) -> tuple[Tensor, Tensor]:
@@ -124,7 +128,7 @@ class MicroBatch:
         row, t = self.on_mask
         if self.packing is not None:
             entries = self.packing.tokens
-            return entries, torch.bincount(self.packing.predictors.index, minlength=len(entries))
+            return entries, _counts(self.packing.predictors.index, len(entries))
         attention = self.tensors["attention_mask"]
         width, columns = attention.shape[1], attention.shape[1] - self.response_width - 1 + t
         first = torch.arange(len(attention), device=attention.device)[:, None] * width
@@ -132,7 +136,7 @@ class MicroBatch:
         if self.is_left_aligned:
             source, _, padding = self._left_aligned()
             columns = columns - padding[row, 0]
-        return (first + source).flatten(), torch.bincount(row * width + columns, minlength=attention.numel())
+        return (first + source).flatten(), _counts(row * width + columns, attention.numel())
 
     def _left_aligned(self) -> tuple[Tensor, Tensor, Tensor]:
         """Columns [b S] that rows without padding on the left are made of, their mask, and that padding [b 1]."""
@@ -202,6 +206,11 @@ def cut_into_micro_batches(
             line = pack(prompts[rows], responses[rows], prompt_of[rows], mask.cpu(), p, share, multiple)
             packing = (line if context is None else context.shard(line)).to(mask.device)
         yield MicroBatch(rows, tensors, packing, paths.scoring == "right_padded", paths.scoring == "equal_lengths")
+
+
+def _counts(index: Tensor, size: int) -> Tensor:
+    """[size]: how often each entry is in an index; `bincount` asks a device for the largest."""
+    return torch.zeros(size, dtype=torch.int64, device=index.device).scatter_add_(0, index, torch.ones_like(index))
 
 
 def empty_micro_batch(batch: DataProto) -> MicroBatch:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from verl.model_paths.context_attention import ContextLine
 from verl.models.pretrained import quiet_transformers
+from verl.ops.attention import attend_heads
 from verl.ops.packing import AttentionBlock, PackedRows, gather_rows
 
 NAME = "verl_line"
@@ -134,7 +135,7 @@ def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask that transformers asks for: that of `sdpa`, or where a line is packed a description of it."""
     from transformers.masking_utils import sdpa_mask
 
-    if _has_keys_behind(kwargs):
+    if has_keys_behind(kwargs):
         kwargs["allow_is_causal_skip"] = False
     record = _record.get()
     if record is None and not _describing.get():
@@ -151,7 +152,7 @@ def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask
 
 
-def _has_keys_behind(asked: dict[str, Any]) -> bool:
+def has_keys_behind(asked: dict[str, Any]) -> bool:
     """Whether keys that are not there yet follow those of the last query, so that a mask is needed in any case."""
     lengths = [asked.get(name, 0) for name in ("kv_length", "kv_offset", "q_length", "q_offset")]
     if not all(isinstance(length, int) for length in lengths):
@@ -206,7 +207,7 @@ def attend(
         return attend_shared(query, *shared, key, value, attention_mask, scaling, layer.keys.shape[2]), None
     is_per_head = attention_mask is not None and attention_mask.shape[1] != 1
     if query.shape[2] == 1 and not unknown_keywords(others) and not is_per_head:
-        return _attend_one(query, key, value, attention_mask, scaling), None
+        return attend_one(query, key, value, attention_mask, scaling), None
     from transformers import AttentionInterface
 
     plain = AttentionInterface._global_mapping["sdpa"]
@@ -268,21 +269,19 @@ def _attend_line(
     parts = []
     for number, (q, k, v) in enumerate(zip(queries, *keys, strict=True)):
         block = packing.blocks[number]
-        mask = _mask(packing, number, window, q.device)
-        heads = F.scaled_dot_product_attention(
+        mask = mask_of_block(packing, number, window, q.device)
+        heads = attend_heads(
             q.unflatten(0, (block.count, block.queries)).transpose(1, 2),
             k.unflatten(0, (block.count, block.keys)).transpose(1, 2),
             v.unflatten(0, (block.count, block.keys)).transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            mask,
+            scaling,
         )
         parts.append(heads.transpose(1, 2).flatten(0, 1))
     return gather_rows(torch.cat(parts), packing.out)
 
 
-def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """A step of decoding, [B H 1 D] to [B 1 H D]: heads with the same keys are queries beside each other.
 
     So keys and values are read as they lie in the cache, and not repeated for each head.
@@ -339,7 +338,7 @@ def _as_line(states: Tensor) -> Tensor:
     return states[0].transpose(0, 1)
 
 
-def _mask(packing: PackedRows, number: int, window: int | None, device: torch.device) -> Tensor | None:
+def mask_of_block(packing: PackedRows, number: int, window: int | None, device: torch.device) -> Tensor | None:
     """Mask of a block of a packing, created at first use."""
     key = (number, window, device)
     if key not in packing.masks:
@@ -354,8 +353,8 @@ def make_block_mask(block: AttentionBlock, window: int | None, device: torch.dev
     own = block.keys - block.prefix  # made where it is needed: it is large, and made of a few numbers
     query = torch.arange(block.queries, device=device)[:, None]
     sees_own = query >= torch.arange(own, device=device)
-    lengths = block.prefix_lengths.unique() if _are_equal(block) else block.prefix_lengths
-    lengths = lengths.to(device)[:, None, None]
+    lengths = block.prefix_lengths.unique() if have_equal_lengths(block) else block.prefix_lengths
+    lengths = lengths.to(device, non_blocking=True)[:, None, None]
     column = torch.arange(block.prefix, device=device)
     sees_prefix = (column < lengths).expand(-1, block.queries, -1)
     if window is not None:
@@ -365,5 +364,6 @@ def make_block_mask(block: AttentionBlock, window: int | None, device: torch.dev
     return mask[:, None]
 
 
-def _are_equal(block: AttentionBlock) -> bool:
+def have_equal_lengths(block: AttentionBlock) -> bool:
+    """Whether all rows of a block have prefixes of one length."""
     return bool((block.prefix_lengths == block.prefix_lengths[0]).all())

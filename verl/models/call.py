@@ -1,4 +1,4 @@
-"""Calling a model with the inputs that it takes."""
+"""Calls a model with those inputs that its forward accepts."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ OPTIONAL = ("position_ids", "logits_to_keep", "use_cache", "attention_mask")
 
 
 def call_model(model: Any, **inputs: Any) -> Any:
-    """A forward pass, without those of the optional inputs that the model has no parameter for.
+    """Run a forward pass, without optional inputs that the model's forward does not accept.
 
-    Some models count positions by themselves, and some state-space models read no attention mask.
+    Some models compute positions themselves, and some state-space models have no attention mask.
     """
     taken = _parameters(type(unwrapped(model)))
     return model(**{name: x for name, x in inputs.items() if name not in OPTIONAL or taken is None or name in taken})
 
 
 def takes(model: Any, name: str) -> bool:
-    """Whether the forward of a model has a parameter of this name, or takes any."""
+    """Whether the forward of a model has a parameter of this name, or `**kwargs`."""
     taken = _parameters(type(unwrapped(model)))
     return taken is None or name in taken
 
 
 def has_lm_head(model: Any) -> bool:
-    """Whether a Hugging Face model gives logits of tokens; critics and reward models do not."""
+    """Whether a Hugging Face model returns token logits; critics and reward models do not."""
     return hasattr(model, "lm_head") or model.get_output_embeddings() is not None
 
 
 def layers_around(model: Any) -> list[Any]:
-    """A model and what is inside of it, down to the Hugging Face model itself: adapters and compiled forms, if any."""
+    """A model and the modules that it wraps (peft, torch.compile), down to the Hugging Face model."""
     found = [model]
     while (base := unwrapped_once(found[-1])) is not found[-1]:
         found.append(base)
@@ -40,12 +40,12 @@ def layers_around(model: Any) -> list[Any]:
 
 
 def unwrapped(model: Any) -> Any:
-    """The Hugging Face model itself, without an adapter or a compiled form around it."""
+    """The Hugging Face model inside wrappers of peft and torch.compile."""
     return layers_around(model)[-1]
 
 
 def unwrapped_once(model: Any) -> Any:
-    """Without its outermost adapter or compiled form; a plain model as it is."""
+    """Remove the outermost wrapper of peft or torch.compile; a plain model is returned unchanged."""
     if hasattr(model, "_orig_mod"):
         return model._orig_mod
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -53,7 +53,7 @@ def unwrapped_once(model: Any) -> Any:
 
 @functools.lru_cache
 def _parameters(kind: type[nn.Module]) -> frozenset[str] | None:
-    """Names that a forward takes; None where it passes on any."""
+    """Parameter names of a forward; None if it has `**kwargs`."""
     parameters = inspect.signature(kind.forward).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None

@@ -1,4 +1,4 @@
-"""Mixtures of experts, as transformers builds them: where the experts and their routers are."""
+"""Finds experts and routers in mixture-of-experts models of transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def expert_layers(model: Any) -> dict[str, Any]:
-    """The modules that hold a layer's experts in the form that all of transformers' ways to run them share, by name."""
+    """Modules with the experts of a layer, by name, in the layout that transformers' expert kernels expect."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -15,7 +15,7 @@ def expert_layers(model: Any) -> dict[str, Any]:
 
 
 def expert_count(config: dict[str, Any]) -> int | None:
-    """The experts of a layer by the entries of a configuration; None for a model without."""
+    """Number of experts per layer, from a configuration; None for a model without experts."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if count := config.get(name):
             return int(count)
@@ -23,7 +23,7 @@ def expert_count(config: dict[str, Any]) -> int | None:
 
 
 def routers(model: Any) -> list[Any]:
-    """What sends tokens to experts and answers (logits, weights, numbers of experts), in the order of the layers."""
+    """The routers of a model in order of layers; each returns (logits, weights, expert indices)."""
     found = []
     for name, experts in expert_layers(model).items():
         parent = model.get_submodule(name.partition(".experts")[0])

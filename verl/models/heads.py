@@ -1,7 +1,7 @@
-"""Heads on a backbone: the critic's value head, a reward model's score, and the LM head apart from its backbone.
+"""Heads on a backbone: the critic's value head, a reward model's score, and the separate LM head.
 
-With a vocabulary of 150 000, the logits of a batch are by far its largest tensor: the LM head is applied to a few
-tokens at a time.
+With a vocabulary of 150 000 the logits of a batch are by far its largest tensor, so the LM head is applied to chunks
+of tokens.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from verl.ops.masking import last_true
 
 @dataclass(frozen=True)
 class ValueHeadOutput:
-    """What a critic returns.
+    """Output of a critic.
 
     Attributes:
-        values: [B S] the value of the text up to and including each position.
+        values: [B S], estimated return after the tokens up to and including each position.
     """
 
     values: Tensor
 
 
 class ModelHead(nn.Module):
-    """A head of our own on a Hugging Face backbone, as everything sees it that shards, saves or loads a model.
+    """Base class of models with a custom head on a Hugging Face backbone.
 
-    The backbone is saved as the Hugging Face directory that it is, with the head in a file of its own beside it. A
-    subclass adds its layers beside `backbone`, and a `forward`; nothing that saves or loads needs to know of it.
+    The backbone is saved as a Hugging Face directory, with the head in a separate file there. A subclass adds layers
+    and a `forward`; sharding, saving and loading work without changes.
 
     Args:
-        backbone: what stands below the head.
+        backbone: Hugging Face model without head.
     Attributes:
-        file: that holds the head.
-        loader: method of `ModelSource` that makes the backbone.
+        file: file name of the head.
+        loader: method of `ModelSource` that loads the backbone.
     """
 
     file: ClassVar[str] = VALUE_HEAD_FILE
@@ -62,34 +62,37 @@ class ModelHead(nn.Module):
         self.backbone.gradient_checkpointing_enable(**options)
 
     def split(self, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is named like the tensors of this model, of the backbone by its own names, and of the head."""
+        """Split a mapping by tensor names of this model into that of the backbone, by the backbone's names, and of
+        the head.
+        """
         below = {name.removeprefix(_BELOW): x for name, x in tensors.items() if name.startswith(_BELOW)}
         return below, {name: x for name, x in tensors.items() if not name.startswith(_BELOW)}
 
     def joined(self, backbone: Mapping[str, Any]) -> dict[str, Any]:
-        """What is named like the backbone's tensors, by their names in this model."""
+        """Rename a mapping by tensor names of the backbone to names of this model."""
         return {_BELOW + name: x for name, x in backbone.items()}
 
     def files(self, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-        """What `save` writes, by file name, from the head's tensors made whole."""
+        """Content of the files that `save` writes, from unsharded tensors of the head."""
         whole = {name: p.detach().cpu().contiguous() for name, p in tensors.items()}
         return {self.file: save({name.removeprefix(_OWN): whole[name] for name in sorted(whole)})}
 
     def save(self, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Write the head's file.
+        """Write the file of the head.
 
         Args:
-            tensors: of the head made whole, for a model that has only parts of them.
+            directory: of the backbone.
+            tensors: unsharded tensors of the head, for a sharded model; None for those of this model.
         """
         own = self.split(self.state_dict())[1] if tensors is None else tensors
         for name, data in self.files(own).items():
             (Path(directory) / name).write_bytes(data)
 
     def load(self, directory: Path) -> None:
-        """Take the head from a directory that has its file.
+        """Load the head from its file in a directory.
 
         Raises:
-            ConfigError: it is the head of another model.
+            ConfigError: the file is the head of another model.
         """
         saved = load_file(directory / self.file)
         own = [name for name in self.state_dict() if not name.startswith(_BELOW)]
@@ -99,10 +102,11 @@ class ModelHead(nn.Module):
         self.load_state_dict({name: saved[name.removeprefix(_OWN)] for name in own}, strict=False)
 
     def save_pretrained(self, directory: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Write the backbone as a Hugging Face directory and the head beside it.
+        """Write the backbone as a Hugging Face directory, and the head to a file in it.
 
         Args:
-            state_dict: whole weights, for a model that has only parts of them.
+            directory: created if missing.
+            state_dict: unsharded weights, for a sharded model; None for those of this model.
         """
         backbone, head = self.split(self.state_dict() if state_dict is None else state_dict)
         with quiet_transformers():
@@ -111,7 +115,7 @@ class ModelHead(nn.Module):
 
 
 class NoHead:
-    """What `head_of` says of a model that is a Hugging Face model as a whole: nothing is above its backbone."""
+    """Result of `head_of` for a plain Hugging Face model, which has no separate head."""
 
     loader: ClassVar[str] = "load_causal_lm"
 
@@ -128,25 +132,25 @@ class NoHead:
         return {}
 
     def save(self, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """There is nothing to write."""
+        """Does nothing."""
 
     def load(self, directory: Path) -> None:
-        """There is nothing to take."""
+        """Does nothing."""
 
 
 def head_of(model: Any) -> ModelHead | NoHead:
-    """The head of a model that trains: itself, if it is one."""
+    """The model itself if it is a `ModelHead`, else `NoHead`."""
     return model if isinstance(model, ModelHead) else NoHead(model)
 
 
-_BELOW, _OWN = "backbone.", "head."  # names in the state of a model; a file of a head leaves the latter out
+_BELOW, _OWN = "backbone.", "head."  # prefixes in the state dict; the file of a head omits the second
 
 
 class ValueHeadModel(ModelHead):
-    """A backbone and a linear head that reads one value from each hidden state.
+    """A backbone with a linear value head.
 
-    The head starts at zero, so an untrained critic predicts no reward anywhere and its first advantages are the plain
-    returns. It is kept in float32 at least, whatever the backbone's dtype.
+    The head is initialised to zero, so an untrained critic predicts 0 and its first advantages are the returns. Its
+    weights are at least float32, whatever the dtype of the backbone.
     """
 
     def __init__(self, backbone: Any):
@@ -155,14 +159,14 @@ class ValueHeadModel(ModelHead):
         dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
         device = (
             "cpu" if backbone.device.type == "meta" else backbone.device
-        )  # the backbone's weights are still to come
+        )  # the backbone may still be on the meta device
         self.head = nn.Linear(config.hidden_size, 1, device=device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     @property
     def computes_in_own_type(self) -> tuple[nn.Module, ...]:
-        """Values are regressed on in the head's own precision; see `verl.models.parallel_info`."""
+        """Modules that ignore autocast: the head computes in its own dtype; see `verl.models.parallel_info`."""
         return (self.head,)
 
     def forward(
@@ -174,11 +178,13 @@ class ValueHeadModel(ModelHead):
         probe: bool = False,
         **others: Any,
     ) -> ValueHeadOutput:
-        """Values of each position, [B S]; `others` are the backbone's own.
+        """Values of each position, [B S].
 
         Args:
-            probe: give what a fixed random head reads from hidden states of unit size, since an untrained one sees
-                nothing of them.
+            input_ids, attention_mask, position_ids: [B S].
+            probe: use a fixed random head on normalised hidden states, for checks: the output of an untrained head does
+                not depend on them.
+            others: further inputs of the backbone.
         """
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
         others |= {name: x for name, x in given.items() if x is not None}
@@ -188,7 +194,7 @@ class ValueHeadModel(ModelHead):
 
 
 def _probed(hidden: Tensor) -> Tensor:
-    """[B S D] to [B S], numbers of about unit size."""
+    """Fixed random projection of hidden states [B S D] to [B S], of about unit size."""
     size = hidden.shape[-1]
     direction = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=hidden.dtype).to(hidden.device)
     return hidden / hidden.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12) @ direction / size**0.5
@@ -196,27 +202,27 @@ def _probed(hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RewardHeadOutput:
-    """What a reward model returns.
+    """Output of a reward model.
 
     Attributes:
-        scores: [B] float32 at least, one for each text.
+        scores: [B], at least float32, one per text.
     """
 
     scores: Tensor
 
 
 class RewardHeadModel(nn.Module):
-    """A Hugging Face sequence-classification model, whose logit of one label is the score.
+    """A Hugging Face sequence-classification model; the score is the logit of one label.
 
-    A decoder (a backbone and a linear `score`) is read at the last token that the attention mask shows. Its own forward
-    looks for the last token that is no pad token instead, so it would miss an end-of-text token that also pads, and
-    would refuse a batch where the configuration names no pad token. Any other model, such as an encoder with a
-    classifier on its first token, is asked as it is.
+    For a decoder (a backbone with a linear `score`) the score is read at the last token of the attention mask. The
+    forward of transformers instead uses the last token that is not the pad token, which is wrong where the end-of-text
+    token is also the pad token, and fails without a configured pad token. Other models, such as encoders with a
+    classifier on the first token, are called unchanged.
 
     Args:
         classifier: the model.
-        label: which logit; None for a model with one.
-        pad_id: fills padding where the configuration of the model names no pad token.
+        label: index of the logit; None for a model with one.
+        pad_id: token id for padding if the configuration has no pad token.
     """
 
     def __init__(self, classifier: Any, label: int | None = None, pad_id: int = 0):
@@ -227,17 +233,17 @@ class RewardHeadModel(nn.Module):
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = pad_id
         self.pad_id = config.pad_token_id
-        own_code = type(classifier).__module__.startswith("transformers.")  # code of others may pool in its own way
+        own_code = type(classifier).__module__.startswith("transformers.")  # other code may pool differently
         self.reads_last_token = own_code and isinstance(getattr(classifier, "score", None), nn.Linear)
         self._rotary = [m for m in classifier.modules() if "dynamic" in str(getattr(m, "rope_type", ""))]
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
     ) -> RewardHeadOutput:
-        """Score B texts, [B S], padded on either side; each has a token at least."""
+        """Score B texts [B S], padded on either side, each with at least one token."""
         for module in self._rotary:
             forget_lengths(module)
-        order = attention_mask.long().argsort(dim=1, descending=True, stable=True)  # padding to the right
+        order = attention_mask.long().argsort(dim=1, descending=True, stable=True)  # moves padding to the right
         mask = attention_mask.gather(1, order)
         ids = input_ids.gather(1, order).masked_fill(~mask.bool(), self.pad_id)
         types = {} if token_type_ids is None else {"token_type_ids": token_type_ids.gather(1, order)}
@@ -252,7 +258,7 @@ class RewardHeadModel(nn.Module):
 
 
 def forget_lengths(rotary: nn.Module) -> None:
-    """Let dynamic rotary frequencies be those of the next texts alone; transformers keeps those of the longest one."""
+    """Reset dynamic rotary frequencies, which transformers keeps for the longest text so far."""
     for name in [*vars(rotary), *rotary._buffers]:
         if name.endswith("max_seq_len_cached"):
             setattr(rotary, name, rotary.original_max_seq_len)
@@ -261,12 +267,12 @@ def forget_lengths(rotary: nn.Module) -> None:
 
 
 def label_fault(label: int | None, labels: list[str]) -> str | None:
-    """What is wrong with the choice of a label among those of a model; None if nothing is."""
+    """The fault of the setting `label` for a model with these labels; None if it is valid."""
     listed = ", ".join(f"{index} ({name})" for index, name in enumerate(labels))
     if label is None and len(labels) != 1:
         return (
             f"label is null: the model has {len(labels)} labels, {listed}. Set label to the one whose logit is the "
-            "score, or give a model with one."
+            "score, or use a model with one label."
         )
     if label is not None and not 0 <= label < len(labels):
         return f"label is {label}: the labels of the model are {listed}."
@@ -274,21 +280,21 @@ def label_fault(label: int | None, labels: list[str]) -> str | None:
 
 
 class LMHead:
-    """The output head of a causal language model, apart from what comes before it.
+    """The output head of a causal language model, called separately from the model.
 
-    Whether head(hidden states) are the logits is found by trying. Some models cap their logits after it (Gemma 2);
-    those are not separable, and their logits have to be made whole. A factor on the logits (Cohere) does no harm: it is
-    applied to the hidden states instead, and the head is linear.
+    Whether head(hidden states) equals the logits is tested on a small input. Models that cap their logits afterwards
+    (Gemma 2) are not separable, and all their logits must be computed at once. A factor on the logits (Cohere) is
+    applied to the hidden states instead, since the head is linear.
 
     Attributes:
-        is_separable: whether head(hidden states) are the model's logits.
+        is_separable: whether head(hidden states) equals the logits of the model.
     """
 
     def __init__(self, model: Any):
         self.model = model
         self.head: nn.Module | None = model.get_output_embeddings()
         with layers_gathered(model):
-            self.is_separable = self.head is not None and self._is_whole_state()
+            self.is_separable = self.head is not None and self.is_whole_state()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [... V] of hidden states [... D]."""
@@ -297,9 +303,9 @@ class LMHead:
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """Within, the model gives hidden states where it would give logits."""
+        """Inside this context the model returns hidden states in place of logits."""
         assert self.head is not None
-        before = vars(self.head).get("forward")  # tensor parallelism has one of its own there
+        before = vars(self.head).get("forward")  # tensor parallelism may have replaced it
         self.head.forward = _as_it_is
         try:
             yield
@@ -310,7 +316,8 @@ class LMHead:
                 self.head.forward = before
 
     @torch.no_grad()
-    def _is_whole_state(self) -> bool:
+    def is_whole_state(self) -> bool:
+        """Whether the logits come from the last hidden state of all layers by the head alone."""
         tokens = torch.arange(4, device=compute_device(self.model)).unsqueeze(0)
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
         was_training = self.model.training

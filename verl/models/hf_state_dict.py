@@ -1,4 +1,4 @@
-"""A model's Hugging Face state dict in memory: which tensors under which names, and the small files beside them."""
+"""A model's Hugging Face state dict in memory: tensors by their names in files, and the small files beside them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from verl.models.pretrained import quiet_transformers
 from verl.utils.temporary_directory import TemporaryDirectory
 
 ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_BIN = "adapter_model.bin"  # for tools that need it
+ADAPTER_BIN = "adapter_model.bin"  # for tools that read only this format
 
 
 @dataclass(frozen=True)
 class HFStateDict:
-    """What a directory made by `save_pretrained` holds.
+    """Content of a directory as `save_pretrained` would write it.
 
     Attributes:
-        tensors: the live weights under their names in the file, in order of these; tied ones once. A model that was
-            built has its parameters in another order than one that was loaded, and its files must not.
-        file: the file that takes them, or None for `model.safetensors` and its shards.
-        files: small files by name.
+        tensors: the live weights by their names in the file, sorted; tied ones once. Sorting makes files independent of
+            the parameter order of the model.
+        file: name of the weight file; None for `model.safetensors` and its shards.
+        files: content of small files by name.
     """
 
     tensors: Mapping[str, Tensor]
@@ -38,7 +38,7 @@ class HFStateDict:
 
 
 def live_tensors(model: Any) -> dict[str, Tensor]:
-    """What `hf_state_dict` makes its tensors of, by their names in the model; a tied one is the same object twice."""
+    """The tensors that `hf_state_dict` uses, by their names in the model; tied ones are one object under two names."""
     tensors = model.state_dict(keep_vars=True)
     head = head_of(model)
     if not hasattr(head.backbone, "peft_config"):
@@ -48,10 +48,11 @@ def live_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def hf_state_dict(model: Any, tensors: Mapping[str, Tensor] | None = None) -> HFStateDict:
-    """The form of a Hugging Face model, of a model with a peft adapter (the adapter alone), or of a `ModelHead`.
+    """State dict of a Hugging Face model, of a model with a peft adapter (the adapter only), or of a `ModelHead`.
 
     Args:
-        tensors: those of `live_tensors` made whole, for a model that has only parts of them.
+        model: the model.
+        tensors: `live_tensors` unsharded, for a sharded model.
     """
     tensors = live_tensors(model) if tensors is None else tensors
     found = saved_tensors(model, tensors)
@@ -59,12 +60,12 @@ def hf_state_dict(model: Any, tensors: Mapping[str, Tensor] | None = None) -> HF
 
 
 def saved_file(model: Any) -> str | None:
-    """The file that takes the tensors, or None for `model.safetensors` and its shards."""
+    """Name of the weight file; None for `model.safetensors` and its shards."""
     return ADAPTER_FILE if hasattr(head_of(model).backbone, "peft_config") else None
 
 
 def saved_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Some of the tensors of `live_tensors` under their names in the files; those of a `ModelHead`'s head are none."""
+    """Rename tensors of `live_tensors` to their names in the files; those of a custom head are left out."""
     head = head_of(model)
     core, own = head.backbone, head.split(tensors)[0]
     if hasattr(core, "peft_config"):
@@ -82,10 +83,10 @@ def names_in_files(model: Any) -> dict[str, str] | None:
         if id(x) not in places:
             places[id(x)] = len(numbers)
             numbers.append(name)
-    standing_in = [torch.tensor(number) for number in range(len(numbers))]  # tied ones are one object here too
+    standing_in = [torch.tensor(number) for number in range(len(numbers))]  # tied tensors are one object
     try:
         saved = saved_tensors(model, {name: standing_in[places[id(x)]] for name, x in live.items()})
-    except (RuntimeError, ValueError, IndexError):  # it cuts or joins them
+    except (RuntimeError, ValueError, IndexError):  # conversion splits or joins tensors
         return None
     if any(x.ndim or x.dtype != torch.int64 for x in saved.values()):
         return None
@@ -94,7 +95,7 @@ def names_in_files(model: Any) -> dict[str, str] | None:
 
 
 def small_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """What lies beside the tensors: the configuration, and a `ModelHead`'s head, which is among `tensors`."""
+    """Small files beside the weights: the configuration, and a custom head from `tensors`."""
     head = head_of(model)
     return {**_configuration(head.backbone), **head.files(head.split(tensors)[1])}
 
@@ -104,26 +105,26 @@ def _configuration(core: Any) -> dict[str, bytes]:
         if hasattr(core, "peft_config"):
             core.peft_config[core.active_adapter].save_pretrained(directory)
             return {name: _in_order(data) for name, data in files_in(Path(directory)).items()}
-        core.save_pretrained(directory, state_dict={})  # all but the weights
+        core.save_pretrained(directory, state_dict={})  # everything except the weights
         return {name: data for name, data in files_in(Path(directory)).items() if not name.endswith(".safetensors")}
 
 
 def as_torch_file(tensors: Mapping[str, Tensor]) -> bytes:
-    """What `torch.save` writes, for tools that need it."""
+    """Serialise tensors by `torch.save`."""
     file = io.BytesIO()
     torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, file)
     return file.getvalue()
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
-    """What `tokenizer.save_pretrained` writes."""
+    """Content of the files that `tokenizer.save_pretrained` writes."""
     with TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
         return files_in(Path(directory))
 
 
 def load_adapter(model: Any, file: Path) -> None:
-    """Give a model with a peft adapter the adapter's weights from a file."""
+    """Load the weights of a peft adapter from a file into a model with that adapter."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -134,7 +135,7 @@ def load_adapter(model: Any, file: Path) -> None:
 
 
 def files_in(directory: Path) -> dict[str, bytes]:
-    """Files of a directory, in order of name."""
+    """Content of the files of a directory, by name, sorted."""
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in sorted(directory.rglob("*"))
@@ -143,7 +144,7 @@ def files_in(directory: Path) -> dict[str, bytes]:
 
 
 def _in_order(adapter_config: bytes) -> bytes:
-    """The same with the names of its layers in order: peft has them in a set, which each process orders anew."""
+    """Sort the layer names of an adapter configuration; peft writes a set, in random order."""
     config = json.loads(adapter_config)
     if isinstance(names := config["target_modules"], list):
         config["target_modules"] = sorted(names)
@@ -151,7 +152,7 @@ def _in_order(adapter_config: bytes) -> bytes:
 
 
 def _weights(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state as `save_pretrained` names it: tied weights once, and conversions made at loading undone."""
+    """State dict with the names of `save_pretrained`: tied weights once, and conversions of loading reversed."""
     if isinstance(model, OwnModule):
         return model.saved(tensors)
     from transformers.core_model_loading import revert_weight_conversion

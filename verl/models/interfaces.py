@@ -1,13 +1,13 @@
-"""What each role asks of a model, and checks of it before training: outputs, left padding, equal tokenizers.
+"""The interface that each role expects of a model, and checks before training: outputs, padding, tokenizers.
 
     actor     forward(input_ids, attention_mask).logits [B S V]     generate(...)
     reward    forward(input_ids, attention_mask).scores [B]
     critic    forward(input_ids, attention_mask).values [B S]
 
-Any Hugging Face model fits: a causal language model is an actor as it is, a sequence-classification model becomes a
-reward model through `RewardHeadModel`, a causal language model or a backbone becomes a critic through `ValueHeadModel`.
+Any Hugging Face model can be used: a causal language model is an actor, `RewardHeadModel` makes a reward model of a
+sequence-classification model, and `ValueHeadModel` makes a critic of a causal language model or a backbone.
 
-A model that ignores its attention mask or its positions trains and samples without an error, on wrong numbers.
+The checks matter because a model that ignores its attention mask or positions trains without an error, on wrong values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROBE = 3  # tokens
 
 @runtime_checkable
 class ActorModel(Protocol):
-    """A policy: logits of the next token, and text that follows a prompt."""
+    """A policy: returns logits of the next token, and generates."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any: ...
 
@@ -48,19 +48,21 @@ class ScoringModel(Protocol):
 
 
 def check_interface(role: Role, model: Any, name: str | None = None) -> None:
-    """Try a model on a text of three tokens.
+    """Check the output of a model on a text of three tokens.
 
     Args:
-        name: of the argument that it was given as, for messages; else the role's.
+        role: what the model is used as.
+        model: any torch module.
+        name: name of the argument, for messages; None for that of the role.
     Raises:
-        ConfigError: it has no such method, cannot read token ids, or returns something else than the role needs.
+        ConfigError: it lacks a method, cannot be called with token ids, or returns another output than the role needs.
     """
     name, kind = name or f"{role} model", type(model).__name__
     if not isinstance(model, nn.Module) or not callable(getattr(model, "forward", None)):
         raise ConfigError(f"{name} is a {kind}: expected a torch module that returns {MEANT[role]}.")
     if role == "actor" and not callable(getattr(model, "generate", None)):
         raise ConfigError(
-            f"{name} is a {kind}, which has no generate: an actor offers forward and generate. Give a causal language "
+            f"{name} is a {kind}, which has no generate: an actor needs forward and generate. Give a causal language "
             "model, such as AutoModelForCausalLM loads."
         )
     found = _tried(model, name)
@@ -74,8 +76,12 @@ def check_interface(role: Role, model: Any, name: str | None = None) -> None:
 
 
 def as_reward_model(model: Any, name: str = "reward_model", label: int | None = None, pad_id: int = 0) -> nn.Module:
-    """A model that returns `scores`: the one given if it does, else a sequence-classification model read as one.
+    """Make a model that returns `scores`: `model` itself if it does, else a wrapped sequence-classification model.
 
+    Args:
+        model: any torch module.
+        name: for messages.
+        label, pad_id: see `RewardHeadModel`.
     Raises:
         ConfigError: it is neither.
     """
@@ -91,7 +97,7 @@ def as_reward_model(model: Any, name: str = "reward_model", label: int | None = 
 
 
 def as_critic(model: Any, name: str = "critic_model") -> nn.Module:
-    """A model that returns `values`: the one given if it does, else a language model with a value head on it.
+    """Make a model that returns `values`: `model` itself if it does, else a language model with a value head.
 
     Raises:
         ConfigError: it is neither.
@@ -117,7 +123,7 @@ def _tried(model: nn.Module, name: str) -> Any:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"{name} is a {type(model).__name__}, which cannot be asked with input_ids and attention_mask alone "
+            f"{name} is a {type(model).__name__}, which cannot be called with only input_ids and attention_mask "
             f"({reason})."
         ) from error
     finally:
@@ -130,7 +136,7 @@ def _has_shape(x: Tensor, shape: tuple[int | None, ...]) -> bool:
 
 
 def _describe_output(output: Any) -> str:
-    """The tensors of an output by name and shape."""
+    """Names and shapes of the tensors of an output, for a message."""
     named = output.items() if hasattr(output, "items") else getattr(output, "__dict__", {}).items()
     tensors = [f"{name} {list(x.shape)}" for name, x in named if isinstance(x, Tensor)]
     return " and ".join(tensors) or f"a {type(output).__name__}"
@@ -140,22 +146,22 @@ TOKENIZER_PROBE = "The quick brown fox: 37+58=95, naive cafe?\n\tx"
 
 
 def reads_alike(one: Any, other: Any) -> bool:
-    """Whether two tokenizers give every text the same ids, as far as their vocabulary and a probe tell."""
+    """Whether two tokenizers have equal vocabularies and tokenise a test sentence equally."""
     return one.get_vocab() == other.get_vocab() and one(TOKENIZER_PROBE).input_ids == other(TOKENIZER_PROBE).input_ids
 
 
 def tokenizer_fault(name: str, source: ModelSource, tokenizer: Any) -> str | None:
-    """What is wrong if a model that is given the actor's token ids was made for others; None if nothing is.
+    """The fault if a model that receives the actor's token ids has another tokenizer; None if it has the same.
 
     Args:
-        name: config path of the model, for the message.
+        name: configuration path of the model, for the message.
         source: the model.
-        tokenizer: the actor's.
+        tokenizer: of the actor.
     """
     other = source.load_tokenizer()
     if reads_alike(other, tokenizer):
         return None
     return (
-        f"{name} has another tokenizer than actor.model ({len(other)} and {len(tokenizer)} tokens): it is given the "
-        "actor's token ids and would read another text. Choose a model of the actor's family."
+        f"{name} has another tokenizer than actor.model ({len(other)} and {len(tokenizer)} tokens), but receives the "
+        "actor's token ids. Choose a model of the actor's family."
     )

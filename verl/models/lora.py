@@ -1,4 +1,4 @@
-"""LoRA adapters through peft: few trained parameters, and the frozen model as the reference for free."""
+"""LoRA adapters through peft: few trained parameters; the frozen base model serves as reference policy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class LoRA(Description):
     Source: Hu et al. 2021, arXiv:2106.09685, eq. 3.
 
     Args:
-        rank: of the update.
-        alpha: its scale is alpha / rank.
-        target_modules: names of layers, or `all-linear` alone for every linear layer but the output head.
+        rank: rank of the update.
+        alpha: the update is scaled by alpha / rank.
+        target_modules: names of layers, or only `all-linear` for every linear layer except the output head.
     """
 
     rank: PositiveInt = 8
@@ -29,13 +29,16 @@ class LoRA(Description):
 
     def faults(self) -> Iterator[str]:
         if not self.target_modules:
-            yield "target_modules is empty: name layers, or give [all-linear]."
+            yield "target_modules is empty: list names of layers, or set [all-linear]."
 
     def apply(self, model: Any, *, causal_lm: bool) -> Any:
-        """Put the adapter into a model; A is random by the global seed, B is zero, so nothing changes yet.
+        """Add the adapter to a model. A is random (global generator) and B zero, so the output is unchanged at first.
 
+        Args:
+            model: Hugging Face model.
+            causal_lm: whether it has a language-model head.
         Raises:
-            ConfigError: no layer has one of the names.
+            ConfigError: a name matches no layer.
         """
         from peft import LoraConfig, get_peft_model
 
@@ -56,6 +59,6 @@ class LoRA(Description):
 
 @contextlib.contextmanager
 def adapter_off(model: Any) -> Iterator[None]:
-    """Run the model as it was before its adapter: the reference policy without a second copy."""
+    """Inside this context the adapter is off, which gives the reference policy without a second copy."""
     with model.disable_adapter():
         yield

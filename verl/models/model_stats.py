@@ -1,4 +1,4 @@
-"""Size of a model from its configuration alone: parameters, activations, keys and values."""
+"""Size of a model from its configuration: parameters, activations, keys and values."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from verl.models.lora import LoRA
 
 @dataclass(frozen=True)
 class ModelStats:
-    """What memory and time are counted from.
+    """Numbers that memory and time are estimated from.
 
     Attributes:
-        parameters: of the whole model, tied ones once.
-        trained: of those, and of an adapter if there is one.
+        parameters: number of parameters, tied ones once.
+        trained: number of trained parameters, including those of an adapter.
         layers, hidden, vocabulary: its depth, width and number of tokens.
-        attention: width of the queries of a layer; heads times their size.
-        keys: width of the keys of a layer, and of its values.
-        mlp: inner width of a layer's MLP.
-        tied: the output head is the embedding, or there is none over the vocabulary.
-        expert_elements: numbers in the routed experts of all layers.
-        expert_layers, experts, top_k: layers that have experts, how many each, and how many of them a token is sent to.
+        attention: width of the queries of a layer: heads x head size.
+        keys: width of the keys (and of the values) of a layer.
+        mlp: intermediate size of the MLP of a layer.
+        tied: whether the output head is the embedding, or there is no output head.
+        expert_elements: parameters of the routed experts of all layers.
+        expert_layers, experts, top_k: layers with experts, experts per layer, and experts per token.
     """
 
     parameters: int
@@ -41,26 +41,26 @@ class ModelStats:
 
     @property
     def embedding_elements(self) -> int:
-        """Numbers in the embedding and the output head."""
+        """Elements of the embedding and the output head."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
     def cache_elements(self) -> int:
-        """Numbers that keys and values of one token take."""
+        """Elements of the keys and values of one token."""
         return 2 * self.layers * self.keys
 
     @property
     def layer_elements(self) -> int:
-        """Numbers that a layer keeps of each token for its backward pass.
+        """Elements per token that a layer keeps for its backward pass.
 
-        Counted on the layers of Llama and Qwen: RMSNorm, gated MLP, attention without its matrix of scores.
+        Counted for layers of Llama and Qwen: RMSNorm, gated MLP, attention without the score matrix.
         """
         return 4 * self.mlp + 2 * self.keys + 2 * self.attention + int(6.5 * self.hidden)
 
     def activation_elements(self, tokens: int, recomputed: bool = False) -> int:
-        """Numbers kept for the backward pass of `tokens` tokens, without the logits.
+        """Elements kept for the backward pass of `tokens` tokens, without the logits.
 
-        With `recomputed` only each layer's input is kept, and all of one layer at a time.
+        With `recomputed` (gradient checkpointing) the input of each layer, and all activations of one layer.
         """
         if recomputed:
             return tokens * (self.layers * self.hidden + self.layer_elements)
@@ -68,21 +68,22 @@ class ModelStats:
 
 
 def model_stats(config: Any, lora: LoRA | None = None, kind: str = "causal_lm") -> ModelStats:
-    """Of a model with this Hugging Face configuration, its parameters counted on the meta device.
+    """Compute the stats of a model by its Hugging Face configuration; parameters are counted on the meta device.
 
     Args:
-        lora: the adapter that is trained in place of the weights.
+        config: the configuration.
+        lora: the adapter, if only it is trained.
         kind: `causal_lm`, `backbone` without an output head, or `classifier`.
     """
     if not type(config).model_type:
-        raise ValueError("the sizes of a module of one's own are not known without making it")
+        raise ValueError("the size of a user-defined module is not known before it is built")
     key = (type(config), config.to_json_string(), lora, kind)
     if key not in _counted:
         _counted[key] = _count(config, lora, kind)
     return _counted[key]
 
 
-_counted: dict[tuple[type, str, LoRA | None, str], ModelStats] = {}  # a plan asks many times for the same model
+_counted: dict[tuple[type, str, LoRA | None, str], ModelStats] = {}  # a plan needs the same model many times
 
 
 def _count(config: Any, lora: LoRA | None, kind: str) -> ModelStats:
@@ -95,7 +96,7 @@ def _count(config: Any, lora: LoRA | None, kind: str) -> ModelStats:
         wanted = {"causal_lm": AutoModelForCausalLM, "classifier": AutoModelForSequenceClassification}
         try:
             model: Any = wanted.get(kind, AutoModel).from_config(config)
-        except ValueError:  # a family without such a head
+        except ValueError:  # no such head for this family
             model = AutoModel.from_config(config)
         mixtures = list(expert_layers(model).values())
         routed = routers(model)

@@ -1,11 +1,11 @@
-"""Any torch module as a policy: one of the user's own, or one that a library such as Megatron-core makes.
+"""Any torch module as a policy, user-defined or from a library such as Megatron-core.
 
-    ModuleModel.build_part(place) ──> ModulePart: the module of this process, and how its tensors are divided
-                                 ──> OwnModule, which trains, generates, saves and loads as other models do
+    ModuleModel.build_part(place) ──> ModulePart: the module of this process, and how its tensors are sharded
+                                 ──> OwnModule, which trains, generates, saves and loads like other models
 
-The module is called as `module(input_ids, attention_mask)` and gives logits [B S V], or something that has `logits`. It
-may divide its layers over the tensor-parallel processes as it likes, and exchanges what it needs by itself; what it
-holds are plain tensors, and `TensorPart` says which part of what each of them is.
+The module is called as `module(input_ids, attention_mask)` and returns logits [B S V], or an object with `logits`. It
+may shard its layers over the tensor-parallel processes in any way, and does its own communication. Its parameters are
+plain tensors; `TensorPart` says which shard each of them is.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ PREFIX = "module."
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What a tensor of this process is a part of.
+    """How a parameter is sharded over the tensor-parallel processes.
 
     Attributes:
-        dim: along which the tensor-parallel processes have equal parts, in the order of their ranks; None for a tensor
-            that each of them has whole.
-        sums_gradient: of a whole tensor, each process computes a part of its gradient, such as that of a norm over its
-            own heads; else all of them compute all of it.
+        dim: dimension of equal shards, in rank order; None for a replicated parameter.
+        sums_gradient: for a replicated parameter, whether each process computes only a partial gradient, as for a norm
+            over its own heads; else all compute the same gradient.
     """
 
     dim: int | None = None
@@ -45,11 +44,11 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class ModulePlace:
-    """For which process a module is made.
+    """The tensor-parallel rank that a module is built for.
 
     Attributes:
-        rank, size: among the tensor-parallel processes.
-        group: of torch.distributed, those processes; None where there is one.
+        rank, size: rank of this process, and number of tensor-parallel processes.
+        group: their process group; None for a single process.
     """
 
     rank: int = 0
@@ -59,11 +58,11 @@ class ModulePlace:
 
 @dataclass(frozen=True)
 class ModulePart:
-    """A module of one process.
+    """The module of one process.
 
     Attributes:
-        module: see above.
-        parts: of its parameters by name; one that is not named is whole in each process.
+        module: the torch module.
+        parts: sharding of its parameters by name; parameters that are not listed are replicated.
     """
 
     module: nn.Module
@@ -71,15 +70,15 @@ class ModulePart:
 
 
 class OwnModule(nn.Module):
-    """A module of the user's, in the form in which policies are trained, saved and asked for tokens.
+    """Wraps a user-defined module so that it can be trained, saved and sampled from like other policies.
 
     Args:
         part: the module of this process.
         sizes: see `ModuleModel.sizes`.
-        place: for which it was made.
+        place: the rank that it was built for.
     """
 
-    lm_head = None  # there is one, and it is the module's own affair
+    lm_head = None  # the output head is inside the module
     base_model_prefix = "module"
 
     def __init__(self, part: ModulePart, sizes: Mapping[str, Any], place: ModulePlace):
@@ -91,7 +90,7 @@ class OwnModule(nn.Module):
         self.generation_config = GenerationConfig(eos_token_id=sizes.get("eos_token_id"))
         unknown = part.parts.keys() - dict(self.module.named_parameters()).keys()
         if unknown:
-            raise ConfigError(f"build_part describes {', '.join(sorted(unknown))}: the module has no such parameters.")
+            raise ConfigError(f"build_part lists {', '.join(sorted(unknown))}: the module has no such parameters.")
         self.parts = {PREFIX + name: described for name, described in part.parts.items()}
 
     @property
@@ -108,17 +107,17 @@ class OwnModule(nn.Module):
         return SimpleNamespace(logits=found) if isinstance(found, Tensor) else found
 
     def get_output_embeddings(self) -> None:
-        """The head cannot be called apart from the module."""
+        """None: the head cannot be called separately."""
 
     def gradient_checkpointing_enable(self, **_: Any) -> None:
-        raise ConfigError("gradient_checkpointing is true: a module of one's own recomputes what it likes by itself.")
+        raise ConfigError("gradient_checkpointing is true: a user-defined module must do it itself. Set it to false.")
 
     def part_of(self, name: str) -> TensorPart:
-        """Of a parameter by its name here."""
+        """The sharding of a parameter by its name in this module."""
         return self.parts.get(name, TensorPart())
 
     def box_of(self, name: str, x: Tensor) -> Box:
-        """The slice of the whole tensor that a parameter is."""
+        """The slice of the unsharded tensor that a parameter holds."""
         sides = [(0, size) for size in x.shape]
         if (dim := self.part_of(name).dim) is not None:
             first = self.place.rank * x.shape[dim]
@@ -127,7 +126,7 @@ class OwnModule(nn.Module):
 
     @staticmethod
     def saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by their names in a file; tied ones once."""
+        """Rename tensors to their names in a file; tied ones once."""
         seen, found = set[int](), {}
         for name, x in tensors.items():
             if id(x) not in seen:
@@ -136,7 +135,7 @@ class OwnModule(nn.Module):
         return found
 
     def save_pretrained(self, directory: str | Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Write `model.safetensors` and `config.json`; without tensors in `state_dict` the latter alone."""
+        """Write `model.safetensors` and `config.json`; only the latter if `state_dict` is empty."""
         from safetensors.torch import save_file
 
         (place := Path(directory)).mkdir(parents=True, exist_ok=True)
@@ -149,34 +148,35 @@ class OwnModule(nn.Module):
 
 @component
 class ModuleModel(ModelSource):
-    """Base of models that are any torch module; a subclass says by `build_part` what each process has of it.
+    """Base class of components for user-defined modules; a subclass implements `build_part` and `sizes`.
 
     Args:
-        path: a directory with weights in `model.safetensors`, as a run saves them; null for those that `build_part`
-            makes. Each process reads its parts alone.
-        tokenizer_path: where the tokenizer lies; null: with the weights.
+        path: a directory with `model.safetensors`, as a run saves it; null for the initial weights of `build_part`.
+            Each process reads only its shards.
+        tokenizer_path: directory of the tokenizer; null for `path`.
     """
 
     path: str | None = None
     tokenizer_path: str | None = None
 
     def build_part(self, place: ModulePlace) -> ModulePart:
-        """The module of a process, with its first weights, the same for every number of processes."""
+        """Build the module of a process. Its initial weights must not depend on the number of processes."""
         raise NotImplementedError
 
     def sizes(self) -> dict[str, Any]:
-        """What is known of the module without making it: `vocab_size`, `num_hidden_layers`, `hidden_size`, and perhaps
-        `max_position_embeddings`, `eos_token_id` and others by transformers' names."""
+        """Sizes of the module without building it: `vocab_size`, `num_hidden_layers`, `hidden_size`, optionally
+        `max_position_embeddings`, `eos_token_id` and others by the names of transformers.
+        """
         raise NotImplementedError
 
     def at(self, path: str) -> ModuleModel:
         return replace(self, path=path)
 
     def load_part(self, device: str, place: ModulePlace) -> OwnModule:
-        """What a process has of the module.
+        """Build the module of a process and load its weights.
 
         Raises:
-            ConfigError: the weights at `path` are not those of this module.
+            ConfigError: the weights at `path` do not fit this module.
         """
         model = OwnModule(self.build_part(place), self.sizes(), place)
         model = model.to(device=device, dtype=getattr(torch, self.dtype)).eval()
@@ -198,7 +198,7 @@ class ModuleModel(ModelSource):
 
     def load_backbone(self, device: str) -> Any:
         raise ConfigError(
-            f"model is a {type(self).__name__}: a critic or a reward model needs a model of transformers. Choose an "
+            f"model is a {type(self).__name__}: critics and reward models must be models of transformers. Choose an "
             "algorithm without a critic, such as algorithm=grpo, or give critic.model."
         )
 

@@ -1,14 +1,14 @@
-"""What callers of a sharded model must know: its mesh and layouts, its device, and its computing precision
-(autocast).
-"""
+"""Mesh, layouts, device and computing dtype (autocast) of a sharded model, for its callers."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,23 +18,25 @@ from verl.resharding.layout import Mesh, TensorLayout
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelInfo:
-    """Left on a model, as its attribute `divided`, by what has divided it.
+    """Sharding of a model; its attribute `divided`, set by the code that shards it.
 
     Attributes:
-        device: where it computes; weights may rest elsewhere.
-        stage_group: of torch.distributed, the processes that hold the stages of its pipeline, in order; with one, it
-            cannot be called before it is `gathered`. None where each process has all layers.
-        generation_groups: of torch.distributed, groups of processes that have the same rows, and each the whole weights
-            while it is `gathered`: they divide the rows that are to be generated.
-        casts_weights: it computes in the narrower type that it was told, without being asked each time.
-        settle: lets go of weights that the last forward pass has gathered.
-        gathered: a context in which its weights are whole in this process, so that a forward pass needs no sibling.
-        mesh: of all processes that hold it.
+        device: device of computation; weights may rest elsewhere.
+        stage_group: process group of the pipeline stages, in order. With it, the model cannot be called outside of
+            `gathered`. None if each process has all layers.
+        generation_groups: process groups with the same rows; inside `gathered` each process has the whole weights, and
+            the processes of a group split the rows for generation.
+        casts_weights: whether the model casts its weights to the computing dtype itself.
+        settle: frees weights that the last forward pass has gathered.
+        gathered: a context in which this process has all weights, so that forward passes do not communicate.
+        mesh: process mesh of the model.
         rank: of this process in the mesh.
-        siblings: the ranks that work on the same rows as this process, itself included, in order.
-        sibling_group: of torch.distributed, the siblings.
-        layout_of: how a tensor of the model is divided over the mesh.
-        local: what this process holds of such a tensor.
+        through_stages: of a pipeline: runs a function that calls the model once on token ids [b s], and returns its
+            result in all stages. None if each process has all layers.
+        siblings: ranks that work on the same rows, including this one and those of other stages, in order.
+        sibling_group: process group of the siblings.
+        layout_of: layout of a tensor of the model over the mesh.
+        local: the local part of such a tensor.
     """
 
     device: torch.device
@@ -48,51 +50,81 @@ class ParallelInfo:
     gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     settle: Callable[[], None] = lambda: None
     stage_group: Any = None
+    through_stages: Callable[[Tensor, Callable[[], Tensor]], Tensor] | None = None
     generation_groups: tuple[Any, ...] = ()
 
 
+_MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # so far, by store
+LONGEST_LOOK_S = 0.05
+
+
+def meet(divided: ParallelInfo) -> None:
+    """Barrier over all processes of the model, without a time limit: collective operations have one.
+
+    For what may take one process much longer than another. If a process dies, the driver ends the run.
+    """
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    number = _MEETINGS[store] = _MEETINGS.get(store, 0) + 1
+    store.set(f"verl/meeting/{number}/{divided.rank}", "here")
+    everyone = [f"verl/meeting/{number}/{rank}" for rank in range(divided.mesh.size)]
+    look_s = 0.0005
+    while not store.check(everyone):
+        time.sleep(look_s)
+        look_s = min(2 * look_s, LONGEST_LOOK_S)
+    if number > 1:  # all have left that one, or they would not have come to this
+        store.delete_key(f"verl/meeting/{number - 1}/{divided.rank}")
+
+
 def compute_device(model: Any) -> torch.device:
-    """Where a model computes."""
+    """The device that a model computes on."""
     divided = getattr(model, "divided", None)
     return next(model.parameters()).device if divided is None else divided.device
 
 
 def casts_weights(model: Any) -> bool:
-    """Whether a model computes in a narrower type by itself."""
+    """Whether a model casts its weights to the computing dtype itself."""
     divided = getattr(model, "divided", None)
     return divided is not None and divided.casts_weights
 
 
 def release_gathered(model: Any) -> None:
-    """Let go of weights that a forward pass has gathered here: embedding and head, the largest, stay otherwise."""
+    """Free weights that a forward pass has gathered; otherwise embedding and head, the largest, stay in memory."""
     if (divided := getattr(model, "divided", None)) is not None:
         divided.settle()
 
 
 def weights_gathered(model: Any) -> AbstractContextManager[None]:
-    """Within, this process may call the model as often as it likes, whatever its siblings do.
+    """Inside this context a process may call the model any number of times, independently of the others.
 
-    For generation: gathering each layer for each token would be slow, and would hang as soon as one process has
-    finished its last response. Entering and leaving it is done by all processes together.
+    Used for generation: gathering each layer for each token would be slow, and would hang once a process has finished
+    its last response. All processes enter and leave together.
     """
     divided = getattr(model, "divided", None)
     return contextlib.nullcontext() if divided is None else divided.gathered()
 
 
 def layers_gathered(model: Any) -> AbstractContextManager[None]:
-    """Within, this process has all layers of a model, and may call it as its siblings do."""
+    """Inside this context the process has all layers of a model; calls stay collective with its siblings."""
     divided = getattr(model, "divided", None)
     return divided.gathered() if divided is not None and divided.stage_group is not None else contextlib.nullcontext()
 
 
+def through_stages(model: Any, ids: Tensor, function: Callable[[], Tensor]) -> Tensor:
+    """What a function that calls the model once on token ids [b s] gives; all processes that hold it take part."""
+    divided = getattr(model, "divided", None)
+    return function() if divided is None or divided.through_stages is None else divided.through_stages(ids, function)
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A tensor that is divided over processes, put together: all of them ask for it, in the same order."""
+    """Gather a sharded tensor. Collective: all processes must call it in the same order."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every process has whole, divided as another is; nothing is sent."""
+    """Shard a tensor that every process has whole, in the layout of `like`, without communication."""
     if not hasattr(like, "placements"):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -105,12 +137,12 @@ Autocast = Literal["bfloat16"] | None
 
 @dataclass(frozen=True)
 class Numerics:
-    """What the log-probs of the trainer and of the engine that samples are computed with.
+    """Precision of log-probs in the trainer and in the rollout engine.
 
     Attributes:
-        trainer, engine: types, as `compute_type` names them.
+        trainer, engine: dtypes, as named by `compute_type`.
         engine_kind: class of the engine.
-        temperature: that divides the logits.
+        temperature: divides the logits.
     """
 
     trainer: str
@@ -120,9 +152,10 @@ class Numerics:
 
 
 def compute_type(model: nn.Module, autocast: Autocast = None) -> str:
-    """The coarsest type in which a model computes: `float64`, `float32`, `tf32`, `float16`, `bfloat16` or narrower.
+    """The least precise dtype that a model computes in: `float64`, `float32`, `tf32`, `float16`, `bfloat16` or
+    narrower.
 
-    That of its weights, of `autocast`, or for float32 what torch is set to multiply it in
+    It is that of its weights, of `autocast`, or for float32 the precision of matrix products that torch is set to
     (`torch.set_float32_matmul_precision`).
     """
     if autocast is not None:
@@ -136,14 +169,14 @@ def compute_type(model: nn.Module, autocast: Autocast = None) -> str:
 
 @contextlib.contextmanager
 def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
-    """Within, `model` computes in `dtype`, weights, activations and all; None changes nothing.
+    """Inside this context `model` computes in `dtype`, weights and activations; None changes nothing.
 
-    Every weight is replaced by its copy in that type, through which gradients reach the weight itself, in its own type.
-    Each is cast once for all that is done inside, where torch.autocast would cast weights and activations at every
-    product. The backward pass belongs inside too, since gradient checkpointing computes forward again.
+    Every weight is replaced by a copy in that dtype, and gradients flow through the copy to the weight in its own
+    dtype. Weights are cast once per context, where torch.autocast would cast at every product. The backward pass must
+    be inside too, since gradient checkpointing repeats the forward pass.
 
-    A submodule may keep its own type: those in `model.computes_in_own_type` do (a value head). A model that was divided
-    over processes may cast its weights itself, as it gathers them.
+    Submodules in `model.computes_in_own_type` (a value head) keep their dtype. A sharded model may cast its weights
+    itself when it gathers them.
     """
     if dtype is None or casts_weights(model):
         yield

@@ -1,4 +1,4 @@
-"""Any Hugging Face model, from a directory or from the hub; the base of all model components; slices of safetensors."""
+"""Hugging Face models from a directory or the hub; base class of model components; reader of safetensors slices."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-# Names of what multiplies hidden states by chance while training (Mixtral, MiniMax, DBRX). `router_jitter_noise` is
-# none of them: PhiMoE's modules have a threshold of that name, which counts in evaluation too.
+# Attributes for multiplicative noise on hidden states in training (Mixtral, MiniMax, DBRX). `router_jitter_noise` is
+# not among them: in PhiMoE it is a threshold that is also used in evaluation.
 ROUTER_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
 VALUE_HEAD_FILE = "value_head.safetensors"  # beside the weights of a critic's backbone
@@ -30,13 +30,14 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 @component
 class ModelSource(Description):
-    """Where a language model comes from.
+    """Base class of components that provide a language model.
 
-    Dropout and the noise of routers are switched off in every model: the ratio pi_new / pi_old of policy-gradient
-    methods compares two forward passes of the same text, and they would make them differ with no change of weights.
+    Dropout and router noise are turned off in every model: the ratio pi_new / pi_old of policy-gradient methods
+        compares
+    two forward passes of one text, which must be equal for equal weights.
 
     Args:
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
     """
 
     dtype: Dtype = "float32"
@@ -46,18 +47,18 @@ class ModelSource(Description):
         raise NotImplementedError
 
     def load_backbone(self, device: str) -> PreTrainedModel:
-        """The model without a head: token ids in, hidden states [B S D] out."""
+        """The model without a head: token ids to hidden states [B S D]."""
         raise NotImplementedError
 
     def load_skeleton(self, kind: Literal["causal_lm", "backbone"]) -> PreTrainedModel | None:
-        """The model without its weights, which are then read in slices from its attribute `weight_files`.
+        """The model without weights, which are then read in slices from its attribute `weight_files`.
 
-        None where weights can only be had whole.
+        None if weights cannot be read in slices.
         """
         return None
 
     def at(self, path: str) -> ModelSource:
-        """The same model with the weights of a directory that a run has saved."""
+        """This component with the weights of a directory that a run has saved."""
         return Pretrained(path=path, dtype=self.dtype)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -69,40 +70,38 @@ class ModelSource(Description):
         raise NotImplementedError
 
     def max_positions(self) -> int | None:
-        """The context length in tokens, or None where it cannot be known without loading."""
+        """The context length in tokens; None if unknown before loading."""
         raise NotImplementedError
 
     def attention_heads(self) -> tuple[int, int] | None:
-        """The numbers of attention heads and of key-value heads, or None where they cannot be known without loading."""
+        """The numbers of attention heads and of key-value heads; None if unknown before loading."""
         return None
 
     def layer_count(self) -> int | None:
-        """The number of layers, or None where it cannot be known without loading."""
+        """The number of layers; None if unknown before loading."""
         return None
 
     def experts(self) -> tuple[str, int | None] | None:
-        """`model_type` and the experts of a layer (None: it has none), or None where that cannot be known without
-        loading.
-        """
+        """`model_type` and the number of experts per layer (None without experts); None if unknown before loading."""
         return None
 
     def policy_fault(self) -> str | None:
-        """Why this cannot be a policy nor a value function, by its configuration; None if that tells nothing."""
+        """Why this cannot be a policy or a critic, by its configuration; None if no reason is found."""
         return None
 
     def value_head(self, name: str = VALUE_HEAD_FILE) -> Path | None:
-        """The file of a trained value head that lies with the weights, or None."""
+        """The file of a trained value head in the directory of the weights, or None."""
         return None
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """Set every dropout probability of a model to zero, and the noise that routers of experts add while training."""
+    """Set every dropout probability of a model, and the noise of expert routers, to zero."""
     import torch
 
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        for name, value in list(vars(module).items()):  # many families keep the number and call F.dropout
+        for name, value in list(vars(module).items()):  # many families store the probability and call F.dropout
             if isinstance(value, float) and ("drop" in name or name in ROUTER_NOISE):
                 setattr(module, name, 0.0)
     return model
@@ -112,11 +111,11 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class SafetensorsReader:
-    """Named weights in a directory. Nothing is read before it is asked for.
+    """Reads weights by name from a directory, lazily.
 
     Args:
-        directory: made by `save_pretrained`.
-        prefix: that a model and its backbone differ in, such as `model`.
+        directory: written by `save_pretrained`.
+        prefix: name prefix by which a model and its backbone differ, such as `model`.
     """
 
     def __init__(self, directory: Path, prefix: str = ""):
@@ -133,12 +132,12 @@ class SafetensorsReader:
             self._files = dict.fromkeys(self._reader(directory / SINGLE).keys(), directory / SINGLE)
 
     def name_of(self, wanted: str) -> str | None:
-        """The name in the files of a model's tensor, or None if it is not there."""
+        """The name of a model's tensor in the files; None if it is missing."""
         tried = (wanted, self.prefix + wanted, wanted.removeprefix(self.prefix))
         return next((name for name in tried if name in self._files), None)
 
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether all of these are there, in their shapes."""
+        """Whether the files have all of these tensors, with equal shapes."""
         names = {wanted: self.name_of(wanted) for wanted in tensors}
         return all(name is not None and self._shape(name) == tuple(tensors[w].shape) for w, name in names.items())
 
@@ -164,7 +163,9 @@ class SafetensorsReader:
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Models made within have their parameters on the meta device; buffers, which no file holds, are real."""
+    """Inside this context models are created with parameters on the meta device; buffers, which are not in files, are
+    real.
+    """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
@@ -179,15 +180,15 @@ WARM_START = "warm-start://"
 class Pretrained(ModelSource):
     """A model written by `save_pretrained`, or one on the Hugging Face hub.
 
-    The directory of a peft adapter is its model with the adapter merged into the weights: a whole model again.
+    For the directory of a peft adapter, the adapter is merged into the weights of its base model.
 
     Args:
-        path: a directory that holds config.json, a hub name such as `Qwen/Qwen2-0.5B`, or `warm-start://NAME`: the
-            output of `verl sft experiment=NAME`, which is made on first use and kept.
-        attention: the attention implementation of transformers; `eager` is slow, and runs every model.
-        tokenizer_path: where the tokenizer lies, if not with the model.
+        path: a directory with config.json, a hub name such as `Qwen/Qwen2-0.5B`, or `warm-start://NAME`: the output of
+            `verl sft experiment=NAME`, which is trained on first use and cached.
+        attention: attention implementation of transformers; `eager` is slow, but works for every model.
+        tokenizer_path: directory of the tokenizer; null for `path`.
         revision: branch, tag or commit on the hub.
-        trust_remote_code: run the model code that a hub repository brings. Off, since it runs anything.
+        trust_remote_code: run Python code of the model repository. Off by default, since it can do anything.
     """
 
     path: str
@@ -240,18 +241,19 @@ class Pretrained(ModelSource):
             try:
                 model = auto_class.from_config(config, dtype=self._torch_dtype(), **self._implementations())
             except (ValueError, ImportError):
-                return None  # loading all of it says what is wrong
+                return None  # loading the whole model reports the fault
         model.tie_weights()
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
         model.weight_files = SafetensorsReader(directory, model.base_model_prefix)
         if not model.weight_files.holds(dict(model.named_parameters())):
-            return None  # other names, which transformers converts, or holes, which are refused where all is loaded
+            return None  # names that transformers converts, or missing weights, which loading the whole model refuses
         return without_dropout(model).eval()
 
     def _directory(self) -> Path | None:
-        """Where the files lie: of a name on the hub its snapshot in the cache of this machine, fetched if it is not
-        there; None where there is none, which loading all of it says in words."""
+        """The local directory of the files; a hub model is downloaded to the cache. None if that fails, which loading
+        the model reports.
+        """
         if _is_local(self.path):
             return Path(self.path) if Path(self.path).is_dir() else None
         from huggingface_hub import snapshot_download
@@ -259,17 +261,17 @@ class Pretrained(ModelSource):
         try:
             files = ["*.safetensors", "*.json"]
             return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=files))
-        except Exception:  # noqa: BLE001 - no network, no such name, a gate: told where the model is loaded
+        except Exception:  # noqa: BLE001 - no network, no such name, gated: loading reports it
             return None
 
     def load_classifier(self, device: str) -> Any:
-        """The model with its sequence-classification head, as reward models have one, in evaluation mode."""
+        """The model with a sequence-classification head, for reward models, in evaluation mode."""
         from transformers import AutoModelForSequenceClassification
 
         if self._adapter() is not None:
             raise ConfigError(
-                f"path is {self.path!r}: an adapter, and its model has no classification head of its own. Merge it "
-                "into its model (merge_and_unload of peft) and give the directory of that."
+                f"path is {self.path!r}: an adapter, and its base model has no classification head. Merge it "
+                "into the base model (merge_and_unload of peft) and give that directory."
             )
         try:
             return self._load(AutoModelForSequenceClassification, device)
@@ -282,15 +284,15 @@ class Pretrained(ModelSource):
             ) from error
 
     def classifier_fault(self) -> str | None:
-        """What is wrong if this is to be a sequence-classification model, from its configuration alone."""
+        """Why this cannot be a sequence-classification model, by its configuration; None if no reason is found."""
         config = _read_json(Path(self.path) / "config.json") or {}
         kind = next(iter(config.get("architectures") or ()), None)
         if kind is None or self.trust_remote_code or "SequenceClassification" in kind:
             return None
-        return f"path is {self.path!r}: a {kind}, where a sequence-classification model with one score is expected."
+        return f"path is {self.path!r}: a {kind}: expected a sequence-classification model."
 
     def policy_fault(self) -> str | None:
-        """See `ModelSource.policy_fault`: an encoder-decoder reads a prompt in another part than it writes."""
+        """See `ModelSource.policy_fault`: encoder-decoder models are refused."""
         config = self._config()
         if not config.get("is_encoder_decoder"):
             return None
@@ -298,11 +300,11 @@ class Pretrained(ModelSource):
         return f"path is {self.path!r}: a {kind}, an encoder-decoder. Give a causal language model."
 
     def labels(self) -> list[str] | None:
-        """The names of a classifier's labels, or None where they cannot be known without loading."""
+        """The label names of a classifier; None if unknown before loading."""
         config = _read_json(Path(self.path) / "config.json")
         if config is None:
             return None
-        names = config.get("id2label")  # left out by transformers where there are two labels without names
+        names = config.get("id2label")  # transformers omits it for two labels without names
         return list(names.values()) if names else ["LABEL_0", "LABEL_1"]
 
     def load_tokenizer(self) -> Any:
@@ -332,12 +334,12 @@ class Pretrained(ModelSource):
             raise self._own_code_fault(path, error) from error
 
     def _own_code_fault(self, path: str, error: ValueError) -> ValueError:
-        """What to say where a model brings Python that nobody has allowed; any other error as it is."""
+        """A clearer error for a model with Python code while trust_remote_code is false; any other error unchanged."""
         if self.trust_remote_code or "trust_remote_code" not in str(error):
             return error
         return ConfigError(
-            f"trust_remote_code is false: {path} brings Python of its own, which can do anything that you can. If you "
-            "trust whoever wrote it, set it to true."
+            f"trust_remote_code is false: {path} contains Python code, which would run with your permissions. If you "
+            "trust its author, set it to true."
         )
 
     def max_positions(self) -> int | None:
@@ -361,17 +363,17 @@ class Pretrained(ModelSource):
         return file if file.is_file() else None
 
     def _config(self) -> dict[str, Any]:
-        """The configuration in the model's directory, that of the whole model for an adapter; empty without one."""
+        """config.json of the model, for an adapter that of its base model; empty without one."""
         adapter = self._adapter()
         return _read_json(Path(adapter["base_model_name_or_path"] if adapter else self.path) / "config.json") or {}
 
     def _adapter(self) -> dict[str, Any] | None:
-        """The settings of the adapter that `path` is, or None if it is a model."""
+        """The configuration of the adapter at `path`; None if it is a model."""
         adapter = _read_json(Path(self.path) / "adapter_config.json")
         if adapter is not None and not adapter.get("base_model_name_or_path"):
             raise ConfigError(
-                f"path is {self.path!r}: an adapter that does not say which model it belongs to. Write that into "
-                "base_model_name_or_path of its adapter_config.json."
+                f"path is {self.path!r}: an adapter without the name of its base model. Set "
+                "base_model_name_or_path in its adapter_config.json."
             )
         return adapter
 
@@ -393,7 +395,7 @@ class Pretrained(ModelSource):
                     revision=self.revision,
                     trust_remote_code=self.trust_remote_code,
                     **self._implementations(),
-                    ignore_mismatched_sizes=True,  # so that they are reported, and refused below by name
+                    ignore_mismatched_sizes=True,  # reported, and refused below by name
                     output_loading_info=True,
                 )
             except (ValueError, ImportError) as error:
@@ -413,9 +415,9 @@ class Pretrained(ModelSource):
         return _in_own_memory(without_dropout(model)).to(device).eval()
 
     def _implementations(self) -> dict[str, str]:
-        """How transformers is to compute what it can compute in several ways."""
+        """Implementations that transformers selects for attention and experts."""
         chosen = {"attn_implementation": self.attention}
-        if self.dtype == "float64":  # the usual way to run experts has no kernel for it
+        if self.dtype == "float64":  # the default implementation of experts does not support it
             chosen["experts_implementation"] = "batched_mm"
         return chosen
 
@@ -429,7 +431,7 @@ class Pretrained(ModelSource):
             raise ConfigError(fault)
 
     def _refuse_lost_caps(self, config: Any) -> None:
-        """Gemma 2 squashes its attention scores, and sdpa leaves that out without a word: another model's numbers."""
+        """Refuse sdpa for models that cap attention scores (Gemma 2): sdpa silently omits the cap."""
         cap = getattr(config, "attn_logit_softcapping", None)
         if cap is not None and self.attention == "sdpa":
             raise ConfigError(
@@ -438,19 +440,19 @@ class Pretrained(ModelSource):
             )
 
     def _refuse_holes(self, report: dict[str, Any]) -> None:
-        """Transformers fills absent weights with random ones and only warns; training them would be a silent loss."""
+        """Refuse missing weights, which transformers initialises at random with only a warning."""
         reshaped = [f"{key} {list(there)} instead of {list(here)}" for key, there, here in report["mismatched_keys"]]
         holes = sorted(report["missing_keys"]) + sorted(reshaped)
         if holes:
             raise ConfigError(
-                f"path is {self.path!r}: {len(holes)} weights are absent there or of another shape, such as "
-                f"{holes[0]}. Give the directory of a whole model of this kind."
+                f"path is {self.path!r}: {len(holes)} weights are missing or have another shape, such as "
+                f"{holes[0]}. Give the directory of a complete model of this kind."
             )
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no table of unused weights (a backbone leaves the language-model head unused)."""
+    """Inside this context transformers prints no progress bars and no report of unused weights."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -465,10 +467,11 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _in_own_memory(model: Any) -> Any:
-    """Take weights out of the file that safetensors maps, to where torch would have put them.
+    """Copy weights from the memory-mapped safetensors file to memory allocated by torch.
 
-    In a file a tensor begins anywhere, and on some processors the last bits of a product depend on that: a model that
-    is loaded from its own checkpoint would then compute other numbers. A file that changes later changes nothing here.
+    Tensors in a file are not aligned, and on some processors the last bits of a product depend on alignment, so a model
+    loaded from its own checkpoint would compute slightly different values. The copy is also safe from later changes of
+    the file.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "cpu":
@@ -477,7 +480,7 @@ def _in_own_memory(model: Any) -> Any:
 
 
 def _is_local(path: str) -> bool:
-    """Whether a path means this machine: it exists, or is not of the form `name` or `owner/name`."""
+    """Whether a path is local: it exists, or does not have the form `name` or `owner/name`."""
     return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
 
 
@@ -492,8 +495,8 @@ def _path_faults(field: str, path: str) -> Iterator[str]:
         yield f"{field} is {path!r}: not a model directory, it has no config.json (found: {found})."
     elif any(directory.glob("*.safetensors.delta")):
         yield (
-            f"{field} is {path!r}: a part of an incremental checkpoint, whose weights are stored as differences. Write "
-            f"them out with `verl checkpoint export {directory.parent} OUT --component {directory.name}`, and give OUT."
+            f"{field} is {path!r}: a part of an incremental checkpoint, whose weights are stored as deltas. Export "
+            f"them with `verl checkpoint export {directory.parent} OUT --component {directory.name}`, and use OUT."
         )
 
 

@@ -1,4 +1,4 @@
-"""The embedded model: a two-layer Qwen2 with a character tokenizer, small enough to train on a laptop's processor."""
+"""The built-in model: a two-layer Qwen2 with a character tokenizer, small enough to train on a CPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")
 CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
-# Byte-level BPE spells the two characters that are not printed as these letters.
+# Byte-level BPE represents space and newline by these letters.
 BYTE_LEVEL_SYMBOLS = str.maketrans({" ": "\u0120", "\n": "\u010a"})
 
-# Each turn is its role's token, its text, then <eos>; the generation prompt is the assistant's token alone.
+# A turn is the token of its role, its text and <eos>; the generation prompt is the token of the assistant.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<' + message['role'] + '>' + message['content'] + '<eos>' }}"
@@ -34,12 +34,11 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one id per character of printable ASCII and the newline, padding on the left.
 
     Ids never change: `<pad>` is 0, `<eos>` 1, `<unk>` 2, then the three roles of the chat template, then `CHARACTERS`
-    in order. Text of known characters comes back from `decode(encode(text))` as it was; each run of other characters
-    becomes one `<unk>`. Nothing is added to a text: `<eos>` is appended by whoever ends a completion.
+    in order. `decode(encode(text))` returns known characters unchanged; each run of other characters becomes one
+    `<unk>`. No special tokens are added to a text; the caller appends `<eos>` to a completion.
 
-    It is a byte-level BPE without merges, because `AutoTokenizer` opens any tokenizer that lies beside a Qwen2
-    configuration as a byte-level BPE, whatever it was saved as. Opened so, it gives known characters the same ids, and
-    leaves unknown ones out.
+    It is a byte-level BPE without merges, because `AutoTokenizer` loads any tokenizer beside a Qwen2 configuration as
+    byte-level BPE. Loaded that way it gives known characters the same ids and drops unknown ones.
     """
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -64,7 +63,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-INITIALIZER_RANGE = 0.06  # std of the first weights: with the usual 0.02 a net this narrow learns far more slowly
+INITIALIZER_RANGE = 0.06  # std of the initial weights: a model this narrow learns far more slowly with the usual 0.02
 
 
 @component

@@ -1,10 +1,10 @@
 """Pure functions on tensors, with no process group, model or config.
 
-batching          Cutting rows of different length into micro-batches, and balancing them over processes
-counter_rng       Counter-based random numbers: sampling noise as a pure function of what is sampled
+batching          Splits rows of different length into micro-batches, and balances them over processes
+counter_rng       Counter-based random numbers: sampling noise as a pure function of its indices
 logprobs          Log-probabilities and entropies of response tokens
 loss_aggregation  Loss aggregation
 masking           Sums, means and whitening over the True entries of a mask, and means within groups of rows
-packing           Packing: rows of different length as one row of tokens without padding
+packing           Packing: rows of different length as one line of tokens without padding
 sampling          Top-k and top-p filtering, and inverse-CDF sampling from one uniform number per row
 """

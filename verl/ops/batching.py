@@ -1,4 +1,4 @@
-"""Cutting rows of different length into micro-batches, and balancing them over processes."""
+"""Splits rows of different length into micro-batches, and balances them over processes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def micro_batches(lengths: Sequence[int] | Tensor, token_budget: int) -> list[Tensor]:
-    """Cut rows, longest first, so that rows * longest stays within a budget of padded tokens.
+    """Split rows, longest first, so that rows * longest stays within a budget of padded tokens.
 
-    Rows of equal length keep their order. A single row over the budget is a micro-batch of its own. No rows give
-    an empty list. Every row is in exactly one micro-batch.
+    Rows of equal length keep their order. A single row over the budget is a micro-batch of its own. Every row is
+    in exactly one micro-batch; without rows the list is empty.
 
     Args:
         lengths: tokens per row.
@@ -35,14 +35,14 @@ def micro_batches(lengths: Sequence[int] | Tensor, token_budget: int) -> list[Te
 
 
 def micro_batches_of_groups(own: Tensor, shared: Tensor, group_of: Tensor, token_budget: int) -> list[Tensor]:
-    """Cut rows by a budget of tokens, where what the rows of a group share counts once in each micro-batch.
+    """Split rows by a budget of tokens; tokens that a group shares count once per micro-batch.
 
-    Groups stay together unless one alone exceeds the budget; they come by their longest row, longest first, and so do
-    the rows of each. A single row over the budget is a micro-batch of its own.
+    Groups stay together unless one exceeds the budget. Groups are sorted by their longest row, longest first, and so
+    are the rows of each. A single row over the budget is a micro-batch of its own.
 
     Args:
-        own, shared: [b] tokens of each row, and tokens that it shares with its group.
-        group_of: [b].
+        own, shared: [b], tokens of each row alone, and tokens that it shares with its group.
+        group_of: [b], index of the group.
         token_budget: tokens of a micro-batch, at least 1.
     Returns:
         Row indices, int64, one tensor per micro-batch.
@@ -58,7 +58,7 @@ def micro_batches_of_groups(own: Tensor, shared: Tensor, group_of: Tensor, token
     used, present = token_budget, -1
     for number, rows in groups.items():
         if used + shares[rows[0]] + sum(sizes[row] for row in rows) > token_budget:
-            used = token_budget  # what is left of the last one is too small: begin a new one
+            used = token_budget  # the rest of the last micro-batch is too small
         for row in rows:
             cost = sizes[row] + (0 if present == number else shares[row])
             if not batches or used + cost > token_budget:
@@ -71,16 +71,16 @@ def micro_batches_of_groups(own: Tensor, shared: Tensor, group_of: Tensor, token
 
 def _check_budget(token_budget: int) -> None:
     if token_budget < 1:
-        raise ValueError(f"token_budget is {token_budget}: a micro-batch holds at least one token.")
+        raise ValueError(f"token_budget is {token_budget}: must be at least 1.")
 
 
 def balance(lengths: Sequence[int] | Tensor, parts: int) -> list[Tensor]:
-    """Divide rows into parts of nearly equal total length, with counts that differ by at most one.
+    """Split rows into parts of nearly equal total length, with counts that differ by at most one.
 
-    Rows are dealt longest first in rounds of one per part, the longest of a round to the part that has least so far.
-    Hence the totals of two parts never differ by more than the longest row. Deterministic.
+    Rows are assigned longest first, in rounds of one row per part, the longest of a round to the part with the smallest
+    total. The totals of two parts therefore differ by at most the longest row. Deterministic.
 
-    Degenerate: with fewer rows than parts, each row is alone and the other parts are empty.
+    Degenerate: with fewer rows than parts, some parts are empty.
 
     Args:
         lengths: tokens per row.
@@ -91,7 +91,7 @@ def balance(lengths: Sequence[int] | Tensor, parts: int) -> list[Tensor]:
         ValueError: parts below 1.
     """
     if parts < 1:
-        raise ValueError(f"parts is {parts}: rows are divided among at least one.")
+        raise ValueError(f"parts is {parts}: must be at least 1.")
     sizes = _as_list(lengths)
     order = _longest_first(sizes)
     totals = [0] * parts

@@ -1,11 +1,11 @@
-"""Which tokens of a packed line each of several processes has, and which keys its queries see.
+"""Context parallelism of a packed line: the tokens of each rank, and the keys that its queries attend to.
 
     line      | 0 | 1 | 2 | 3 |     cut into 2 * size chunks; rank r has the chunks r and 2 * size - 1 - r, so that
-    rank 0      x           x       early queries, which see few keys, and late ones come to equal work
+    rank 0      x           x       early queries, with few keys, and late ones balance the work
     rank 1          x   x
 
-The queries of a rank are cut into pieces of one segment each. A piece sees keys of its own row alone: those of a shared
-prompt and those of its segment, in the order of the row, so that place and position of a key are the same number.
+The queries of a rank are split into pieces of one segment each. A piece attends only to keys of its own row: those of a
+shared prompt and of its segment, in row order, so that index and position of a key are equal.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from verl.ops.packing import BLOCK_SLACK, GatherIndex, PackedRows, gather_index
 
 PIECE = 1024  # queries; a piece computes all keys of its last query for each of them
-KEPT_MASK = 2**20  # numbers of a mask that is kept
-MASKED_SCORES = 2**24  # of a block: one that needs a mask holds it, and the scores of its backward pass
+KEPT_MASK = 2**20  # elements of a mask that is cached
+MASKED_SCORES = 2**24  # elements per block with a mask, which is in memory with the scores of the backward pass
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,21 @@ class PieceBlock:
     """Pieces of similar size that attend together.
 
     Attributes:
-        queries: [count, Q] entries of the rank's tokens; beyond its length a piece repeats its last one.
-        is_query: [count, Q] which are real.
-        positions: [count, Q] of the queries in their rows.
-        entries: [E] entries of the whole line that any piece sees, each once.
-        keys: [count * K] of each piece, from `entries`.
-        count, width: pieces, and keys of each (K).
-        masks: by window and device, where they are small; made once, for all layers and their recomputation.
+        queries: [count, Q], indices into the rank's tokens; padded by repeating the last one of a piece.
+        is_query: [count, Q], False on that padding.
+        real_slots: [q], their places in the flattened [count * Q].
+        real_queries: [q], `queries` there.
+        positions: [count, Q], positions of the queries in their rows.
+        entries: [E], indices into the whole line of all tokens that any piece attends to.
+        keys: [count * K], keys of each piece as indices into `entries`.
+        count, width: number of pieces, and of keys per piece (K).
+        masks: cache by window and device of small masks, for all layers and their recomputation.
     """
 
     queries: Tensor
     is_query: Tensor
+    real_slots: Tensor
+    real_queries: Tensor
     positions: Tensor
     entries: Tensor
     keys: GatherIndex
@@ -48,7 +52,7 @@ class PieceBlock:
     masks: dict[tuple[int | None, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def mask(self, window: int | None) -> Tensor:
-        """Which keys each query sees, [count, 1, Q, K]."""
+        """The attention mask, [count, 1, Q, K]."""
         known = (window, self.positions.device)
         if known in self.masks:
             return self.masks[known]
@@ -59,28 +63,31 @@ class PieceBlock:
         return seen
 
     def to(self, device: torch.device | str) -> PieceBlock:
-        names = ("queries", "is_query", "positions", "entries", "keys")
-        return replace(self, masks={}, **{name: getattr(self, name).to(device) for name in names})
+        names = ("queries", "is_query", "real_slots", "real_queries", "positions", "entries")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, masks={}, keys=self.keys.to(device), **moved)
 
 
 @dataclass(frozen=True)
 class ContextShard:
-    """What one rank has of a packed line.
+    """The share of one rank in a packed line.
 
     Attributes:
-        own: [n] entries of the line.
+        own: [n], indices into the line of the rank's tokens.
         sizes: n of every rank.
-        place: [N] of each entry of the line among the tokens of all ranks, padded to the most that a rank has.
+        place: [N], index of each token of the line in the concatenation over ranks, each padded to the largest n.
+        dense: [N], the same without that padding.
         blocks: of attention.
-        predictors: the states that predict the response tokens of this rank, from its own tokens.
-        predicted: [m] which response tokens those are, in the order of mask.nonzero().
+        predictors: gathers the states that predict the response tokens of this rank from its own tokens.
+        predicted: [m], indices of those response tokens, in the order of mask.nonzero().
         counts: m of every rank.
-        joined: [M] of each response token among those of all ranks, padded likewise.
+        joined: [M], index of each response token in the concatenation over ranks, padded likewise.
     """
 
     own: Tensor
     sizes: tuple[int, ...]
     place: Tensor
+    dense: Tensor
     blocks: tuple[PieceBlock, ...]
     predictors: GatherIndex
     predicted: Tensor
@@ -88,19 +95,21 @@ class ContextShard:
     joined: Tensor
 
     def to(self, device: torch.device | str) -> ContextShard:
-        names = ("own", "place", "predictors", "predicted", "joined")
-        moved = {name: getattr(self, name).to(device) for name in names}
-        return replace(self, blocks=tuple(block.to(device) for block in self.blocks), **moved)
+        names = ("own", "place", "dense", "predicted", "joined")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        blocks = tuple(block.to(device) for block in self.blocks)
+        return replace(self, blocks=blocks, predictors=self.predictors.to(device), **moved)
 
 
 def shard_line(packing: PackedRows, size: int, rank: int) -> ContextShard:
-    """The share of a rank in a packed line; a rank to which no token comes has the first one, for nobody."""
+    """The share of a rank in a packed line; a rank without tokens gets the first one, whose result is unused."""
     length = len(packing.tokens)
     owned = [torch.cat(_chunks(length, size, r)) for r in range(size)]
     owned = [own if len(own) else torch.zeros(1, dtype=torch.int64) for own in owned]
     sizes = tuple(len(own) for own in owned)
     place = _places(owned, length)
-    holder = place // max(sizes)
+    holder, counted = place // max(sizes), torch.tensor(sizes)
+    dense = (counted.cumsum(0) - counted)[holder] + place % max(sizes)
     predicting = [(holder[packing.predictors.index] == r).nonzero()[:, 0] for r in range(size)]
     counts, own = tuple(len(found) for found in predicting), owned[rank]
     local = torch.full((length,), -1)
@@ -109,6 +118,7 @@ def shard_line(packing: PackedRows, size: int, rank: int) -> ContextShard:
         own,
         sizes,
         place,
+        dense,
         tuple(_blocks(packing, own)),
         gather_index(local[packing.predictors.index[predicting[rank]]], len(own)),
         predicting[rank],
@@ -123,9 +133,9 @@ def _chunks(length: int, size: int, rank: int) -> list[Tensor]:
 
 
 def _places(owned: list[Tensor], length: int) -> Tensor:
-    """Of each of `length` entries, its place where the ranks' entries, each padded to the most, follow each other."""
+    """Index of each of `length` entries in the concatenation over ranks, each padded to the largest."""
     most, place = max(max(len(own) for own in owned), 1), torch.zeros(length, dtype=torch.int64)
-    for rank in reversed(range(len(owned))):  # an entry that two have is the first one's
+    for rank in reversed(range(len(owned))):  # an entry of two ranks counts for the first
         place[owned[rank]] = rank * most + torch.arange(len(owned[rank]))
     return place
 
@@ -165,7 +175,7 @@ def _blocks(packing: PackedRows, own: Tensor) -> Iterator[PieceBlock]:
 
 
 def _pieces(packing: PackedRows, own: Tensor) -> Iterator[_Piece]:
-    """The tokens of a rank, cut where a segment ends, where its tokens do not follow each other, and by `PIECE`."""
+    """Split the tokens of a rank at segment ends, at gaps, and by `PIECE`."""
     slots = packing.out.index[own]
     first = 0
     for number, block in enumerate(packing.blocks):
@@ -192,9 +202,13 @@ def _block(packing: PackedRows, pieces: list[_Piece]) -> PieceBlock:
     keys = torch.stack([_keys(packing, piece, width) for piece in pieces])
     entries, index = torch.unique(keys, return_inverse=True)
     is_key = torch.arange(width) < torch.tensor([piece.keys for piece in pieces])[:, None]
+    in_line, is_query = starts[:, :1] + within, column < lengths
+    real = is_query.flatten().nonzero()[:, 0]
     return PieceBlock(
-        starts[:, :1] + within,
-        column < lengths,
+        in_line,
+        is_query,
+        real,
+        in_line.flatten()[real],
         starts[:, 1:] + within,
         entries,
         gather_index(index.flatten(), len(entries), is_real=is_key.flatten()),
@@ -204,7 +218,7 @@ def _block(packing: PackedRows, pieces: list[_Piece]) -> PieceBlock:
 
 
 def _keys(packing: PackedRows, piece: _Piece, width: int) -> Tensor:
-    """[width] entries of the line: the row's tokens up to the last query, which is repeated."""
+    """[width] indices into the line: the row's tokens up to the last query, which is repeated as padding."""
     block = packing.blocks[piece.block]
     before = sum(other.count * other.keys for other in packing.blocks[: piece.block])
     slots = packing.keys.index[before + piece.row * block.keys : before + (piece.row + 1) * block.keys]

@@ -1,4 +1,5 @@
-"""Counter-based random numbers: sampling noise as a pure function of what is sampled, never of batch, order or process.
+"""Counter-based random numbers: sampling noise as a pure function of its indices, independent of batch, order and
+process.
 
 The counters (seed, stream, step, prompt id, sample id, position) are absorbed one after another into a 64-bit state by
 an invertible mixer; the top 53 bits of the state are the uniform. Integer arithmetic wraps in the same way on every
@@ -16,7 +17,7 @@ from torch import Tensor
 TRAINING, EVALUATION, REPLAY = 0, 1, 2
 
 _WORD = (1 << 64) - 1
-_SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: sends neighbouring counters far apart
+_SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: separates neighbouring counters
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
 

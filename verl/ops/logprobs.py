@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of response tokens, and estimates of the KL divergence from them.
 
 B responses, P prompt length, T response length, S = P + T. The one-token shift of a language model is
-`response_positions`. Where responses do not stand in the same columns, the index of what predicts a token is computed
+`response_positions`. Where responses are not in the same columns, the index of the predicting state is computed
 instead: for packed rows in `verl/ops/packing.py`, for rows moved to the left in `verl/model_paths/micro_batch.py`.
 
 Estimates per token of KL(pi || ref), in nats, from tokens that pi sampled (Schulman 2020, "Approximating KL
@@ -119,7 +119,7 @@ LARGEST = "largest"
 
 
 class LogProbGap:
-    """Sums over pieces of a batch; they stay on the device until `sums` is called."""
+    """Accumulates differences between rollout and trainer log-probs; sums stay on the device until `sums` is called."""
 
     def __init__(self):
         self._pieces: list[Tensor] = []
@@ -127,12 +127,12 @@ class LogProbGap:
     def add(
         self, rollout_log_probs: Tensor, log_probs: Tensor, mask: Tensor, is_on_policy: Tensor | None = None
     ) -> None:
-        """Count some rows.
+        """Add rows.
 
         Args:
-            rollout_log_probs, log_probs: [B, T] nats, by the engine and by the trainer; read on the mask alone.
+            rollout_log_probs, log_probs: [B, T] nats, by the engine and by the trainer; used on the mask only.
             mask: [B, T] bool.
-            is_on_policy: [B] bool, whether the weights that gave `log_probs` drew the row; None for all of them.
+            is_on_policy: [B] bool, whether the row was sampled with the weights of `log_probs`; None if all were.
         """
         gap = torch.where(mask, (rollout_log_probs - log_probs).abs(), 0.0).double()
         own = mask if is_on_policy is None else mask & is_on_policy[:, None]
@@ -142,7 +142,7 @@ class LogProbGap:
         self._pieces.append(torch.stack([*sums, largest]))
 
     def sums(self) -> dict[str, float]:
-        """Plain numbers, for `metrics` here or in a sibling process."""
+        """The sums as plain numbers, for `metrics` in this or another process."""
         if not self._pieces:
             return dict.fromkeys((*SUMS, LARGEST), 0.0)
         pieces = torch.stack(self._pieces)
@@ -150,7 +150,7 @@ class LogProbGap:
 
     @staticmethod
     def metrics(*shares: Mapping[str, float]) -> dict[str, float]:
-        """Means and largest over the rows of all processes; none of a kind of rows that has no token.
+        """Means and maxima over the rows of all processes; kinds of rows without tokens are left out.
 
         Args:
             shares: `sums` of each process.

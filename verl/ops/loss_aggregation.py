@@ -1,8 +1,7 @@
-"""Loss aggregation: from losses per token to one scalar that does not depend on how the batch is cut into
-micro-batches.
+"""Loss aggregation: from losses per token to a scalar that does not depend on the split into micro-batches.
 
-A mean over micro-batch means depends on the cut. Here each piece is divided by the totals of the whole batch, so the
-pieces simply add up, over micro-batches and over processes alike.
+A mean of micro-batch means depends on the split. Here the sum of each micro-batch is divided by the totals of the whole
+batch, so that the shares of all micro-batches and processes add up to the loss.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 
 @dataclass(frozen=True)
 class LossTotals:
-    """What a loss is divided by, counted over the whole batch that one optimizer step sees.
+    """Denominators of the loss, counted over the whole batch of an optimizer step.
 
     Attributes:
         tokens: True entries of the mask.
-        sequences: rows of the mask with at least one, or episodes, where one may have several rows.
+        sequences: rows with at least one True, or episodes if an episode may have several rows.
     """
 
     tokens: float
@@ -35,7 +34,8 @@ class LossTotals:
         """Count a [B, T] bool mask.
 
         Args:
-            episode_tokens: [B] of the whole episode that a row is part of; None where each row is one.
+            mask: response_mask.
+            episode_tokens: [B], tokens of the whole episode of a row; None if each row is an episode.
         """
         if episode_tokens is None:
             return cls(tokens=float(mask.sum()), sequences=float(mask.any(dim=-1).sum()))
@@ -60,16 +60,16 @@ def aggregate(
 
     Source of the last: Liu et al. 2025, arXiv:2503.20783 (Dr. GRPO): a constant, so that length biases nothing.
 
-    Adding up the shares of all pieces of a batch gives the loss of the whole, up to rounding.
-    Degenerate: rows with an empty mask add nothing and are not counted; no rows at all give 0.
+    The shares of all micro-batches add up to the loss of the batch, up to rounding.
+    Degenerate: rows with an empty mask add nothing and are not counted; without rows it is 0.
 
     Args:
         per_token: [B, T].
         mask: [B, T] bool.
         mode: one of AGGREGATIONS.
         totals: of the whole batch, not of these rows.
-        episode_tokens: [B], where a sequence is an episode of several rows: the tokens of all of them.
-        norm_length: tokens that a sequence counts for in seq-mean-token-sum-norm, above 0; the others take none.
+        norm_length: divisor in tokens of seq-mean-token-sum-norm, above 0; unused by the other modes.
+        episode_tokens: [B], tokens of the whole episode of a row, if an episode may have several rows.
     Returns:
         A scalar with gradient.
     Raises:

@@ -1,7 +1,7 @@
 """Sums, means and whitening over the True entries of a mask, and means within groups of rows.
 
-Whatever stands off the mask, NaN included, never reaches a result. Dtypes are kept. Within a group, equal numbers
-differ from their mean by exactly zero.
+Values off the mask, including NaN, never affect a result. Dtypes are kept. Equal values in a group differ from their
+mean by exactly zero.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of `x` where `mask` is True, over `dim` or over everything; 0 where the mask is empty.
+    """Sum of `x` where `mask` is True, over `dim` or over all dims; 0 if the mask is empty.
 
     Args:
         x: any shape.
@@ -23,7 +23,7 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `x` where `mask` is True, over `dim` or over everything; 0 where the mask is empty.
+    """Mean of `x` where `mask` is True, over `dim` or over all dims; 0 if the mask is empty.
 
     Shapes as in `masked_sum`.
     """
@@ -41,9 +41,9 @@ def masked_whiten(x: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
     Args:
         x: any shape.
         mask: bool, the same shape.
-        epsilon: keeps differences that are only rounding from being blown up to size 1.
+        epsilon: prevents rounding errors from being scaled up to size 1.
     """
-    # Measured from the smallest entry, equal entries are exactly 0 and so is their mean.
+    # Relative to the smallest entry, equal entries are exactly 0 and so is their mean.
     lowest = torch.where(mask, x, torch.inf).amin() if x.numel() else x.new_zeros(())
     shifted = torch.where(mask, x - lowest, x.new_zeros(()))
     centred = torch.where(mask, shifted - masked_mean(shifted, mask), x.new_zeros(()))
@@ -69,7 +69,7 @@ def centred_in_groups(x: Tensor, group_ids: Tensor, weights: Tensor) -> Tensor:
 
         x_i - sum_j w_j x_j / sum_j w_j      over the rows j of the group of i
 
-    Degenerate: a group of one, or of equal numbers, gives exact zeros; rows of weight 0 give 0 and count nowhere.
+    Degenerate: a group of one, or of equal numbers, gives exact zeros; rows of weight 0 give 0 and do not count.
 
     Args:
         x: [B] floats.
@@ -80,7 +80,7 @@ def centred_in_groups(x: Tensor, group_ids: Tensor, weights: Tensor) -> Tensor:
     """
     labels, group = torch.unique(group_ids, return_inverse=True)
     zeros, is_member = x.new_zeros(len(labels)), weights > 0
-    # Measured from the lowest of the group, equal numbers are exactly 0 and so is their mean.
+    # Relative to the minimum of the group, equal values are exactly 0 and so is their mean.
     lowest = torch.full_like(zeros, torch.inf).scatter_reduce(0, group, x.masked_fill(~is_member, torch.inf), "amin")
     shifted = torch.where(is_member, x - lowest[group], 0.0)
     weights = weights.to(x.dtype)

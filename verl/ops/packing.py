@@ -1,10 +1,10 @@
-"""Packing: rows of different length as one row of tokens without padding, in which a shared prompt stands once.
+"""Packing: rows of different length as one line of tokens without padding, in which a shared prompt occurs once.
 
     rows     p p p a a        tokens   p p p | a a | b b b b | ...       p: a prompt, a and b: two responses to it
              p p p b b b b             prompts   responses, longest first
 
-What couples tokens (attention) is done on blocks of segments of similar length; everything else runs on the line. The
-last token of a response predicts nothing that is asked for, so it is left out.
+Attention is computed on blocks of segments of similar length; everything else runs on the line. The last token of a
+response predicts no needed token and is left out.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK_SLACK = 0.8  # a block goes on as long as its shortest segment has this share of its longest one
+BLOCK_SLACK = 0.8  # minimal ratio of the shortest to the longest segment of a block
 
 
 @dataclass(frozen=True)
 class GatherIndex:
-    """Which entries of one line stand in which slots of another, in both directions.
+    """A gather from a line of N entries to M slots, with its inverse for the backward pass.
 
     Attributes:
-        index: [M] entry of each slot.
-        uses: for consecutive parts of the line, [k, m]: the slots that hold each of its k entries, at most m of them;
-            M where there are fewer. They make the backward pass a sum in a fixed order.
-        is_identity: the slots are the line itself.
+        index: [M], entry of each slot.
+        uses: for consecutive parts of the line, [k, m]: the slots of each of its k entries, padded with M. With them
+            the backward pass sums in a fixed order.
+        is_identity: whether the slots are the line itself.
     """
 
     index: Tensor
@@ -35,18 +35,19 @@ class GatherIndex:
     is_identity: bool = False
 
     def to(self, device: torch.device | str) -> GatherIndex:
-        return GatherIndex(self.index.to(device), tuple(u.to(device) for u in self.uses), self.is_identity)
+        index, *uses = (x.to(device, non_blocking=True) for x in (self.index, *self.uses))
+        return GatherIndex(index, tuple(uses), self.is_identity)
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Segments that attend together.
+    """Segments whose attention is computed together.
 
     Attributes:
-        count: segments.
-        queries, keys: slots of each.
-        prefix: of the keys, those before a segment's own: its prompt. 0: the segment is causal in itself.
-        prefix_lengths: [count] real keys among them, from the left.
+        count: number of segments.
+        queries, keys: slots per segment.
+        prefix: number of keys of the prompt before those of the segment; 0 if the segment has no prefix.
+        prefix_lengths: [count], real keys among the prefix, from the left.
     """
 
     count: int
@@ -58,17 +59,17 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """How some rows [b S] become a line of N tokens, and what of it predicts the responses.
+    """The layout of rows [b S] as a line of N tokens.
 
     Attributes:
-        tokens: [N] entry of the flattened rows [b * S] that each token is.
-        positions: [N] of each token within its row.
-        blocks: in the order of their slots.
-        queries, keys: slots of all blocks, one after another, from the line.
-        out: the line from the query slots.
-        predictors: the state that predicts each response token on the mask, in the order of mask.nonzero(), from the
-            line.
-        masks: of attention, by block, window and device; made once, for all layers and for their recomputation.
+        tokens: [N], index of each token in the flattened rows [b * S].
+        positions: [N], position of each token in its row.
+        blocks: attention blocks, in the order of their slots.
+        queries, keys: gathers from the line to the slots of all blocks, concatenated.
+        out: gather from the query slots back to the line.
+        predictors: gather from the line to the states that predict the response tokens on the mask, in the order of
+            mask.nonzero().
+        masks: cached attention masks by block, window and device, for all layers and their recomputation.
     """
 
     tokens: Tensor
@@ -84,7 +85,8 @@ class PackedRows:
 
     def to(self, device: torch.device | str) -> PackedRows:
         takes = {name: getattr(self, name).to(device) for name in ("queries", "keys", "out", "predictors")}
-        return replace(self, tokens=self.tokens.to(device), positions=self.positions.to(device), **takes)
+        tokens, positions = (x.to(device, non_blocking=True) for x in (self.tokens, self.positions))
+        return replace(self, tokens=tokens, positions=positions, **takes)
 
 
 def pack(
@@ -96,16 +98,16 @@ def pack(
     share: bool = True,
     multiple: int = 1,
 ) -> PackedRows:
-    """Lay out rows of a left-padded prompt and a right-padded response.
+    """Compute the packed layout of rows with a left-padded prompt and a right-padded response.
 
     Args:
-        prompt_lengths, response_lengths: [b] tokens; a prompt has at least one.
-        prompt_of: [b] equal where rows have the same prompt.
-        response_mask: [b T] the response tokens that have to be predicted.
+        prompt_lengths, response_lengths: [b], tokens; a prompt has at least one.
+        prompt_of: [b], equal for rows with the same prompt.
+        response_mask: [b T], the response tokens to predict.
         prompt_width: P of the rows.
-        share: let the prompt of several rows stand once.
-        multiple: of which the queries of each segment and the keys of each prompt are: the longer ones repeat their
-            last entry. A device that prepares itself for each shape of attention then meets few of them.
+        share: whether a prompt of several rows occurs once.
+        multiple: lengths of segments and prompts in attention blocks are padded to a multiple of it, so that a device
+            that compiles per shape meets few shapes.
     """
     rows, width = response_mask.shape
     order = torch.argsort(
@@ -117,7 +119,7 @@ def pack(
         owner = owner[torch.argsort(prompt_lengths[owner], descending=True, stable=True)]
         rank_of = torch.empty_like(owner)
         rank_of[prompt_of[owner]] = torch.arange(len(owner))
-        prompt_of = rank_of[prompt_of]  # numbers prompts by their place in the line
+        prompt_of = rank_of[prompt_of]  # number prompts by their order in the line
         prefixes = prompt_lengths[owner]
         own = own_tokens(response_lengths)[order]
         first = prompt_width + torch.zeros_like(own)
@@ -171,12 +173,12 @@ def pack(
 
 
 def own_tokens(response_lengths: Tensor) -> Tensor:
-    """Tokens of each response that stand in the line: all but the last one."""
+    """Tokens of each response in the line: all but the last one."""
     return (response_lengths - 1).clamp_min(0)
 
 
 def _cut(lengths: Sequence[int], offset: int) -> list[tuple[int, int]]:
-    """Ranges of segments, longest first, that share a block; those without tokens are in none."""
+    """Ranges of segments, longest first, that form a block; segments without tokens are left out."""
     ranges: list[tuple[int, int]] = []
     for i, length in enumerate(lengths):
         if not length:
@@ -199,7 +201,7 @@ class _Slots:
 
 
 def _padded(starts: Tensor, lengths: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
-    """Entries of segments, [count, longest], and which are real: beyond its length a segment repeats its last one."""
+    """Entries of segments [count, longest], padded by repeating the last one, and a mask of the real ones."""
     column = torch.arange(-(-int(lengths.max()) // multiple) * multiple)
     is_real = column < lengths[:, None]
     return starts[:, None] + torch.minimum(column, (lengths - 1)[:, None]), is_real
@@ -212,10 +214,10 @@ def _ragged_arange(lengths: Tensor) -> Tensor:
 
 
 def _take(index: Tensor, size: int, cut: int, is_real: Tensor | None = None) -> GatherIndex:
-    """The way from a line of `size` entries, those before `cut` used more often than the others, to slots.
+    """Make a gather from a line of `size` entries to slots; entries before `cut` are used more often than the others.
 
     Args:
-        is_real: slots that anything reads; the gradient of the others is zero.
+        is_real: slots that are used; the gradient of the others is zero.
     """
     is_identity = len(index) == size and bool((index == torch.arange(size)).all())
     slots = torch.arange(len(index)) if is_real is None else is_real.nonzero()[:, 0]
@@ -229,7 +231,7 @@ def gather_rows(line: Tensor, how: GatherIndex) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """A gather whose backward pass gathers as well, so that it is quick and its sums have one order."""
+    """A gather whose backward pass is also a gather, which is fast and sums in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, line: Tensor, how: GatherIndex) -> Tensor:
@@ -250,10 +252,12 @@ class _Take(torch.autograd.Function):
 
 
 def gather_index(index: Tensor, size: int, is_real: Tensor | None = None) -> GatherIndex:
-    """The way from a line of `size` entries to slots, each of which has the entry that `index` says.
+    """Make a gather from a line of `size` entries to slots.
 
     Args:
-        is_real: slots that anything reads; the gradient of the others is zero.
+        index: entry of each slot.
+        size: number of entries.
+        is_real: slots that are used; the gradient of the others is zero.
     """
     return _take(index, size, 0, is_real)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Widths in which the nucleus is looked for before all V entries are sorted; the first nearly always does.
+# Numbers of top entries in which the nucleus is searched before all V are sorted; the first is nearly always enough.
 _NUCLEUS_WIDTHS = (256, 4096)
 
 
 def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Set what lies outside the top-k and the nucleus to -inf.
+    """Set logits outside of the top-k and the nucleus to -inf.
 
     The nucleus is the smallest set of most likely tokens whose mass reaches top_p, taken within the top-k and with
-    its mass renormalised (Holtzman et al. 2020, arXiv:1904.09751, sec. 3.1). Both cut by value: all tokens tied with
-    the last one kept are kept too, so the outcome depends neither on the order of tokens nor on the device. The most
+    its mass renormalised (Holtzman et al. 2020, arXiv:1904.09751, sec. 3.1). Both cut by value: tokens tied with the
+    last one kept are kept too, so the result depends neither on the order of tokens nor on the device. The most
     likely token is always kept.
 
     Args:
@@ -22,7 +22,7 @@ def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
         top_k: number of tokens to keep; 0, or V and more, keeps all.
         top_p: mass to keep, in (0, 1]; 1 keeps all.
     Returns:
-        [B, V] of the same dtype; `logits` itself if nothing is to be cut.
+        [B, V] of the same dtype; `logits` itself if nothing is filtered.
     Raises:
         ValueError: top_k below 0, or top_p outside (0, 1].
     """
@@ -39,10 +39,10 @@ def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """The first index whose cumulative sum exceeds u * total: one draw per row for u uniform in [0, 1).
+    """The first index whose cumulative sum exceeds u * total: one sample per row for u uniform in [0, 1).
 
-    Never an index of probability zero, for u = 0 and for u just below 1 included. Sums run in float64. On a GPU, which
-    is not waited for, rows without mass are not refused: their log-probs are NaN, which whoever draws refuses.
+    Never returns an index of probability zero, even for u = 0 or u just below 1. Sums are in float64. On a GPU rows
+    without mass are not refused, to avoid a synchronisation: their log-probs are NaN, which the caller refuses.
 
     Args:
         probs: [B, V], not negative; need not sum to 1.
@@ -67,9 +67,9 @@ BLOCK_WIDTHS = (1024, 512, 256, 128, 64)
 
 
 def inverse_cdf_by_blocks(probs: Tensor, u: Tensor) -> Tensor:
-    """The same, where float64 is slow and a question to the device makes this process wait.
+    """`inverse_cdf` for devices with slow float64, without synchronisation.
 
-    Sums of blocks are taken in float64 first, then the one block in which the index lies: no [B, V] is written.
+    Sums of blocks are computed in float64, then only the block of the index: no [B, V] is written.
     """
     width = next((width for width in BLOCK_WIDTHS if probs.shape[-1] % width == 0), BLOCK_WIDTHS[-1])
     short = -probs.shape[-1] % width
@@ -85,14 +85,14 @@ def inverse_cdf_by_blocks(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_with_mass(exceeds: Tensor, has_mass: Tensor) -> Tensor:
-    """[B, 1]: the first index of both; of the mass alone the last one, where rounding leaves no first."""
+    """[B, 1]: the first index with both; if rounding leaves none, the last index with mass."""
     both = exceeds & has_mass
     last = has_mass.shape[-1] - 1 - has_mass.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
     return torch.where(both.any(-1, keepdim=True), both.to(torch.uint8).argmax(-1, keepdim=True), last)
 
 
 def inverse_cdf_by_scan(probs: Tensor, cumulative: Tensor, u: Tensor) -> Tensor:
-    """The same where a parallel sum on an accelerator rounded an entry of probability zero above its neighbour."""
+    """`inverse_cdf` by a cumulative sum in which parallel rounding may raise an entry of probability zero."""
     cumulative = cumulative.masked_fill(probs == 0, 0.0)
     total = cumulative.amax(-1, keepdim=True)
     is_mass = (torch.isfinite(total) & (total > 0)).squeeze(-1)
@@ -103,7 +103,7 @@ def inverse_cdf_by_scan(probs: Tensor, cumulative: Tensor, u: Tensor) -> Tensor:
 
 
 def _below(total: Tensor, u: Tensor) -> Tensor:
-    """u * total, [B, 1], kept below total: the product can round up to it, and nothing exceeds that."""
+    """u * total, [B, 1], strictly below total, to which the product may round up."""
     return torch.minimum(u.to(torch.float64).unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
 
 

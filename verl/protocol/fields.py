@@ -74,14 +74,16 @@ class Field:
         if dims[:1] != ("B",) or not set(dims) <= set(DIMS) or len(set(dims)) < len(dims):
             others = ", ".join(name for name in DIMS if name != "B")
             raise DataProtoValidationError(
-                f"dims of `{self.name}` are {dims}: expected B first, then different ones of {others}."
+                f"dims of `{self.name}` are {dims}: expected B first, then different ones of {others}.", self.name
             )
         if self.dtype not in DTYPES:
             raise DataProtoValidationError(
-                f"dtype of `{self.name}` is {self.dtype!r}: expected one of {', '.join(DTYPES)}."
+                f"dtype of `{self.name}` is {self.dtype!r}: expected one of {', '.join(DTYPES)}.", self.name
             )
         if isinstance(self.pad, str) and self.pad != "pad_token":
-            raise DataProtoValidationError(f"pad of `{self.name}` is {self.pad!r}: expected a number or `pad_token`.")
+            raise DataProtoValidationError(
+                f"pad of `{self.name}` is {self.pad!r}: expected a number or `pad_token`.", self.name
+            )
         object.__setattr__(self, "dims", dims)
 
     @property
@@ -102,7 +104,7 @@ def register(field: Field) -> Field:
     """
     if (known := TABLE.setdefault(field.name, field)) != field:
         raise DataProtoValidationError(
-            f"`{field.name}` is registered already, as {known.shape} {known.dtype}: choose another name."
+            f"`{field.name}` is registered already, as {known.shape} {known.dtype}: choose another name.", field.name
         )
     return field
 

@@ -96,7 +96,7 @@ def contract_error(
         lines.append(f"  First offending row: {row}")
     if source is not None:
         lines.append(f"  Source: {source}")
-    return DataProtoValidationError("\n".join(lines))
+    return DataProtoValidationError("\n".join(lines), str(field), row)
 
 
 # some objects have any attribute that is asked for, `__wrapped__` too

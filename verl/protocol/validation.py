@@ -50,7 +50,7 @@ def only(fields: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, An
 
 def absent_error(name: str, fields: Mapping[str, Any]) -> DataProtoValidationError:
     return DataProtoValidationError(
-        f"There is no `{name}` in this batch, which has: {', '.join(fields) or 'no fields'}."
+        f"There is no `{name}` in this batch, which has: {', '.join(fields) or 'no fields'}.", name
     )
 
 

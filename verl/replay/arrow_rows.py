@@ -1,7 +1,7 @@
 """Rows without padding: a batch of tensors as an Arrow record batch, and rows of many of them as a batch again.
 
     DataProto [B P], [B T]  ── pack ──>  record batch: lists of tokens, numbers, one JSON object of the other columns
-    Segment (flat values)   ── rebuild ──>  DataProto, padded to the longest of the rows that were asked for
+    Segment (flat values)   ── rebuild ──>  DataProto, padded to the longest of the requested rows
 
 B responses, P prompt length, T response length. Prompts lie right-aligned in a batch, responses left-aligned.
 """
@@ -24,7 +24,7 @@ from verl.protocol.fields import FIELDS
 from verl.protocol.provenance import contract_error
 from verl.protocol.serialization import KEY, column_to_json, in_order, loads
 
-# What a batch has beside, and what is computed anew under the weights of the day.
+# Fields that are not stored: derived ones, and those that are recomputed with the current weights.
 REBUILT = ("input_ids", "attention_mask", "position_ids", "prompt_mask", "group_ids", "is_replayed")
 COMPUTED = (
     "old_log_probs", "is_on_policy", "entropies", "ref_log_probs", "log_probs", "values", "token_level_rewards",
@@ -43,11 +43,11 @@ _INT32 = torch.iinfo(torch.int32)
 
 @dataclass(frozen=True)
 class RowField:
-    """How a field is kept.
+    """How a field is stored.
 
     Attributes:
-        kind: P or T for one value (or a block of `shape`) a token, B for one a row.
-        column: its column of the record batch, where that is not called as the field is.
+        kind: P or T for one value (or a block of `shape`) per token, B for one per row.
+        column: column of the record batch, if its name is not that of the field.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class RowField:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """`shape` in the numbers that Arrow has, of which a complex128 takes two."""
+        """`shape` in elements of the Arrow type; a complex128 is stored as two."""
         return (*self.shape, 2) if self.dtype == torch.complex128 else self.shape
 
     def as_json(self) -> list[Any]:
@@ -72,13 +72,13 @@ class RowField:
 
 @dataclass(frozen=True)
 class RowSegment:
-    """Rows side by side: of each field the values of all rows in one line.
+    """Consecutive rows; each field is one flat array of the values of all rows.
 
     Attributes:
-        flat: arrays on the host, or tensors on a device.
-        ends: of kinds P and T, [rows + 1]: where each row begins, and the last one ends.
-        others: JSON objects, one a row.
-        num_bytes: of all of it.
+        flat: by field, arrays on the host or tensors on a device.
+        ends: for kinds P and T, offsets [rows + 1] of the rows in the flat arrays.
+        others: JSON objects of the other columns, one per row.
+        num_bytes: total size.
     """
 
     num_rows: int
@@ -90,7 +90,7 @@ class RowSegment:
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> RowSegment:
-        """A record batch as it lies in memory: nothing is copied."""
+        """Wrap a record batch without copying."""
         fields = fields_of(batch.schema)
         flat, ends = {}, {}
         for name, field in fields.items():
@@ -104,11 +104,11 @@ class RowSegment:
         return cls(batch.num_rows, fields, flat, ends, batch.column(OTHERS), batch.nbytes)
 
     def with_own_ends(self) -> RowSegment:
-        """The same, knowing where rows lie without touching the file that they lie in."""
+        """A copy whose offsets are in memory of their own, so that looking rows up does not touch the mapped file."""
         return replace(self, ends={kind: x.copy() for kind, x in self.ends.items()})
 
     def last(self, count: int) -> RowSegment:
-        """The last rows, in memory of their own."""
+        """A copy of the last `count` rows."""
         first = max(0, self.num_rows - count)
         begins = {"B": first, **{kind: int(ends[first]) for kind, ends in self.ends.items()}}
         flat = {}
@@ -121,13 +121,13 @@ class RowSegment:
         return RowSegment(self.num_rows - first, self.fields, flat, ends, others, num_bytes)
 
     def to(self, device: torch.device) -> RowSegment:
-        """The same with its values in the memory of a device."""
+        """A copy with its values on a device."""
         flat = {name: torch.tensor(values).to(device) for name, values in self.flat.items()}
         return RowSegment(self.num_rows, self.fields, flat, self.ends, self.others, self.num_bytes)
 
 
 class SegmentRows(NamedTuple):
-    """Rows of one segment, and which rows of a batch they become; `file` is the one they are read from, if any."""
+    """Rows of a segment, and their positions in a batch; `file` is the file that they are read from, or None."""
 
     segment: RowSegment
     rows: np.ndarray
@@ -136,7 +136,7 @@ class SegmentRows(NamedTuple):
 
 
 def fields_of(schema: pa.Schema) -> dict[str, RowField]:
-    """The fields of a record batch, from what its schema tells of them."""
+    """The fields of a record batch, from the metadata of its schema."""
     fields = json.loads((schema.metadata or {})[_KEY])
     return {name: RowField.from_json(value) for name, value in fields.items()}
 
@@ -145,12 +145,12 @@ def rows_to_arrow(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.Recor
     """Scored rows as a record batch.
 
     Args:
-        batch: prompts, prompt_mask, responses, attention_mask and whatever else is known of the rows; what the roles
-            compute is left out, and `meta_info` too.
-        index: `INDEX` without what the batch holds, [B].
+        batch: prompts, prompt_mask, responses, attention_mask and any other fields. Fields that roles compute, and
+            `meta_info`, are not stored.
+        index: the columns of `INDEX` that the batch does not have, [B] each.
     Raises:
-        DataProtoValidationError: a column holds what JSON has no form for, or a registered field has dims that rows
-            without padding do not have.
+        DataProtoValidationError: a column cannot be stored as JSON, or a registered field has dims other than [B], [B P
+            ...] or [B T ...].
     """
     prompts = batch["prompts"].shape[1]
     lengths = {"P": batch["prompt_mask"].sum(1), "T": batch["attention_mask"][:, prompts:].sum(1)}
@@ -179,7 +179,7 @@ def rows_to_arrow(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.Recor
 
 
 def _blocks(values: np.ndarray) -> pa.Array:
-    """[B ...] as one list a row; Arrow has none of fixed size 0, for which a list of one number stands."""
+    """[B ...] as one list per row. Arrow has no lists of fixed size 0, so an empty block is stored as one number."""
     size = math.prod(values.shape[1:])
     flat = values.reshape(-1) if size else np.zeros(len(values), values.dtype)
     return pa.FixedSizeListArray.from_arrays(pa.array(flat), size or 1)
@@ -188,12 +188,12 @@ def _blocks(values: np.ndarray) -> pa.Array:
 def rows_from_arrow(
     parts: Sequence[SegmentRows], pad_token_id: int, after: Callable[[SegmentRows], None] | None = None
 ) -> DataProto:
-    """Rows of several segments as one batch on the host, without group ids.
+    """Join rows of several segments into one padded batch on the host, without group ids.
 
     Args:
-        parts: together they make every row of the batch, each once.
-        pad_token_id: fills up prompts and responses.
-        after: called with each part once it is read.
+        parts: their positions cover every row of the batch exactly once.
+        pad_token_id: padding of prompts and responses.
+        after: called with each part after it was read.
     """
     fields, count = _common_fields(parts), sum(len(part.rows) for part in parts)
     lengths = {kind: np.zeros(count, dtype=np.int64) for kind in "PT"}
@@ -221,7 +221,7 @@ def _common_fields(parts: Sequence[SegmentRows]) -> dict[str, RowField]:
     """The fields that all parts have.
 
     Raises:
-        DataProtoValidationError: one has another dtype or shape in some of them.
+        DataProtoValidationError: dtype or shape of a field differ between parts.
     """
     fields = dict(parts[0].segment.fields)
     for part in parts[1:]:
@@ -244,7 +244,7 @@ def _described(field: RowField) -> str:
 
 
 def _rebuilt(tensors: Mapping[str, Tensor], lengths: Mapping[str, np.ndarray], longest: Mapping[str, int]) -> dict:
-    """The fields that follow from the others."""
+    """Fields derived from the stored ones."""
     in_prompt = torch.arange(longest["P"]) >= longest["P"] - torch.from_numpy(lengths["P"])[:, None]
     in_response = torch.arange(longest["T"]) < torch.from_numpy(lengths["T"])[:, None]
     attention = torch.cat([in_prompt, in_response], dim=1).long()
@@ -257,7 +257,7 @@ def _rebuilt(tensors: Mapping[str, Tensor], lengths: Mapping[str, np.ndarray], l
 
 
 def _columns(objects: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """The columns that are no tensors; None where a row does not have one."""
+    """Columns that are not tensors; None for rows without the column."""
     names = dict.fromkeys(name for found in objects for name in found)
     return {
         name: np.fromiter((found.get(name) for found in objects), dtype=object, count=len(objects)) for name in names
@@ -265,7 +265,7 @@ def _columns(objects: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def _fill(target: Tensor, field: RowField, name: str, part: SegmentRows) -> None:
-    """Write rows of a segment into rows of a tensor that holds the padding already."""
+    """Write rows of a segment into a tensor that is already filled with padding."""
     segment, rows, places, _ = part
     flat = segment.flat[name]
     if isinstance(flat, Tensor) and flat.device.type != "cpu":
@@ -285,7 +285,7 @@ def _fill(target: Tensor, field: RowField, name: str, part: SegmentRows) -> None
 
 
 def _fill_from_device(target: Tensor, field: RowField, flat: Tensor, part: SegmentRows) -> None:
-    """The same where the values lie on a device: gathered there, and brought over in one piece."""
+    """`_fill` for values on a device: gathered there, and copied to the host at once."""
     segment, rows, places, _ = part
     at, bits = torch.from_numpy(places), _bits(target)
     if field.kind == "B":
@@ -313,13 +313,13 @@ def _field_of(name: str, tensor: Tensor, taken: Collection[str]) -> RowField:
         return RowField("B", tensor.dtype, tuple(tensor.shape[1:]), column_name)
     kind = known.dims[1]
     if kind not in "PT" or set(known.dims[2:]) & {"P", "T", "S"}:
-        expected = "dims [B], [B P ...] or [B T ...]: the replay buffer keeps prompts and responses apart"
+        expected = "dims [B], [B P ...] or [B T ...]: the replay buffer stores prompts and responses separately"
         raise contract_error(name, expected, f"dims {known.shape}", None)
     return RowField(kind, tensor.dtype, tuple(tensor.shape[2:]), column_name)
 
 
 def _plain(name: str, tensor: Tensor) -> np.ndarray:
-    """On the host, in a type that Arrow has; token ids in half the bytes, where they fit."""
+    """A host array in a dtype that Arrow has; int64 token ids become int32 if they fit."""
     tensor = _bits(in_order(tensor))
     if name in FIELDS and FIELDS[name].unit == "token id" and _fits_int32(tensor):
         tensor = tensor.to(torch.int32)
@@ -334,7 +334,7 @@ def _fits_int32(tensor: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory in a dtype of as many bytes that Arrow has; [... 2] for numbers of 16 bytes."""
+    """The same memory as an integer dtype of equal size; [... 2] for elements of 16 bytes."""
     if tensor.dtype in _ARROW_DTYPES:
         return tensor
     if tensor.dtype == torch.complex128:
@@ -343,7 +343,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _unpadded(values: np.ndarray, counts: np.ndarray, is_right: bool) -> np.ndarray:
-    """The values of all rows in one line, without padding."""
+    """The values of all rows as one flat array, without padding."""
     width = values.shape[1]
     if not len(counts) or int(counts.min()) == width:
         return values.reshape(-1)
@@ -357,7 +357,7 @@ def _json_rows(batch: DataProto) -> list[str]:
         for name, array in batch.non_tensor_batch.items()
     }
     rows = zip(*columns.values(), strict=True) if columns else ((),) * len(batch)
-    encode = json.JSONEncoder().encode  # made once: json.dumps makes one for each row
-    if KEY in columns:  # an object with that key alone would be read as something else
+    encode = json.JSONEncoder().encode  # json.dumps with options would make an encoder per row
+    if KEY in columns:  # an object with only this key would be decoded as an array
         return [encode({KEY: ["dict", list(zip(columns, row))]}) for row in rows]
     return [encode(dict(zip(columns, row))) for row in rows]

@@ -2,10 +2,10 @@
 storage.
 
 append ──> hot (the newest, on the device)      sample <── weighted sampling over all eligible rows
-      └──> write buffer ── full ──> shard on disk (warm) ── old ──> storage (cold) ── older still ──> gone
+      └──> write buffer ── full ──> shard on disk (warm) ── old ──> storage (cold) ── oldest ──> deleted
 
-Rows have numbers, counted from the buffer's beginning, and groups of responses to one prompt too. What is drawn depends
-on these numbers, the run's seed and the step, and neither on where rows are stored nor on the number of processes.
+Rows and groups (the responses to one prompt) are numbered from the start of the buffer. What is sampled depends on
+these numbers, the run's seed and the step, not on where rows are stored nor on the number of processes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ class TieredBuffer:
     """Scored rows of a run. Its methods are called by one thread.
 
     Args:
-        directory: of its files, which nobody else writes into.
-        device: of the hot layer.
+        settings: sizes of the tiers, and sampling.
+        directory: for its files; no other process may write there.
+        device: of the hot tier.
         seed: of the run.
-        cold: where the oldest go; None keeps them on the disk.
+        cold: the remote tier; None keeps the oldest rows on the disk.
+        disk: the file system.
     Attributes:
-        num_steps: calls of `append` that brought rows, over all runs that went on from one another.
-        num_lost: rows that could be neither written nor read.
-        released: names of stored shards that the buffer needs no longer.
+        num_steps: calls of `append` with rows, including those before a resume.
+        num_lost: rows that could not be written or read.
+        released: names of shards in the store that the buffer no longer needs.
     """
 
     def __init__(
@@ -56,10 +58,10 @@ class TieredBuffer:
         memory = settings.memory_mib * MIB
         self.index, self.disk_tier, self._hot = RowIndex(), DiskTier(self.disk, memory // 8), MemoryTier()
         self.write_buffer = WriteBuffer(self.disk, directory, settings.shard_mib * MIB, memory // 4)
-        self._hot_bytes = memory // 4  # what is left is for the file being made, the index, and a batch that is drawn
+        self._hot_bytes = memory // 4  # the rest is for the shard being written, the index, and a sampled batch
         self.num_groups = self.num_steps = self.num_lost = 0
         self.released: list[str] = []
-        self._confirmed: set[str] = set()  # shards that the store has, and whose files are still needed here
+        self._confirmed: set[str] = set()  # shards confirmed by the store whose local files are still needed
 
     def __len__(self) -> int:
         return int(self.index["is_there"].sum())
@@ -67,11 +69,12 @@ class TieredBuffer:
     # -- putting in ---------------------------------------------------------------------------------------------------
 
     def append(self, batch: DataProto, step: int) -> None:
-        """Take scored rows in, which are on their way to the disk when this returns.
+        """Append scored rows. They are written to the disk in the background.
 
         Args:
             batch: prompts, responses, group_ids, policy_version, rollout_log_probs, token_level_scores, response_mask,
-                attention_mask, advantages, and whatever else an update needs of them.
+                attention_mask, advantages, and any other fields that an update needs.
+            step: training step of the rows.
         """
         if not len(batch):
             return
@@ -96,7 +99,7 @@ class TieredBuffer:
         self.settle()
 
     def settle(self) -> None:
-        """Take note of what threads have done, and let rows move on from layer to layer."""
+        """Process finished background work, and move rows between tiers."""
         if written := self.write_buffer.collect():
             for shard in written:
                 self.disk_tier.add(shard, self.directory / shard.name)
@@ -108,15 +111,19 @@ class TieredBuffer:
     # -- taking out ---------------------------------------------------------------------------------------------------
 
     def prefetch(self, wanted: ReplayRequest) -> None:
-        """Begin to fetch what `sample` would take by now."""
+        """Start to fetch the shards of the rows that `sample` would return now."""
         if self.cold is not None and self.cold.is_reachable and self._is_warmed_up:
             rows = self._chosen(wanted, np.zeros(len(self.index), dtype=bool))
             self.cold.want(placed.shard for placed, _ in self._far(rows))
 
     def sample(self, wanted: ReplayRequest, pad_token_id: int = 0) -> DataProto | None:
-        """Rows of earlier steps, oldest first, as `append` took them, without what the roles compute.
+        """Sample rows of earlier steps, oldest first, with the fields that were stored.
 
-        `group_ids` count the groups of this batch from 0. None where no row may be taken.
+        Args:
+            wanted: number of rows, step and limits.
+            pad_token_id: padding of prompts and responses.
+        Returns:
+            The rows, with `group_ids` renumbered from 0; None if no row is eligible.
         """
         if not self._is_warmed_up:
             return None
@@ -127,7 +134,7 @@ class TieredBuffer:
         while self.cold is not None and (far := list(self._far(rows))):
             for placed in self._bring(self.cold, [placed for placed, _ in far]):
                 left_out[self._span(placed.shard)] = True
-            rows = self._chosen(wanted, left_out)  # in place of rows that could not be had, others of the store perhaps
+            rows = self._chosen(wanted, left_out)  # replaces rows that could not be fetched
         if not len(rows):
             return None
         groups = np.unique(self.index["group"][rows - self.index.first], return_inverse=True)[1]
@@ -136,15 +143,17 @@ class TieredBuffer:
         return found.union(DataProto.from_dict({"group_ids": torch.from_numpy(groups.astype(np.int64))}))
 
     def rows(self, numbers: np.ndarray, pad_token_id: int = 0) -> DataProto:
-        """Rows by their numbers, in the order given; they must be in memory or in files that are here.
+        """Rows by number, in the order given; they must be in memory or in local files.
 
         Raises:
-            ReplayCorrupt: a file is not what was written.
+            ReplayCorrupt: a file differs from what was written.
         """
         return rows_from_arrow(list(self._parts(numbers)), pad_token_id, self.disk_tier.touched)
 
     def iterate(self, size: int, rank: int = 0, world_size: int = 1, pad_token_id: int = 0) -> Iterator[DataProto]:
-        """All rows that are here, oldest first, in batches; with several processes each has its share of the shards."""
+        """Yield all local rows, oldest first, in batches of `size`; each of `world_size` ranks gets a share of the
+        shards.
+        """
         for number, (first, end, is_far) in enumerate(self._stretches()):
             if is_far or number % world_size != rank:
                 continue
@@ -154,7 +163,7 @@ class TieredBuffer:
                 yield self.rows(numbers[begin : begin + size], pad_token_id)
 
     def stats(self) -> dict[str, float]:
-        """Rows by layer; see docs/metrics.md."""
+        """Row counts by tier; see docs/metrics.md."""
         hot = self.index.end - self._hot_first
         far = sum(placed.shard.num_rows for placed in self.disk_tier if placed.is_stored)
         return {
@@ -167,7 +176,7 @@ class TieredBuffer:
         }
 
     def fill_hot(self) -> None:
-        """Read the newest rows from their files into device memory, as they were before a restart."""
+        """Read the newest rows from files into device memory, after a restart."""
         for placed in reversed(self.disk_tier.placed):
             if placed.path is None:
                 return
@@ -183,7 +192,7 @@ class TieredBuffer:
                 self._hot.prepend(end - kept.num_rows, on_device)
 
     def close(self) -> None:
-        """Write the last rows, for whoever browses them, and end the threads. The files stay."""
+        """Write the remaining rows to disk and stop the threads. The files remain."""
         self.write_buffer.seal()
         self.write_buffer.close()
         if self.cold is not None:
@@ -206,11 +215,11 @@ class TieredBuffer:
         self._hot.trim(self._hot_bytes)
 
     def _span(self, shard: ReplayShard) -> slice:
-        """The rows of a shard, in the columns of the index."""
+        """The slice of a shard in the columns of the index."""
         return slice(max(0, shard.first_row - self.index.first), max(0, shard.end - self.index.first))
 
     def _chosen(self, wanted: ReplayRequest, left_out: np.ndarray) -> np.ndarray:
-        """Numbers of rows, ascending."""
+        """Numbers of the sampled rows, ascending."""
         index, settings = self.index, self.settings
         staleness = wanted.version - index["policy_version"].astype(np.int64)
         fits = index["is_there"] & ~left_out
@@ -243,7 +252,7 @@ class TieredBuffer:
                 yield from layer.find(numbers[is_here], places[is_here])
 
     def _far(self, rows: np.ndarray) -> Iterator[tuple[ShardLocation, np.ndarray]]:
-        """The shards of these rows that are in the store alone."""
+        """Shards of these rows that are only in the store, with a mask of their rows."""
         in_shards = rows[
             rows < min(self._hot_first, self.index.end if self.write_buffer.first is None else self.write_buffer.first)
         ]
@@ -251,7 +260,7 @@ class TieredBuffer:
             yield from ((placed, has) for placed, has in self.disk_tier.holding(in_shards) if placed.path is None)
 
     def _bring(self, cold: RemoteTier, placed: list[ShardLocation]) -> list[ShardLocation]:
-        """Fetch shards; gives those that could not be had."""
+        """Fetch shards; returns those that could not be fetched."""
         paths = cold.fetch([one.shard for one in placed])
         for one in placed:
             one.path = paths.get(one.shard.name)
@@ -261,14 +270,14 @@ class TieredBuffer:
         return [one for one in placed if one.path is None]
 
     def _leave_fetched(self, cold: RemoteTier) -> None:
-        """Go without the files that were fetched for earlier steps."""
+        """Drop the files that were fetched for earlier steps."""
         for one in self.disk_tier:
             if one.is_stored and one.path is not None:
                 one.path = one.mapped = None
         cold.forget()
 
     def _expire(self) -> None:
-        """Let go of the rows beyond `max_rows`, whole groups of them."""
+        """Drop the oldest rows beyond `max_rows`, in whole groups."""
         index, surplus = self.index, len(self.index) - self.settings.max_rows
         if surplus <= 0:
             return
@@ -280,9 +289,9 @@ class TieredBuffer:
         self.disk_tier.to_delete += [self.directory / index_name(shard) for shard in stored]
 
     def _demote(self, cold: RemoteTier) -> None:
-        """Bring the oldest shards to the store; their files go once it has confirmed them."""
+        """Upload the oldest shards to the store; local files are deleted once it has confirmed them."""
         self._confirmed |= {shard.name for shard in cold.uploaded()}
-        expired = self._confirmed - {placed.shard.name for placed in self.disk_tier}  # on their way there
+        expired = self._confirmed - {placed.shard.name for placed in self.disk_tier}  # expired during their upload
         self.released += sorted(expired)
         self._confirmed -= expired
         for placed in self.disk_tier:
@@ -297,24 +306,24 @@ class TieredBuffer:
             try:
                 write_bytes(self.disk, self.directory / index_name(placed.shard), index)
             except OSError:
-                continue  # until there is room
+                continue  # waits until there is room
             self._confirmed.remove(placed.shard.name)
             placed.is_stored = True
             self.disk_tier.leave(placed)
 
     def _stretches(self) -> list[tuple[int, int, bool]]:
-        """First row, end, and whether they are in the store alone: of each shard, and of the rows in none yet."""
+        """(first row, end, only in the store?) of each shard, and of the rows in no shard yet."""
         found = [(placed.first_row, placed.shard.end, placed.path is None) for placed in self.disk_tier]
         return found if self.write_buffer.first is None else [*found, (self.write_buffer.first, self.index.end, False)]
 
 
 def _sums(x: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
-    """Of each row [B T] over its mask, in float64."""
+    """Sum of each row of [B T] over its mask, in float64."""
     return torch.where(mask, x, 0.0).sum(dim=1, dtype=torch.float64).cpu().numpy()
 
 
 def _adjacent(batch: DataProto) -> tuple[DataProto, np.ndarray]:
-    """The rows with those of a group side by side, and the number of each row's group, from 0."""
+    """The rows sorted by group, and the group number of each row, from 0."""
     labels = batch["group_ids"].cpu().numpy()
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
     ranks = np.argsort(np.argsort(first))[inverse]

@@ -1,12 +1,10 @@
-"""Saving and restoring the replay buffer: shards are linked as they are, and one small file says how they belong
-together.
+"""Saving and restoring the replay buffer: shard files are hard-linked, and a small file lists them.
 
-replay_buffer/buffer.json                counters, and every shard: rows, bytes, digests, whether it lies in the store
-replay_buffer/rows_FIRST_DIGEST.arrow    a shard that is here
-replay_buffer/rows_..._.index.arrow      of a shard in the store, what is known here of its rows
+replay_buffer/buffer.json                counters, and every shard: rows, bytes, digests, whether it is in the store
+replay_buffer/rows_FIRST_DIGEST.arrow    a local shard
+replay_buffer/rows_..._.index.arrow      index columns of a shard in the store
 
-The number of processes and the rows in device memory are not saved: they are determined again when the buffer is
-restored.
+The number of processes and the rows in device memory are not saved; they are determined when the buffer is restored.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def buffer_state(buffer: TieredBuffer) -> ReplayState:
-    """All rows, on the disk when this returns; what the disk refused comes along as bytes."""
+    """Flush all rows to disk and return the state; rows that the disk refused are included as bytes."""
     shards, refused = buffer.write_buffer.seal()
     for shard in shards:
         buffer.disk_tier.add(shard, buffer.directory / shard.name)
@@ -58,15 +56,16 @@ def buffer_state(buffer: TieredBuffer) -> ReplayState:
 
 
 def restore_buffer(buffer: TieredBuffer, directory: Path, verify: bool) -> None:
-    """Fill an empty buffer with what a checkpoint holds: files are linked, or copied; the hot layer is read anew.
+    """Restore an empty buffer from a checkpoint: files are linked or copied, and the hot tier is read from them.
 
     Args:
+        buffer: without rows.
         directory: `replay_buffer/` of a checkpoint.
-        verify: hash the files; not needed where all of the checkpoint was hashed.
+        verify: hash the files; unnecessary if the whole checkpoint was hashed.
     Raises:
-        ReplayCorrupt: rows are missing, or not what was written.
+        ReplayCorrupt: rows are missing, or differ from what was written.
     """
-    assert not len(buffer.index), "only an empty buffer takes another one's rows"
+    assert not len(buffer.index), "only an empty buffer can be restored"
     saved = _read(directory / FILE)
     index, out_of_reach = buffer.index, list[ReplayShard]()
     for entry in sorted(saved.shards, key=lambda entry: entry.first_row):
@@ -87,22 +86,22 @@ def restore_buffer(buffer: TieredBuffer, directory: Path, verify: bool) -> None:
     if num_lost := sum(index.lose(shard.first_row, shard.end) for shard in out_of_reach):
         buffer.num_lost += num_lost
         _log.warning(
-            "%d replay rows are lost: they lie in an object storage, and this run has none. To have them, start "
-            "it again from the same checkpoint with storage= as before.",
+            "%d replay rows are lost: they are in object storage, and this run has none. To restore them, resume "
+            "from the same checkpoint with storage= as before.",
             num_lost,
         )
     buffer.fill_hot()
 
 
 def cold_names(directory: Path) -> set[str]:
-    """The shards in the store that checkpoints below a directory need."""
+    """Names of the shards in the store that checkpoints below a directory need."""
     saved = [_read(file) for file in directory.glob(f"*/{COMPONENT}/{FILE}")]
     return {shard.name for one in saved for shard in one.shards if shard.place == "cold"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedShard(ReplayShard):
-    """A shard of a saved buffer, and whether its rows are here or in the store."""
+    """A shard of a saved buffer, and whether it is local or in the store."""
 
     place: Literal["here", "cold"]
 
@@ -113,11 +112,11 @@ class SavedShard(ReplayShard):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBuffer:
-    """What `buffer.json` holds.
+    """Content of `buffer.json`.
 
     Attributes:
-        first, end: of the rows, the end excluded.
-        lost: ranges of rows that are gone, ends excluded.
+        first, end: range of row numbers, end excluded.
+        lost: ranges of lost rows, ends excluded.
     """
 
     version: ByteCount
@@ -134,7 +133,7 @@ def _read(file: Path) -> SavedBuffer:
     try:
         saved = parse_as(SavedBuffer, file.read_bytes())
     except ExternalInputError as error:
-        raise ReplayCorrupt(f"{file} describes no replay buffer ({error})") from error
+        raise ReplayCorrupt(f"{file} does not describe a replay buffer ({error})") from error
     if saved.version > VERSION:
         raise ReplayCorrupt(f"{file} is of version {saved.version}: this verl reads up to {VERSION}")
     if any(first > end for first, end in saved.lost):
@@ -143,12 +142,12 @@ def _read(file: Path) -> SavedBuffer:
 
 
 def files_of(directory: Path) -> list[Path]:
-    """The shards in a directory, in order of their rows, for who reads without a buffer."""
+    """Shard files of a directory in order of their rows, for reading without a buffer."""
     return sorted(path for path in directory.glob(f"*{SUFFIX}") if not path.name.endswith(".index.arrow"))
 
 
 def _take_over(buffer: TieredBuffer, source: Path, shard: ReplayShard, is_far: bool, verify: bool) -> dict[str, Any]:
-    """Add a shard to the disk tier; what is known of its rows."""
+    """Add a shard to the disk tier, and return its index columns."""
     name = index_name(shard) if is_far else shard.name
     path = buffer.directory / name
     if not duplicate(buffer.disk, source / name, path):
@@ -168,7 +167,7 @@ def _lost_rows(count: int) -> dict[str, np.ndarray]:
 
 
 def _ranges(numbers: np.ndarray) -> list[tuple[int, int]]:
-    """Ascending numbers as ranges [first, end)."""
+    """Convert ascending numbers to ranges [first, end)."""
     if not len(numbers):
         return []
     parts = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)

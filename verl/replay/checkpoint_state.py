@@ -1,4 +1,4 @@
-"""The replay buffer's state as a checkpoint takes it: files to be linked, and small ones. Imports no Arrow."""
+"""The replay buffer's state for a checkpoint: shard files to link, and small files. Does not import Arrow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPONENT, FILE, VERSION = "replay_buffer", "buffer.json", 1
 
 @dataclass(frozen=True)
 class SharedShard:
-    """A file that is not changed any more, and what its pieces hash to."""
+    """An immutable file, with the digests of its pieces."""
 
     path: Path
     leaves: tuple[Leaf, ...]
@@ -24,11 +24,11 @@ class SharedShard:
 
 @dataclass(frozen=True)
 class ReplayState:
-    """What a checkpoint holds of a buffer, by file names.
+    """State of a buffer for a checkpoint, by file name.
 
     Attributes:
-        files: small ones, as bytes.
-        shared: files that lie there and may be linked.
+        files: content of small files.
+        shared: existing files that may be hard-linked.
     """
 
     files: Mapping[str, bytes]
@@ -36,8 +36,9 @@ class ReplayState:
 
 
 def directory_of(settings: TieredReplay, run_dir: Path) -> Path:
-    """Where the files of a run's buffer lie. Elsewhere they have a directory of this run alone, since every sweep has a
-    job 0, and the run's directory leads there."""
+    """The directory of a run's buffer files. Below `replay.directory` it is unique to the run, and the run directory
+    has a link to it.
+    """
     within = run_dir / "replay"
     if settings.directory is None:
         return within
@@ -52,6 +53,6 @@ def directory_of(settings: TieredReplay, run_dir: Path) -> Path:
 
 
 def empty_state(directory: Path) -> None:
-    """Remove what an earlier life of the same run left: its rows are in checkpoints, or were drawn after the last."""
+    """Remove files of the run before its restart: their rows are in checkpoints, or newer than the last one."""
     for path in [*directory.glob("rows_*"), *directory.glob("cold/rows_*")]:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The group `replay`: how many rows are kept, where, and which of them are sampled."""
+"""The group `replay`: number of rows, tiers, and sampling."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class TieredReplay(Description):
     """Settings of `replay=tiered`: the newest rows in device memory, most on the local disk, the oldest in `storage`.
 
     Args:
-        max_rows: rows kept; the oldest leave.
-        hot_share, warm_share, cold_share: of these rows, the newest in device memory, those in files on the local disk,
-            and the oldest in the object storage; together 1. Without an object storage the oldest stay on the disk.
-        memory_mib: that the buffer may take: at most a quarter of it for the hot layer, a quarter for rows on their way
-            to the disk, an eighth for the file being made of them, and an eighth for pages of files.
-        shard_mib: of rows that make a file, at most an eighth of `memory_mib`.
-        sampling: which rows a step is likely to take: all alike, newer ones, or those of large advantage.
-        recency_half_life: policy versions that halve the chance of a row under `recency`.
-        buffer_warmup_steps: steps that only fill the buffer, from its beginning on, before any takes rows from it.
-        fetch_timeout_s: how long a step waits for rows from the object storage before it takes others.
-        fetch_retry_s: how long the storage is left alone after it did not answer.
-        directory: below which each run has one for its files, linked to as `replay` in the run's own; null keeps them
-            there. On the file system of the checkpoints these share its bytes.
+        max_rows: capacity; the oldest rows are dropped.
+        hot_share, warm_share, cold_share: fractions of the rows, newest first, in device memory, on the local disk and
+            in object storage; they sum to 1. Without object storage the oldest rows stay on the disk.
+        memory_mib: memory limit of the buffer: at most a quarter each for the hot tier and for rows that wait to be
+            written, an eighth each for the shard being written and for mapped pages of files.
+        shard_mib: size of a shard file, at most an eighth of `memory_mib`.
+        sampling: `uniform`, `recency` (newer rows are likelier) or `advantage` (rows of large advantage are).
+        recency_half_life: policy versions that halve the weight of a row under `recency`.
+        buffer_warmup_steps: number of first steps that only fill the buffer.
+        fetch_timeout_s: how long a step waits for rows from object storage before it uses others.
+        fetch_retry_s: pause after a failed request to object storage.
+        directory: parent of the directories for buffer files, one per run, linked as `replay` in the run directory;
+            null for the run directory itself. On the file system of the checkpoints, files are shared by hard links.
     Raises:
         ConfigError: a number outside its range.
     """
@@ -55,18 +55,18 @@ class TieredReplay(Description):
             yield f"hot_share is {self.hot_share:g}: with the others it makes {sums}, which must sum to 1."
         if 8 * self.shard_mib > max(self.memory_mib, 8):
             yield (
-                f"shard_mib is {self.shard_mib}: a file is made in memory, which may hold memory_mib "
+                f"shard_mib is {self.shard_mib}: shards are built in memory, which memory_mib limits to "
                 f"{self.memory_mib} in all. Set shard_mib to at most {max(1, self.memory_mib // 8)}."
             )
         if self.directory is not None and Path(self.directory).exists() and not Path(self.directory).is_dir():
-            yield f"directory is {self.directory!r}: it is no directory."
+            yield f"directory is {self.directory!r}: it is not a directory."
 
     @property
     def hot_rows(self) -> int:
-        """Rows of the hot layer, at most."""
+        """Capacity of the hot tier in rows."""
         return round(self.hot_share * self.max_rows)
 
     @property
     def near_rows(self) -> int:
-        """Rows of the hot and of the warm layer."""
+        """Capacity of the hot and the warm tier in rows."""
         return round((self.hot_share + self.warm_share) * self.max_rows)

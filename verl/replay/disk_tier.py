@@ -1,9 +1,9 @@
 """The disk tier: shards as Arrow IPC files, written once, durable and complete under their names, never changed.
 
-record batches ──> one file ──> written aside, hashed, synced ──> renamed to rows_FIRST_DIGEST.arrow
+record batches ──> one file ──> temporary name, hashed, synced ──> renamed to rows_FIRST_DIGEST.arrow
 
-A file is read through a memory map, whose pages can be given back at any time. `DiskTier` lists all shards by their
-rows, here on the disk or in the remote tier.
+Files are read by memory maps, whose pages can be released at any time. `DiskTier` lists all shards by their rows,
+whether local or in the remote tier.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _BATCHES = 2  # record batches of a shard: each costs a reader some objects in m
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayShard:
-    """A file of rows.
+    """Description of a shard file.
 
     Attributes:
-        first_row: number of its first row in the buffer, from 0 at the buffer's beginning.
-        size: bytes.
-        leaves: pieces with their digests, as in a checkpoint's manifest.
+        first_row: number of its first row, from 0 at the start of the buffer.
+        num_rows: number of rows.
+        size: in bytes.
+        leaves: digests of its pieces, as in a checkpoint's manifest.
     """
 
     first_row: ByteCount
@@ -47,12 +48,12 @@ class ReplayShard:
 
     @property
     def name(self) -> str:
-        """Of its file: where it begins, and what is in it."""
+        """File name, by first row and digest."""
         return f"rows_{self.first_row:012d}_{file_digest(self.leaves)[:16]}{SUFFIX}"
 
     @property
     def end(self) -> int:
-        """Number of the row after its last."""
+        """Number of its last row plus 1."""
         return self.first_row + self.num_rows
 
     def as_json(self) -> dict[str, Any]:
@@ -60,9 +61,9 @@ class ReplayShard:
 
 
 def file_of(batches: Sequence[pa.RecordBatch]) -> pa.Buffer:
-    """Record batches of one schema as the bytes of an Arrow file, small ones joined."""
+    """Serialise record batches of one schema as an Arrow file; small batches are joined."""
     joined = list(_joined(batches, sum(batch.nbytes for batch in batches) // _BATCHES))
-    counted = pa.MockOutputStream()  # how long it will be: a buffer that grows is copied as it does
+    counted = pa.MockOutputStream()  # size in advance: a growing buffer would be copied
     _write_batches(counted, joined)
     data = pa.allocate_buffer(counted.size())
     _write_batches(pa.FixedSizeBufferWriter(data), joined)
@@ -76,17 +77,17 @@ def _write_batches(sink: Any, batches: Sequence[pa.RecordBatch]) -> None:
 
 
 def described(data: Any, first_row: int, num_rows: int) -> ReplayShard:
-    """The shard that these bytes are."""
+    """Describe the shard with this content."""
     return ReplayShard(
         first_row=first_row, num_rows=num_rows, size=memoryview(data).nbytes, leaves=hash_buffers([data])
     )
 
 
 def write_shard(disk: FileSystem, directory: Path, data: Any, first_row: int, num_rows: int) -> ReplayShard:
-    """Write a shard and make it durable; before the rename there is no shard, after it there is a whole one.
+    """Write a shard durably; it appears complete, by a rename.
 
     Raises:
-        OSError: the file system refused; nothing is left under the shard's name.
+        OSError: the write failed; there is no file of the shard's name.
     """
     unfinished = directory / f"rows_{first_row:012d}{UNFINISHED}"
     with contextlib.suppress(FileNotFoundError):
@@ -104,34 +105,36 @@ def write_shard(disk: FileSystem, directory: Path, data: Any, first_row: int, nu
 
 
 def write_bytes(disk: FileSystem, path: Path, data: Any) -> None:
-    """Write a small file and make it durable, name and all."""
+    """Write a small file durably, including its directory entry."""
     write_by_rename(disk, path, data)
     disk.sync_directory(path.parent)
 
 
 def index_name(shard: ReplayShard) -> str:
-    """The file that is kept here of a shard in the store."""
+    """Name of the local index file of a shard in the store."""
     return shard.name.removesuffix(SUFFIX) + INDEX_SUFFIX
 
 
 def check_file(disk: FileSystem, path: Path, shard: ReplayShard) -> None:
-    """Read a file that comes from elsewhere, and compare it with what its shard was.
+    """Compare a file with the size and digests of its shard.
 
     Raises:
-        ReplayCorrupt: other bytes, or too few.
+        ReplayCorrupt: they differ.
     """
     size = disk.status(path).st_size
     leaves = hash_buffers([disk.map(path)]) if size else ()
     if size != shard.size or leaves != shard.leaves:
-        raise ReplayCorrupt(f"{path} is not the shard that was written: {size} of {shard.size} bytes, or others")
+        raise ReplayCorrupt(
+            f"{path} differs from the shard that was written: {size} of {shard.size} bytes, or other content"
+        )
 
 
 class MappedShard:
-    """A shard whose pages are brought into memory as rows are read.
+    """A memory-mapped shard.
 
     Attributes:
         segments: its record batches.
-        starts: int64, the first row of each, within the shard.
+        starts: int64, first row of each segment within the shard.
     """
 
     def __init__(self, disk: FileSystem, path: Path, shard: ReplayShard):
@@ -153,30 +156,30 @@ class MappedShard:
         self.release()
 
     def index(self) -> dict[str, np.ndarray]:
-        """The columns that stay in memory for every row, read anew."""
+        """Read the index columns, which the buffer keeps in memory for every row."""
         found = index_of(self._batches)
         self.release()
         return found
 
     def find(self, rows: np.ndarray, places: np.ndarray) -> Iterator[SegmentRows]:
-        """Rows, numbered within the shard, that become `places` of a batch."""
+        """Yield rows by number within the shard, with their positions `places` in a batch."""
         number = np.searchsorted(self.starts, rows, side="right") - 1
         for at in np.unique(number).tolist():
             is_here = number == at
             yield SegmentRows(self.segments[at], rows[is_here] - self.starts[at], places[is_here], self)
 
     def release(self) -> None:
-        """Give the pages back; they come again when they are touched."""
+        """Release the mapped pages; they are read again on the next access."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def index_of(batches: Sequence[pa.RecordBatch]) -> dict[str, np.ndarray]:
-    """The columns of record batches that stay in memory for every row."""
+    """The index columns of record batches."""
     return {name: np.concatenate([batch.column(name).to_numpy() for batch in batches]) for name in INDEX}
 
 
 def index_file(index: dict[str, np.ndarray]) -> pa.Buffer:
-    """Those columns alone, as an Arrow file: all that is known here of a shard that lies elsewhere."""
+    """Serialise index columns as an Arrow file, kept locally for a shard in the store."""
     batch = pa.record_batch({name: index[name] for name in INDEX})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
@@ -185,13 +188,13 @@ def index_file(index: dict[str, np.ndarray]) -> pa.Buffer:
 
 
 def read_index(data: Any) -> dict[str, np.ndarray]:
-    """What `index_file` holds."""
+    """Inverse of `index_file`."""
     file = pa.ipc.open_file(pa.py_buffer(data))
     return index_of([file.get_batch(number) for number in range(file.num_record_batches)])
 
 
 def _joined(batches: Sequence[pa.RecordBatch], num_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Fewer record batches, none but the last below so many bytes."""
+    """Join record batches so that all but the last have at least `num_bytes`."""
     waiting: list[pa.RecordBatch] = []
     for batch in batches:
         waiting.append(batch)
@@ -203,16 +206,16 @@ def _joined(batches: Sequence[pa.RecordBatch], num_bytes: int) -> Iterator[pa.Re
 
 
 _log = logging.getLogger(__name__)
-FAULT_BYTES = 2**16  # what the kernel brings in around a page that is touched
+FAULT_BYTES = 2**16  # bytes that the kernel reads ahead around a page fault
 
 
 @dataclass(order=True)
 class ShardLocation:
-    """A shard, and where it lies.
+    """A shard and its location.
 
     Attributes:
-        path: its file here; None while it is only in the store.
-        is_stored: the store has confirmed that it holds it.
+        path: local file; None if it is only in the store.
+        is_stored: whether the store has confirmed its upload.
     """
 
     first_row: int
@@ -223,54 +226,55 @@ class ShardLocation:
 
 
 class DiskTier:
-    """Shards in order.
+    """The shards of a buffer, in order of their rows.
 
     Args:
-        touched_bytes: of pages of files that may be in this process's memory; beyond that they are given back.
+        disk: the file system.
+        touched_bytes: limit of mapped pages in this process's memory; beyond it they are released.
     """
 
     def __init__(self, disk: FileSystem, touched_bytes: int):
         self._disk, self._most_touched = disk, touched_bytes
         self.placed: list[ShardLocation] = []
         self._touched: dict[int, tuple[MappedShard, int]] = {}
-        self.to_delete: list[Path] = []  # files that nothing of the buffer needs, but perhaps a save under way
+        self.to_delete: list[Path] = []  # unused files; a save in progress may still need them
 
     def __iter__(self) -> Iterator[ShardLocation]:
         return iter(self.placed)
 
     def add(self, shard: ReplayShard, path: Path | None, is_stored: bool = False) -> None:
-        """A shard that is whole and durable."""
+        """Add a shard that has been written durably."""
         insort(self.placed, ShardLocation(shard.first_row, shard, path, is_stored))
 
     def holding(self, rows: np.ndarray) -> Iterator[tuple[ShardLocation, np.ndarray]]:
-        """The shards of these rows, and which of them each has, as a mask."""
+        """Yield each shard with some of these rows, with a mask of them."""
         firsts = np.array([placed.first_row for placed in self.placed], dtype=np.int64)
         number = np.searchsorted(firsts, rows, side="right") - 1
         for at in np.unique(number).tolist():
             yield self.placed[at], number == at
 
     def find(self, rows: np.ndarray, places: np.ndarray) -> Iterator[SegmentRows]:
-        """Rows that become `places` of a batch, all of them in files that are here.
+        """Yield rows by number, all in local files, with their positions `places` in a batch.
 
         Raises:
-            ReplayCorrupt: a file is not what was written.
+            ReplayCorrupt: a file differs from what was written.
         """
         for placed, is_here in self.holding(rows):
             yield from self.opened(placed).find(rows[is_here] - placed.first_row, places[is_here])
 
     def opened(self, placed: ShardLocation) -> MappedShard:
-        """The rows of a shard that is here."""
+        """Map a local shard."""
         assert placed.path is not None
         if placed.mapped is None:
             placed.mapped = MappedShard(self._disk, placed.path, placed.shard)
         return placed.mapped
 
     def touched(self, part: SegmentRows) -> None:
-        """Rows of a part were read: once too much is in memory, give it back; it stays in the kernel's cache."""
+        """Count the pages that were read for a part; above the limit release all (they stay in the page cache)."""
         shard: MappedShard | None = part.file
         if shard is None:
             return
-        places = 2 * len(part.segment.fields) + 4  # values and offsets of each, and the columns beside
+        places = 2 * len(part.segment.fields) + 4  # values and offsets of each, and the other columns
         read = len(part.rows) * places * FAULT_BYTES
         _, before = self._touched.get(id(shard), (shard, 0))
         self._touched[id(shard)] = shard, min(shard.shard.size, before + read)
@@ -278,13 +282,13 @@ class DiskTier:
             self.release()
 
     def release(self) -> None:
-        """Give back the pages of all files."""
+        """Release the pages of all files."""
         for shard, _ in self._touched.values():
             shard.release()
         self._touched.clear()
 
     def drop_before(self, row: int) -> list[ReplayShard]:
-        """Take out the shards that end before a row; gives those that the store holds."""
+        """Remove the shards that end before a row; returns those that are in the store."""
         gone = [placed for placed in self.placed if placed.shard.end <= row]
         self.placed = self.placed[len(gone) :]
         for placed in gone:
@@ -292,7 +296,7 @@ class DiskTier:
         return [placed.shard for placed in gone if placed.is_stored]
 
     def leave(self, placed: ShardLocation) -> None:
-        """Forget the file of a shard, which is removed by the next `sweep`."""
+        """Drop the local file of a shard; the next `sweep` deletes it."""
         if placed.path is not None:
             self.to_delete.append(placed.path)
         if placed.mapped is not None:
@@ -300,7 +304,7 @@ class DiskTier:
         placed.path = placed.mapped = None
 
     def sweep(self) -> None:
-        """Remove the files that were left."""
+        """Delete the dropped files."""
         for path in self.to_delete:
             with contextlib.suppress(FileNotFoundError):
                 try:

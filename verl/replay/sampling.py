@@ -1,4 +1,4 @@
-"""Sampling from the replay buffer: which old rows a step takes, from an index of all rows and counter-based noise.
+"""Sampling from the replay buffer: which old rows a step uses, from an index of all rows and counter-based noise.
 
     t_i = -log(u_i) / w_i,    u_i = uniform(seed, step, number of i)    the smallest t are taken
 
@@ -27,29 +27,30 @@ DTYPES = {
 
 
 class RowIndex:
-    """Columns of all rows of a buffer, 25 bytes a row, by row numbers that never change.
+    """Index columns of all rows of a buffer, 25 bytes per row. Row numbers never change.
 
     Attributes:
-        first, end: numbers of the oldest row held, and of the next one to come.
+        first, end: number of the oldest row, and of the next row to be appended.
     """
 
     def __init__(self, first: int = 0):
         self.first = self.end = first
         self._columns = {name: np.zeros(1024, dtype) for name, dtype in DTYPES.items()}
-        self._begin = 0  # where row `first` stands
+        self._begin = 0  # position of row `first` in the arrays
 
     def __len__(self) -> int:
         return self.end - self.first
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """A column of all rows held, to be read."""
+        """A column of all rows, read-only."""
         return self._columns[name][self._begin : self._begin + len(self)]
 
     def append(self, columns: Mapping[str, np.ndarray], is_there: bool = True) -> None:
-        """Rows after the last one.
+        """Append rows.
 
         Args:
-            is_there: false for rows that are lost: they keep their numbers.
+            columns: [n] each.
+            is_there: false for lost rows, which keep their numbers.
         """
         count = len(columns["group"])
         self._make_room(count)
@@ -59,7 +60,7 @@ class RowIndex:
         self.end += count
 
     def lose(self, first: int, end: int) -> int:
-        """These rows cannot be read any more; how many of them could be before."""
+        """Mark rows as lost; returns how many of them were not lost before."""
         first, end = max(first, self.first), min(end, self.end)
         there = self["is_there"][max(0, first - self.first) : max(0, end - self.first)]
         count = int(there.sum())
@@ -67,7 +68,7 @@ class RowIndex:
         return count
 
     def drop_before(self, row: int) -> None:
-        """Forget the rows before this one."""
+        """Remove the rows before this number."""
         self._begin += max(0, row - self.first)
         self.first = max(self.first, row)
         self.end = max(self.end, self.first)
@@ -85,19 +86,19 @@ class RowIndex:
 
 
 SamplingStrategy = Literal["uniform", "recency", "advantage"]
-LEAST_ADVANTAGE = 1e-3  # of the largest: rows that taught nothing yet may still be drawn
+LEAST_ADVANTAGE = 1e-3  # relative to the largest: rows without advantage keep a small weight
 
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """What a step asks of the buffer.
+    """A request of a step for old rows.
 
     Attributes:
-        num_rows: at most.
-        step: keys the noise, with the seed.
-        version: the policy's, from which staleness is counted.
-        max_staleness: policy versions that a row may be behind; None for any.
-        whole_groups: take all responses to a prompt or none.
+        num_rows: the most rows.
+        step: seeds the sampling noise, with the run's seed.
+        version: current policy version, from which staleness is counted.
+        max_staleness: the most policy versions that a row may be behind; None for no limit.
+        whole_groups: sample all responses to a prompt or none.
     """
 
     num_rows: int
@@ -110,10 +111,11 @@ class ReplayRequest:
 def weights_of(
     sampling: SamplingStrategy, staleness: np.ndarray, advantage: np.ndarray, half_life: float
 ) -> np.ndarray:
-    """How likely rows are drawn, relative to each other; float64, above 0.
+    """Sampling weights of rows, float64, positive.
 
     Args:
-        staleness: policy versions since each row was drawn.
+        sampling: the strategy.
+        staleness: policy versions since each row was generated.
         advantage: mean absolute advantage of each row.
         half_life: policy versions that halve the weight under `recency`.
     """
@@ -126,20 +128,21 @@ def weights_of(
 
 
 def draw(numbers: np.ndarray, weights: np.ndarray, sizes: np.ndarray, wanted: int, seed: int, step: int) -> np.ndarray:
-    """The first to arrive, as long as they fit.
+    """Sample items without replacement, in order of t_i (see the module), until the next item does not fit.
 
     Args:
-        numbers: int64, the names of the runners, which key their noise.
-        weights: above 0.
-        sizes: rows that each of them brings.
-        wanted: rows in all, at most.
+        numbers: int64, numbers of rows or groups, which seed their noise.
+        weights: positive.
+        sizes: rows of each item.
+        wanted: the most rows in all.
+        seed, step: of the noise.
     Returns:
-        Places in `numbers`, ascending.
+        Indices into `numbers`, ascending.
     """
     noise = uniform(seed, step, torch.from_numpy(numbers), torch.zeros(1, dtype=torch.int64), 0, REPLAY).numpy()
     with np.errstate(divide="ignore"):
         times = -np.log(noise) / weights
-    enough = min(len(times), wanted)  # each brings a row at least
+    enough = min(len(times), wanted)  # each has at least one row
     first = np.argpartition(times, enough - 1)[:enough] if 0 < enough < len(times) else np.arange(len(times))
     order = first[np.lexsort((numbers[first], times[first]))]
     return np.sort(order[np.cumsum(sizes[order]) <= wanted])

@@ -1,7 +1,7 @@
-"""Rows in memory, oldest first: the memory tier, and the newest rows until a thread has written them as a shard.
+"""The memory tier, and the write buffer of rows until a thread has written them as a shard.
 
 add ──> open ── full ──> closed: being written ──> collect: a shard, and the rows leave memory
-                             └── the disk refuses: logged, kept in memory, tried again
+                             └── the write fails: logged, rows stay in memory, retried
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from verl.replay.disk_tier import ReplayShard, described, file_of, write_shard
 
 
 class MemoryTier:
-    """Segments one after another, without gaps.
+    """Consecutive segments of rows in memory.
 
     Attributes:
-        num_bytes: of all segments.
+        num_bytes: size of all segments.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class MemoryTier:
 
     @property
     def first(self) -> int | None:
-        """The number of the oldest row; None where there is none."""
+        """Number of the oldest row; None if there are no rows."""
         return self._segments[0][0] if self._segments else None
 
     @property
     def end(self) -> int:
-        """The number of the row after the newest; 0 where there is none."""
+        """Number of the newest row plus 1; 0 if there are no rows."""
         return self._segments[-1][0] + self._segments[-1][1].num_rows if self._segments else 0
 
     def append(self, first_row: int, segment: RowSegment) -> None:
@@ -55,17 +55,17 @@ class MemoryTier:
         self.num_bytes += segment.num_bytes
 
     def drop_before(self, row: int) -> None:
-        """Let go of the segments that end before this row."""
+        """Drop the segments that end before this row."""
         while self._segments and self._segments[0][0] + self._segments[0][1].num_rows <= row:
             self.num_bytes -= self._segments.popleft()[1].num_bytes
 
     def trim(self, num_bytes: int) -> None:
-        """Let go of the oldest segments until so many bytes are left, at most."""
+        """Drop the oldest segments until at most `num_bytes` are left."""
         while self._segments and self.num_bytes > num_bytes:
             self.num_bytes -= self._segments.popleft()[1].num_bytes
 
     def find(self, rows: np.ndarray, places: np.ndarray) -> Iterator[SegmentRows]:
-        """Rows that are here, and become `places` of a batch."""
+        """Yield the rows that are in memory, with their positions `places` in a batch."""
         firsts = np.array([first for first, _ in self._segments])
         number = np.searchsorted(firsts, rows, side="right") - 1
         for at in np.unique(number).tolist():
@@ -78,7 +78,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _ClosedShard:
-    """Rows of one shard to be."""
+    """Rows that are being written as a shard."""
 
     first_row: int
     batches: list[pa.RecordBatch]
@@ -90,11 +90,13 @@ class _ClosedShard:
 
 
 class WriteBuffer:
-    """Rows that are in no shard yet.
+    """Rows that are not yet in a shard.
 
     Args:
-        shard_bytes: of rows that make a shard.
-        limit_bytes: of rows that may wait; while they are more, `add` waits for the disk.
+        disk: the file system.
+        directory: of the shards.
+        shard_bytes: size of a shard.
+        limit_bytes: limit of rows in memory; above it `add` waits for the disk.
     """
 
     def __init__(self, disk: FileSystem, directory: Path, shard_bytes: int, limit_bytes: int):
@@ -109,19 +111,19 @@ class WriteBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Of the rows in memory."""
+        """Size of the rows in memory."""
         return self._rows.num_bytes
 
     @property
     def first(self) -> int | None:
-        """The oldest row that is in no shard."""
+        """Number of the oldest row that is not in a shard."""
         return self._rows.first
 
     def add(self, first_row: int, batch: pa.RecordBatch) -> tuple[int, int] | None:
-        """Take rows in.
+        """Add rows.
 
         Returns:
-            A range of older rows that had to be given up, since the disk refuses and memory is full; or None.
+            A range of older rows that were dropped, since writes fail and memory is full; or None.
         """
         if self._open and not self._open[0].schema.equals(batch.schema, check_metadata=True):
             self._close_open()
@@ -139,9 +141,9 @@ class WriteBuffer:
         return self._rows.find(rows, places)
 
     def collect(self) -> list[ReplayShard]:
-        """The shards written since the last call; what the disk refused is tried again."""
+        """The shards written since the last call; failed writes are retried."""
         done: list[ReplayShard] = []
-        while self._closed and self._closed[0].writing.done():  # in order, so that no rows leave before older ones
+        while self._closed and self._closed[0].writing.done():  # in order: rows must not leave memory before older ones
             error = self._closed[0].writing.exception()
             if error is not None:
                 if not isinstance(error, OSError):
@@ -156,22 +158,22 @@ class WriteBuffer:
         return done
 
     def seal(self) -> tuple[list[ReplayShard], list[tuple[ReplayShard, pa.Buffer]]]:
-        """Write all rows that are in no shard yet, and wait for it.
+        """Write all rows as shards, and wait.
 
         Returns:
-            The shards written; and what the disk refused, as the bytes of shards to be kept elsewhere.
+            The shards written, and shards whose writes failed with their content.
         """
         self._close_open()
         for closed in self._closed:
             if closed.writing.done() and closed.writing.exception() is not None:
-                self._start(closed)  # there may be room by now
+                self._start(closed)  # a retry: the disk may have room now
             _wait(closed)
         done = self.collect()
         files = [(closed, file_of(closed.batches)) for closed in self._closed]
         return done, [(described(data, c.first_row, c.end - c.first_row), data) for c, data in files]
 
     def close(self) -> None:
-        """End the thread, with what it has begun."""
+        """Stop the thread after its current write."""
         self._writer.shutdown(wait=True)
 
     def _close_open(self) -> None:
@@ -189,7 +191,7 @@ class WriteBuffer:
         return write_shard(self._disk, self._directory, file_of(closed.batches), closed.first_row, rows)
 
     def _give_up(self) -> tuple[int, int] | None:
-        """Wait for the disk; where it refuses, let go of the oldest shard to be."""
+        """Wait for the disk; if the write fails, drop the oldest rows and return their range."""
         if not self._closed:
             return None
         oldest = self._closed[0]
@@ -203,7 +205,7 @@ class WriteBuffer:
 
     def _tell(self, error: BaseException | None) -> None:
         if not self._is_reported:
-            _log.warning("Replay rows cannot be written and stay in memory; it is tried again: %s", error)
+            _log.warning("Replay rows cannot be written and stay in memory; the write is retried: %s", error)
         self._is_reported = True
 
 

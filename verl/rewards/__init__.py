@@ -1,14 +1,14 @@
-"""From texts to scores: rules, functions of the user, reward models, remote judges.
+"""From texts to scores: rules, user-defined functions, reward models, remote judges.
 
-base           From texts to scores: what a reward is, and how its scores reach the tokens
-code_tests     Rewards by running code: the program in a response against the tests of its row, in a sandbox
-function       Rewards by a Python function of the user, named in the configuration or passed as it is
-import_path    Imports the function that `module:function` or `file.py:function` names
-math_rules     Rules for mathematical answers as functions of text. Light
+base           From texts to scores: the base class of rewards, and how a score is placed on tokens
+code_tests     Rewards by running code: the program in a response is tested in a sandbox
+function       Rewards by a user-defined Python function, given by its path or as an object
+import_path    Imports a function by `module:function` or `file.py:function`
+math_rules     Rules for mathematical answers, as functions of text; imports little
 normalization  Reward normalisation: scores less the running mean
 pool_worker    The main program of a pool process: `python -m verl.rewards.pool_worker`
 process_pool   A pool of worker processes that score one sample at a time
-remote/        Rewards that a server gives: an LLM judge or a scoring service
+remote/        Rewards from a server: an LLM judge or a scoring service
 reward_model   Rewards by a model: any sequence-classification model of Hugging Face, whatever its tokenizer
 rules          Rewards by rules: exact match, regular expression, response length
 validation     Validation of a reward function: the keyword arguments it takes, and what it returned

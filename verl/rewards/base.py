@@ -1,4 +1,4 @@
-"""From texts to scores: what a reward is, and how its scores reach the tokens."""
+"""From texts to scores: the base class of rewards, and how a score is placed on tokens."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ TEXT_COLUMNS = ("prompt_text", "response_text")
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Scores and what they are made of.
+    """Scores of a batch, and their components.
 
     Attributes:
         scores: [B] float64.
-        token_scores: [B T] float32, where the reward itself says which token is worth what; a row's sum is its score.
-        parts: by name, [B] floats each: a metric `reward/NAME` (their mean) and a column of the sample tables.
-        columns: by name, [B] of anything else, such as texts: a column `reward_NAME` of the sample tables.
+        token_scores: [B T] float32, for a reward that scores single tokens; each row sums to its score. None for
+            others.
+        parts: components by name, [B] floats each: logged as metric `reward/NAME` (mean) and as a column of sample
+            tables.
+        columns: other values by name, [B] each, such as texts: a column `reward_NAME` of the sample tables.
     """
 
     scores: np.ndarray
@@ -41,37 +43,39 @@ class RewardResult:
 
 @component
 class RewardDescription(Description):
-    """Base of what `reward` may be: builds a `Reward`, or is one.
+    """Base class of `reward=` components. A subclass builds a `Reward`, or is one.
 
     Attributes:
-        is_model: it can live as a role `rm` of its own.
+        is_model: whether it can run as the role `rm`, on its own devices.
     """
 
     is_model: ClassVar[bool] = False
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
-        """Yield each column of the data that it cannot do without, after what names it: `answer_key is 'answer'`."""
+        """Yield (setting, column) for each column of the data that it requires, e.g. (`answer_key is 'answer'`,
+        `answer`).
+        """
         yield from ()
 
 
 class Reward:
-    """Base of every reward: a subclass rates texts, this class checks its answer and places it on the tokens.
+    """Base class of rewards. A subclass scores texts in `rate`; this class checks the scores and places them on tokens.
 
-    One that needs more than texts, such as lengths in tokens, overrides `rate_batch` in place of `rate`.
+    A subclass that needs more than texts, such as lengths in tokens, overrides `rate_batch` instead.
 
     Attributes:
-        call_timeout_s: seconds for one batch, after which the call is interrupted where it stands; None for no
-            deadline. A class that says nothing gets 60 when a run builds it.
+        call_timeout_s: seconds for one batch, after which the call is interrupted; None for no deadline. A user's
+            class that does not set it gets 60 in a run.
     """
 
     call_timeout_s: float | None = None
 
     def rate(self, prompts: list[str], responses: list[str], **columns: list) -> Any:
-        """Rate B responses.
+        """Score B responses.
 
         Args:
-            prompts, responses: texts, B each.
-            columns: every other column of the data, B items each.
+            prompts, responses: B texts each.
+            columns: all other columns of the data, B items each.
         Returns:
             B finite numbers, as a sequence, an array or a tensor.
         """
@@ -79,21 +83,21 @@ class Reward:
 
     @property
     def producer(self) -> Callable:
-        """The function that errors name as their source."""
+        """The function that error messages name as the source of the scores."""
         return self.rate
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
-        """Rate every response of a batch, as `score` does, but place nothing on the tokens."""
+        """Score every response of a batch, without placing scores on tokens."""
         prompts, responses, columns = texts_of(batch)
         if not len(batch):
             return RewardResult(np.zeros(0))
         return RewardResult(checked_scores(self.rate(prompts, responses, **columns), prompts, responses, self.producer))
 
     def rated(self, batch: DataProto) -> RewardResult:
-        """What `rate_batch` gives, in time.
+        """Call `rate_batch` with the deadline `call_timeout_s`.
 
         Raises:
-            RewardError: as there; or it did not return within `call_timeout_s`.
+            RewardError: raised by `rate_batch`, or the deadline has passed.
         """
         if self.call_timeout_s is None:
             return self.rate_batch(batch)
@@ -103,25 +107,29 @@ class Reward:
             raise reward_error("a score for each response", str(late), self.producer) from late
 
     def frozen(self) -> AbstractContextManager[None]:
-        """The context in which what the reward learns of scores, such as their mean, stays as it is: evaluation."""
+        """Inside this context running statistics of scores, such as their mean, are not updated; used for
+        evaluation.
+        """
         return contextlib.nullcontext()
 
     def take(self) -> dict[str, float]:
-        """What was counted since the last call, evaluations left out, by NAME: metrics `reward/NAME`."""
+        """Return and reset the counters since the last call, without evaluations, by NAME of the metric
+        `reward/NAME`.
+        """
         return {}
 
     def reset_stats(self) -> None:
-        """Forget what was learned of scores."""
+        """Reset running statistics of scores."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned of scores, as plain numbers and dicts; empty for most rewards."""
+        """Running statistics of scores, as plain numbers and dicts; empty for most rewards."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
 
     def close(self) -> None:
-        """End what was started to rate; the trainer calls it at the end of a run, and it may be called again."""
+        """Stop processes and connections. The trainer calls it at the end of a run; calling it again does nothing."""
 
     def score(self, batch: DataProto) -> DataProto:
         """Score every response of a batch.
@@ -129,12 +137,11 @@ class Reward:
         Args:
             batch: response_mask [B T]; `prompt_text`, `response_text` and the columns of the data.
         Returns:
-            token_level_scores [B T] float32: those that the reward gives itself; else the score on the last True of
-            response_mask, 0 elsewhere, so a row whose mask is empty has none; and in `non_tensor_batch` `score`, B
-            floats as they were rated, and a column `reward/NAME` for each part of the rating and `reward_NAME` for each
-            of its columns.
+            token_level_scores [B T] float32: per-token scores of the reward, or the score on the last True of
+            response_mask and 0 elsewhere (all 0 for a row with an empty mask). In `non_tensor_batch`: `score`, B
+            floats; `reward/NAME` for each part of the result and `reward_NAME` for each of its columns.
         Raises:
-            RewardError: the rating raised, or is not B finite numbers; names the sample and the function.
+            RewardError: the reward raised, or did not return B finite numbers; names the sample and the function.
         """
         rating = self.rated(batch)
         placed = token_scores_of(rating, batch.batch["response_mask"])
@@ -148,9 +155,9 @@ class Reward:
 
 
 def in_time(reward: Reward, timeout_s: float | None = None) -> Reward:
-    """A reward of the user with a deadline: the one that is given, that of its class, or 60 seconds for a batch.
+    """Set the deadline of a user-defined reward: `timeout_s`, else that of its class, else 60 seconds per batch.
 
-    Rewards of the package have deadlines of their own.
+    Rewards of this package keep their own deadlines.
     """
     own = [kind for kind in type(reward).__mro__ if not kind.__module__.startswith("verl.")]
     is_said = "call_timeout_s" in getattr(reward, "__dict__", ()) or any("call_timeout_s" in vars(x) for x in own)
@@ -160,9 +167,10 @@ def in_time(reward: Reward, timeout_s: float | None = None) -> Reward:
 
 
 def token_scores_of(rating: RewardResult, mask: torch.Tensor) -> torch.Tensor:
-    """What each token is worth [B T] float32: as the reward says, else all of a score on its last token.
+    """Per-token scores [B T] float32: those of the result, or each score on the last token of its response.
 
     Args:
+        rating: scores of the batch.
         mask: response_mask [B T].
     """
     if rating.token_scores is not None:
@@ -175,22 +183,27 @@ def token_scores_of(rating: RewardResult, mask: torch.Tensor) -> torch.Tensor:
 
 
 def missing_columns(reward: Description, columns: Collection[str], where: str) -> Iterator[str]:
-    """Yield a sentence for each column that a reward reads and the data lack, opening with the reward's key.
+    """Yield a sentence for each column that a reward requires and the data lack, beginning with the reward's setting.
 
     Args:
-        columns: of the data, beside the prompt.
-        where: which rows lack it, in words.
+        reward: the component.
+        columns: columns of the data, without the prompt.
+        where: the rows, for the sentence, such as `rows of data.files`.
     """
     if not isinstance(reward, RewardDescription):
         return
     for named_by, column in reward.columns_read():
         if column not in columns and column not in ("prompt_messages", *TEXT_COLUMNS):
-            present = ", ".join(sorted(set(columns) - set(TEXT_COLUMNS))) or "none beside the prompt"
+            present = ", ".join(sorted(set(columns) - set(TEXT_COLUMNS))) or "none but the prompt"
             yield f"{named_by}: the {where} have no column {column!r}. Their columns: {present}."
 
 
 def texts_of(batch: DataProto) -> tuple[list[str], list[str], dict[str, list]]:
-    """Prompts, responses and the columns of the data, B items each."""
+    """Prompts, responses and all other columns of a batch, B items each.
+
+    Raises:
+        RewardError: the batch has no texts.
+    """
     arrays = batch.non_tensor_batch
     if missing := [name for name in TEXT_COLUMNS if name not in arrays]:
         raise RewardError(

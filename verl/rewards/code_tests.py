@@ -1,4 +1,4 @@
-"""Rewards by running code: the program in a response against the tests of its row, in a sandbox."""
+"""Rewards by running code: the program in a response is tested in a sandbox, with the tests of its data row."""
 
 from __future__ import annotations
 
@@ -34,19 +34,21 @@ FORMS = (
 
 @component
 class CodeTests(RewardDescription):
-    """Run the program in each response against the tests of its row.
+    """Run the program in each response against the tests of its data row.
 
-    The program is the last fenced block of the response, or all of a response without one. The column holds cases of
-    standard input and expected output, which are compared line by line without the white space at their ends; or unit
-    tests, which run after `import solution` with all of its names at hand and pass where they reach their end. A
-    program that runs out of time, memory or output fails that test; a sandbox that fails is asked three times, and then
-    ends the run, since its failure says nothing of the response.
+    The program is the last fenced code block of the response, or the whole response if it has none. Tests are either
+    pairs of standard input and expected output, compared line by line without trailing white space, or Python unit
+    tests, which run with all names of the program imported and pass if they run to their end. A program that exceeds
+    its time, memory or output limit fails the test. A failure of the sandbox itself says nothing about the response: it
+    is retried twice, then the run ends.
 
     Args:
         sandbox: where programs run.
-        tests_key: the column.
-        partial_credit: whether a part of the tests gives that part of the way from `wrong` to `correct`.
-        timeout_s, memory_mib: of one test, within those of the sandbox, which null stands for.
+        tests_key: column of the tests.
+        partial_credit: score a response that passes a fraction f of its tests `wrong + f * (correct - wrong)`;
+            otherwise it must pass all.
+        correct, wrong: the score if all tests pass, and if none does.
+        timeout_s, memory_mib: limits of one test, at most those of the sandbox; null for those of the sandbox.
     """
 
     sandbox: Sandbox | None
@@ -60,13 +62,13 @@ class CodeTests(RewardDescription):
     def faults(self) -> Iterator[str]:
         if self.sandbox is None:
             yield (
-                "sandbox is null: code that the model wrote needs a place to run. Set sandbox=jail (jails on this "
+                "sandbox is null: code that the model wrote must run in a sandbox. Set sandbox=jail (jails on this "
                 "machine), sandbox=remote (a server), or sandbox=none, which gives no protection."
             )
         elif self.timeout_s is not None and self.timeout_s > self.sandbox.timeout_s:
-            yield f"timeout_s is {self.timeout_s:g}: the sandbox ends programs after {self.sandbox.timeout_s:g}."
+            yield f"timeout_s is {self.timeout_s:g}: the sandbox ends programs after {self.sandbox.timeout_s:g} s."
         elif self.memory_mib is not None and self.memory_mib > self.sandbox.memory_mib:
-            yield f"memory_mib is {self.memory_mib}: the sandbox gives a program {self.sandbox.memory_mib}."
+            yield f"memory_mib is {self.memory_mib}: the sandbox gives a program {self.sandbox.memory_mib} MiB."
         if self.correct <= self.wrong:
             yield f"correct is {self.correct}: must exceed wrong, which is {self.wrong}."
 
@@ -81,7 +83,7 @@ class CodeTests(RewardDescription):
 
 @dataclass(frozen=True)
 class CodeTest:
-    """One test of a row: a case of input and output, or a unit test in Python."""
+    """One test of a row: a pair of input and output, or a unit test in Python."""
 
     stdin: str = ""
     stdout: str = ""
@@ -89,7 +91,7 @@ class CodeTest:
 
 
 class CodeReward(Reward):
-    """The running form of `CodeTests`."""
+    """The reward that `CodeTests` builds."""
 
     def __init__(self, described: CodeTests, runner: CodeRunner):
         self.described, self._runner = described, runner
@@ -99,8 +101,9 @@ class CodeReward(Reward):
         return self.rate_batch
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
-        """Parts: `tests_passed`, the share of a row's tests; `test_timeouts`, 1 where a test ran out of time. Column:
-        `tests`, the outcome of each test that ran."""
+        """Parts: `tests_passed`, the fraction of a row's tests that pass; `test_timeouts`, 1 if a test ran out of time.
+        Column: `tests`, the outcome of each test that ran.
+        """
         _, responses, columns = texts_of(batch)
         key = self.described.tests_key
         if key not in columns:
@@ -121,7 +124,7 @@ class CodeReward(Reward):
         self._runner.close()
 
     def _run_tests(self, code: str, tests: Sequence[CodeTest]) -> list[str]:
-        """`pass`, `fail` or another outcome of each test, up to the first that fails where a part is worth nothing."""
+        """Outcome (`pass`, `fail`, ...) of each test; without partial credit it stops at the first that fails."""
         outcomes: list[str] = []
         for test in tests:
             outcomes.append(self._run_test(code, test))
@@ -135,7 +138,7 @@ class CodeReward(Reward):
             result = self._runner.execute(Program(code, stdin=test.stdin, **limits))
             passes = result.outcome == "ok" and _lines(result.stdout) == _lines(test.stdout)
         else:
-            mark = secrets.token_hex(16)  # a program that ends early does not pass
+            mark = secrets.token_hex(16)  # printed after the test: a program that exits early does not pass
             main = _UNIT_TEST.format(test=test.unit, mark=mark)
             result = self._runner.execute(Program(main, {"solution.py": code}, **limits))
             passes = result.outcome == "ok" and result.stdout.endswith(f"{mark}\n")
@@ -144,14 +147,14 @@ class CodeReward(Reward):
     def _named(self, result: ExecutionResult, passes: bool) -> str:
         if result.outcome == "infra":
             raise RewardError(
-                f"The sandbox failed, so a response has no score: {result.detail}. This says nothing of the response."
+                f"The sandbox failed, so a response has no score: {result.detail}. This is no fault of the response."
             )
         outcome: Outcome = result.outcome
         return "pass" if passes else "fail" if outcome == "ok" else outcome
 
 
 def program_of(response: str) -> str:
-    """The last fenced block of a response that is Python or says no language; all of it where there is none."""
+    """The last fenced block of a response that is marked as Python or unmarked; the whole response if it has none."""
     blocks = _FENCED.findall(response)
     return blocks[-1] if blocks else response
 
@@ -160,11 +163,11 @@ def read_tests(value: Any, where: str) -> list[CodeTest]:
     """The tests of a row.
 
     Raises:
-        RewardError: it is none of FORMS, or empty.
+        RewardError: `value` has none of the accepted forms, or is empty.
     """
     found = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(found, str) and found.lstrip()[:1] in ("[", "{"):
-        with contextlib.suppress(ValueError):  # a unit test may begin so too
+        with contextlib.suppress(ValueError):  # a Python unit test may begin with the same characters
             found = json.loads(found)
     tests = _parsed(found)
     if not tests:

@@ -1,8 +1,8 @@
-"""Deadlines of code that runs in this process: a call that does not return in time ends with its line.
+"""Deadlines for calls of user code in this process; the error names the line at which the call was interrupted.
 
-main thread     a signal (SIGURG, which is ignored by default) raises where the call stands, again every second;
-                a call inside of a library that never comes back to Python ends the process, in words
-other threads   the call runs in a thread of its own, and is left behind there
+main thread     a signal (SIGURG, ignored by default) raises an exception in the call, again every second;
+                if a call inside a library never returns to Python, the process ends with a message
+other threads   the call runs in a thread of its own, which is abandoned
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from types import FrameType
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
-BATCH_TIMEOUT_S = 60.0  # of a call that rates a whole batch, where nothing else is said
+BATCH_TIMEOUT_S = 60.0  # default for a call that scores a whole batch
 REPEATED_S, GRACE_S = 1.0, 60.0
 STACK_LINES = 4
 log = logging.getLogger(__name__)
 
 
 class CallFailed(Exception):
-    """A call came to nothing: in another process, or in this one by its deadline.
+    """A call failed in another process, or passed its deadline in this one.
 
     Attributes:
-        kind: of the exception that the function raised; None where it did not answer in time, or its process ended.
+        kind: class name of the exception that the function raised; None if it timed out or its process ended.
     """
 
     def __init__(self, words: str, kind: str | None):
@@ -40,14 +40,16 @@ class CallFailed(Exception):
 
 
 class _Late(BaseException):
-    """Raised where a call stands; no `except Exception` of the user takes it for a failure of its own."""
+    """Raised inside a call that is late. A BaseException, so that `except Exception` in user code does not catch it."""
 
 
 def call_within(timeout_s: float, call: Callable[[], Value], file: str | None = None) -> Value:
-    """What a call gives.
+    """Return the result of a call.
 
     Args:
-        file: the user's own, whose innermost line is named.
+        timeout_s: deadline in seconds.
+        call: the function.
+        file: source file of the user; the error names the innermost line in it.
     Raises:
         CallFailed: it did not return in time.
     """
@@ -61,7 +63,7 @@ def call_within(timeout_s: float, call: Callable[[], Value], file: str | None = 
 
 
 def in_thread(call: Callable[[], Value], timeout_s: float | None = None, file: str | None = None) -> Value:
-    """The same from a thread of its own, which ends with the process; without a deadline where there is none."""
+    """Like `call_within`, in a daemon thread; None for no deadline."""
     given: list[Any] = []
     failed: list[BaseException] = []
     context = contextvars.copy_context()
@@ -69,7 +71,7 @@ def in_thread(call: Callable[[], Value], timeout_s: float | None = None, file: s
     def run() -> None:
         try:
             given.append(context.run(call))
-        except BaseException as error:  # noqa: BLE001 - raised to who waits
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             failed.append(error)
 
     thread = threading.Thread(target=run, name="reward call", daemon=True)
@@ -114,7 +116,7 @@ def _end_process(timeout_s: float, thread: int) -> None:
     stack = "" if frame is None else "".join(traceback.format_stack(frame)[-STACK_LINES:])
     words = (
         f"The reward function has not returned for {timeout_s + GRACE_S:g} s (reward.timeout_s is {timeout_s:g}) and "
-        f"cannot be interrupted: it waits inside of a library. The run ends here, unfinished. It is at:\n{stack}"
+        f"cannot be interrupted, since it is inside a library. The run ends here, unfinished. The call is at:\n{stack}"
     )
     log.critical("%s", words)
     for handler in logging.getLogger().handlers:

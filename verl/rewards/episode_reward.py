@@ -1,4 +1,4 @@
-"""`reward=environment`: the rewards that the environment gave, each on the last token of its turn."""
+"""`reward=environment`: rewards from the environment, each on the last token of its turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.rewards.base import Reward, RewardDescription, RewardResult
 
 @component
 class EpisodeReward(RewardDescription, Reward):
-    """The sum of the rewards of an episode's turns; needs `environment`."""
+    """The sum of the environment's rewards over the turns of an episode; requires `environment=`."""
 
     needs_environment: ClassVar[bool] = True
 
@@ -22,8 +22,8 @@ class EpisodeReward(RewardDescription, Reward):
         return self.rate_batch
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
-        """`turn_rewards` [B T] as they are."""
+        """Use `turn_rewards` [B T] as token scores."""
         if "turn_rewards" not in batch:
-            raise RewardError("The batch has no turn_rewards: reward=environment rates episodes of an environment.")
+            raise RewardError("The batch has no turn_rewards: reward=environment scores episodes of an environment.")
         rewards = batch["turn_rewards"]
         return RewardResult(rewards.double().sum(dim=1).cpu().numpy(), token_scores=rewards)

@@ -1,4 +1,4 @@
-"""Rewards by a Python function of the user, named in the configuration or passed as it is."""
+"""Rewards by a user-defined Python function, given by its path in the configuration or as an object."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ from verl.utils.component_exits import raised_by_code
 
 @component
 class RewardFunction(RewardDescription):
-    """A function of the user, found by name:
+    """A user-defined function, given by its path:
 
         def my_reward(prompts: list[str], responses: list[str], **columns: list) -> list[float]
 
-    or, of one argument, all of the batch, to say which token is worth what; it returns a DataProto with
-    `token_level_rewards` [B T], 0 wherever `response_mask` is False:
+    or, for token-level rewards, a function of the whole batch that returns a DataProto with `token_level_rewards` [B
+    T], 0 where `response_mask` is False:
 
         def my_reward(batch: DataProto) -> DataProto
 
-    It is called once per batch, by keyword, and returns one finite number per response. A function without `**columns`
-    receives only those columns of the data that it names. An `async def` is awaited; a list of coroutines is awaited
-    concurrently. With `per_sample` it is called once per response, and returns one number:
+    It is called once per batch with keyword arguments and returns one finite number per response. A function without
+    `**columns` receives only the columns that it names. An `async def` is awaited; a list of coroutines is awaited
+    concurrently. With `per_sample` it is called once per response and returns one number:
 
         def my_reward(prompt: str, response: str, **columns) -> float
 
-    so that a call that hangs or crashes costs its own sample only. Either is called in a process of its own, which
-    imports its file and never the main script.
+    so that a call that hangs or crashes affects one sample only. Functions run in a separate process that imports their
+    file, but not the main script.
 
     Args:
-        path: `package.module:function`, or `file.py:function` with the file relative to the working directory.
-        kwargs: further keyword arguments of every call; they win over a column of the same name.
-        per_sample: whether the function rates one response at a time, in worker processes.
-        timeout_s: seconds for one call, after which its process is killed; null is 10 for a sample and 60 for a batch.
-        num_workers: processes that rate samples, under `per_sample`; null is 4. A batch is one call, in one process.
-        on_error: `raise` ends the run at a sample that raises, hangs, crashes or gives no finite number; `score` gives
-            it `error_score`, warns, and counts it in `reward/failed`. `score` needs `per_sample`.
+        path: `package.module:function`, or `file.py:function` the file is relative to the working directory.
+        kwargs: further keyword arguments of every call; they take precedence over columns of the same name.
+        per_sample: call the function once per response, in worker processes.
+        timeout_s: seconds for one call, after which its process is killed; null for 10 per sample or 60 per batch.
+        num_workers: number of processes with `per_sample`; null for 4. Without it a batch is one call in one process.
+        on_error: `raise` ends the run at a sample whose call raises, hangs, crashes or returns no finite number;
+            `score` assigns `error_score` to it, warns, and counts it in `reward/failed`. `score` needs `per_sample`.
         error_score: see `on_error`.
     """
 
@@ -73,19 +73,19 @@ class RewardFunction(RewardDescription):
         texts = ("prompt", "response") if self.per_sample else ("prompts", "responses")
         for name in texts:
             if name in self.kwargs:
-                yield f"kwargs.{name}: is what the function is called with. Choose another name."
+                yield f"kwargs.{name}: the function already receives an argument of this name. Choose another name."
         if not self.per_sample and self.num_workers is not None:
             yield (
-                f"num_workers is {self.num_workers}: a function of the whole batch is one call, in one process. Set "
+                f"num_workers is {self.num_workers}: without per_sample a batch is one call in one process. Set "
                 "per_sample=true, or num_workers=null."
             )
         if self.on_error == "score" and not self.per_sample:
-            yield "on_error is score: a function of the whole batch fails as a whole. Set per_sample=true."
+            yield "on_error is score: without per_sample a call fails for the whole batch. Set per_sample=true."
         yield from path_faults(self.path, self.kwargs, texts)
 
     @property
     def call_timeout_s(self) -> float:
-        """Of one call."""
+        """Deadline of one call, in seconds."""
         usual = SAMPLE_TIMEOUT_S if self.per_sample else BATCH_TIMEOUT_S
         return usual if self.timeout_s is None else self.timeout_s
 
@@ -100,7 +100,7 @@ class RewardFunction(RewardDescription):
         if is_defined_in_source(self.path):
             return
         try:
-            self.build(context).close()  # what only an import can tell, in a process of its own
+            self.build(context).close()  # faults that only an import shows, in a separate process
         except RewardError as error:
             yield f"path is {self.path!r}: {error}"
 
@@ -117,7 +117,7 @@ class RewardFunction(RewardDescription):
 
     @staticmethod
     def wrap(function: Callable, **kwargs: Any) -> CallableReward:
-        """The reward that calls `function`, for use as a library; `CallableReward` has a deadline of your own."""
+        """A reward that calls `function`, for use as a library. To set a deadline use `CallableReward`."""
         return CallableReward(function, kwargs)
 
 
@@ -125,12 +125,12 @@ SAMPLE_TIMEOUT_S, NUM_WORKERS = 10.0, 4
 
 
 class CallableReward(Reward):
-    """A reward that calls a function of the user.
+    """A reward that calls a user-defined function in this process.
 
     Args:
         function: as in `RewardFunction`.
         kwargs: further keyword arguments of every call.
-        timeout_s: for one call, which is then interrupted where it stands.
+        timeout_s: deadline of one call, which is then interrupted.
     Raises:
         RewardError: `function` cannot be called, or does not take `prompts` and `responses`.
     """
@@ -153,10 +153,10 @@ class CallableReward(Reward):
         return self.function
 
     def rate(self, prompts: list[str], responses: list[str], **columns: list) -> Any:
-        """What the function returns, unchecked.
+        """Call the function and return its result unchecked.
 
-        When it raises, it is called again on halves of the batch to find the first sample on which it does: on about
-        as many rows in all as the batch has.
+        If it raises, the first sample at fault is found by bisection, which calls it on about as many rows again as the
+        batch has.
 
         Raises:
             RewardError: the function raised, or needs a column that the data lacks.
@@ -172,7 +172,7 @@ class CallableReward(Reward):
             raise reward_error(expected, self._words(error), self.function, prompts, responses, sample) from error
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
-        """Rate every response, by token where the function takes the batch as it is."""
+        """Score every response; token scores if the function takes the whole batch."""
         if not self._takes_batch or not len(batch):
             return super().rate_batch(batch)
         prompts, responses, _ = texts_of(batch)
@@ -193,7 +193,7 @@ class CallableReward(Reward):
     def _call(self, prompts: list[str], responses: list[str], columns: Mapping[str, list]) -> Any:
         if self._accepted is not None:
             columns = {name: values for name, values in columns.items() if name in self._accepted}
-        # Lists of its own, so that a function that changes them does not change what it is checked against.
+        # Copies: a function that changes its arguments must not change what its result is checked against.
         columns = {name: list(values) for name, values in columns.items()}
         return self._invoke({"prompts": list(prompts), "responses": list(responses), **columns})
 
@@ -208,7 +208,7 @@ class CallableReward(Reward):
         return call_within(self.timeout_s, call, source_of(self.function).file)
 
     def _words(self, error: BaseException) -> str:
-        """What was raised, with the line of the user's file; or of a call that came to nothing, its own words."""
+        """The exception with the line of the user's file, or the message of a `CallFailed`."""
         if isinstance(error, CallFailed):
             return str(error)
         return f"{type(error).__name__}: {error}{own_line(error, self.function)}"
@@ -221,8 +221,8 @@ class CallableReward(Reward):
     def _find_sample(
         self, prompts: list, responses: list, columns: Mapping[str, list], first: BaseException
     ) -> int | None:
-        """The first sample on which the function raises this kind of error by itself, or None."""
-        if isinstance(first, CallFailed) and first.kind is None:  # parts of the batch would hang again
+        """Index of the first sample that raises an error of this kind alone, or None."""
+        if isinstance(first, CallFailed) and first.kind is None:  # halves of the batch would hang again
             return None
         if len(responses) == 1:
             return 0
@@ -248,30 +248,30 @@ class CallableReward(Reward):
 
 
 class ProcessReward(CallableReward):
-    """A reward that calls a function by its path in a process of its own. `close` ends it.
+    """A reward that calls a function by its path in a separate process, which `close` ends.
 
     Args:
         path, kwargs: as in `RewardFunction`.
-        timeout_s: for one call; then the process is killed, and the next call starts another.
+        timeout_s: deadline of one call; then the process is killed, and the next call starts another.
     Raises:
-        RewardError: the function cannot be imported, or does not take what it is given.
+        RewardError: the function cannot be imported, or does not accept the arguments.
     """
 
     def __init__(self, path: str, kwargs: Mapping[str, Any], timeout_s: float):
-        self._pool = ProcessPool(path, "", kwargs, timeout_s, num_workers=1, whole_batch=True)
+        self.pool = ProcessPool(path, "", kwargs, timeout_s, num_workers=1, whole_batch=True)
         try:
-            source, signature = self._pool.facts
-            self._pool.file = source.file
+            source, signature = self.pool.facts
+            self.pool.file = source.file
             self._describe(source, kwargs, signature)
         except BaseException:
-            self._pool.close()
+            self.pool.close()
             raise
 
     def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
     def _invoke(self, given: DataProto | dict[str, Any]) -> Any:
-        (outcome,) = self._pool.rate([given])
+        (outcome,) = self.pool.rate([given])
         assert outcome is not None
         if outcome.failure is not None:
             raise CallFailed(outcome.failure, outcome.failure.partition(":")[0] if outcome.was_raised else None)

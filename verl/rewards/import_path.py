@@ -1,5 +1,5 @@
-"""Imports the function that `module:function` or `file.py:function` names; its source is checked before it is
-imported, its signature afterwards. Light: worker processes import it.
+"""Imports a function by `module:function` or `file.py:function`. Its source is checked before the import, its signature
+afterwards. Imports little itself, since worker processes import it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def path_faults(path: str, kwargs: dict, texts: Sequence[str] = ("prompts", "responses")) -> Iterator[str]:
-    """Yield what is wrong with a path and the keyword arguments given with it, without running any of the code.
+    """Yield faults of a path and its keyword arguments, from the source alone; nothing is imported.
 
     Args:
-        texts: the arguments that the function is always called with.
+        path: `module:function` or `file.py:function`.
+        kwargs: further keyword arguments.
+        texts: arguments that the function is always called with.
     """
     seen = f"path is {path!r}"
     module, _, name = path.rpartition(":")
@@ -49,7 +51,7 @@ def path_faults(path: str, kwargs: dict, texts: Sequence[str] = ("prompts", "res
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        yield f"{seen}: {file.name} is no valid Python{line} ({getattr(error, 'msg', error)})."
+        yield f"{seen}: {file.name} is not valid Python{line} ({getattr(error, 'msg', error)})."
         return
     names = dict(_top_level_names(tree.body))
     if name not in names and "*" not in names:
@@ -62,8 +64,9 @@ def path_faults(path: str, kwargs: dict, texts: Sequence[str] = ("prompts", "res
 
 
 def is_defined_in_source(path: str) -> bool:
-    """Whether a function can be judged by its source, as `path_faults` does: it is not of a compiled module, nor made
-    by an assignment or imported from elsewhere."""
+    """Whether `path_faults` can check a function: it is a `def` of a Python source file, not of a compiled module, an
+    assignment or an import.
+    """
     module, _, name = path.rpartition(":")
     file, _ = source_file(module)
     if file is None:
@@ -74,12 +77,13 @@ def is_defined_in_source(path: str) -> bool:
 
 
 def required_arguments(path: str, given: Sequence[str]) -> list[str]:
-    """The arguments without a default of the function that a path names, read from its source without running it.
+    """Arguments without a default of a function, read from its source.
 
     Args:
-        given: those that it gets in any case.
+        path: as in `path_faults`.
+        given: arguments that are always passed; left out of the result.
     Returns:
-        Their names; none where the source does not tell, as of a function with a decorator.
+        Their names; empty if the source does not show them, as for a decorated function.
     """
     module, _, name = path.rpartition(":")
     file, _ = source_file(module) if module else (None, None)
@@ -98,7 +102,7 @@ def required_arguments(path: str, given: Sequence[str]) -> list[str]:
 
 
 def takes_batch(path: str, kwargs: Mapping[str, object]) -> bool:
-    """Whether the source of the function that a path names is of one of a whole DataProto, not of texts."""
+    """Whether a function takes a whole DataProto instead of texts, read from its source."""
     module, _, name = path.rpartition(":")
     file, _ = source_file(module) if module else (None, None)
     try:
@@ -109,10 +113,10 @@ def takes_batch(path: str, kwargs: Mapping[str, object]) -> bool:
 
 
 def load_function(path: str) -> Callable:
-    """Import what a path names.
+    """Import a function by its path.
 
     Raises:
-        RewardError: the import raises, the name is absent, or what it names cannot be called.
+        RewardError: the import raises, the name does not exist, or is not callable.
     """
     module_name, _, name = path.rpartition(":")
     try:
@@ -125,13 +129,13 @@ def load_function(path: str) -> Callable:
         raise RewardError(f"path is {path!r}: importing it raised {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        found = "defines no such name" if function is None else f"{name} is {function!r}, which cannot be called"
+        found = "defines no such name" if function is None else f"{name} is {function!r}, which is not callable"
         raise RewardError(f"path is {path!r}: {module_name} {found}.")
     return function
 
 
 def named_parameters(function: Callable) -> dict[str, bool] | None:
-    """The keyword arguments that a function names, each with whether it is required; None where it takes any."""
+    """Keyword arguments of a function, each with whether it is required; None if it takes `**kwargs`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C, without a signature
@@ -146,12 +150,14 @@ def named_parameters(function: Callable) -> dict[str, bool] | None:
 
 
 def batch_argument(function: Callable, given: Collection[str] = ()) -> str | None:
-    """The argument by which a function takes a batch as it is; None of one that takes texts.
+    """Name of the argument that takes a whole batch; None for a function of texts.
 
-    That is a function of one positional argument without a default, or whose first argument is annotated `DataProto`.
+    A function takes a batch if it has one positional argument without a default, or if its first argument is annotated
+    `DataProto`.
 
     Args:
-        given: arguments that it gets by keyword.
+        function: the reward function.
+        given: arguments that are passed by keyword.
     """
     try:
         parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in given]
@@ -169,11 +175,11 @@ def batch_argument(function: Callable, given: Collection[str] = ()) -> str | Non
 
 @dataclass(frozen=True)
 class Signature:
-    """What a function takes.
+    """Arguments of a reward function.
 
     Attributes:
-        accepted: keyword arguments, each with whether it is required; None where it takes any.
-        takes_batch: it takes a whole DataProto, and no texts.
+        accepted: keyword arguments, each with whether it is required; None if it takes `**kwargs`.
+        takes_batch: whether it takes a whole DataProto instead of texts.
     """
 
     accepted: dict[str, bool] | None
@@ -181,12 +187,12 @@ class Signature:
 
 
 def signature_of(function: Callable, given: Collection[str] = ()) -> Signature:
-    """What a function takes; `given` are arguments that it gets by keyword in any case."""
+    """The arguments of a function; `given` names those that are always passed by keyword."""
     return Signature(named_parameters(function), batch_argument(function, given) is not None)
 
 
 def awaited(result: Any) -> Any:
-    """The result; where it is a coroutine, or a list of coroutines, what they give, awaited concurrently."""
+    """Await a coroutine, or a list of coroutines concurrently; anything else is returned unchanged."""
     one = inspect.isawaitable(result)
     items: list = [result] if one else list(result) if isinstance(result, (list, tuple)) else []
     if not any(map(inspect.isawaitable, items)):
@@ -207,17 +213,17 @@ def awaited(result: Any) -> Any:
 
 
 def own_line(error: BaseException, function: Callable) -> str:
-    """The innermost line of the user's own file that an error passed through, as a line to append to a message."""
+    """The innermost line of the user's file in the traceback of an error, to append to a message."""
     file = source_of(function).file
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f"\n  Raised at line {own[-1].lineno}: {own[-1].line}".rstrip(": ") if own else ""
 
 
 def source_file(module: str) -> tuple[Path | None, str | None]:
-    """The file that holds the source, where there is one, and what is wrong where it cannot be found."""
+    """The source file of a module, or None; and what is wrong if the module cannot be found, or None."""
     if module.endswith(".py"):
         file = Path(module)
-        return (file, None) if file.is_file() else (None, f"{module} is no file")
+        return (file, None) if file.is_file() else (None, f"{module} is not a file")
     if not all(part.isidentifier() for part in module.split(".")):
         return None, FORMS
     origin, search, parts = None, None, module.split(".")
@@ -225,13 +231,13 @@ def source_file(module: str) -> tuple[Path | None, str | None]:
         name = ".".join(parts[:count])
         spec = _find_spec(name, search)
         if spec is None:
-            return None, f"no module {name} can be found"
+            return None, f"there is no module {name}"
         origin, search = spec.origin, list(spec.submodule_search_locations or [])
     return (Path(origin) if origin and origin.endswith(".py") else None), None
 
 
 def _find_spec(name: str, search: list[str] | None) -> importlib.machinery.ModuleSpec | None:
-    # Asked for a submodule, importlib.util.find_spec imports the package that holds it; this does not.
+    # Unlike importlib.util.find_spec, this does not import the parent package of a submodule.
     if search is not None:
         return importlib.machinery.PathFinder.find_spec(name, search)
     try:
@@ -241,7 +247,7 @@ def _find_spec(name: str, search: list[str] | None) -> importlib.machinery.Modul
 
 
 def _top_level_names(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """The names that a module binds, also those within `if`, `try` and `with`; `*` for a star import."""
+    """Names that a module binds, including those inside `if`, `try` and `with`; `*` for a star import."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name, node
@@ -268,15 +274,15 @@ def _signature_faults(node: _Function, seen: str, kwargs: dict, texts: Sequence[
     called_with = ", ".join(f"{name}=" for name in texts)
     for name in texts:
         if name not in accepted:
-            yield f"{seen}: {where} takes no `{name}`. It is called with {called_with} and columns of data."
+            yield f"{seen}: {where} has no argument `{name}`. It is called with {called_with} and columns of the data."
     for name in kwargs:
         if name not in accepted:
             nearest = difflib.get_close_matches(name, accepted, n=1)
-            yield f"kwargs.{name}: {where} takes no such argument.{f' Did you mean {nearest[0]}?' if nearest else ''}"
+            yield f"kwargs.{name}: {where} has no such argument.{f' Did you mean {nearest[0]}?' if nearest else ''}"
 
 
 def _takes_batch(node: _Function, kwargs: Mapping[str, object]) -> bool:
-    """`verl.rewards.validation.batch_argument` of the source."""
+    """`batch_argument`, from the source."""
     placed = [*node.args.posonlyargs, *node.args.args]
     needed = [arg.arg for arg in placed[: len(placed) - len(node.args.defaults)] if arg.arg not in kwargs]
     placed = [arg for arg in placed if arg.arg not in kwargs]
@@ -297,7 +303,7 @@ def _import_file(file: Path):
     assert spec is not None  # the suffix is .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Where dataclasses and pickle look for the module of what it defines.
+    # dataclasses and pickle look modules up there.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

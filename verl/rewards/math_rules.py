@@ -1,7 +1,7 @@
-r"""Rules for mathematical answers as functions of text. Light: imported by worker processes that import nothing else.
+r"""Rules for mathematical answers, as functions of text. Imports little, since worker processes import it.
 
 `gsm8k_score` compares the final number of a response; `math_score` compares answers by value: 0.5, 1/2 and \frac{1}{2}.
-Both read the final answer in the same way: what follows the last `####`, or what stands in the last `\boxed{}`.
+Both take as the final answer what follows the last `####`, or the content of the last `\boxed{}`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from fractions import Fraction
 from typing import Any
 
 MARK = "####"
-_MAX_DIGITS = 300  # of a number: a longer one is no answer, and costs time that grows with its square
+_MAX_DIGITS = 300  # longer numbers are no answers, and parsing them takes quadratic time
 
 
 def gsm8k_score(
     prompts: Sequence[str], responses: Sequence[str], answer: Sequence[Any], needs_mark: bool = False
 ) -> list[float]:
-    r"""1 where a response gives the answer, 0 elsewhere; for `reward=function
-    reward.path=verl.rewards.math_rules:gsm8k_score`.
+    r"""1 for a response with the right final number, else 0. Use it by
+    `reward=function reward.path=verl.rewards.math_rules:gsm8k_score`.
 
     Args:
-        prompts: not looked at.
-        answer: the column with the number, such as `1,250`, or with a solution that ends with `#### 1,250` or
-            `\boxed{1250}`.
-        needs_mark: count only a number that follows `####` or stands in a box.
+        prompts: unused.
+        responses: B texts.
+        answer: B numbers, such as `1,250`, or solutions that end with `#### 1,250` or `\boxed{1250}`.
+        needs_mark: accept only a number after `####` or in a box.
     Raises:
-        ValueError: an answer in the data is no number.
+        ValueError: an answer in the data is not a number.
     """
     return [
         float(final_number(text, needs_mark) == _gold_number(truth, index))
@@ -39,11 +39,11 @@ def gsm8k_score(
 
 
 def final_number(text: str, needs_mark: bool = False) -> Fraction | None:
-    r"""The number that a text ends in; None where there is none, or no single one, such as in `5-7` or `2+3`.
+    r"""The final number of a text; None if there is none, or an expression of several, such as `5-7` or `2+3`.
 
-    It is the first number after the last `####`, past the last `=` of that line; else the last one in the last
-    `\boxed{}`; without a mark the last number of the text. `1/2` and `1 1/2` are one number each, signs of currency,
-    of percent, and units are not looked at.
+    It is the first number after the last `####`, behind the last `=` of that line; else the last number in the last
+    `\boxed{}`; without either the last number of the text. `1/2` and `1 1/2` are one number each. Currency and percent
+    signs and units are ignored.
     """
     marked = _marked_answer(text)
     if marked is None:
@@ -56,13 +56,13 @@ def final_number(text: str, needs_mark: bool = False) -> Fraction | None:
 
 
 def number_of(text: str) -> Fraction | None:
-    """The value of a text that is one number, perhaps with a sign of currency and a unit; None where it is not."""
+    """The value of a text that is a single number, with or without currency sign and unit; else None."""
     found = _numbers(_plain_text(text), is_marked=True)
     return found[0].value if len(found) == 1 and found[0].starts_the_text else None
 
 
 def decimal_text(number: Fraction) -> str:
-    """`72`, `18.9`, or `1/3` where no decimal is exact; `number_of` reads it."""
+    """A number as text: `72`, `18.9`, or `1/3` if no finite decimal is exact. `number_of` is the inverse."""
     rest = number.denominator
     for factor in (2, 5):
         while rest % factor == 0:
@@ -85,19 +85,19 @@ def _gold_number(truth: Any, index: int) -> Fraction:
 
 
 def math_score(prompt: str, response: str, answer: str | float, correct: float, wrong: float) -> float:
-    """`correct` where the last answer of a response has the value of `answer`, `wrong` elsewhere.
+    """`correct` if the final answer of a response equals `answer` in value, else `wrong`.
 
     Raises:
-        ValueError: `answer` holds nothing that can be read as mathematics.
+        ValueError: `answer` cannot be parsed as mathematics.
     """
     from math_verify import parse, verify
 
     _refuse_other_types(answer)
     gold, given = _Answer.of(str(answer), is_alone=True), _Answer.of(response, is_alone=False)
-    # Its own time-outs are left off, since they cannot end code that never comes back to Python.
+    # math-verify's time-outs are off: they cannot interrupt code that never returns to Python.
     gold_values = parse(gold.readable, parsing_timeout=0)
     if gold.number is None and not gold_values:
-        raise ValueError(f"the answer in the data is {answer!r}: it holds nothing that can be read as mathematics")
+        raise ValueError(f"the answer in the data is {answer!r}: it cannot be parsed as mathematics")
     if given.text and (given.text == gold.text or gold.is_same_number(given)):
         return correct
     given_values = parse(given.readable, parsing_timeout=0)
@@ -114,10 +114,10 @@ class _Answer:
     """The final answer in a text.
 
     Attributes:
-        text: in one spelling of spaces, signs and delimiters; equal texts are equal answers.
-        number: where it is one, and nothing else.
-        is_percentage: `50%` is 50 as well as 0.5.
-        readable: what math-verify is given to read.
+        text: normalised text; answers with equal texts are equal.
+        number: the value if the answer is a single number, else None.
+        is_percentage: whether it is a percentage; `50%` equals both 50 and 0.5.
+        readable: the text that math-verify parses.
     """
 
     text: str
@@ -127,7 +127,7 @@ class _Answer:
 
     @classmethod
     def of(cls, text: str, *, is_alone: bool) -> _Answer:
-        """Of a text that `is_alone` an answer and nothing else, where nothing in it is marked as one."""
+        """Extract the answer of a text. `is_alone`: without a mark, the whole text is the answer."""
         box, tail = _last_box(text), _after_mark(text)
         marked = _marked_answer(text)
         expression = text if marked is None else marked
@@ -137,7 +137,7 @@ class _Answer:
         number = found[0] if len(found) == 1 and found[0].is_whole_text and not is_one_of_several else None
         if number is not None and number.value is not None:
             readable = rf"\boxed{{{number.value.numerator}/{number.value.denominator}}}"
-        elif box is not None:  # with what stands around it: "\boxed{1} and \boxed{2}" is one answer
+        elif box is not None:  # with the text around it: "\boxed{1} and \boxed{2}" is one answer
             readable = _without_currency(text if tail is None else tail)
         elif tail is None and (not is_alone or re.search(r"(?<!\\)\$|\\\(|\\\[", text)):
             readable = _without_currency(text)
@@ -157,7 +157,7 @@ class _Answer:
 
 
 def _marked_answer(text: str) -> str | None:
-    """What is marked as the answer: in the last box, or the first line after the last `####`; None without a mark."""
+    """The marked answer: the last box, or the first line after the last `####`; None without a mark."""
     if (box := _last_box(text)) is not None:
         return box
     if (tail := _after_mark(text)) is None:
@@ -171,7 +171,7 @@ def _after_mark(text: str) -> str | None:
 
 
 def _last_box(text: str) -> str | None:
-    r"""What stands in the last `\boxed{}` whose braces close, after the last `####` if there is one."""
+    r"""Content of the last `\boxed{}` with balanced braces, after the last `####` if there is one."""
     tail = _after_mark(text)
     text = text if tail is None else tail
     for found in reversed(list(re.finditer(r"\\f?boxed\s*\{", text))):
@@ -183,13 +183,13 @@ def _last_box(text: str) -> str | None:
     return None
 
 
-_SEVERAL_BOXES = re.compile(  # the last one is connected to one before it: "\boxed{1} and \boxed{2}"
+_SEVERAL_BOXES = re.compile(  # joined to the box before: "\boxed{1} and \boxed{2}"
     r"\}\s*\$*\s*(?:,|\band\b|\bor\b|\\text\s*\{\s*(?:and|or)\s*\})(?:\s|,|\$|\band\b|\bor\b)*\\f?boxed\s*\{"
     r"(?:(?!\\f?boxed\s*\{).)*$",
     re.DOTALL,
 )
 
-# One spelling of what is written in many
+# Different spellings of one symbol
 
 _MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d", "-"))
 _VULGAR = {
@@ -202,10 +202,11 @@ _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
 
 
 def _plain_text(text: str, *, keeps_words: bool = False) -> str:
-    r"""The text with the signs of money, of thousands, of minus and of fractions as a keyboard has them.
+    r"""Replace LaTeX and Unicode forms of currency, thousands separators, minus and fractions by ASCII.
 
     Args:
-        keeps_words: leave `\text{cm}` as it is, by which math-verify tells a unit from a product of letters.
+        text: the text to normalise.
+        keeps_words: keep `\text{cm}`, by which math-verify distinguishes a unit from a product of variables.
     """
     text = text.translate(_MINUS).replace("{,}", ",").replace(r"\%", "%").replace(r"\$", "$")
     text = re.sub(r"(?<=\d)(?:\\[,;:!]|[\u00a0\u2009\u202f'])(?=\d{3}(?!\d))", ",", text)
@@ -213,7 +214,7 @@ def _plain_text(text: str, *, keeps_words: bool = False) -> str:
     for sign, fraction in _VULGAR.items():
         text = text.replace(sign, f" {fraction}")
     text = _FRACTION.sub(lambda found: f" {found[1] or found[2]}/{found[3] or found[4]}", text)
-    text = re.sub(r"(?<![\w)}\]])- +(?=\d+/\d)", "-", text)  # of a fraction that was written in LaTeX
+    text = re.sub(r"(?<![\w)}\]])- +(?=\d+/\d)", "-", text)  # minus of a LaTeX fraction
     text = (text if keeps_words else _TEXT.sub(r"\1", text)).strip().strip("*`").strip()
     for start, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if len(text) > len(start + end) and text.startswith(start) and text.endswith(end):
@@ -222,12 +223,12 @@ def _plain_text(text: str, *, keeps_words: bool = False) -> str:
 
 
 def _one_spelling(text: str) -> str:
-    """For the comparison of two answers as texts: without spaces but those between letters or digits."""
+    """Normalise a text for comparison: keeps only the spaces between letters or digits."""
     return re.sub(r"\s*([^\w\s])\s*", r"\1", re.sub(r"\s+", " ", _plain_text(text))).strip()
 
 
 def _without_currency(text: str) -> str:
-    """For math-verify, which reads no escaped sign of dollars and no minus before one."""
+    """Remove currency signs; math-verify parses neither an escaped dollar sign nor a minus before one."""
     text = re.sub(r"-\s*\\?\$\s*(?=[\d.])", "-", text.translate(_MINUS))
     return text.replace(r"\$", "")
 
@@ -244,13 +245,13 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>{_DECIMAL})(?P<exponent>[eE][-+]?\d{{1,3}}(?!\w))?)"
     rf"\s?(?:(?:{_CURRENCY}|dollars?\b|euros?\b|pounds?\b)(?!\s?\d))?\s?(?P<percent>%|percent\b|per cent\b)?"
 )
-# Between two numbers these make one of them: a range, a sum, a date, a ratio, a list, a decimal comma.
+# Signs that join two numbers into one expression: a range, a sum, a date, a ratio, a list, a decimal comma.
 _JOINS = re.compile(r"(?:\s*(?:[-+*/:^\u00d7\u00b7\u00f7x]|\\times|\\cdot|\\div)\s*|[,.]|\s*(?:to|or|and|through)\s+)$")
 
 
 @dataclass(frozen=True)
 class _TextNumber:
-    """A number in a text; `value` is None where it is part of a range, a sum, a date, a ratio or a list."""
+    """A number in a text; `value` is None if it is part of a range, a sum, a date, a ratio or a list."""
 
     value: Fraction | None
     is_percentage: bool
@@ -259,10 +260,11 @@ class _TextNumber:
 
 
 def _numbers(text: str, *, is_marked: bool = False) -> list[_TextNumber]:
-    """The numbers of a text in order; what joins several of them stands once, without a value.
+    """The numbers of a text in order; an expression of several numbers is one item without a value.
 
     Args:
-        is_marked: the text is an answer: a minus may stand apart from its digits, and so may groups of thousands.
+        text: the text to search.
+        is_marked: the text is an answer, so that spaces after a minus and between thousands are accepted.
     """
     if is_marked:
         text = re.sub(r"^(\W*?[-+])\s+(?=[\d.])", r"\1", text)
@@ -286,7 +288,7 @@ def _numbers(text: str, *, is_marked: bool = False) -> list[_TextNumber]:
 
 
 def _joining_sign(match: re.Match[str]) -> str:
-    """The minus of `5 -7`, which the pattern takes for a sign of the second number."""
+    """The minus in `5 -7`, which the pattern matches as the sign of the second number."""
     return match["sign"].strip() if match["sign"] else ""
 
 
@@ -307,5 +309,5 @@ def _decimal(text: str) -> Fraction:
     return Fraction(text.replace(",", ""))
 
 
-for _name in ("math_verify", "math_verify.parser", "math_verify.grader"):  # they warn at every call
+for _name in ("math_verify", "math_verify.parser", "math_verify.grader"):  # they log a warning at every call
     logging.getLogger(_name).setLevel(logging.ERROR)

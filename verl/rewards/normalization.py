@@ -1,4 +1,4 @@
-"""Reward normalisation: scores less the running mean, over the running standard deviation of all scores in training."""
+"""Reward normalisation by running mean and standard deviation of all scores in training."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class RunningStats:
         M' = M + sum (x - mean(x))^2 + d^2 * n * m / n'                      variance = M / n
 
     Source: Welford 1962, in the form for batches of Chan, Golub and LeVeque 1979, eq. 2.1.
-    Degenerate: before the first batch nothing is changed; equal scores become 0.
+    Degenerate: before the first update scores are returned unchanged; equal scores become 0.
     """
 
     def __init__(self):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all scores, as after a change of what gives them."""
+        """Reset the statistics, e.g. after the reward has changed."""
         self.count, self.mean, self._squares = 0, 0.0, 0.0
 
     @property
@@ -37,7 +37,7 @@ class RunningStats:
         return self._squares / self.count if self.count else 1.0
 
     def update(self, scores: np.ndarray) -> None:
-        """Take in scores [B]."""
+        """Add scores [B] to the statistics."""
         if not len(scores):
             return
         total, distance = self.count + len(scores), float(scores.mean()) - self.mean
@@ -47,7 +47,7 @@ class RunningStats:
         self.count = total
 
     def __call__(self, scores: np.ndarray) -> np.ndarray:
-        """The scores [B] on the scale of those taken in so far."""
+        """Normalise scores [B] by the statistics so far."""
         spread = math.sqrt(self.variance)
         return (scores - self.mean) / spread if spread > 1e-8 * (1 + abs(self.mean)) else scores - self.mean
 
@@ -59,10 +59,10 @@ class RunningStats:
 
 
 class NormalisedReward(Reward):
-    """Base of rewards by a model, wherever it runs: its scores, normalised by those of training so far or as they are.
+    """Base class of rewards whose scores may be normalised by running statistics.
 
     Attributes:
-        norm: what the scores are normalised by, or None.
+        norm: the running statistics; None without normalisation.
     """
 
     def __init__(self, normalize: bool):
@@ -74,18 +74,18 @@ class NormalisedReward(Reward):
         return self.rate_batch
 
     def raw(self, batch: DataProto) -> RewardResult:
-        """What the model says, with `truncated` where rows may be cut."""
+        """Unnormalised scores, with the part `truncated` if rows may be truncated."""
         raise NotImplementedError
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
-        """Score every row; `parts` has `raw` where scores are normalised."""
+        """Score every row; the part `raw` has the scores before normalisation."""
         rating = self.raw(batch)
         if self.norm is None or not len(batch):
             return rating
         if rating.token_scores is not None:
             raise RewardError(
-                "The reward returns token-level rewards, but normalisation needs one score for each response. Rate "
-                "without it, or return one number for each response."
+                "The reward returns token-level rewards, but normalisation needs one score for each response. Turn "
+                "normalisation off, or return one number for each response."
             )
         if self._learns:
             self.norm.update(rating.scores)
@@ -107,19 +107,19 @@ class NormalisedReward(Reward):
         return {} if self.norm is None else self.norm.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.norm is not None and self.norm.state_dict().keys() <= state.keys():  # else another kind of reward's
+        if self.norm is not None and self.norm.state_dict().keys() <= state.keys():  # else of another reward
             self.norm.load_state_dict(state)
 
 
 @component
 class RewardNormalization(RewardDescription):
-    """Scores less their mean so far, over their standard deviation so far; see `RunningStats`.
+    """Normalise the scores of another reward by their running mean and standard deviation; see `RunningStats`.
 
-    The scores as they were rated are the metric `reward/raw`. Evaluation uses the statistics and adds nothing to them.
-    They are saved and restored with checkpoints; `reset_reward_stats()` of a trainer forgets them.
+    The scores before normalisation are the metric `reward/raw`. Evaluation uses the statistics without updating them.
+    They are saved with checkpoints; `reset_reward_stats()` of a trainer resets them.
 
     Args:
-        reward: what rates.
+        reward: the reward to normalise.
     """
 
     reward: Description
@@ -134,7 +134,7 @@ class RewardNormalization(RewardDescription):
 
 
 class ScaledReward(NormalisedReward):
-    """The running form of `RewardNormalization`; `close` closes what rates."""
+    """The reward that `RewardNormalization` builds; `close` also closes the reward that it normalises."""
 
     def __init__(self, reward: Reward):
         super().__init__(normalize=True)

@@ -1,7 +1,6 @@
-"""The main program of a pool process: `python -m verl.rewards.pool_worker`, started by `process_pool.py` alone.
+"""The main program of a pool process: `python -m verl.rewards.pool_worker`, started by `process_pool.py` only.
 
-`verl.rewards.process_pool` starts it. It imports the user's function by its path, and never the driver's main script,
-nor torch unless the function does.
+It imports the user's function by its path, never the driver's main script, and torch only if the function does.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from verl.utils.progress import Progress
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """What is the same for all samples.
+    """Settings of a worker, the same for all samples.
 
     Attributes:
-        trace: open file into which a worker writes where it was when the time of its sample ran out.
+        trace: open file that a worker writes its stack trace to when a sample passes its deadline.
     """
 
     path: str
@@ -45,16 +44,16 @@ class PoolSettings:
 
 
 def serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
-    """Import the function, and rate samples until the driver hangs up."""
+    """Import the function, then score samples until the driver closes the connection."""
     with contextlib.suppress(ChannelClosed):
         _serve(channel, setting, progress)
-    os._exit(0)  # whatever threads the user's code left running
+    os._exit(0)  # does not wait for threads of the user's code
 
 
 def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
     try:
         function = load_function(setting.path)
-    except BaseException as error:  # noqa: BLE001 - the driver's to handle
+    except BaseException as error:  # noqa: BLE001 - reported to the driver
         own = str(error).removeprefix(f"path is {setting.path!r}: ") if isinstance(error, RewardError) else None
         channel.send(("error", own.rstrip(".") if own else f"{type(error).__name__}: {error}"))
         return
@@ -63,8 +62,8 @@ def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
     rated = _rated_batch if setting.whole_batch else _rated
     while True:
         message: bytes = channel.receive()
-        progress.advance("rating a sample")
-        # This watchdog needs no interpreter: it also ends code that never lets go of it, and one whose driver is gone.
+        progress.advance("scoring a sample")
+        # faulthandler runs without the GIL: it also ends code that never releases it, and a worker without a driver.
         faulthandler.dump_traceback_later(setting.timeout_s, exit=True, file=setting.trace)
         answer = rated(function, message, kwargs)
         faulthandler.cancel_dump_traceback_later()
@@ -94,16 +93,16 @@ def _rated_batch(function: Callable, message: bytes, kwargs: dict[str, Any]) -> 
         return "error", f"{type(error).__name__}: {error}{own_line(error, function)}"
     try:
         return "score", pickle.dumps(result)
-    except Exception:  # noqa: BLE001 - pickling runs the code of what it is given
+    except Exception:  # noqa: BLE001 - pickling runs user code
         text = repr(result)
         return "error", f"{text if len(text) <= 120 else text[:110] + ' ...'} of type {type(result).__name__}"
 
 
 def seed_by_content(given: Any) -> None:
-    """Seed the global generators of this process from what the function is given.
+    """Seed the global random generators of this process by a hash of the arguments of the function.
 
-    A function that draws from them then gives the same for the same rows, whatever it was asked before: a run that is
-    resumed is the run that was never stopped.
+    A function that uses them then returns the same for the same rows, whatever was scored before, so that a resumed run
+    equals an uninterrupted one.
 
     Args:
         given: keyword arguments, or a DataProto.
@@ -128,7 +127,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def plain_number(result: Any) -> float | str:
-    """One number as a float, also from a list, array or tensor of one; in words what it is instead."""
+    """A number as a float, also from a list, array or tensor of one element; else a description of the value."""
     found = result
     if isinstance(result, (list, tuple)) or getattr(result, "ndim", 0):
         size = len(result) if isinstance(result, (list, tuple)) else math.prod(result.shape)
@@ -144,7 +143,7 @@ def plain_number(result: Any) -> float | str:
 
 
 def _end_all() -> None:
-    """End this process and what the user's function has started."""
+    """Kill this process and the processes that the user's function has started."""
     os.killpg(0, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""A pool of worker processes that score one sample at a time; a hanging or crashing call costs its process alone.
+"""A pool of worker processes that score one sample at a time; a call that hangs or crashes affects its process only.
 
 driver ──sample──> worker 0, worker 1, ...      one sample at a time each
        <─score───
@@ -37,19 +37,19 @@ from verl.utils.progress import Progress, ProgressWatch, is_stopped, report
 
 _log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 300.0  # the user's module may import much
-GRACE_S = 0.5  # a worker that is late ends itself, and says where it was; after this it is killed
+START_TIMEOUT_S = 300.0  # the user's module may import large packages
+GRACE_S = 0.5  # a late worker writes its stack trace and exits; if not, it is killed after this time
 LOOK_EVERY_S = 0.5
-EARLY = 0.5  # of the time of a sample: a worker that ended itself before that was stopped together with the driver
+EARLY = 0.5  # fraction of timeout_s: a worker that timed out earlier was suspended together with the driver
 
 
 @dataclass(frozen=True)
 class PoolResult:
-    """What became of a sample: its number, or in words why it has none.
+    """The score of a sample, or a description of its failure.
 
     Attributes:
-        is_blameless: it is not the sample that kept its worker from an answer.
-        was_raised: the failure is an exception of the function, and not an end of its time or its process.
+        is_blameless: whether the failure was not caused by the sample, but by a suspended worker.
+        was_raised: whether the function raised; False for a time-out or a process that ended.
     """
 
     score: Any = None
@@ -59,15 +59,16 @@ class PoolResult:
 
 
 class ProcessPool:
-    """Workers that call one function by its path.
+    """Worker processes that call one function.
 
     Args:
-        path: as `verl.rewards.import_path.load_function` takes it.
-        file: that holds the function, to say where in it a sample was when its time ran out.
+        path: of the function, see `verl.rewards.import_path.load_function`.
+        file: source file of the function, to name the line at which a call timed out.
         kwargs: further keyword arguments of every call.
-        timeout_s: for one sample, from when it is handed to a worker.
-        whole_batch: a sample is all of a batch, as keyword arguments or as a DataProto, and what the function returns
-            comes back pickled, whatever it is; else it is one number.
+        timeout_s: deadline of one sample, from when it is sent to a worker.
+        num_workers: number of processes.
+        whole_batch: a sample is a whole batch, as keyword arguments or as a DataProto, and the result may be any
+            picklable object; otherwise it must be one number.
     Raises:
         RewardError: the function cannot be imported in a worker.
     """
@@ -83,41 +84,42 @@ class ProcessPool:
     ):
         self.path, self.file, self.timeout_s = path, file, timeout_s
         self._setting = PoolSettings(_absolute(path), dict(kwargs), timeout_s, whole_batch, trace=-1)
-        self._workers: list[_PoolProcess] = []
+        self.workers: list[_PoolProcess] = []
         atexit.register(self.close)
         try:
             for _ in range(num_workers):
-                self._workers.append(_PoolProcess(self._setting))
-            for place, worker in enumerate(self._workers):
-                self._workers[place] = self._ready(worker)
+                self.workers.append(_PoolProcess(self._setting))
+            for place, worker in enumerate(self.workers):
+                self.workers[place] = self._ready(worker)
         except BaseException:
             self.close()
             raise
 
     @property
     def facts(self) -> tuple[Source, Signature]:
-        """Where the function is defined, and what it takes, as its workers found it."""
-        return self._workers[0].facts
+        """Source location and signature of the function, as imported by the workers."""
+        return self.workers[0].facts
 
     def rate(self, samples: Sequence[Any], stop_at_failure: bool = False) -> list[PoolResult | None]:
-        """Rate every sample, each by one call with its keyword arguments.
+        """Score every sample by one call each.
 
         Args:
-            stop_at_failure: hand out no more once one failed. Those before it are rated; None stands for the others.
+            samples: keyword arguments of each call.
+            stop_at_failure: start no further sample after a failure; the result of those is None.
         """
-        if not self._workers:
-            raise RewardError("The workers of this reward were ended: close() was called.")
+        if not self.workers:
+            raise RewardError("The workers of this reward were stopped: close() was called.")
         outcomes: list[PoolResult | None] = [None] * len(samples)
         waiting = _packed(samples, outcomes, stop_at_failure)
         busy: dict[_PoolProcess, tuple[int, bytes]] = {}
-        again: deque[tuple[int, bytes]] = deque()  # whose worker stood still
+        again: deque[tuple[int, bytes]] = deque()  # samples whose worker was suspended
         retried: set[int] = set()
         try:
             while True:
-                for place, worker in enumerate(self._workers):
+                for place, worker in enumerate(self.workers):
                     if worker in busy or (handed := again.popleft() if again else next(waiting, None)) is None:
                         continue
-                    worker = self._workers[place] = self._hand_over(worker, handed[1])
+                    worker = self.workers[place] = self._hand_over(worker, handed[1])
                     busy[worker] = handed
                 if not busy:
                     return outcomes
@@ -133,38 +135,38 @@ class ProcessPool:
                     if stop_at_failure and outcome.failure is not None:
                         waiting.close()
         finally:
-            for worker in busy:  # interrupted: what they are at belongs to no one any more
+            for worker in busy:  # interrupted: nobody waits for their results
                 worker.kill()
 
     def close(self) -> None:
-        """End the workers, whatever they are at; may be called again."""
+        """Kill the workers; calling it again does nothing."""
         atexit.unregister(self.close)
-        workers, self._workers = self._workers, []
+        workers, self.workers = self.workers, []
         for worker in workers:
             worker.kill()
 
     def _hand_over(self, worker: _PoolProcess, message: bytes) -> _PoolProcess:
-        """Give a sample to a worker; to a new one where this one is gone. Returns who has it."""
+        """Send a sample to a worker, or to a new one if it has ended. Returns the worker that has the sample."""
         if not worker.ended:
             if worker.send(message):
                 return worker
-            _log.warning("path is %r: a worker process does not take a sample%s", self.path, worker.state())
+            _log.warning("path is %r: a worker process does not accept a sample%s", self.path, worker.state())
         worker.kill()
         worker = self._ready(_PoolProcess(self._setting))
         if not worker.send(message):
             worker.kill()
-            raise RewardError(f"path is {self.path!r}: a new worker process ended at once.")
+            raise RewardError(f"path is {self.path!r}: a new worker process ended right after its start.")
         return worker
 
     def _ready(self, worker: _PoolProcess) -> _PoolProcess:
-        """A worker that has imported the function: this one, or another in its place, once, if it is stopped over it.
+        """Wait until a worker has imported the function; one that was suspended meanwhile is replaced once.
 
         Raises:
             RewardError: the function cannot be imported.
         """
         try:
             if not worker.await_ready(self.path, may_be_stopped=True):
-                _log.warning("path is %r: a worker process was stopped while it started, and is made anew.", self.path)
+                _log.warning("path is %r: a worker process was suspended while it started, and is replaced.", self.path)
                 worker.kill()
                 worker = _PoolProcess(self._setting)
                 worker.await_ready(self.path)
@@ -174,7 +176,7 @@ class ProcessPool:
         return worker
 
     def _finished(self, busy: list[_PoolProcess]) -> Iterator[tuple[_PoolProcess, PoolResult]]:
-        """Those that answered, ended or are late, each with its outcome; waits for the first."""
+        """Wait for workers that answered, ended or timed out, and yield each with its result."""
         left = min(worker.watch.timeout_s - worker.watch.idle_s for worker in busy)
         heard = set(wait([worker.channel for worker in busy], timeout=max(0.0, min(left, LOOK_EVERY_S))))
         for worker in busy:
@@ -186,11 +188,11 @@ class ProcessPool:
                 yield worker, self._late(worker, state, stands_still)
 
     def _outcome(self, worker: _PoolProcess) -> PoolResult:
-        """What a worker answered; or why it hung up, as one does by itself when its time has run out."""
+        """The answer of a worker, or why it closed its connection, as it does itself at its deadline."""
         try:
             kind, detail = worker.channel.receive()
         except ChannelClosed:
-            is_early = worker.watch.idle_s < EARLY * self.timeout_s  # all of the run was stopped for a while
+            is_early = worker.watch.idle_s < EARLY * self.timeout_s  # the whole run was suspended for a while
             words = worker.exit_words()
             if worker.trace():
                 return self._late(worker, is_blameless=is_early)
@@ -207,10 +209,10 @@ class ProcessPool:
 
 
 class _PoolProcess:
-    """One process, its connection, and the file into which it writes where it was when its time ran out.
+    """A worker process, its connection, and the file for its stack trace at a time-out.
 
     Attributes:
-        watch: of the time that it has had for its sample, as far as the driver itself was not stopped.
+        watch: measures the time spent on the current sample, without times when the driver was suspended.
     """
 
     facts: tuple[Source, Signature]
@@ -230,19 +232,22 @@ class _PoolProcess:
             stuck_s=allowed_s,
         )
         self.channel = self._child.channel
-        with contextlib.suppress(ChannelClosed):  # gone already: await_ready says so
+        with contextlib.suppress(ChannelClosed):  # it has ended already: await_ready reports that
             self._child.begin(replace(setting, trace=self._trace.fileno()))
 
     def await_ready(self, path: str, may_be_stopped: bool = False) -> bool:
-        """Wait until the function is imported. False where the process is stopped for longer than a sample may take,
-        and may be."""
+        """Wait until the function is imported.
+
+        Returns:
+            False if the process was suspended for longer than `timeout_s` and `may_be_stopped`; else True.
+        """
         deadline, stopped = time.monotonic() + START_TIMEOUT_S, StoppedTime(LOOK_EVERY_S)
         while not (is_heard := self.channel.has_message(LOOK_EVERY_S)) and time.monotonic() < deadline:
             if stopped.of(self.pid) > self.watch.timeout_s:
                 if may_be_stopped:
                     return False
                 break
-        kind, detail = "error", f"it was not done after {START_TIMEOUT_S:g} s, or is stopped{self.state()}"
+        kind, detail = "error", f"it did not finish within {START_TIMEOUT_S:g} s, or is suspended{self.state()}"
         if is_heard:
             try:
                 kind, detail = self.channel.receive()
@@ -258,17 +263,17 @@ class _PoolProcess:
         return self._child.pid
 
     def state(self) -> str:
-        """What the system says of it, to append to a message."""
+        """State of the process by the operating system, to append to a message."""
         found = self._child.state()
         return f" ({found})" if found else ""
 
     @property
     def has_taken(self) -> bool:
-        """Whether it has begun with the sample that was sent last."""
+        """Whether it has received the sample that was sent last."""
         return self._progress.count(0) != self._count
 
     def send(self, message: bytes) -> bool:
-        """Send a sample; False where the worker is gone, or takes nothing in."""
+        """Send a sample; False if the worker has ended or does not receive."""
         self._count = self._progress.count(0)
         try:
             self.channel.send(message)
@@ -282,7 +287,7 @@ class _PoolProcess:
         return self._trace.read().decode(errors="replace")
 
     def kill(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and all processes that it started."""
         if self.ended:
             return
         self.ended = True
@@ -299,11 +304,11 @@ class _PoolProcess:
 def _packed(
     samples: Sequence[Any], outcomes: list[PoolResult | None], stop_at_failure: bool
 ) -> Generator[tuple[int, bytes], None, None]:
-    """Each sample as it is sent; the outcome of one that cannot be sent is noted."""
+    """Yield index and pickled bytes of each sample; one that cannot be pickled gets a failure in `outcomes`."""
     for index, sample in enumerate(samples):
         try:
             message = pickle.dumps(sample)
-        except Exception as error:  # noqa: BLE001 - pickling runs the code of what it is given
+        except Exception as error:  # noqa: BLE001 - pickling runs user code
             found = f"a column cannot be sent to a worker process ({type(error).__name__}: {error})"
             outcomes[index] = PoolResult(failure=found)
             if stop_at_failure:
@@ -313,7 +318,7 @@ def _packed(
 
 
 def _absolute(path: str) -> str:
-    """The same path to a function for a process that starts after the working directory has changed."""
+    """The path with an absolute file name, for a process that starts in another working directory."""
     module, _, name = path.rpartition(":")
     return f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else path
 
@@ -327,11 +332,12 @@ class SampleReward(Reward):
     """A reward that calls a function once for each response, `num_workers` at a time. `close` ends its processes.
 
     Args:
-        path: of a function of `prompt`, `response` and columns of the data; see `RewardFunction`.
+        path: a function of `prompt`, `response` and columns of the data; see `RewardFunction`.
         kwargs: further keyword arguments of every call.
-        timeout_s: for one sample.
-        error_score: of a sample that fails; None raises instead.
-        columns: argument of the function -> column of the data, where the two differ in name.
+        timeout_s: deadline of one sample.
+        num_workers: number of processes.
+        error_score: score of a sample that fails; None raises instead.
+        columns: argument name -> column name, where the two differ.
     Raises:
         RewardError: the function cannot be imported, or does not take `prompt` and `response`.
     """
@@ -353,24 +359,24 @@ class SampleReward(Reward):
             if self._accepted is not None and name not in self._accepted:
                 found = f"it takes {', '.join(self._accepted)}"
                 raise reward_error(f"a function that takes `{name}`", found, self.function)
-        self._pool = ProcessPool(path, source_of(self.function).file, self.kwargs, timeout_s, num_workers)
+        self.pool = ProcessPool(path, source_of(self.function).file, self.kwargs, timeout_s, num_workers)
 
     @property
     def producer(self) -> Callable:
         return self.function
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
-        """Rate every response by itself.
+        """Score every response by a call of its own.
 
         Raises:
-            RewardError: a sample failed and none may, or the function needs a column that the data lacks. Of several
-                samples that fail, the first is named.
+            RewardError: a sample failed and there is no `error_score` (the message names the first), or the function
+                needs a column that the data lacks.
         """
         prompts, responses, columns = texts_of(batch)
         for argument, column in self._renamed.items():
             if column not in columns:
                 present = ", ".join(columns) or "none"
-                raise RewardError(f"The data has no column {column!r}, which the reward reads. Its columns: {present}.")
+                raise RewardError(f"The data has no column {column!r}, which the reward needs. Its columns: {present}.")
             columns[argument] = columns[column]
         check_columns(self._accepted, columns, ("prompt", "response", *self.kwargs), self.function)
         names = [name for name in columns if self._accepted is None or name in self._accepted]
@@ -378,7 +384,7 @@ class SampleReward(Reward):
             {"prompt": prompt, "response": response, **{name: columns[name][index] for name in names}}
             for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
         ]
-        outcomes = self._pool.rate(samples, stop_at_failure=self.error_score is None)
+        outcomes = self.pool.rate(samples, stop_at_failure=self.error_score is None)
         failures = {index: found for index, outcome in enumerate(outcomes) if (found := _failure(outcome)) is not None}
         if failures:
             numbers = [index for index in failures if (o := outcomes[index]) is not None and o.failure is None]
@@ -395,22 +401,22 @@ class SampleReward(Reward):
         return RewardResult(np.array(scores, dtype=np.float64), {"failed": failed})
 
     def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
     def _report(self, failures: dict[int, str], prompts: list[str], responses: list[str], numbers: list[int]) -> None:
-        """`numbers`: the samples among the failures that gave a number, which is not finite."""
+        """Raise or warn. `numbers`: indices of failures whose score is a number that is not finite."""
         first = min(failures)
         error = reward_error(EXPECTED, failures[first], self.function, prompts, responses, first)
         if self.error_score is None:
             raise NonFiniteRewardError(str(error), numbers) if first in numbers else error
         logger.warning(
-            "%d of %d samples have no reward of their own and get error_score %g. The first of them:\n%s",
+            "%d of %d samples failed and get error_score %g. The first of them:\n%s",
             len(failures), len(responses), self.error_score, error,
         )  # fmt: skip
 
 
 def _failure(outcome: PoolResult | None) -> str | None:
-    """Why a sample has no score; None where it has one, or was never handed out."""
+    """Why a sample has no score; None if it has one, or was not started."""
     if outcome is None or outcome.failure is not None:
         return None if outcome is None else outcome.failure
     assert outcome.score is not None

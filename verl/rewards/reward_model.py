@@ -1,11 +1,11 @@
-"""Rewards by a model: any sequence-classification model of Hugging Face, whatever its tokenizer.
+"""Rewards by a model: any sequence-classification model of Hugging Face, with any tokenizer.
 
-What it reads of a batch:
+Forms of its input:
 
-    tokens   the ids of the policy, as they are
-    chat     the messages of the prompt and the response as the assistant's, through the chat template
+    tokens   the token ids of the policy
+    chat     the messages of the prompt and the response as assistant message, through the chat template
     text     prompt and response as one text
-    pair     prompt and response as the two texts of a pair, with what the tokenizer puts between them
+    pair     prompt and response as a text pair, with the separator of the tokenizer
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from verl.protocol import DataProto
 from verl.rewards.base import RewardDescription, RewardResult, texts_of
 from verl.rewards.normalization import NormalisedReward
 from verl.rewards.validation import checked_scores, reward_error
-from verl.utils.memory import make_current
+from verl.utils.memory import make_current, release_cached
 from verl.utils.progress import report
 
 RewardInput = Literal["auto", "tokens", "chat", "text", "pair"]
@@ -43,8 +43,8 @@ class RewardTokens:
 
     Attributes:
         ids: by row.
-        types: by row, which text of a pair each token belongs to, for tokenizers that tell; else None.
-        was_cut: [B] bool, whether the start of the row was cut off.
+        types: by row, token type ids of a text pair; None for tokenizers without them.
+        was_cut: [B] bool, whether the start of the row was truncated.
     """
 
     ids: list[list[int]]
@@ -53,12 +53,14 @@ class RewardTokens:
 
 
 def chosen_form(form: RewardInput, tokenizer: Any, actors: Any) -> RewardInput:
-    """What `auto` means for two tokenizers; any other form is checked against them.
+    """Resolve `auto` by the tokenizers, and check any other form against them.
 
     Args:
-        actors: the tokenizer of the policy, or None where it is not known.
+        form: the setting `reads`.
+        tokenizer: of the reward model.
+        actors: tokenizer of the policy; None if unknown.
     Raises:
-        ConfigError: the form needs a tokenizer that is the policy's, or a chat template, and there is none.
+        ConfigError: the form needs the tokenizer of the policy, or a chat template, which this tokenizer is or has not.
     """
     is_same = actors is not None and reads_alike(tokenizer, actors)
     template = getattr(tokenizer, "chat_template", None)
@@ -74,13 +76,13 @@ def chosen_form(form: RewardInput, tokenizer: Any, actors: Any) -> RewardInput:
 
 
 class RewardTokenizer:
-    """Reads batches for one reward model.
+    """Tokenises batches for a reward model.
 
     Args:
-        tokenizer: the reward model's.
+        tokenizer: of the reward model.
         form: any but `auto`.
-        max_length: tokens that the model can read, or None.
-        truncation: of longer rows: `error`, or `left` to cut off their start.
+        max_length: the most tokens that the model accepts; None for no limit.
+        truncation: longer rows raise an error (`error`) or lose their start (`left`).
     """
 
     def __init__(self, tokenizer: Any, form: RewardInput, max_length: int | None, truncation: Literal["error", "left"]):
@@ -88,10 +90,13 @@ class RewardTokenizer:
         self.tokenizer, self.form, self.max_length, self.truncation = tokenizer, form, max_length, truncation
 
     def __call__(self, batch: DataProto, producer: Callable) -> RewardTokens:
-        """Read every row of a batch.
+        """Tokenise every row of a batch.
 
+        Args:
+            batch: responses with their prompts.
+            producer: the function that errors name.
         Raises:
-            RewardError: a row is too long, has no tokens, or is refused by the chat template; names it.
+            RewardError: a row is too long, has no tokens, or is refused by the chat template; names the row.
         """
         prompts, responses, columns = texts_of(batch)
         messages = columns.get("prompt_messages") or [None] * len(prompts)
@@ -125,7 +130,7 @@ class RewardTokenizer:
         return [list(row) for row in encoded["input_ids"]], encoded.get("token_type_ids")
 
     def _cut(self, ids: list[list[int]], types: list[list[int]] | None, was_cut: np.ndarray) -> None:
-        """Cut the start off, but not the tokens that the tokenizer puts before every text, such as [CLS]."""
+        """Truncate rows at the start, behind the tokens that the tokenizer puts before every text, such as [CLS]."""
         assert self.max_length is not None
         for row in np.flatnonzero(was_cut):
             opening = self._opening(ids[row])
@@ -142,7 +147,7 @@ class RewardTokenizer:
         turns.append({"role": "assistant", "content": responses[row]})
         try:
             return self.tokenizer.apply_chat_template(turns, tokenize=False, **pinned_date(self.tokenizer))
-        except Exception as error:  # a template raises whatever it likes
+        except Exception as error:  # a template may raise anything
             roles = ", ".join(str(turn["role"]) for turn in turns)
             expected = f"a chat template that takes the roles {roles} (or set reads=text)"
             raise reward_error(expected, f"{error}", producer, prompts, responses, row) from error
@@ -154,28 +159,27 @@ def _tokens_of(batch: DataProto) -> list[list[int]]:
 
 
 def _plain(prompt: str, messages: Any) -> str:
-    """A prompt without the marks of the policy's chat template, which another tokenizer does not know."""
+    """A prompt without the special tokens of the policy's chat template, which another tokenizer does not know."""
     return prompt if not messages else "".join(f"{message['content']}\n" for message in messages)
 
 
 @component
 class RewardModel(RewardDescription):
-    """What a reward model says of the prompt with its response.
+    """Score each prompt with its response by a reward model.
 
-    It lives in the trainer's process, or where `trainer.placement` puts the role `rm`.
+    It runs in the trainer's process, or where `trainer.placement` puts the role `rm`.
 
     Args:
         model: a sequence-classification model, its dtype and its tokenizer.
-        label: whose logit is the score, for a model with several.
-        reads: `auto` gives it the ids of the policy if the two tokenizers and chat templates are equal, else the
-            conversation if its tokenizer has a chat template, else prompt and response as one text. Or one of
-            `tokens`, `chat`, `text` and `pair` (the two texts of a pair, for encoders trained so).
-        max_length: tokens of a row; null for the length of its context.
-        truncation: of longer rows: `error` ends the run, `left` cuts off their start and counts them in
-            `reward/truncated`.
-        micro_batch_tokens: tokens of one forward pass, padding included; changes no result but by rounding.
-        normalize: `running` gives scores less the mean and over the standard deviation of all scores of training so
-            far, and logs `reward/raw`.
+        label: index of the logit that is the score, for a model with several.
+        reads: form of the input: `tokens` (the ids of the policy), `chat`, `text` (prompt and response as one text) or
+            `pair` (a text pair, for encoders trained that way). `auto` is `tokens` if tokenizers and chat templates are
+            equal, else `chat` if the tokenizer has a chat template, else `text`.
+        max_length: the most tokens of a row; null for the context length of the model.
+        truncation: `error` ends the run at a longer row, `left` drops its start and counts it in `reward/truncated`.
+        micro_batch_tokens: tokens of one forward pass, padding included; results differ by rounding only.
+        normalize: `running` normalises by the mean and standard deviation of all scores of training so far, and logs
+            `reward/raw`.
     """
 
     model: Pretrained
@@ -211,7 +215,7 @@ class RewardModel(RewardDescription):
 
 
 class ModelReward(NormalisedReward):
-    """The running form of `RewardModel`, of any module that returns `scores` [B] for `input_ids`, `attention_mask`."""
+    """The reward that `RewardModel` builds, around a module that maps `input_ids`, `attention_mask` to `scores` [B]."""
 
     def __init__(
         self, model: torch.nn.Module, reader: RewardTokenizer, micro_batch_tokens: int, *, normalize: bool = False
@@ -232,22 +236,26 @@ class ModelReward(NormalisedReward):
 
     @torch.no_grad()
     def _scores(self, reading: RewardTokens) -> Tensor:
-        """[B] float64, in the order of the rows; micro-batches are cut over rows sorted by length."""
-        assert self.model is not None, "the reward is closed"
-        scores = torch.empty(len(reading.ids), dtype=torch.float64)
+        """Scores [B] float64, in the order of the rows; micro-batches have rows of similar length."""
+        assert self.model is not None, "the reward has been closed"
+        scores = torch.empty(len(reading.ids), dtype=torch.float64, device=self.device)
         for rows in self._batches([len(ids) for ids in reading.ids]):
             chosen = rows.tolist()
             inputs = {"input_ids": _padded([reading.ids[row] for row in chosen])}
             inputs["attention_mask"] = _padded([[1] * len(reading.ids[row]) for row in chosen])
             if reading.types is not None:
                 inputs["token_type_ids"] = _padded([reading.types[row] for row in chosen])
-            inputs = {name: x.to(self.device) for name, x in inputs.items()}
-            scores[rows] = self.model(**inputs).scores.double().cpu()
+            inputs = {name: x.to(self.device, non_blocking=True) for name, x in inputs.items()}
+            scores[rows.to(self.device, non_blocking=True)] = self.model(**inputs).scores.double()
             report()
+        scores = scores.cpu()
+        release_cached(self.device)  # it may live in another process than the engine that wakes next
         return scores
 
     def _batches(self, lengths: list[int]) -> list[Tensor]:
-        """Texts that are scored beside each other: by length, and of one length where others would change a score."""
+        """Row indices of each micro-batch, sorted by length; rows of one length only where padding would change a
+        score.
+        """
         if text_batches_for(self.model, max(lengths)) == "padded":
             return micro_batches(lengths, self.micro_batch_tokens)
         sizes = torch.tensor(lengths)
@@ -255,17 +263,19 @@ class ModelReward(NormalisedReward):
         return [kind[rows] for kind in alike for rows in micro_batches(sizes[kind], self.micro_batch_tokens)]
 
     def close(self) -> None:
-        """Let go of the weights."""
+        """Free the weights."""
         self.model = None
 
 
 def _padded(rows: list[list[int]]) -> Tensor:
-    """[b S] int64, zeros on the right; the model puts its own pad token there."""
+    """[b S] int64, padded on the right with zeros; the model replaces them by its pad token."""
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
 def _context_of(classifier: Any, tokenizer: Any) -> int | None:
-    """Tokens that a model can read. Tokenizers know of places that are taken, as RoBERTa's first two are."""
+    """Context length of a model, or None. The tokenizer's limit counts too: RoBERTa reserves its first two
+    positions.
+    """
     config = classifier.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     known = [length for length in (positions, tokenizer.model_max_length) if length and 0 < length < 10**9]

@@ -21,8 +21,8 @@ class ExactMatch(RewardDescription, Reward):
     """Compare each response with a column of the data.
 
     Args:
-        answer_key: the column that holds the answer, a text or a whole number.
-        ignore_whitespace: whether white space before and after both texts is left out of the comparison.
+        answer_key: column of the answer, a text or an integer.
+        ignore_whitespace: whether to strip white space from both texts.
         correct, wrong: the two scores.
     """
 
@@ -39,10 +39,10 @@ class ExactMatch(RewardDescription, Reward):
         yield f"answer_key is {self.answer_key!r}", self.answer_key
 
     def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
-        """`correct` for each response that equals its answer, `wrong` for every other one.
+        """`correct` for each response that equals its answer, else `wrong`.
 
         Raises:
-            RewardError: the data has no such column, or an answer in it is no text or whole number.
+            RewardError: the data has no such column, or an answer in it is neither text nor integer.
         """
         if self.answer_key not in columns:
             present = ", ".join(columns) or "none"
@@ -58,7 +58,7 @@ class ExactMatch(RewardDescription, Reward):
         if isinstance(answer, bool) or not isinstance(answer, (str, int)):
             raise RewardError(
                 f"column {self.answer_key!r} is {answer!r} at sample {index} of the batch: "
-                "expected an answer as a text or a whole number."
+                "expected a text or an integer."
             )
         answer = str(answer)
         return response.strip() == answer.strip() if self.ignore_whitespace else response == answer
@@ -68,11 +68,12 @@ class ExactMatch(RewardDescription, Reward):
 class Format(RewardDescription, Reward):
     """`correct` where the response matches a regular expression, `wrong` elsewhere.
 
-    A pattern of nested repetition, such as `(a+)+$`, takes time that grows without bound on some responses.
+    A pattern with nested repetition, such as `(a+)+$`, can take exponential time.
 
     Args:
-        pattern: of Python's `re`; `.` matches line breaks too.
-        whole: whether all of the response must match, white space around it left out, and not only some part of it.
+        pattern: regular expression of Python's `re`; `.` also matches line breaks.
+        whole: whether the whole response, without surrounding white space, must match; else any part of it.
+        correct, wrong: the two scores.
     """
 
     pattern: str
@@ -84,7 +85,7 @@ class Format(RewardDescription, Reward):
         try:
             re.compile(self.pattern, re.DOTALL)
         except re.error as error:
-            yield f"pattern is {self.pattern!r}: no regular expression ({error})."
+            yield f"pattern is {self.pattern!r}: not a regular expression ({error})."
         if self.correct <= self.wrong:
             yield f"correct is {self.correct}: must exceed wrong, which is {self.wrong}."
 
@@ -97,10 +98,12 @@ class Format(RewardDescription, Reward):
 
 @component
 class Length(RewardDescription, Reward):
-    """`inside` where a response has min_tokens to max_tokens tokens, both included, and `outside` elsewhere.
+    """`inside` if a response has min_tokens to max_tokens tokens, both included, else `outside`.
 
     Args:
-        max_tokens: None for no upper bound.
+        min_tokens: lower bound.
+        max_tokens: upper bound; null for none.
+        inside, outside: the two scores.
     """
 
     min_tokens: NonNegativeInt = 1
@@ -125,7 +128,7 @@ class Length(RewardDescription, Reward):
 
 @component
 class Overlong(RewardDescription, Reward):
-    """Soft overlong punishment: nothing up to a buffer before the limit, then linearly down to -penalty at the limit.
+    """Soft overlong punishment: 0 up to the start of a buffer before the limit, then linear down to -penalty at it.
 
                    0                                            |y| <= L_max - L_cache
         R(y) =     penalty * ((L_max - L_cache) - |y|) / L_cache   below L_max
@@ -135,9 +138,9 @@ class Overlong(RewardDescription, Reward):
     Degenerate: a buffer of 0 tokens punishes only responses longer than the limit.
 
     Args:
-        max_tokens: L_max, the limit. A run's own is `rollout.max_new_tokens`.
-        buffer_tokens: L_cache, within max_tokens.
-        penalty: of a response at or above the limit.
+        max_tokens: L_max, the limit; usually `rollout.max_new_tokens`.
+        buffer_tokens: L_cache, at most max_tokens.
+        penalty: subtracted from a response at or above the limit.
     """
 
     max_tokens: PositiveInt
@@ -153,31 +156,31 @@ class Overlong(RewardDescription, Reward):
         return self.rate_batch
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
-        """In [-penalty, 0] for each response; needs no texts."""
+        """Score each response in [-penalty, 0]; needs no texts."""
         over = response_lengths(batch) - (self.max_tokens - self.buffer_tokens)
         share = over / self.buffer_tokens if self.buffer_tokens else (over > 0).astype(float)
         return RewardResult(-self.penalty * np.clip(share, 0.0, 1.0) + 0.0)  # + 0.0: no -0.0 in tables
 
 
 def response_lengths(batch: DataProto) -> np.ndarray:
-    """Tokens of each response [B], float64."""
+    """Number of tokens of each response [B], float64."""
     return batch.batch["response_mask"].sum(dim=1).double().cpu().numpy()
 
 
 @component
 class MathAnswer(RewardDescription):
-    """Compare the last answer in a response with a column of the data, by value: 0.5, 1/2 and \\boxed{\\frac12} agree.
+    """Compare the final answer of a response with a column of the data, by value: 0.5, 1/2 and \\boxed{\\frac12} agree.
 
-    The column holds a solution as GSM8K writes it (`... #### 72`), one as MATH does (`... \\boxed{72}`), or the answer
-    alone, as a number or LaTeX. math-verify reads and compares the two, in worker processes: some expressions take it
-    for ever. A response that runs out of time, or on which it fails, is wrong, and counts in `reward/failed`; so is one
-    whose answer in the data cannot be read.
+    The column holds a solution in the form of GSM8K (`... #### 72`) or of MATH (`... \\boxed{72}`), or the answer
+    alone, as a number or LaTeX. math-verify compares the two in worker processes, since it does not terminate on some
+    expressions. A response that times out or makes it fail is scored `wrong` and counted in `reward/failed`, and so is
+    one whose answer in the data cannot be parsed.
 
     Args:
-        answer_key: the column.
+        answer_key: column of the answer.
         correct, wrong: the two scores.
-        timeout_s: for one response, after which its process is killed.
-        num_workers: processes.
+        timeout_s: deadline of one response, after which its process is killed.
+        num_workers: number of processes.
     """
 
     answer_key: str = "answer"

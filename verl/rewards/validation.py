@@ -1,6 +1,4 @@
-"""Validation of a reward function: the keyword arguments it takes, and what it returned, with the sample that is
-wrong.
-"""
+"""Validation of a reward function: its keyword arguments, and its result; errors name the sample at fault."""
 
 from __future__ import annotations
 
@@ -13,21 +11,22 @@ import torch
 from verl.errors import NonFiniteRewardError, RewardError
 from verl.protocol.provenance import Source, source_of
 
-# Scores travel as float32; what overflows there is no finite number here.
+# Scores are stored as float32; values that overflow it count as not finite.
 LARGEST = float(np.finfo(np.float32).max)
 
 
 def checked_scores(
     result: Any, prompts: Sequence[str], responses: Sequence[str], function: Callable | Source
 ) -> np.ndarray:
-    """The result of a reward function as B float64.
+    """Check the result of a reward function and convert it to B float64.
 
     Args:
-        result: what it returned: a sequence, array or tensor of B finite numbers; truth values count as 1 and 0.
-        function: who returned it, for the message.
+        result: a sequence, array or tensor of B finite numbers; bools count as 1 and 0.
+        prompts, responses: B texts each, for the message.
+        function: the function, for the message.
     Raises:
         RewardError: it is anything else. Names what was expected and found, the first sample at fault with its texts,
-            and the line where the function is defined. A NonFiniteRewardError where it is a number, but not finite.
+            and the line where the function is defined. NonFiniteRewardError for a number that is not finite.
     """
     count = len(responses)
     expected = f"{count} finite numbers, one for each response"
@@ -35,7 +34,7 @@ def checked_scores(
     if isinstance(items, str):
         raise reward_error(expected, items, function)
     if len(items) != count:
-        # The first sample that went without a score is the best place to look.
+        # Names the first sample without a score.
         sample = len(items) if len(items) < count else None
         raise reward_error(expected, f"{len(items)} items", function, prompts, responses, sample)
     scores = np.empty(count, dtype=np.float64)
@@ -55,13 +54,16 @@ TOKEN_REWARDS = "a DataProto with token_level_rewards [B T], finite, and 0 where
 def checked_token_scores(
     result: Any, mask: torch.Tensor, prompts: Sequence[str], responses: Sequence[str], function: Callable | Source
 ) -> torch.Tensor:
-    """The rewards of tokens [B T] float32 in what a function of the batch returned.
+    """Check and return the token-level rewards [B T] float32 in the result of a function of the batch.
 
     Args:
+        result: a DataProto with `token_level_rewards`.
         mask: response_mask [B T].
+        prompts, responses: B texts each, for the message.
+        function: the function, for the message.
     Raises:
-        RewardError: they are not there, or of another shape, or not numbers, or stand on padding. A
-            NonFiniteRewardError where they are not finite.
+        RewardError: they are missing, have another shape or type, or are not 0 on padding. NonFiniteRewardError where
+            they are not finite.
     """
     tensors = getattr(result, "batch", None)
     if tensors is None:
@@ -71,7 +73,7 @@ def checked_token_scores(
         present = ", ".join(sorted(tensors.keys())) or "none"
         raise reward_error(TOKEN_REWARDS, f"no token_level_rewards. Its fields: {present}", function)
     if found.shape != mask.shape or found.is_complex():
-        wanted = f"expected {list(mask.shape)}, as response_mask"
+        wanted = f"expected {list(mask.shape)}, the shape of response_mask"
         raise reward_error(TOKEN_REWARDS, f"a {found.dtype} tensor of shape {list(found.shape)}; {wanted}", function)
     scores = found.detach().to(device=mask.device, dtype=torch.float32)
     for wrong, words in (
@@ -80,8 +82,8 @@ def checked_token_scores(
     ):
         if rows := torch.nonzero(wrong.any(dim=1)).flatten().tolist():
             place = int(torch.nonzero(wrong[rows[0]]).flatten()[0])
-            said = f"{words}, {scores[rows[0], place].item():g} at place {place} of the response"
-            error = reward_error(TOKEN_REWARDS, said, function, prompts, responses, rows[0])
+            described = f"{words}, {scores[rows[0], place].item():g} at position {place} of the response"
+            error = reward_error(TOKEN_REWARDS, described, function, prompts, responses, rows[0])
             raise NonFiniteRewardError(str(error), rows) if "finite" in words else error
     return scores
 
@@ -94,7 +96,7 @@ def reward_error(
     responses: Sequence[str] = (),
     sample: int | None = None,
 ) -> RewardError:
-    """The error for a reward function that gave something that is no reward."""
+    """Make the error for an invalid result of a reward function."""
     source = source_of(function)
     lines = [f"The reward function {source.function}() failed.", f"  Expected: {expected}", f"  Found: {found}"]
     if sample is not None:
@@ -111,7 +113,7 @@ def _not_finite(items: list) -> list[int]:
 
 
 def _items(result: Any) -> list | str:
-    """The items of a result, or in words what it is instead."""
+    """The items of a result as a list, or a description of a result without items."""
     if isinstance(result, torch.Tensor):
         if result.dim() != 1:
             return f"a tensor of shape {list(result.shape)}"
@@ -130,7 +132,7 @@ def _items(result: Any) -> list | str:
 
 
 def _number(item: Any) -> float | None:
-    """The item as a float, or None where it is no single real number."""
+    """The item as a float, or None if it is not a single real number."""
     if isinstance(item, (bool, int, float, np.bool_, np.integer, np.floating)):
         try:
             return float(item)
@@ -149,13 +151,15 @@ def _shortened(value: Any) -> str:
 def check_columns(
     accepted: Mapping[str, bool] | None, columns: Mapping[str, list], given: Sequence[str], function: Callable | Source
 ) -> None:
-    """Check that the data has what a function needs.
+    """Check that the data has the columns that a function requires.
 
     Args:
-        accepted: what `named_parameters` says of it.
-        given: arguments that it gets besides columns.
+        accepted: keyword arguments of the function, see `named_parameters`.
+        columns: columns of the data.
+        given: arguments that are passed besides columns.
+        function: the function, for the message.
     Raises:
-        RewardError: an argument without a default is no column, and is not given.
+        RewardError: an argument without a default is neither a column nor given.
     """
     for name, needed in (accepted or {}).items():
         if needed and name not in (*given, *columns):

@@ -21,11 +21,11 @@ TAKEN = ("mean", "std", "failed")  # metrics `reward/NAME` of every reward
 class WeightedSum(RewardDescription):
     """score = sum over parts of weight * score of the part.
 
-    Each part is a metric `reward/NAME`, before its weight, and a column of the sample tables.
+    The score of each part, before its weight, is the metric `reward/NAME` and a column of the sample tables.
 
     Args:
         parts: rewards by name.
-        weights: of every part, by the same names; a weight of 0 logs a part and leaves it out of the sum.
+        weights: weight of every part, by the same names; a part with weight 0 is only logged.
     """
 
     parts: dict[str, Description]
@@ -33,7 +33,7 @@ class WeightedSum(RewardDescription):
 
     def faults(self) -> Iterator[str]:
         if not self.parts:
-            yield "parts is {}: expected at least one reward by its name."
+            yield "parts is {}: expected at least one reward, keyed by a name."
         for name in self.parts:
             if name in TAKEN or not name.replace("-", "_").isidentifier():
                 yield f"parts.{name}: expected a name of letters, digits, - and _, other than {', '.join(TAKEN)}."
@@ -60,7 +60,7 @@ class WeightedSum(RewardDescription):
 
 
 class SumOfRewards(Reward):
-    """The running form of `WeightedSum`; `close` closes every part."""
+    """The reward that `WeightedSum` builds; `close` closes every part."""
 
     def __init__(self, parts: Mapping[str, Reward], weights: Mapping[str, float]):
         self.parts, self.weights = dict(parts), dict(weights)
@@ -70,7 +70,7 @@ class SumOfRewards(Reward):
         return self.rate_batch
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
-        """The sum; `parts` has each part's scores, and what a part has of its own is there as `NAME_...`."""
+        """The weighted sum; `parts` has the scores of each part, and the parts of a part as `NAME_...`."""
         total, parts, columns, ratings = np.zeros(len(batch)), {}, {}, {}
         for name, reward in self.parts.items():
             rating = ratings[name] = reward.rated(batch)
@@ -81,7 +81,7 @@ class SumOfRewards(Reward):
         return RewardResult(total, parts, columns, self._token_scores(ratings, batch))
 
     def _token_scores(self, ratings: Mapping[str, RewardResult], batch: DataProto) -> torch.Tensor | None:
-        """The sum by token, where a part says itself which token is worth what."""
+        """Weighted sum of token scores [B T]; None if no part scores single tokens."""
         if all(rating.token_scores is None for rating in ratings.values()):
             return None
         mask = batch.batch["response_mask"]

@@ -35,9 +35,11 @@ class AutoRollout(Rollout):
     """
 
     takes_stages: ClassVar[bool] = True
-
+    takes_experts: ClassVar[bool] = True
+    takes_modules: ClassVar[bool] = True
     can_rest: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
+    no_turns_under: ClassVar[tuple[str, ...]] = HFRollout.no_turns_under
 
     max_model_len: int | None = None
 
@@ -50,17 +52,14 @@ class AutoRollout(Rollout):
     ) -> RolloutEngine:
         kind, reason = self.choice(model, autocast)
         log.info("rollout=auto takes rollout=%s: %s.", "vllm" if kind is VLLMRollout else "hf", reason)
-        return self._as(kind).attach(model, tokenizer, seed, autocast, context)
+        return self.as_kind(kind).attach(model, tokenizer, seed, autocast, context)
 
     def chosen_for(self, model: Any, autocast: Autocast = None) -> Rollout:
         """The rollout description that `attach` uses."""
-        return self._as(self.choice(model, autocast)[0])
+        return self.as_kind(self.choice(model, autocast)[0])
 
     def choice(self, model: Any, autocast: Autocast = None) -> tuple[type[Rollout], str]:
         """The chosen rollout description and the reason for the choice."""
-        divided = getattr(model, "divided", None)
-        if divided is not None and divided.stage_group is not None:
-            return HFRollout, "the model is divided into pipeline stages"
         device, size = compute_device(model).type, sum(p.numel() for p in model.parameters())
         if size < FROM_ON.get(device, 0):
             limit = f"{FROM_ON[device] / 1e6:.0f} million"
@@ -69,6 +68,7 @@ class AutoRollout(Rollout):
             return HFRollout, f"vLLM would be faster, but {fault.rstrip('.')}"
         return VLLMRollout, f"the model has {size / 1e6:.1f} million parameters on {device}"
 
-    def _as(self, kind: type[Rollout]) -> Rollout:
+    def as_kind(self, kind: type[Rollout]) -> Rollout:
+        """The same settings as those of an engine of this kind."""
         chosen = {name: getattr(self, name) for name in COMMON}
         return VLLMRollout(**chosen, max_model_len=self.max_model_len) if kind is VLLMRollout else kind(**chosen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -46,9 +46,11 @@ class Rollout(Description):
         may_change: the engine reads `options` at every call, so they may be replaced between calls.
         takes_stages: the engine takes weights from an actor whose layers are pipeline stages.
         takes_experts: likewise from one whose experts are divided by `sharding.ep`.
+        takes_modules: the engine can generate with a torch module of the user's (`ModuleModel`).
         call_timeout_s: how long an engine in another process may make no progress; 0 for an engine in this process.
         draws_turns: the engine can generate single turns of an episode, as `environment` needs; see
             `RolloutEngine.turns`.
+        no_turns_under: degrees of the actor's sharding, such as `tp`, under which it cannot.
         tells_experts: the engine can record which experts were chosen, as `router_replay` needs.
     """
 
@@ -58,8 +60,10 @@ class Rollout(Description):
     may_change: ClassVar[bool] = False
     takes_stages: ClassVar[bool] = False
     takes_experts: ClassVar[bool] = False
+    takes_modules: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 0.0
     draws_turns: ClassVar[bool] = False
+    no_turns_under: ClassVar[tuple[str, ...]] = ()
     tells_experts: ClassVar[bool] = False
 
     temperature: PositiveFloat = 1.0
@@ -232,6 +236,9 @@ class TurnEngine:
         """Free all memory. Idempotent."""
 
 
+PlayEpisodes = Callable[[Sequence[DataProto]], Sequence[DataProto]]
+
+
 class RolloutEngine:
     """A running rollout engine. Only `generate` is required if the engine samples from the training tensors.
 
@@ -256,6 +263,15 @@ class RolloutEngine:
     def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
         """An engine for single turns of episodes, valid until the weights change."""
         raise NotImplementedError
+
+    def play(self, prompts: DataProto, play: PlayEpisodes) -> DataProto:
+        """Rows of episodes. Processes that hold the model together call it together.
+
+        Args:
+            play: the rows of each part of the prompts, by `turns` of this engine. It is called in the processes that
+                have an engine, whose weights are whole there and do not change until it returns.
+        """
+        return play([prompts])[0]
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Start generating; returns immediately. `finish` returns the responses."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,11 +15,12 @@ from verl.component import BuildContext, component
 from verl.model_paths.check import paths_for
 from verl.model_paths.decode import Choose, Decoder, allowed, key_multiple, padded_keys_distance
 from verl.model_paths.expert_routing import routing_of
-from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
+from verl.models.parallel_info import Autocast, compute_device, computing_in, meet, weights_gathered
 from verl.protocol import DataProto
 from verl.rollout.base import (
     ALONE,
     GenerationRequest,
+    PlayEpisodes,
     Rollout,
     RolloutEngine,
     TurnEngine,
@@ -47,7 +49,9 @@ class HFRollout(Rollout):
     may_change: ClassVar[bool] = True
     takes_stages: ClassVar[bool] = True
     takes_experts: ClassVar[bool] = True
+    takes_modules: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
+    no_turns_under: ClassVar[tuple[str, ...]] = ("tp",)  # its ranks decode the same rows in step
     tells_experts: ClassVar[bool] = True
 
     max_rows: PositiveInt = 512
@@ -70,12 +74,28 @@ class HFSampler(RolloutEngine):
         self.routing = routing_of(model) if options.router_replay else None
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
         self._stops = tuple(self.stop_ids.tolist())
-        self._key_multiple: int | None = None  # of lengths of keys, on another device than a CPU; found with the first
+        self.key_multiple: int | None = None  # of lengths of keys, on another device than a CPU; found with the first
         self._keeps_slots: bool | None = None  # whether turns may keep keys and values; found with the first episode
 
     @torch.no_grad()
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
+        return self._with_whole_weights(prompts, lambda part: self._generate(part, request))
+
+    @torch.no_grad()
+    def play(self, prompts: DataProto, play: PlayEpisodes) -> DataProto:
+        """See `RolloutEngine.play`; each process plays the episodes of its own share of the prompts."""
+
+        def play_own(part: DataProto) -> DataProto:
+            rows = play([part])[0]
+            if (divided := getattr(self.model, "divided", None)) is not None and divided.generation_groups:
+                meet(divided)  # environments of one process may take long, and its siblings wait for the rows
+            return rows
+
+        return self._with_whole_weights(prompts, play_own)
+
+    def _with_whole_weights(self, prompts: DataProto, make_rows: Callable[[DataProto], DataProto]) -> DataProto:
+        """Rows of all prompts, made with whole weights; processes that have the same prompts divide them."""
         self.model.eval()
         divided = getattr(self.model, "divided", None)
         groups = () if divided is None else divided.generation_groups
@@ -83,7 +103,7 @@ class HFSampler(RolloutEngine):
             for group in groups:
                 count, place = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
                 prompts = prompts[len(prompts) * place // count : len(prompts) * (place + 1) // count]
-            found = self._generate(prompts, request)
+            found = make_rows(prompts)
         for group in reversed(groups):
             parts: list[Any] = [None] * torch.distributed.get_world_size(group)
             torch.distributed.all_gather_object(parts, found, group=group)
@@ -100,7 +120,7 @@ class HFSampler(RolloutEngine):
         if self.routing is not None:
             routed = torch.full((*shape, self.routing.layers, self.routing.top_k), -1, dtype=torch.int16)
         longest = int(lengths.max()) if len(prompts) else 0
-        decoder = replace(self._decoder(longest), key_multiple=self._proven_key_multiple(longest))
+        decoder = replace(self._decoder(longest), key_multiple=self.proven_key_multiple(longest))
         for rows in decoder.batches(lengths, options.max_rows // n):
             part = prompts[rows].to(self.device)
             width = int(lengths[rows].max())
@@ -126,12 +146,12 @@ class HFSampler(RolloutEngine):
         slots = num_slots(self.model, limits, self.options.max_rows) if self._keeps_slots else 0
         return turn_engine(self.model, self.autocast, decoder, sampler, self.stop_ids, slots, self._keeps_slots)
 
-    def _proven_key_multiple(self, longest_prompt: int) -> int:
+    def proven_key_multiple(self, longest_prompt: int) -> int:
         """Of which lengths of keys are: on a GPU 64, where that was shown to be right for this model."""
-        if self._key_multiple is None:
-            self._key_multiple = key_multiple(self.device)
-            if self._key_multiple > 1:
-                decoder = replace(self._decoder(longest_prompt), key_multiple=self._key_multiple)
+        if self.key_multiple is None:
+            self.key_multiple = key_multiple(self.device)
+            if self.key_multiple > 1:
+                decoder = replace(self._decoder(longest_prompt), key_multiple=self.key_multiple)
                 longest = longest_prompt + self.options.max_new_tokens
                 try:
                     with computing_in(self.autocast, self.model):
@@ -141,8 +161,8 @@ class HFSampler(RolloutEngine):
                     fault = f"{type(error).__name__}: {error}"
                 if fault is not None:
                     log.warning("Each new token has a length of keys of its own: %s.", fault)
-                    self._key_multiple = 1
-        return self._key_multiple
+                    self.key_multiple = 1
+        return self.key_multiple
 
     def _decoder(self, longest_prompt: int) -> Decoder:
         options = self.options

@@ -146,7 +146,7 @@ class SlotModel:
         width = max(FIRST_LENGTH, width) if self.cache.layers[0].keys is None else width
         multiple = key_multiple(self.device)
         width = -(-width // multiple) * multiple
-        rows, targets, positions, ids = (x.to(self.device) for x in (rows, targets, positions, ids))
+        rows, targets, positions, ids = _to_device([rows, targets, positions, ids], self.device)
         is_front = all(slot == place for place, slot in enumerate(slots))
         self.cache.place(len(slots) if is_front else rows, targets, positions, width)
         mask = (torch.arange(width, device=self.device) <= positions[:, :, None])[:, None]
@@ -162,6 +162,12 @@ class SlotModel:
             )
         logits = out.logits[:, -1]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _to_device(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Integers in main memory on the device, in one copy that nothing waits for."""
+    flat = torch.cat([x.flatten() for x in columns]).to(device, non_blocking=True)
+    return [x.view_as(like) for x, like in zip(flat.split([x.numel() for x in columns]), columns, strict=True)]
 
 
 def slots_fault(model: Any, decoder: Decoder) -> str | None:
@@ -241,16 +247,14 @@ class _Drawing:
     def choose(self, logits: Tensor, turns: Sequence[TurnRequest], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The next token of each turn, and its log-prob."""
 
-        def column(values: Any) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+        keys = torch.tensor([(turn.prompt_id, turn.sample_id, turn.turn) for turn in turns], dtype=torch.int64)
+        keys, places = _to_device([keys, torch.tensor(positions)], self.device)
+        return self.choose_by(logits, keys, places)
 
-        tokens = self.sampler.choose(
-            logits,
-            column(turn.prompt_id for turn in turns),
-            column(turn.sample_id for turn in turns),
-            column(positions),
-            column(turn.turn for turn in turns),
-        )
+    def choose_by(self, logits: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for keys [b 3] of noise: prompt, sample and turn."""
+        prompt_ids, sample_ids, numbers = keys.unbind(dim=1)
+        tokens = self.sampler.choose(logits, prompt_ids, sample_ids, positions, numbers)
         return tokens, log_probs_of(logits[:, None], tokens[:, None], self.sampler.temperature)[:, 0]
 
 
@@ -290,10 +294,9 @@ class SlotTurns(TurnEngine):
             return []
         turns = [live.request for live in self._live]
         tokens, log_probs = self.drawing.choose(self._logits, turns, [len(live.tokens) for live in self._live])
+        drawn = torch.stack([tokens.double(), log_probs.double()]).tolist()  # exact for both; one question to a device
         going, ended = [], []
-        for row, (live, token, log_prob) in enumerate(
-            zip(self._live, tokens.tolist(), log_probs.tolist(), strict=True)
-        ):
+        for row, (live, token, log_prob) in enumerate(zip(self._live, map(int, drawn[0]), drawn[1], strict=True)):
             live.tokens.append(token)
             live.log_probs.append(log_prob)
             is_complete = token in self.drawing.stops
@@ -387,7 +390,7 @@ class SlotTurns(TurnEngine):
         for source in set(same.values()):
             copies = [number for number, other in same.items() if other == source]
             live = fresh[source][0]
-            targets = torch.tensor([fresh[i][0].slot for i in copies], device=self.drawing.device)
+            (targets,) = _to_device([torch.tensor([fresh[i][0].slot for i in copies])], self.drawing.device)
             self.slots.cache.copy(live.slot, targets, len(live.request.tokens))
             logits |= dict.fromkeys(copies, logits[source])
         made = torch.stack([logits[number] for number in range(len(fresh))])
@@ -444,16 +447,18 @@ class RowTurns(TurnEngine):
             tokens[row, width - len(turn.tokens) :] = torch.tensor(turn.tokens)
             mask[row, width - len(turn.tokens) :] = True
 
+        keys = torch.tensor([(turn.prompt_id, turn.sample_id, turn.turn) for turn in turns]).to(device)
+
         def choose(logits: Tensor, rows: Tensor, t: int) -> Tensor:
-            asked = [turns[row] for row in rows.tolist()]
-            return self.drawing.choose(logits, asked, [t] * len(asked))[0]
+            return self.drawing.choose_by(logits, keys[rows], torch.full_like(rows, t))[0]
 
         with computing_in(self.autocast, decoder.model):
             out = decoder.decode(tokens.to(device), mask.to(device), 1, choose)
+        responses, is_made, all_log_probs = out.responses.cpu(), out.mask.cpu(), out.log_probs.cpu()
         drawn = []
         for row, turn in enumerate(turns):
-            made = out.responses[row][out.mask[row]].tolist()
-            log_probs = out.log_probs[row][out.mask[row]].tolist()
+            made = responses[row][is_made[row]].tolist()
+            log_probs = all_log_probs[row][is_made[row]].tolist()
             drawn.append(DrawnTurn(turn.episode, made, log_probs, made[-1] in self.drawing.stops))
         return drawn
 

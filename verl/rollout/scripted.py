@@ -28,6 +28,7 @@ class ScriptedRollout(Rollout):
 
     takes_stages: ClassVar[bool] = True
     takes_experts: ClassVar[bool] = True
+    takes_modules: ClassVar[bool] = True
 
     texts: Annotated[tuple[str, ...], Field(min_length=1)]
 

@@ -116,7 +116,7 @@ class JailGroups:
     def find(cls) -> JailGroups | str:
         """Groups for this process, or in words why it may make none. Removes those of processes that were killed."""
         reason = "this kernel has no cgroups with controllers for memory and processes"
-        for version, bases in _candidates():
+        for version, bases in candidate_directories():
             made = cls(bases, version)
             if (fault := made._fault()) is None:
                 made.remove_stale()
@@ -207,7 +207,7 @@ def _start_of(pid: int) -> int:
         return 0
 
 
-def _candidates() -> list[tuple[int, Mapping[str, Path]]]:
+def candidate_directories() -> list[tuple[int, Mapping[str, Path]]]:
     """Where groups could be made, the better first."""
     own, mounts = _own_groups(), _mounts()
     found: list[tuple[int, Mapping[str, Path]]] = []

@@ -95,7 +95,7 @@ class JailPool(CodeRunner):
         self.groups = _groups_for(described)
         self._slots = threading.BoundedSemaphore(described.max_concurrency)
         self._changed = threading.Condition()
-        self._warm: deque[_JailProcess] = deque()
+        self.warm: deque[_JailProcess] = deque()
         self._failure: str | None = None
         self._is_closed = False
         self._wanted = self._being_made = 0
@@ -131,8 +131,8 @@ class JailPool(CodeRunner):
             self._changed.notify_all()
         for maker in self._makers:
             maker.join(START_TIMEOUT_S)
-        while self._warm:
-            self._warm.pop().kill()
+        while self.warm:
+            self.warm.pop().kill()
         if self.groups is not None:
             self.groups.close()
 
@@ -147,8 +147,8 @@ class JailPool(CodeRunner):
                 while True:
                     if self._is_closed:
                         raise closed_error()
-                    while self._warm:
-                        jail = self._warm.popleft()
+                    while self.warm:
+                        jail = self.warm.popleft()
                         if jail.process.poll() is None:
                             return jail
                         jail.kill()  # it died while it stood ready
@@ -179,7 +179,7 @@ class JailPool(CodeRunner):
                 self._being_made -= 1
                 self._failure = failure
                 if jail is not None:
-                    self._warm.append(jail)
+                    self.warm.append(jail)
                 self._changed.notify_all()
                 if failure is not None and not self._is_closed:
                     self._changed.wait(0.2)
@@ -187,7 +187,7 @@ class JailPool(CodeRunner):
     def _makes_another(self) -> bool:
         if self._failure is not None and not self._wanted:
             return False  # a machine that cannot make one is asked again with the next program
-        return len(self._warm) + self._being_made < self.described.pool_size
+        return len(self.warm) + self._being_made < self.described.pool_size
 
     def _made(self) -> _JailProcess:
         """Start a jail whose first process waits for a program."""

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,17 +102,20 @@ class AgentProgramEngine(EpisodeEngine):
             self._calls = CallRunner(self.options.factory(self._context), options)
         return self._calls
 
-    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """One episode per sample; see `RolloutEngine.generate`."""
-        episodes = self._episodes(prompts, request)
+    def play_parts(self, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
+        """See `EpisodeEngine.play_parts`."""
+        of_parts = self.begin_episodes(parts, request)
+        episodes = list(chain.from_iterable(of_parts))
         runs = _Programs(self, request, episodes)
         if episodes:
             longest = max(len(episode.prompt) for episode in episodes)
             limits = TurnLimits(longest + self.options.max_tokens, self.options.kv_cache_gib)
             runs.run(limits)
-        samples = [runs.samples(episode) for episode in episodes]
-        records = [episode_record(episode) for episode in episodes]
-        return rows_of_samples(prompts, request, samples, records, self.tokenizer.pad_token_id, runs.dtype)
+        made = []
+        for prompts, own in zip(parts, of_parts, strict=True):
+            samples, records = [runs.samples(episode) for episode in own], [episode_record(episode) for episode in own]
+            made.append(rows_of_samples(prompts, request, samples, records, self.tokenizer.pad_token_id, runs.dtype))
+        return made
 
 
 class _Programs:

@@ -29,6 +29,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import DrawnTurn, TurnEngine, TurnRequest
 from verl.serving.conversations import KnownConversation, KnownConversations, Message, RecordedTurn, text_of
 from verl.serving.sessions import Session
+from verl.utils.memory import on_current_device
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,9 @@ class PolicyEndpoint:
         self._waiting: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._failure: str | None = None
         self._is_closed = False
-        self._thread = threading.Thread(target=self._draw_all, args=(turns,), name="verl policy", daemon=True)
+        self._thread = threading.Thread(
+            target=on_current_device(self._draw_all), args=(turns,), name="verl policy", daemon=True
+        )
         self._thread.start()
 
     def complete(

@@ -1,7 +1,7 @@
 """Object storage: local directories, memory, S3, OSS and GCS behind one small interface.
 
-backend          One request to a store, the policy that retries it, and the plainest store, a directory
-config           The group `storage`: which object storage, and how it is treated
+backend          One request to a store, its retry policy, and the simplest store, a local directory
+config           The group `storage`: which object storage, and its time-outs and retries
 fsspec_backends  Backends over fsspec: memory, S3 (s3fs), OSS (ossfs), GCS (gcsfs)
-store            ObjectStore: objects by key, with retries, multipart uploads and several requests at a time
+store            ObjectStore: objects by key, with retries, multipart uploads and concurrent requests
 """

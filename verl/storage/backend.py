@@ -24,48 +24,49 @@ log = logging.getLogger(__name__)
 
 
 class TransientError(Exception):
-    """What may be otherwise the next time: no connection, no answer in time, a server that is overloaded."""
+    """A failure that may not recur: no connection, no answer in time, an overloaded server."""
 
 
 class RetryPolicy:
-    """Makes requests until one is answered.
+    """Repeats a request after transient failures, with exponential backoff and jitter.
 
     Args:
-        retries: after the first try.
-        backoff_s: before the first retry.
+        retries: the most retries after the first attempt.
+        backoff_s: wait before the first retry, in seconds.
     """
 
     def __init__(self, retries: int, backoff_s: float):
         self._retries, self._backoff_s = retries, backoff_s
-        self._chance = random.Random()  # of its own: the random numbers of a training stay as they are
+        self._chance = random.Random()  # separate generator: training must not depend on retries
         self._closed = threading.Event()
 
     def __call__(self, what: str, request: Callable[[], T]) -> T:
-        """The answer.
+        """Return the result of the request.
 
         Args:
-            what: is asked, for messages, such as `put s3://models/a`.
+            what: description for messages, such as `put s3://models/a`.
+            request: the function to call.
         Raises:
-            StorageUnreachable: no try was answered.
+            StorageUnreachable: every attempt failed.
         """
         for number in range(self._retries + 1):
-            report()  # a request is bounded by itself
+            report()  # every request has a time-out
             try:
                 return request()
             except TransientError as error:
                 said = redact(f"{type(error.__cause__ or error).__name__}: {error}")
                 if number == self._retries or self._closed.wait(self._pause_s(number)):
                     raise StorageUnreachable(f"{what} failed {number + 1} times, at last with {said}") from error
-                log.info("%s: asking again after %s", what, said)
-        raise AssertionError("the last try returned or raised")
+                log.info("%s: retrying after %s", what, said)
+        raise AssertionError("the last attempt returned or raised")
 
     def close(self) -> None:
-        """End every wait: what is being asked again fails now."""
+        """Abort all waits; requests that are being retried fail at once."""
         self._closed.set()
 
     def _pause_s(self, number: int) -> float:
         longest = min(self._backoff_s * 2**number, LONGEST_BACKOFF_S)
-        return longest * self._chance.uniform(0.5, 1.0)  # so that many that failed at once do not come back at once
+        return longest * self._chance.uniform(0.5, 1.0)  # jitter: simultaneous failures must not retry simultaneously
 
 
 Data = bytes | bytearray | memoryview
@@ -79,64 +80,64 @@ class StoredObject(NamedTuple):
 
 
 class AlreadyExists(Exception):
-    """A conditional put found an object there."""
+    """A conditional put found an existing object."""
 
 
 class Backend:
-    """Single requests; keys are relative to the prefix of the storage.
+    """Single requests to a store, without retries; keys are relative to the prefix of the storage.
 
-    Each method raises `TransientError` for what may be otherwise the next time, ObjectNotFound, or StorageRefused.
+    Methods raise `TransientError` for failures that may not recur, `ObjectNotFound`, or `StorageRefused`.
 
     Attributes:
-        has_parts: an object may be put in parts, each retried alone: `begin`, `put_part`, `finish`, `abort`.
-        is_conditional: `create` is one operation of the store.
+        has_parts: whether multipart uploads are supported: `begin`, `put_part`, `finish`, `abort`.
+        is_conditional: whether `create` is atomic.
     """
 
     has_parts = False
     is_conditional = True
 
     def put(self, key: str, data: Data) -> None:
-        """Put an object of one request, whatever is there."""
+        """Put an object in one request, replacing any existing one."""
         raise NotImplementedError
 
     def create(self, key: str, data: Data) -> None:
-        """Put it unless there is one. Raises Taken where there is."""
+        """Put an object unless one exists. Raises AlreadyExists if one does."""
         raise NotImplementedError
 
     def put_stream(self, key: str, pieces: Iterable[Data]) -> None:
-        """Put a long object; it is there as a whole or not at all. For stores without parts of their own."""
+        """Put a large object atomically. For stores without multipart uploads."""
         raise NotImplementedError
 
     def get(self, key: str, begin: int, end: int) -> bytes:
-        """Bytes of an object; fewer where it ends."""
+        """Bytes [begin, end) of an object; fewer if it is shorter."""
         raise NotImplementedError
 
     def size(self, key: str) -> int:
-        """Of an object, in bytes."""
+        """Size of an object in bytes."""
         raise NotImplementedError
 
     def list(self, prefix: str) -> list[StoredObject]:
-        """All whose keys begin so, in order."""
+        """All objects whose keys begin with `prefix`, sorted by key."""
         raise NotImplementedError
 
     def delete(self, key: str) -> None:
-        """Delete; one that is not there is deleted already."""
+        """Delete an object; does nothing if there is none."""
         raise NotImplementedError
 
     def begin(self, key: str) -> str:
-        """Begin an object of parts; gives its token."""
+        """Start a multipart upload; returns its token."""
         raise NotImplementedError
 
     def put_part(self, key: str, token: str, number: int, data: Data) -> str:
-        """Put part `number`, from 1; gives what `finish` wants of it."""
+        """Put part `number`, from 1; returns its tag for `finish`."""
         raise NotImplementedError
 
     def finish(self, key: str, token: str, parts: list[str]) -> None:
-        """Put the parts together."""
+        """Complete a multipart upload from the tags of its parts."""
         raise NotImplementedError
 
     def abort(self, key: str, token: str) -> None:
-        """Give the parts up."""
+        """Abort a multipart upload and delete its parts."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -144,7 +145,7 @@ class Backend:
 
 
 class LocalBackend(Backend):
-    """A directory. An object is written under another name, made durable, and linked or renamed into its place."""
+    """A local directory. Objects are written to a temporary name, synced, and linked or renamed to their key."""
 
     def __init__(self, root: Path):
         self._root = root
@@ -183,7 +184,7 @@ class LocalBackend(Backend):
             for directory, _, names in os.walk(inside):
                 paths = [Path(directory, name) for name in names if not name.startswith(".put-")]
                 for path in paths:
-                    with contextlib.suppress(FileNotFoundError):  # deleted while we look
+                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                         found.append(StoredObject(path.relative_to(self._root).as_posix(), path.stat().st_size))
         return sorted(stored for stored in found if stored.key.startswith(prefix))
 
@@ -224,10 +225,10 @@ class LocalBackend(Backend):
     def _refusals(self, key: str):
         try:
             yield
-        except VerlError:  # of whoever gives the pieces
+        except VerlError:  # raised by the iterator of pieces
             raise
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            raise ObjectNotFound(f"{self._path(key)} is not there") from error
+            raise ObjectNotFound(f"{self._path(key)} does not exist") from error
         except OSError as error:
             raise StorageRefused(f"{self._path(key)}: {error.strerror or error}") from error
 

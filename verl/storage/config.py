@@ -30,16 +30,18 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 
 @component
 class Storage(Description):
-    """Objects below a prefix. Every kind has these settings.
+    """Base class of `storage=` components: objects below a prefix. Every kind has these settings.
 
     Args:
-        prefix: what every key begins with, such as `experiments/one`; a slash before or after it means nothing.
-        concurrency: requests under way at a time.
-        part_mib: largest request; a longer object travels in parts of this size, each retried alone.
-        connect_timeout_s: to reach the store.
-        timeout_s: of one request, from its start to its last byte; of an object of many parts, each one's.
-        retries: of one request, after what may pass: no connection, no answer in time, status 408, 429 or from 500.
-        backoff_s: before the first retry, twice as long before each further one, up to 30 s, less up to half by chance.
+        prefix: common prefix of all keys, such as `experiments/one`; leading and trailing slashes are ignored.
+        concurrency: the most simultaneous requests.
+        part_mib: size limit of a request; larger objects are sent in parts of this size, each retried separately.
+        connect_timeout_s: time-out of a connection.
+        timeout_s: time-out of one request, from its start to its last byte; for a multipart upload, of each part.
+        retries: the most retries of a request after a transient failure: no connection, no answer in time, status 408,
+            429 or 500 and above.
+        backoff_s: wait before the first retry; doubled for each further one, up to 30 s, less a random part of at most
+            half.
     """
 
     kind: ClassVar[str] = ""
@@ -67,11 +69,11 @@ class Storage(Description):
 
     @property
     def address(self) -> str:
-        """For people, and for `storage_at`: `s3://bucket/prefix`."""
+        """Address for messages and for `storage_at`, such as `s3://bucket/prefix`."""
         raise NotImplementedError
 
     def below(self, part: str) -> Storage:
-        """The same storage, further down."""
+        """The same storage with `part` appended to the prefix."""
         return dataclasses.replace(self, prefix="/".join(name for name in (self.prefix, part) if name))
 
     def build(self, context: BuildContext) -> ObjectStore:
@@ -79,12 +81,12 @@ class Storage(Description):
 
     @property
     def hasty(self) -> Storage:
-        """The same, asked for a few seconds at most."""
+        """The same storage with time-outs of a few seconds, for checks."""
         limits = {name: min(getattr(self, name), PREFLIGHT_TIMEOUT_S) for name in ("connect_timeout_s", "timeout_s")}
         return dataclasses.replace(self, retries=min(1, self.retries), backoff_s=min(0.5, self.backoff_s), **limits)
 
     def refuse_absence(self) -> None:
-        """Ask for something that is not there, and put and delete an empty object.
+        """Check access: get a missing object, and put and delete an empty one.
 
         Raises:
             StorageError: the store does not answer, or refuses.
@@ -92,17 +94,17 @@ class Storage(Description):
         with self.hasty.connect() as store:
             store.list(PROBE)
             store.put(PROBE, b"")
-            with contextlib.suppress(StorageError):  # an empty object is no harm
+            with contextlib.suppress(StorageError):  # an empty object left behind is harmless
                 store.delete(PROBE)
 
     def connect(self) -> ObjectStore:
-        """The store; nothing is asked of it yet."""
+        """Make the store; no request is sent."""
         from verl.storage.store import ObjectStore
 
         return ObjectStore(self, self.backend())
 
     def backend(self) -> Backend:
-        """What makes single requests."""
+        """Make the backend for single requests."""
         raise NotImplementedError
 
 
@@ -111,7 +113,7 @@ class LocalStorage(Storage):
     """A directory, such as one on a network file system. See `Storage` for the others.
 
     Args:
-        path: the directory; made when something is put there.
+        path: the directory; created by the first put.
     """
 
     kind: ClassVar[str] = "local"
@@ -124,7 +126,7 @@ class LocalStorage(Storage):
         if not self.path:
             yield "path is '': expected a directory."
         elif Path(self.path).exists() and not Path(self.path).is_dir():
-            yield f"path is {self.path!r}: it is no directory."
+            yield f"path is {self.path!r}: it is not a directory."
 
     @property
     def address(self) -> str:
@@ -142,7 +144,7 @@ class LocalStorage(Storage):
 
 @component
 class MemoryStorage(Storage):
-    """Memory of this process, for tests; what is put there ends with it. See `Storage` for the others."""
+    """Memory of this process, for tests. See `Storage` for the settings."""
 
     kind: ClassVar[str] = "memory"
 
@@ -158,13 +160,13 @@ class MemoryStorage(Storage):
 
 @component
 class BucketStorage(Storage):
-    """What the stores of clouds share. See `Storage` for the others.
+    """Base class of cloud stores. See `Storage` for the others.
 
     Args:
-        bucket: exists already.
-        endpoint_url: of the service; null is the cloud's own.
-        conditional_put: the store can refuse to replace an object. False for one that cannot: two trainers on one
-            prefix may then notice each other too late.
+        bucket: an existing bucket.
+        endpoint_url: of the service; null for the cloud's default.
+        conditional_put: whether the store supports conditional puts, which never replace an object. Without them two
+            trainers on one prefix may notice each other too late.
     """
 
     bucket: str | None = None
@@ -176,7 +178,7 @@ class BucketStorage(Storage):
         if not self.bucket:
             yield "bucket is null: Set storage.bucket=NAME, or export VERL_BUCKET=NAME."
         elif not _BUCKET.fullmatch(self.bucket):
-            yield f"bucket is {redact(self.bucket)!r}: expected the name of a bucket alone; what follows is prefix."
+            yield f"bucket is {redact(self.bucket)!r}: expected the name of a bucket only; the rest belongs in prefix."
         if self.endpoint_url is not None:
             yield from _endpoint_faults(self.endpoint_url)
 
@@ -187,11 +189,11 @@ class BucketStorage(Storage):
 
 @component
 class S3Storage(BucketStorage):
-    """S3 and what speaks its language. Credentials: the environment (`AWS_ACCESS_KEY_ID`, ...), `~/.aws`, or the role
-    of the machine; `AWS_ENDPOINT_URL` is heeded too. See `BucketStorage` for the others.
+    """S3 and compatible stores. Credentials come from the environment (`AWS_ACCESS_KEY_ID`, ...), `~/.aws`, or the role
+    of the machine; `AWS_ENDPOINT_URL` is used too. See `BucketStorage` for the others.
 
     Args:
-        region: null is what the environment says.
+        region: null for that of the environment.
     """
 
     kind: ClassVar[str] = "s3"
@@ -207,8 +209,8 @@ class S3Storage(BucketStorage):
 
 @component
 class OSSStorage(BucketStorage):
-    """Object storage of Alibaba Cloud. Credentials: `OSS_ACCESS_KEY_ID` and `OSS_ACCESS_KEY_SECRET` in the environment;
-    without `endpoint_url` the endpoint is `OSS_ENDPOINT` of the environment. See `BucketStorage` for the others."""
+    """Alibaba Cloud OSS. Credentials come from `OSS_ACCESS_KEY_ID` and `OSS_ACCESS_KEY_SECRET` in the environment, and
+    so does the endpoint (`OSS_ENDPOINT`) without `endpoint_url`. See `BucketStorage` for the settings."""
 
     kind: ClassVar[str] = "oss"
     packages: ClassVar[tuple[str, ...]] = ("fsspec", "ossfs")
@@ -217,7 +219,7 @@ class OSSStorage(BucketStorage):
         yield from super().faults()
         if self.endpoint_url is None and not os.environ.get("OSS_ENDPOINT"):
             yield (
-                "endpoint_url is null: give that of the region, such as https://oss-cn-hangzhou.aliyuncs.com, or "
+                "endpoint_url is null: set that of the region, such as https://oss-cn-hangzhou.aliyuncs.com, or "
                 "export OSS_ENDPOINT."
             )
 
@@ -229,8 +231,8 @@ class OSSStorage(BucketStorage):
 
 @component
 class GCSStorage(BucketStorage):
-    """Google Cloud Storage. Credentials: `GOOGLE_APPLICATION_CREDENTIALS`, those of gcloud, or those of the machine.
-    See `BucketStorage` for the others."""
+    """Google Cloud Storage. Credentials come from `GOOGLE_APPLICATION_CREDENTIALS`, gcloud, or the machine. See
+    `BucketStorage` for the settings."""
 
     kind: ClassVar[str] = "gcs"
     packages: ClassVar[tuple[str, ...]] = ("fsspec", "gcsfs")
@@ -248,20 +250,22 @@ SCHEMES = {"s3": S3Storage, "oss": OSSStorage, "gcs": GCSStorage, "gs": GCSStora
 
 
 def is_address(text: str) -> bool:
-    """Whether a text such as `s3://bucket/prefix` names storage, and not a local path."""
+    """Whether a text is an address such as `s3://bucket/prefix` and not a local path."""
     return "://" in text
 
 
 def storage_at(address: str, like: Storage | None = None, **settings: Any) -> Storage:
-    """The storage that an address names.
+    """The storage component for an address.
 
     >>> storage_at("s3://models/runs/one").prefix
     'runs/one'
 
     Args:
-        like: where it is the same bucket, or of the same kind, its other settings are taken over.
+        address: kind, bucket and prefix.
+        like: if it is of the same kind, its other settings are used.
+        settings: further settings.
     Raises:
-        ConfigError: the address names no storage.
+        ConfigError: the address is invalid.
     """
     parts = urlsplit(address)
     if parts.scheme == "file":
@@ -269,7 +273,9 @@ def storage_at(address: str, like: Storage | None = None, **settings: Any) -> St
     kind = SCHEMES.get(parts.scheme)
     if kind is None or parts.query or parts.fragment or "@" in parts.netloc:
         known = ", ".join(f"{scheme}://" for scheme in (*SCHEMES, "file"))
-        raise ConfigError(f"{redact(address)!r} names no storage: expected one of {known}, a bucket and a prefix.")
+        raise ConfigError(
+            f"{redact(address)!r} is not an address of a storage: expected one of {known}, a bucket and a prefix."
+        )
     prefix = parts.path.strip("/")
     if kind is MemoryStorage:
         return kind(prefix="/".join(part for part in (parts.netloc, prefix) if part), **settings)
@@ -279,10 +285,10 @@ def storage_at(address: str, like: Storage | None = None, **settings: Any) -> St
 
 
 def storage_from(keys: dict[str, Any]) -> Storage:
-    """The storage that a plain table describes, such as `{"type": "s3", "bucket": "models"}`.
+    """The storage component for a mapping such as `{"type": "s3", "bucket": "models"}`.
 
     Raises:
-        ConfigError: `type` or another key is not known.
+        ConfigError: `type` or another key is unknown.
     """
     settings = dict(keys)
     name = settings.pop("type", None)
@@ -293,7 +299,8 @@ def storage_from(keys: dict[str, Any]) -> Storage:
     if unknown := [key for key in settings if key not in known]:
         raise ConfigError(
             [
-                f"{key} is no setting of {name}, which has {', '.join(known)}. Credentials: from the environment alone."
+                f"{key} is not a setting of {name}, which has {', '.join(known)}. Credentials come from the "
+                "environment."
                 for key in unknown
             ]
         )
@@ -313,6 +320,6 @@ def _endpoint_faults(url: str) -> Iterator[str]:
         yield f"endpoint_url is not an address ({error})."
         return
     if held:
-        yield "endpoint_url holds a user name or a password, which no configuration may. Use the environment."
+        yield "endpoint_url contains a user name or a password. Put credentials in the environment."
     elif parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         yield f"endpoint_url is {redact(url)!r}: expected an address such as http://localhost:9000."

@@ -1,7 +1,7 @@
 """Backends over fsspec: memory, S3 (s3fs), OSS (ossfs), GCS (gcsfs). The only module that imports any of them.
 
-S3 is asked request by request through the client that s3fs sets up, so that time-outs, retries, conditions and parts
-are ours and the same everywhere; the others through fsspec's own methods.
+For S3, single requests are sent through the client that s3fs creates, so that time-outs, retries, conditional puts and
+multipart uploads are controlled here; the others use the methods of fsspec.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from verl.utils.redact import redact
 if TYPE_CHECKING:
     from verl.storage.config import GCSStorage, MemoryStorage, OSSStorage, S3Storage
 
-# Client errors that may be otherwise the next time; so may every status from 500, and no answer at all.
+# Transient client errors; every status from 500 and a missing answer are transient too.
 PASSING_STATUS = {408, 409, 425, 429}
 PASSING_CODES = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "BadDigest", "IncompleteBody"}
-PART_BYTES = 16 * 2**20  # of a long object that goes in one request: each has the time of a request
+PART_BYTES = 16 * 2**20  # a large object in one request gets `timeout_s` per this many bytes
 OSS_CREATE = {"x-oss-forbid-overwrite": "true"}
 
 
 class S3Backend(Backend):
-    """S3, and what speaks its language. Every body that is put carries a checksum that the store compares."""
+    """S3 and compatible stores. Every body is sent with a checksum that the store verifies."""
 
     has_parts = True
 
@@ -48,7 +48,7 @@ class S3Backend(Backend):
         self._timeout_s = storage.timeout_s
         self.is_conditional = storage.conditional_put
         limits = (storage.connect_timeout_s, storage.timeout_s, storage.concurrency)
-        self._fs = _s3_client(storage.endpoint_url, storage.region, *limits)
+        self.fs = _s3_client(storage.endpoint_url, storage.region, *limits)
 
     def put(self, key: str, data: Data) -> None:
         self._call(key, lambda s3: s3.put_object(**self._at(key), Body=bytes(data)))
@@ -96,10 +96,10 @@ class S3Backend(Backend):
                 key,
                 lambda s3: s3.complete_multipart_upload(**self._at(key), UploadId=token, MultipartUpload=listed),
             )
-        except ObjectNotFound as error:  # finished already, by a try whose answer was lost?
+        except ObjectNotFound as error:  # completed already, by an attempt whose answer was lost?
             found = self._call(key, lambda s3: s3.head_object(**self._at(key)))
             if found["ETag"].strip('"') != _tag_of_parts(parts):
-                raise TransientError(f"{key}: the store knows neither the parts nor the whole") from error
+                raise TransientError(f"{key}: the store has neither the parts nor the object") from error
 
     def abort(self, key: str, token: str) -> None:
         self._call(key, lambda s3: s3.abort_multipart_upload(**self._at(key), UploadId=token))
@@ -108,16 +108,16 @@ class S3Backend(Backend):
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
     def _call(self, key: str, request: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Make one request, which must end within the time-out: a server that trickles is stopped too."""
+        """Send a request with a total time-out, which also ends a slow transfer."""
 
         async def connected() -> Any:
-            return await request(await self._fs.set_session())
+            return await request(await self.fs.set_session())
 
         async def asked() -> Any:
             return await asyncio.wait_for(connected(), self._timeout_s)
 
         try:
-            return sync(self._fs.loop, asked)
+            return sync(self.fs.loop, asked)
         except self._client_error as error:
             raise self._meaning(key, error) from error
         except self._refusals as error:
@@ -127,7 +127,7 @@ class S3Backend(Backend):
         except (self._no_answer, OSError) as error:
             raise TransientError(str(error)) from error
         except Exception as error:
-            # aiohttp's own errors of a connection that broke in the middle of a body have no base in common with those.
+            # aiohttp's errors for a connection that broke inside a body have other base classes.
             if type(error).__module__.partition(".")[0] not in ("aiohttp", "aiobotocore", "urllib3", "http"):
                 raise
             raise TransientError(str(error)) from error
@@ -137,80 +137,80 @@ class S3Backend(Backend):
         code = str(said.get("Code", ""))
         url = f"s3://{self._bucket}/{self._prefix}{key}"
         if code == "NoSuchBucket":
-            return StorageRefused(f"{url}: there is no bucket {self._bucket}; make it, or set storage.bucket")
+            return StorageRefused(f"{url}: there is no bucket {self._bucket}; create it, or set storage.bucket")
         if status == 412:
             return AlreadyExists(key)
         if status == 404:
-            return ObjectNotFound(f"{url} is not there")
+            return ObjectNotFound(f"{url} does not exist")
         if status >= 500 or status in PASSING_STATUS or code in PASSING_CODES:
             return TransientError(f"status {status} {code}")
         return StorageRefused(f"{url}: {redact(str(said.get('Message') or code))} (status {status} {code})")
 
 
 class FsspecBackend(Backend):
-    """A store through fsspec's own methods.
+    """A store accessed by the methods of fsspec.
 
     Args:
         fs: the file system.
         root: bucket and prefix.
-        timeout_s: of one request, whatever limits the file system has itself; None for none.
-        create: puts an object unless there is one, and raises FileExistsError; None where that takes two requests.
+        timeout_s: time-out of one request, besides those of the file system; None for none.
+        create: atomically puts an object unless one exists, else raises FileExistsError; None if the store cannot.
     """
 
     def __init__(self, fs: Any, root: str, create: Callable[[str, bytes], None] | None, timeout_s: float | None = None):
-        self._fs, self._root, self._create, self._timeout_s = fs, root, create, timeout_s
+        self.fs, self._root, self._create, self._timeout_s = fs, root, create, timeout_s
         self.is_conditional = create is not None
 
     def put(self, key: str, data: Data) -> None:
-        self._ask(key, lambda path: self._fs.pipe_file(path, bytes(data)))
+        self._ask(key, lambda path: self.fs.pipe_file(path, bytes(data)))
         self._same_size(key, len(data))
 
     def create(self, key: str, data: Data) -> None:
-        assert self._create is not None, "asked only where is_conditional"
+        assert self._create is not None, "called only if is_conditional"
         self._ask(key, lambda path: self._create(path, bytes(data)))  # type: ignore[misc]
 
     def put_stream(self, key: str, pieces: Iterable[Data]) -> None:
-        with _temporary_file() as whole:  # a stream that is cut short would be an object cut short
+        with _temporary_file() as whole:  # an interrupted stream would leave a truncated object
             size = sum(whole.write(piece) for piece in pieces)
             whole.flush()
             name = f"/proc/self/fd/{whole.fileno()}" if isinstance(whole.name, int) else whole.name
-            self._ask(key, lambda path: self._fs.put_file(name, path), num_parts=1 + size // PART_BYTES)
+            self._ask(key, lambda path: self.fs.put_file(name, path), num_parts=1 + size // PART_BYTES)
         self._same_size(key, size)
 
     def get(self, key: str, begin: int, end: int) -> bytes:
-        found = self._ask(key, lambda path: self._fs.cat_file(path, start=begin, end=end))
-        return found[: end - begin]  # ossfs counts `end` in
+        found = self._ask(key, lambda path: self.fs.cat_file(path, start=begin, end=end))
+        return found[: end - begin]  # ossfs includes `end`
 
     def size(self, key: str) -> int:
-        return self._ask(key, self._fs.info)["size"]
+        return self._ask(key, self.fs.info)["size"]
 
     def list(self, prefix: str) -> list[StoredObject]:
         inside = prefix.rpartition("/")[0]
-        found = self._ask(inside, lambda path: self._fs.find(path, detail=True))
+        found = self._ask(inside, lambda path: self.fs.find(path, detail=True))
         keys = {path.lstrip("/")[len(self._root.strip("/")) :].lstrip("/"): info for path, info in found.items()}
         return sorted(StoredObject(key, info["size"]) for key, info in keys.items() if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
         try:
-            self._ask(key, self._fs.rm_file)
+            self._ask(key, self.fs.rm_file)
         except ObjectNotFound:
             return
 
     def _same_size(self, key: str, size: int) -> None:
         if (found := self.size(key)) != size:
-            raise TransientError(f"{key} has {found} bytes after {size} were put")
+            raise TransientError(f"{key} has {found} bytes after a put of {size}")
 
     def _ask(self, key: str, request: Callable[[str], Any], num_parts: int = 1) -> Any:
         path = f"{self._root}/{key}".rstrip("/")
-        self._fs.invalidate_cache()  # others write there too
+        self.fs.invalidate_cache()  # other processes write there too
         try:
             return _within(None if self._timeout_s is None else num_parts * self._timeout_s, lambda: request(path))
-        except (VerlError, TransientError, AlreadyExists):  # of whoever gives the pieces
+        except (VerlError, TransientError, AlreadyExists):  # raised by the iterator of pieces
             raise
         except FileExistsError as error:
             raise AlreadyExists(key) from error
         except FileNotFoundError as error:
-            raise ObjectNotFound(f"{path} is not there") from error
+            raise ObjectNotFound(f"{path} does not exist") from error
         except PermissionError as error:
             raise StorageRefused(f"{path}: {redact(str(error))}") from error
         except (TimeoutError, OSError) as error:
@@ -227,10 +227,10 @@ class FsspecBackend(Backend):
 
 
 def _within(timeout_s: float | None, call: Callable[[], Any]) -> Any:
-    """What a call returns; one that takes longer is left behind in its thread.
+    """Return the result of a call; a call that takes longer is abandoned in its thread.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: the call took longer.
     """
     if timeout_s is None:
         return call()
@@ -239,7 +239,7 @@ def _within(timeout_s: float | None, call: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             answer.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - the caller's
+        except BaseException as error:  # noqa: BLE001 - raised in the caller
             answer.set_exception(error)
 
     threading.Thread(target=run, name="storage_request", daemon=True).start()
@@ -250,12 +250,12 @@ def _within(timeout_s: float | None, call: Callable[[], Any]) -> Any:
 
 
 def _temporary_file() -> Any:
-    """A file that is gone when it is closed; without a name, where files can be opened by their descriptors."""
+    """A file that is deleted when closed; unnamed where files can be opened by descriptor."""
     return tempfile.TemporaryFile() if os.path.isdir("/proc/self/fd") else tempfile.NamedTemporaryFile()
 
 
 def memory_backend(storage: MemoryStorage) -> Backend:
-    """Memory of this process, the same for all who name the same prefix."""
+    """Memory of this process, shared by all storages with one prefix."""
     fs = fsspec.filesystem("memory")
 
     def create(path: str, data: bytes) -> None:
@@ -266,20 +266,20 @@ def memory_backend(storage: MemoryStorage) -> Backend:
 
 
 def oss_backend(storage: OSSStorage) -> Backend:
-    """OSS by ossfs, whose `put_object` takes the header that refuses to replace. It asks once; repeating is ours."""
+    """OSS by ossfs, whose `put_object` supports the header that forbids overwriting. Its own retries are off."""
     import ossfs  # type: ignore[import-not-found]
 
     class OneTry(ossfs.OSSFileSystem):
         @property
         def dircache(self) -> dict[str, Any]:
-            """Listings of this thread alone: another thread's may have begun before an object of ours was put."""
+            """Listings of this thread only: a listing of another thread may have begun before a put of this one."""
             if not hasattr(self._listings, "of_this"):
                 self._listings.of_this = {}
             return self._listings.of_this
 
         @dircache.setter
         def dircache(self, _: Any) -> None:
-            """fsspec sets one for all threads, as it sets itself up."""
+            """fsspec sets a shared cache in its constructor; it is ignored."""
             self._listings = threading.local()
 
         def _call_oss(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -307,11 +307,11 @@ def oss_backend(storage: OSSStorage) -> Backend:
 
 
 def gcs_backend(storage: GCSStorage) -> Backend:
-    """GCS by gcsfs. It asks once; repeating is ours."""
+    """GCS by gcsfs. Its own retries are off."""
     import gcsfs  # type: ignore[import-not-found]
     import gcsfs.retry  # type: ignore[import-not-found]
 
-    gcsfs.retry.random = random.Random()  # what it repeats in spite of that leaves the global generator alone
+    gcsfs.retry.random = random.Random()  # retries that cannot be turned off must not use the global generator
     once: Any = gcsfs.GCSFileSystem._request
 
     class OneTry(gcsfs.GCSFileSystem):
@@ -334,7 +334,7 @@ def gcs_backend(storage: GCSStorage) -> Backend:
 def _s3_client(
     endpoint_url: str | None, region: str | None, connect_timeout_s: float, timeout_s: float, concurrency: int
 ) -> Any:
-    """One for all storages that differ in bucket and prefix alone: making one takes a second."""
+    """A client shared by all storages that differ only in bucket and prefix, since creating one takes a second."""
     import s3fs
 
     config = {
@@ -357,6 +357,6 @@ def _root(storage: OSSStorage | GCSStorage) -> str:
 
 
 def _tag_of_parts(parts: list[str]) -> str:
-    """What S3 calls an object of these parts: the digest of their digests, and how many."""
+    """The ETag of S3 for a multipart object: the digest of the parts' digests, and their number."""
     digests = b"".join(bytes.fromhex(tag.strip('"')) for tag in parts)
     return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"

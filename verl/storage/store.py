@@ -1,4 +1,4 @@
-"""ObjectStore: objects by key, with retries, multipart uploads and several requests at a time."""
+"""ObjectStore: objects by key, with retries, multipart uploads and concurrent requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from verl.storage.backend import MIB, AlreadyExists, Backend, Data, RetryPolicy,
 if TYPE_CHECKING:
     from verl.storage.config import Storage
 
-MOST_PARTS = 10_000  # that S3 takes
+MOST_PARTS = 10_000  # the limit of S3
 
 
 class ObjectStore:
     """Objects of one storage, by key. Its methods may be called from several threads.
 
-    An object that is there is there as a whole: a put that failed, or a process that was killed in it, leaves none.
+    Puts are atomic: one that failed, or whose process was killed, leaves no partial object.
 
     >>> from verl.storage.config import MemoryStorage
     >>> store = MemoryStorage(prefix="docs").connect()
@@ -31,15 +31,15 @@ class ObjectStore:
     (b'morn', False)
 
     Every method raises:
-        StorageUnreachable: no answer, retries included.
-        StorageRefused: no such bucket, no permission, no credentials: asking again would not help.
+        StorageUnreachable: no answer after all retries.
+        StorageRefused: no such bucket, no permission or no credentials, so that retries are useless.
     """
 
     def __init__(self, storage: Storage, backend: Backend):
         self.storage, self.address = storage, storage.address
-        self._backend = backend
+        self.backend = backend
         self._part_bytes = storage.part_mib * MIB
-        self._retrying = RetryPolicy(storage.retries, storage.backoff_s)
+        self.retrying = RetryPolicy(storage.retries, storage.backoff_s)
         self._threads = ThreadPoolExecutor(storage.concurrency, thread_name_prefix="storage")
 
     def __repr__(self) -> str:
@@ -58,11 +58,11 @@ class ObjectStore:
     # -- putting ------------------------------------------------------------------------------------------------------
 
     def put(self, key: str, data: Data) -> None:
-        """Put an object, whatever is there; its transfer is secured by a checksum."""
+        """Put an object, replacing any existing one; the transfer is verified by a checksum."""
         self.put_pieces(key, lambda: _cut(memoryview(data), self._part_bytes), len(data))
 
     def put_file(self, key: str, path: str | Path) -> int:
-        """Put a file. Gives its size."""
+        """Put a file. Returns its size in bytes."""
         size = Path(path).stat().st_size
 
         def pieces() -> Iterator[bytes]:
@@ -74,34 +74,37 @@ class ObjectStore:
         return size
 
     def put_pieces(self, key: str, pieces: Callable[[], Iterable[Data]], size: int) -> None:
-        """Put what a call of `pieces` gives, in order.
+        """Put an object from an iterator of pieces.
 
         Args:
-            pieces: of `part_bytes(size)`, the last one shorter. They are asked for as they can be sent, and all once
-                more where a store cannot retry them alone; what they raise ends the put.
+            key: of the object.
+            pieces: returns an iterator of pieces of `part_bytes(size)`, the last one shorter. It is consumed as pieces
+                are sent, and called again if the store cannot retry single parts; exceptions in it end the put.
+            size: total size in bytes.
         Raises:
-            ObjectDamaged: there were more bytes, or fewer.
+            ObjectDamaged: the pieces have another total size.
         """
         if size <= self._part_bytes:
             whole = b"".join(self._exactly(key, pieces(), size))
-            self._ask(f"put {self.url(key)}", lambda: self._backend.put(key, whole))
-        elif self._backend.has_parts:
+            self._ask(f"put {self.url(key)}", lambda: self.backend.put(key, whole))
+        elif self.backend.has_parts:
             self._put_parts(key, pieces, size)
         else:
-            self._ask(f"put {self.url(key)}", lambda: self._backend.put_stream(key, self._exactly(key, pieces(), size)))
+            self._ask(f"put {self.url(key)}", lambda: self.backend.put_stream(key, self._exactly(key, pieces(), size)))
 
     def create(self, key: str, data: Data) -> bool:
-        """Put an object unless there is one.
+        """Put an object unless one exists.
 
-        Where an answer is lost, the same content found there is taken for our own: put something of yourself into it.
+        If the answer of the store is lost, an object with equal content counts as put by this call, so the content
+        should be unique to the caller.
 
         Returns:
-            Whether the object holds this content now.
+            Whether the object has this content now.
         """
         try:
-            if not self._backend.is_conditional:
+            if not self.backend.is_conditional:
                 return self._create_after_check(key, data)
-            self._ask(f"create {self.url(key)}", lambda: self._backend.create(key, data))
+            self._ask(f"create {self.url(key)}", lambda: self.backend.create(key, data))
         except AlreadyExists:
             return self._holds(key, data)
         return True
@@ -109,11 +112,11 @@ class ObjectStore:
     # -- getting ------------------------------------------------------------------------------------------------------
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes | bytearray:
-        """Bytes of an object, all of it by default.
+        """Bytes [begin, end) of an object; the whole object by default.
 
         Raises:
-            ObjectNotFound: there is none.
-            ObjectDamaged: it ends before `end`.
+            ObjectNotFound: there is no such object.
+            ObjectDamaged: it is shorter than `end`.
         """
         end = self.size(key) if end is None else end
         if end - begin <= self._part_bytes:
@@ -124,7 +127,7 @@ class ObjectStore:
         return data
 
     def pieces(self, key: str, begin: int, end: int) -> Iterator[bytes]:
-        """The same in pieces, in order; several are fetched ahead."""
+        """Yield bytes [begin, end) of an object in pieces, with concurrent prefetching."""
         starts = iter(range(begin, end, self._part_bytes))
         ahead: deque[Future[bytes]] = deque()
         try:
@@ -140,12 +143,12 @@ class ObjectStore:
                 future.cancel()
 
     def size(self, key: str) -> int:
-        """In bytes.
+        """Size of an object in bytes.
 
         Raises:
-            ObjectNotFound: there is none.
+            ObjectNotFound: there is no such object.
         """
-        return self._ask(f"look at {self.url(key)}", lambda: self._backend.size(key))
+        return self._ask(f"look at {self.url(key)}", lambda: self.backend.size(key))
 
     def find(self, key: str) -> StoredObject | None:
         """The object, or None."""
@@ -155,39 +158,41 @@ class ObjectStore:
             return None
 
     def list(self, prefix: str = "") -> list[StoredObject]:
-        """All objects whose keys begin with `prefix`, in order of key. Some stores list a new object only later."""
-        return self._ask(f"list {self.url(prefix)}", lambda: self._backend.list(prefix))
+        """All objects whose keys begin with `prefix`, sorted by key. Some stores list a new object only after a
+        delay.
+        """
+        return self._ask(f"list {self.url(prefix)}", lambda: self.backend.list(prefix))
 
     def delete(self, key: str) -> None:
-        """Delete an object; one that is not there is deleted already."""
-        self._ask(f"delete {self.url(key)}", lambda: self._backend.delete(key))
+        """Delete an object; does nothing if there is none."""
+        self._ask(f"delete {self.url(key)}", lambda: self.backend.delete(key))
 
     def close(self) -> None:
-        """End connections; requests under way fail."""
-        self._retrying.close()
+        """Close connections; pending requests fail."""
+        self.retrying.close()
         self._threads.shutdown(cancel_futures=True)
-        self._backend.close()
+        self.backend.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _ask(self, what: str, request: Callable[[], Any]) -> Any:
-        return self._retrying(what, request)
+        return self.retrying(what, request)
 
     def part_bytes(self, size: int) -> int:
-        """How long the pieces of an object of `size` bytes may be."""
+        """Size of the pieces for an object of `size` bytes."""
         return max(self._part_bytes, math.ceil(size / MOST_PARTS))
 
     def _range(self, key: str, begin: int, end: int) -> bytes:
         if begin >= end:
             return b""
-        data = self._ask(f"get {self.url(key)}", lambda: self._backend.get(key, begin, end))
+        data = self._ask(f"get {self.url(key)}", lambda: self.backend.get(key, begin, end))
         if len(data) != end - begin:
             raise ObjectDamaged(f"{self.url(key)} has {begin + len(data)} bytes instead of {end} or more")
         return data
 
     def _put_parts(self, key: str, pieces: Callable[[], Iterable[Data]], size: int) -> None:
         url = self.url(key)
-        token = self._ask(f"begin {url}", lambda: self._backend.begin(key))
+        token = self._ask(f"begin {url}", lambda: self.backend.begin(key))
         sent: list[str] = []
         under_way: deque[Future[str]] = deque()
         try:
@@ -200,19 +205,19 @@ class ObjectStore:
         except BaseException:
             for future in under_way:
                 future.cancel()
-            with contextlib.suppress(StorageError, TransientError):  # the store's own rules remove them later
-                self._backend.abort(key, token)
+            with contextlib.suppress(StorageError, TransientError):  # lifecycle rules delete them later
+                self.backend.abort(key, token)
             raise
 
     def _put_part(self, key: str, token: str, number: int, piece: Data) -> str:
         what = f"put part {number} of {self.url(key)}"
-        return self._ask(what, lambda: self._backend.put_part(key, token, number, piece))
+        return self._ask(what, lambda: self.backend.put_part(key, token, number, piece))
 
     def _finish(self, key: str, token: str, parts: list[str], size: int) -> None:
         try:
-            self._backend.finish(key, token, parts)
-        except ObjectNotFound:  # of an earlier try whose answer was lost?
-            if self._backend.size(key) != size:
+            self.backend.finish(key, token, parts)
+        except ObjectNotFound:  # completed by an earlier attempt whose answer was lost?
+            if self.backend.size(key) != size:
                 raise
 
     def _create_after_check(self, key: str, data: Data) -> bool:
@@ -230,7 +235,7 @@ class ObjectStore:
             if done <= size:
                 yield piece
         if done != size:
-            raise ObjectDamaged(f"{self.url(key)} was to have {size} bytes, and {done} were given")
+            raise ObjectDamaged(f"{self.url(key)} should have {size} bytes, but the pieces have {done}")
 
 
 def _cut(data: memoryview, size: int) -> Iterator[memoryview]:

@@ -1,6 +1,6 @@
 """The interface of trackers, and the set of all trackers of a run.
 
-Secrets are removed from all text here. A tracker that fails during training does not stop the run.
+Secrets are redacted from all text here. A tracker that fails during training does not stop the run.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from verl.utils.seeding import kept_generators
 
 @component
 class TrackerDescription(Description):
-    """Base of what a place under `tracker` may be: builds a `Tracker`.
+    """Base class of tracker components: builds a `Tracker`.
 
     Attributes:
-        package: that it needs to be installed, or None.
-        shows_others: it tells what other trackers report of themselves, so it starts and closes after them.
-        if_installed: without its package this tracker is left out, which is logged; False refuses the run.
+        package: package that it needs, or None.
+        shows_others: whether it displays messages of other trackers; it is started and closed after them.
+        if_installed: without its package the tracker is left out with a log message; False refuses the run.
     """
 
     package: ClassVar[str | None] = None
@@ -36,33 +36,33 @@ class TrackerDescription(Description):
 
 
 class Tracker:
-    """One place that a run's numbers and texts go to.
+    """Base class of trackers, which record the metrics and texts of a run.
 
-    Every method does nothing unless overridden, so a tracker names only what it cares for. All text it receives is
-    already free of secrets, and every metric is a plain int or float, perhaps not finite.
+    Methods do nothing unless overridden. Secrets are already redacted from all text, and every metric is a plain int or
+    float, which may not be finite.
 
     Attributes:
-        num_lost: for a tracker that tries again after a failure, the records that it could not write after all, known
-            once it is closed; None for others, which lose a record with each call that fails.
+        num_lost: records lost in spite of retries, known after `close`; None for trackers without retries, which lose
+            one record per failed call.
     """
 
     num_lost: int | None = None
 
     def resume(self, identity: Mapping[str, Any]) -> None:
-        """The run goes on from a checkpoint of one that went by this `identity`; called before `start`."""
+        """The run resumes a checkpoint of a run with this `identity`; called before `start`."""
 
     def identity(self) -> dict[str, Any]:
-        """What a later run needs to go on where this one is recorded; empty for a place that has no such thing."""
+        """What a resumed run needs to continue this record, such as a run id; empty if nothing."""
         return {}
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
-        """Open everything that can fail, so that a fault shows before training. `run_dir` exists."""
+        """Open files and connections, so that faults show before training. `run_dir` exists."""
 
     def stage_begins(self, name: str) -> None:
-        """One stage of a step begins, such as `gen`."""
+        """A stage of a step begins, such as `gen`."""
 
     def stage(self, name: str, seconds: float, note: str) -> None:
-        """One stage of a step has ended, such as `gen` after 1.24 seconds, with what was done."""
+        """A stage of a step has ended, such as `gen` after 1.24 seconds; `note` says what it did."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """The metrics of a finished training step."""
@@ -71,13 +71,13 @@ class Tracker:
         """The metrics of an evaluation of the weights after `step` steps; 0 is before training."""
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
-        """A table of responses with what is known of each; `name` says which table, such as `eval`."""
+        """A table of sampled responses; `name` of the table, such as `eval`."""
 
     def message(self, text: str) -> None:
-        """A sentence for the person who watches the run."""
+        """A message for the user."""
 
     def result(self, summary: Mapping[str, Any]) -> None:
-        """What the run came to, as in `summary.json`; called once, before `close`."""
+        """The result of the run, as in `summary.json`; called once, before `close`."""
 
     def close(self, status: str) -> None:
         """Release everything. Called once, with `finished`, `stopped`, `interrupted`, `restarting` or `failed`."""
@@ -89,7 +89,7 @@ def stage_line(name: str, seconds: float, note: str = "") -> str:
 
 
 def short(value: float, digits: int = 4) -> str:
-    """A number in so many significant digits at most; whole numbers whole."""
+    """A number with at most `digits` significant digits; integers in full."""
     if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e6):
         return str(int(value))
     return f"{value:.{digits}g}"
@@ -106,14 +106,14 @@ _TO_FILE_ONLY = {"console": False}  # the console tracker shows these lines itse
 
 @component
 class Trackers(Description):
-    """Where a run's numbers go: one description for each tracker, by name; null leaves one out.
+    """The trackers of a run, by name; null for a tracker that is not used.
 
-    A configuration composes them from a list, `tracker=[console,jsonl,mine]`. A name that is no field is one of `more`,
-    so that `tracker.mine` is written as `tracker.console` is.
+    They are chosen by a list, `tracker=[console,jsonl,mine]`. `tracker.mine` of a user-defined tracker sets
+    `more.mine`.
 
     Args:
-        console, jsonl, tensorboard, wandb, curves: those that come with the package.
-        more: all others by their names.
+        console, jsonl, tensorboard, wandb, curves: the trackers of this package.
+        more: user-defined trackers by name.
     """
 
     other_keys: ClassVar[str] = "more"
@@ -127,7 +127,7 @@ class Trackers(Description):
 
     def faults(self) -> Iterator[str]:
         for name in self.more.keys() & {one.name for one in fields(self)}:
-            yield f"more has the name {name!r}, which is a tracker of its own: choose another."
+            yield f"more has the name {name!r} of a built-in tracker: choose another."
 
     def faults_here(self) -> Iterator[str]:
         for name, kind in self._described().items():
@@ -148,7 +148,7 @@ class Trackers(Description):
         return TrackerSet({name: kind.build(context) for name, kind in described.items() if name not in absent})
 
     def _described(self) -> dict[str, TrackerDescription]:
-        """By name, in the order in which they start; those that show what the others have to say last."""
+        """Trackers by name in order of their start; those with `shows_others` last."""
         found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "more"} | self.more
         there = {name: kind for name, kind in found.items() if kind is not None}
         return dict(sorted(there.items(), key=lambda item: item[1].shows_others))
@@ -159,18 +159,18 @@ def _package_fault(name: str, kind: TrackerDescription) -> str | None:
 
 
 class TrackerSet(Tracker):
-    """The running trackers of one run. `close` may be called any number of times; later calls of all kinds do nothing.
+    """The trackers of a run, behind the interface of one. After `close` all calls do nothing.
 
-    A tracker that fails in `start` is an error. One that fails afterwards is named once in a warning and training
-    goes on; it is called again all the same, so that a disk which has room again is written to again. What a tracker
-    draws from the global random generators is put back: with it and without it training is the same.
+    A tracker that fails in `start` is an error. One that fails later is reported once by a warning, and training
+    continues; it is still called, so that it can recover, e.g. when a full disk has room again. The global random state
+    is restored after each call, so that trackers do not change training.
 
     Args:
-        trackers: running trackers by the name under which the configuration knows them.
+        trackers: by name in the configuration.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker]):
-        self._trackers = dict(trackers)
+        self.trackers = dict(trackers)
         self._failed: dict[str, int] = {}  # calls by tracker
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path | str, total_steps: int | None) -> None:
@@ -179,21 +179,21 @@ class TrackerSet(Tracker):
         Args:
             run_name: shown to people.
             config: the composed configuration as plain dicts, lists and scalars.
-            run_dir: where files go; made if it is not there.
-            total_steps: training steps of the whole run, or None where that is not known.
+            run_dir: directory for files; created if missing.
+            total_steps: training steps of the whole run; None if unknown.
         Raises:
-            ConfigError: a tracker could not start; those already started have been closed again.
+            ConfigError: a tracker could not start; those started before have been closed.
         """
         run_dir, config = Path(run_dir), redact_tree(config)
         run_dir.mkdir(parents=True, exist_ok=True)
         name, started = "", {}
         try:
-            for name, tracker in self._trackers.items():
+            for name, tracker in self.trackers.items():
                 started[name] = tracker
                 with kept_generators():
                     tracker.start(redact(run_name), config, run_dir, total_steps)
         except BaseException as error:
-            self._trackers = started
+            self.trackers = started
             self.close("failed")
             if not raised_by_code(error):
                 raise
@@ -203,15 +203,15 @@ class TrackerSet(Tracker):
 
     def resume(self, identity: Mapping[str, Any]) -> None:
         known = {name.removeprefix("more."): value for name, value in identity.items()}  # as 0.2 wrote them
-        for name, tracker in self._trackers.items():
+        for name, tracker in self.trackers.items():
             if name in known:
                 with kept_generators():
                     tracker.resume(known[name])
 
     def identity(self) -> dict[str, Any]:
-        """By name of the tracker."""
+        """Identities by name of the tracker."""
         with kept_generators():
-            found = {name: tracker.identity() for name, tracker in self._trackers.items()}
+            found = {name: tracker.identity() for name, tracker in self.trackers.items()}
         return {name: identity for name, identity in found.items() if identity}
 
     def stage_begins(self, name: str) -> None:
@@ -246,7 +246,7 @@ class TrackerSet(Tracker):
         self._each(lambda tracker: tracker.result(shown))
 
     def close(self, status: str = "finished") -> None:
-        trackers, self._trackers = self._trackers, {}
+        trackers, self.trackers = self.trackers, {}
         for name, tracker in trackers.items():
             self._close(name, tracker, status)
         for name, calls in self._failed.items():
@@ -265,14 +265,14 @@ class TrackerSet(Tracker):
             _log.warning("tracker.%s failed while closing: %s", name, _cause(error))
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
-        for name, tracker in self._trackers.items():
+        for name, tracker in self.trackers.items():
             self._call(name, tracker, call)
 
     def _call(self, name: str, tracker: Tracker, call: Callable[[Tracker], None]) -> None:
         try:
             with kept_generators():
                 call(tracker)
-        except BaseException as error:  # a number that cannot be shown is no reason to lose a training run
+        except BaseException as error:  # a failing tracker must not end training
             if not raised_by_code(error):
                 raise
             if name not in self._failed:
@@ -281,13 +281,13 @@ class TrackerSet(Tracker):
 
 
 def _cause(error: BaseException) -> str:
-    """What failed, without secrets; an exit with the line that wanted it."""
+    """Description of an error, redacted; for SystemExit with the line that raised it."""
     found = error if isinstance(error, Exception) else as_component_exit(error)
     return redact(f"{type(found).__name__}: {found}")
 
 
 def _number(key: str, value: Any) -> float:
-    """A plain int or float, whatever kind of scalar came in."""
+    """Convert a scalar of any kind to a plain int or float."""
     try:
         return value if type(value) is int else float(value)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Console output of a run: a line per step that fits the width, a progress line below, and what the run came to.
+"""Console output of a run: a line per step that fits the width, a progress bar below, and the result at the end.
 
 step 12/300  reward 0.812  kl 0.0128  entropy 4.48  length 7.67  0.90s  eta 4:22
   gen 0.09s  old 0.09s  ref 0.10s  update_critic 0.24s  update_actor 0.24s
@@ -38,19 +38,19 @@ _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "eval/response_length_tokens": "length",
 }
 _STEP_S = "timing/step_s"
-_FROM_BOTH_ENDS = ("prompt", "prompt_text")  # prompts often begin alike
+_FROM_BOTH_ENDS = ("prompt", "prompt_text")  # truncated in the middle: prompts often begin alike
 
 
 @component
 class Console(TrackerDescription):
-    """Lines on standard output; with a progress line below them where that is a terminal.
+    """Prints to standard output, with a progress bar on terminals.
 
     Args:
         stage_lines: print `[gen] 1.24s  384 responses, 1536 tokens` for every stage of every step; false prints the
             times of a step's stages in one line.
-        progress_bar: draw the progress line on terminals.
-        columns: metrics in the line of a step, the most important first: what does not fit the width is left out, and
-            so is what is not logged. If none is logged, the first four metrics are shown.
+        progress_bar: draw a progress bar on terminals.
+        columns: metrics in the line of a step, most important first; those that do not fit the width or are not logged
+            are left out. If none is logged, the first four metrics are shown.
         sample_rows: rows shown of each sample table.
     """
 
@@ -72,21 +72,21 @@ class Console(TrackerDescription):
         return ConsoleTracker(self)
 
 
-_command: tuple[str, ...] = ()  # that started this process
+_command: tuple[str, ...] = ()  # the command that started this process
 
 
 def set_command(words: Sequence[str]) -> None:
-    """What starts a run like that of this process, for the commands shown at its end; none where it is no command."""
+    """Set the command that started this process, to print commands that continue the run; empty if there is none."""
     global _command
     _command = tuple(words)
 
 
 class ConsoleTracker(Tracker):
-    """Prints through one rich console, by default the one that log lines go to, so that neither tears the bar.
+    """Prints through a rich console, by default the one of the log handler, so that the progress bar stays intact.
 
     Args:
         settings: what to show.
-        console: where; None is the process's own.
+        console: the rich console; None for the global one.
     """
 
     def __init__(self, settings: Console, console: RichConsole | None = None):
@@ -134,7 +134,7 @@ class ConsoleTracker(Tracker):
 
     def evaluation(self, metrics: dict[str, float], step: int) -> None:
         if not self._durations_s:
-            self._last = time.monotonic()  # the evaluation before the first step is no part of it
+            self._last = time.monotonic()  # step times exclude the evaluation before the first step
         cells = [f"{_label(key)} {short(value, _DIGITS)}" for key, value in metrics.items()]
         for line in _filled([self._count(step, "eval "), *cells], self._width):
             self._print(line, "green")
@@ -177,7 +177,7 @@ class ConsoleTracker(Tracker):
         print_line(self._console, visible(text), style, wraps=wraps)
 
     def _left(self, step: int) -> str:
-        """Remaining time as `eta m:ss`; empty where it is unknown or nothing remains."""
+        """Remaining time as `eta m:ss`; empty if it is unknown or zero."""
         if self._total is None or step >= self._total or not self._durations_s:
             return ""
         seconds = round(sum(self._durations_s) / len(self._durations_s) * (self._total - step))
@@ -187,10 +187,10 @@ class ConsoleTracker(Tracker):
 
 
 def print_line(console: RichConsole, text: str, style: str = "", *, wraps: bool = True) -> None:
-    """Print plain text; a terminal gets it broken between words, anything else in one line.
+    """Print plain text, wrapped at words on a terminal, unwrapped elsewhere.
 
     Raises:
-        BrokenPipeError: nobody reads it any more.
+        BrokenPipeError: the reader has closed the pipe.
     """
     from rich.text import Text
 
@@ -199,19 +199,19 @@ def print_line(console: RichConsole, text: str, style: str = "", *, wraps: bool 
     try:
         # soft_wrap: a pipe or file has no width, and a terminal gets lines that fit.
         console.print(Text(text, style=style), soft_wrap=True)
-    except SystemExit as error:  # what rich makes of a closed pipe; a reader who left is no reason to stop
-        raise BrokenPipeError("nobody reads standard output any more") from error
+    except SystemExit as error:  # rich raises it for a closed pipe, which must not end training
+        raise BrokenPipeError("the reader of standard output has closed the pipe") from error
 
 
 def _wrapped(line: str, width: int) -> str:
-    """In lines of at most `width`, where words allow it."""
+    """Wrap at words into lines of at most `width` characters."""
     if len(line) <= width:
         return line
     return textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
 
 
 def step_line(count: str, metrics: Mapping[str, float], left: str, width: int) -> str:
-    """One line of at most `width` characters; what does not fit is left out, the time left first."""
+    """The line of a step in at most `width` characters; what does not fit is left out, the remaining time first."""
     cells = [f"{_label(key)} {short(value, _DIGITS)}" for key, value in metrics.items() if key != _STEP_S]
     ends = [f"{metrics[_STEP_S]:.2f}s"] if _STEP_S in metrics else []
     while cells and len("  ".join([count, *cells, *ends])) > width:
@@ -221,7 +221,7 @@ def step_line(count: str, metrics: Mapping[str, float], left: str, width: int) -
 
 
 def stages_line(seconds: Mapping[str, float], width: int) -> str:
-    """`  gen 1.24s  reward 0.02s  update_actor 0.71s`; the shortest stages are left out where the line is too long."""
+    """`  gen 1.24s  reward 0.02s  update_actor 0.71s`; the shortest stages are left out if it is too long."""
     kept = dict(seconds)
     while kept:
         line = "  " + "  ".join(f"{name} {taken:.2f}s" for name, taken in kept.items())
@@ -232,7 +232,7 @@ def stages_line(seconds: Mapping[str, float], width: int) -> str:
 
 
 def sample_line(head: str, row: Mapping[str, Any], width: int) -> str:
-    """One row as `key=value` cells; where they are too long, long values are cut, prompts in their middle."""
+    """A row as `key=value` cells; long values are truncated to fit, prompts in the middle."""
     texts = {key: _text(value) for key, value in row.items()}
     label = {key: key.removesuffix("_text") for key in texts}
     room = width - len(head) - sum(len(label[key]) + 3 for key in texts)
@@ -246,11 +246,13 @@ def sample_line(head: str, row: Mapping[str, Any], width: int) -> str:
 def result_lines(
     result: Mapping[str, Any], total: int | None, run_dir: Path, command: Sequence[str] = ()
 ) -> Iterator[str]:
-    """What a run came to: its status, before -> after, where everything lies, and commands to go on with.
+    """Lines about the result of a run: status, metrics before -> after, directories, and commands to continue with.
 
     Args:
         result: as in `summary.json`.
-        command: that starts such a run.
+        total: number of steps of the whole run, or None.
+        run_dir: of the run.
+        command: the command that started the run.
     """
     steps = f"{result['steps']}" if total is None else f"{result['steps']} of {total}"
     error = (result.get("error") or "").strip().partition("\n")[0]
@@ -269,7 +271,7 @@ def result_lines(
 
 
 def shown_path(path: Path) -> str:
-    """Relative to the working directory where it lies below it."""
+    """A path, relative to the working directory if it is below it."""
     try:
         below = path.absolute().relative_to(Path.cwd())
     except (ValueError, OSError):
@@ -292,7 +294,7 @@ def _before_and_after(evaluations: Mapping[Any, Mapping[str, float]]) -> str:
 
 
 def _next_commands(result: Mapping[str, Any], place: str, run_dir: Path, command: Sequence[str]) -> list[str]:
-    """At most three, the most useful first."""
+    """At most three commands, most useful first."""
     where = shlex.quote(place)
     is_over = result["status"] == "finished"
     has_weights = bool(result.get("saved")) or bool(result.get("checkpoints"))
@@ -311,7 +313,7 @@ def _next_commands(result: Mapping[str, Any], place: str, run_dir: Path, command
 
 
 def _is_of_this_run(word: str) -> bool:
-    """Whether the run that goes on is not to have this assignment."""
+    """Whether an override applies to this run only and is not repeated in a command that continues it."""
     return word.lstrip("+").startswith(("resume=", "trainer.stop_after=", "hydra.run.dir="))
 
 
@@ -342,7 +344,7 @@ def _bar(console: RichConsole) -> Progress:
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),
     )
-    # Few refreshes: the bar shares its cores with training.
+    # Few refreshes: the bar uses the cores of training.
     return Progress(*columns, console=console, transient=True, refresh_per_second=2)
 
 
@@ -353,7 +355,7 @@ def _text(value: Any) -> str:
 
 
 def middle_cut(text: str, width: int) -> str:
-    """At most `width` characters, the middle left out."""
+    """Truncate to `width` characters in the middle."""
     if len(text) <= width:
         return text
     kept = max(0, width - len(_CUT))
@@ -361,16 +363,17 @@ def middle_cut(text: str, width: int) -> str:
 
 
 def end_cut(text: str, width: int) -> str:
-    """At most `width` characters, the end left out."""
+    """Truncate to `width` characters at the end."""
     return text if len(text) <= width else text[: max(0, width - len(_CUT))] + _CUT
 
 
 def fitting_columns(widths: Sequence[int], width: int, drop: Sequence[int]) -> list[int]:
-    """The columns of a table that stand side by side in `width` characters.
+    """Indices of the columns of a table that fit in `width` characters.
 
     Args:
-        widths: of each column, with what stands between it and the next.
-        drop: columns that may be left out, in the order in which they are.
+        widths: width of each column with its separator.
+        width: available characters.
+        drop: columns that may be left out, first one first.
     """
     kept = list(range(len(widths)))
     for index in drop:
@@ -381,13 +384,14 @@ def fitting_columns(widths: Sequence[int], width: int, drop: Sequence[int]) -> l
 
 
 def visible(text: str) -> str:
-    """Control characters, which a model may well produce, as escapes; line breaks and tabs stay."""
+    """Escape control characters, which a model may produce, except line breaks and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 class _UnreadOutput:
-    """Standard output whose reader may leave, as `head` does: what follows is written nowhere, and the command goes on
-    to its own exit status."""
+    """Standard output whose reader may close the pipe, as `head` does: later output is discarded, and the command
+    continues to its own exit status.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -416,7 +420,7 @@ class _UnreadOutput:
 
 @contextlib.contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Within, a closed pipe at standard output is no error."""
+    """Inside this context a closed pipe at standard output is not an error."""
     before = sys.stdout
     if isinstance(before, _UnreadOutput):
         yield

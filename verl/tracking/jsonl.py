@@ -1,4 +1,4 @@
-"""Metrics and samples as JSON lines in the run directory: complete, readable by anything, there after every step."""
+"""Metrics and samples as JSON lines in the run directory, written after every step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
 
-KEPT_BYTES = 64 * 2**20  # of records that wait for room; the oldest go first
+KEPT_BYTES = 64 * 2**20  # limit of records that wait for disk space; the oldest are dropped first
 
 
 @component
@@ -33,15 +33,15 @@ class JsonLines(TrackerDescription):
 
 
 class JsonLinesTracker(Tracker):
-    """Writes unbuffered: a line is on its way to the disk, whole, when the call returns.
+    """Writes unbuffered: each call passes a complete line to the operating system.
 
-    What a full disk refuses is kept in memory and written, in order, once there is room again.
+    Records that a full disk refuses are kept in memory and written in order once there is space.
     """
 
     def __init__(self) -> None:
         self._path = Path("metrics.jsonl")
         self._started = False
-        self._sampled: set[int] = set()  # steps whose sample file this run has begun
+        self._sampled: set[int] = set()  # steps with a sample file of this run
         self._waiting: deque[_Record] = deque()
         self.num_lost = 0
 
@@ -63,7 +63,7 @@ class JsonLinesTracker(Tracker):
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         path = self._path.parent / "samples" / f"step_{step}.jsonl"
         lines = b"".join(json_line({"table": name, **row}) for row in rows)
-        # A step that is replayed replaces its table; a second table of the same step joins the first.
+        # A step repeated after a resume replaces its table; a second table of the same step is appended.
         self._write(_Record(path, lines, replaces=step not in self._sampled))
         self._sampled.add(step)
 
@@ -82,7 +82,7 @@ class JsonLinesTracker(Tracker):
         self._write_waiting()
 
     def _write_waiting(self) -> None:
-        """Write what is waiting, each file in its order; one that cannot be written holds up no other."""
+        """Write waiting records in order per file; a file that cannot be written does not block others."""
         waiting, self._waiting = self._waiting, deque()
         failures: dict[Path, OSError] = {}
         for record in waiting:
@@ -99,7 +99,7 @@ class JsonLinesTracker(Tracker):
 
 @dataclass(frozen=True)
 class _Record:
-    """Whole lines for one file."""
+    """Complete lines for one file."""
 
     path: Path
     data: bytes
@@ -112,10 +112,10 @@ class _Record:
 
 
 def _append(file: BinaryIO, path: Path, data: bytes) -> None:
-    """Write all or nothing, so that no later reader meets half a line.
+    """Write all or nothing, so that the file never has a partial line.
 
     Raises:
-        OSError: with the path, which the system's own error lacks.
+        OSError: the write failed; the message includes the path.
     """
     end = file.seek(0, os.SEEK_END) if file.seekable() else 0
     try:
@@ -129,7 +129,7 @@ def _append(file: BinaryIO, path: Path, data: bytes) -> None:
 
 
 def _ends_with_partial_line(path: Path) -> bool:
-    """Whether an earlier run, killed while writing, left half a line that ours must not join."""
+    """Whether the file ends with a partial line, left by a run that was killed."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -139,14 +139,14 @@ def _ends_with_partial_line(path: Path) -> bool:
 
 def json_line(record: dict[str, Any]) -> bytes:
     text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
-    for character in "\x85\u2028\u2029":  # legal within a JSON text, yet line ends to many readers
+    for character in "\x85\u2028\u2029":  # valid in JSON, but line ends to many readers
         text = text.replace(character, f"\\u{ord(character):04x}")
-    # Half a surrogate pair, which a byte-level tokenizer can give, becomes the JSON escape of the same name.
+    # A lone surrogate, which a byte-level tokenizer can produce, is written as JSON escape.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _plain(value: Any) -> Any:
-    """The nearest JSON value: numbers that are not finite and unknown objects become texts."""
+    """Convert to a JSON value; numbers that are not finite and unknown objects become texts."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, dict):

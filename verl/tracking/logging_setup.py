@@ -1,4 +1,4 @@
-"""Logging of a run: the console, and run.log in the run directory, both without secrets."""
+"""Logging of a run to the console and to run.log in the run directory, with secrets redacted."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from verl.tracking.console import print_line
 from verl.utils.redact import RedactSecrets
 
 IN_RUN_LOG = "is_in_run_log"  # attribute of an error whose traceback was logged
-_NAME = "verl run"  # handlers of this name are ours
+_NAME = "verl run"  # name of the handlers installed here
 _FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
 def setup_logging(run_dir: Path | str | None, console_level: int | str = logging.INFO) -> Callable[[], None]:
     """Send what verl logs to the console and to `run_dir/run.log`.
 
-    The file gets everything from INFO upwards, also the stage lines, which the console tracker prints itself. While
-    this is in force nothing of verl reaches the root logger, whose handlers would print it a second time. A set-up
-    within another one replaces it until it is undone, so no line is ever written twice.
+    The file gets everything from INFO upwards, including the lines that the console tracker prints itself. Propagation
+    to the root logger, whose handlers would print a second time, is off meanwhile. A nested call replaces the handlers
+    until it is undone, so no line is written twice.
 
     Args:
-        run_dir: made if it is not there; None leaves the file out.
+        run_dir: created if missing; None for no file.
         console_level: lowest level shown on the console.
     Returns:
-        A function that restores what was there before and closes the file; calling it again does nothing.
+        A function that restores the previous handlers and closes the file; calling it again does nothing.
     Raises:
         OSError: run.log cannot be written.
     """
@@ -72,7 +72,7 @@ def _file_lines(run_dir: Path) -> logging.FileHandler:
 
 
 class _RunLog(logging.FileHandler):
-    """A file whose disk may be full: that is reported once and stops nothing; lines wait in memory for room."""
+    """A log file that survives a full disk: reported once, and lines wait in memory for space."""
 
     _has_warned = False
 
@@ -90,7 +90,7 @@ class _RunLog(logging.FileHandler):
 
 
 class _WithoutTraceback(logging.Formatter):
-    """The message alone: an error that ends the run is printed with its traceback at the end, and run.log has all."""
+    """Formats messages without traceback, which is in run.log and, if the error ends the run, printed at the end."""
 
     def format(self, record: logging.LogRecord) -> str:
         record = copy.copy(record)
@@ -99,7 +99,7 @@ class _WithoutTraceback(logging.Formatter):
 
 
 class _ConsoleLines(logging.Handler):
-    """Prints through the console that the progress bar belongs to, so that lines stand above the bar."""
+    """Prints through the console of the progress bar, so that lines appear above the bar."""
 
     def __init__(self, level: int | str):
         super().__init__(level)
@@ -114,7 +114,7 @@ class _ConsoleLines(logging.Handler):
 
         try:
             print_line(rich.get_console(), self.format(record), "bold red" if record.levelno >= logging.WARNING else "")
-        except BrokenPipeError:  # once; from then on rich's console is silent
+        except BrokenPipeError:  # raised once; afterwards rich prints nothing
             return
-        except Exception:  # noqa: BLE001 - as every handler of the standard library does
+        except Exception:  # noqa: BLE001 - as handlers of the standard library do
             self.handleError(record)

@@ -1,4 +1,4 @@
-"""At the end of a run, one picture of it: reward, accuracy, KL, response length and losses over steps."""
+"""`curves.png`, written at the end of a run: reward, accuracy, KL, response length and losses over steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PANELS: dict[str, list[str]] = {
     "loss (nats per token)": ["sft/loss", "eval/loss"],
 }
 COLORS = ("#2458a6", "#c8553d", "#3f8f5b", "#8a5fa8", "#b8862b", "#4a4a4a")
-_SMOOTH_FROM = 60  # points; a longer series is drawn faint, with its moving average over it
+_SMOOTH_FROM = 60  # points; longer series are drawn faint under their moving average
 
 
 @dataclass
@@ -41,16 +41,16 @@ class MetricSeries:
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
-    evaluated: bool = False  # measured by evaluations, so drawn with its points
+    evaluated: bool = False  # from evaluations; drawn with markers
 
 
 @component
 class Curves(TrackerDescription):
-    """`curves.png` in the run directory, written when the run closes, however it ended.
+    """Writes `curves.png` to the run directory when the run ends, also after an error.
 
     Args:
-        panels: title of each panel and the metric keys it shows, `*` for anything; a panel without data is left out.
-            A key belongs to the first panel that names it.
+        panels: metric keys of each panel, by title, with `*` as wildcard. A panel without data is left out; a key that
+            matches several panels is drawn in the first.
     """
 
     package: ClassVar[str] = "matplotlib"
@@ -64,7 +64,7 @@ class Curves(TrackerDescription):
 
 
 class CurvesTracker(Tracker):
-    """Keeps the series that some panel shows, in memory, and draws them at the end."""
+    """Keeps the series of all panels in memory, and draws them at the end."""
 
     def __init__(self, settings: Curves):
         self._panels = settings.panels
@@ -100,7 +100,7 @@ class CurvesTracker(Tracker):
         grouped: dict[str, dict[str, MetricSeries]] = {title: {} for title in self._panels}
         for key, series in self._series.items():
             title = self._panel_of[key]
-            assert title is not None, "only keys with a panel are kept"
+            assert title is not None, "only keys with a panel are stored"
             grouped[title][key] = series
         return {title: series for title, series in grouped.items() if series}
 
@@ -121,7 +121,7 @@ def draw(panels: Mapping[str, Mapping[str, MetricSeries]], path: Path, title: st
 
     width = min(3, len(panels))
     height = math.ceil(len(panels) / width)
-    # A figure of its own canvas: nothing of pyplot's state or of a notebook's backend is touched.
+    # A figure without pyplot, whose state and backend (in notebooks) are left alone.
     figure = Figure(figsize=(5.0 * width, 3.4 * height + 0.4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=13, fontweight="bold", parse_math=False)
@@ -132,7 +132,7 @@ def draw(panels: Mapping[str, Mapping[str, MetricSeries]], path: Path, title: st
     try:
         path.write_bytes(picture.getbuffer())
     except OSError:
-        path.unlink(missing_ok=True)  # half a picture
+        path.unlink(missing_ok=True)  # partial file
         raise
 
 
@@ -143,8 +143,8 @@ def _panel(axes: Axes, name: str, series: Mapping[str, MetricSeries]) -> None:
 
 
 def draw_series(axes: Axes, one: MetricSeries, label: str, color: str) -> None:
-    """One line: with its points where it comes from evaluations, smoothed over a faint raw one where it is long."""
-    label = label.replace("$", r"\$")  # no formula
+    """Draw a series: with markers if it comes from evaluations, smoothed over faint raw values if it is long."""
+    label = label.replace("$", r"\$")  # not a formula
     if one.evaluated:
         axes.plot(one.steps, one.values, "o-", color=color, label=label, linewidth=1.6, markersize=5, zorder=3)
     elif len(one.steps) >= _SMOOTH_FROM:
@@ -170,10 +170,9 @@ def finish_panel(axes: Axes, name: str) -> None:
 
 
 def moving_average(values: Sequence[float]) -> list[float]:
-    """Centred average over about a sixth of the series, its middle weighing most; gaps stay gaps.
+    """Local linear regression (LOESS) with a window of about a sixth of the series; gaps stay gaps.
 
-    At each point a straight line is fitted to its neighbours (LOESS), so that the curve neither lags behind the series
-    nor bends at its ends, where one side has no neighbours: a straight line is left as it is.
+    Unlike a plain moving average it neither lags nor bends at the ends: a straight line is unchanged.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""The jobs of a sweep side by side: on the terminal, in a CSV file and as a picture."""
+"""Comparison of the jobs of a sweep: on the terminal, as CSV and as a plot."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 MIB = 2**20
 Measure = Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], float | None]
-"""One column: from `summary.json` and the lines of `metrics.jsonl` to a number, or None if it was not measured."""
+"""Computes a column from `summary.json` and the lines of `metrics.jsonl`; None if it was not measured."""
 
 
 @dataclass
 class JobOutcome:
-    """One job of a sweep, as its directory tells.
+    """The result of a job of a sweep, read from its directory.
 
     Attributes:
-        name: of its directory.
-        overrides: what was assigned to this job, by key.
-        status: as in `summary.json`; `not run` where there is none.
-        measured: column -> value; columns that could not be measured are missing.
-        series: metric -> its values over steps, of those that `CURVES` names.
-        wandb: where its W&B run is: an address, or offline a directory below that of the sweep; empty for none.
+        name: name of its directory.
+        overrides: overrides of this job, by key.
+        status: as in `summary.json`; `not run` without that file.
+        measured: values by column; columns that were not measured are missing.
+        series: values over steps, by metric of `CURVES`.
+        wandb: URL of its W&B run, or the directory of an offline run relative to that of the sweep; empty for none.
     """
 
     name: str
@@ -52,13 +52,13 @@ class JobOutcome:
 
 
 def outcomes(directory: Path) -> list[JobOutcome]:
-    """The jobs below a sweep's directory, in the order of their numbers."""
+    """The jobs below a sweep's directory, by job number."""
     jobs = [path for path in directory.iterdir() if path.is_dir() and path.name.isdigit()]
     return [outcome(job) for job in sorted(jobs, key=lambda path: int(path.name))]
 
 
 def outcome(run_dir: Path) -> JobOutcome:
-    """What one job came to."""
+    """Read the result of a job."""
     job = JobOutcome(run_dir.name, _overrides(run_dir), wandb=_wandb(run_dir))
     summary = _json(run_dir / "summary.json")
     if summary is None:
@@ -81,7 +81,7 @@ def _finite(value: Any) -> float:
 
 
 def table(jobs: Sequence[JobOutcome]) -> tuple[list[str], list[list[str]]]:
-    """Column names and cells: what differs between the jobs, their status, and what was measured."""
+    """Column names and cells: overrides that differ between jobs, status, and measurements."""
     keys = [key for key in dict.fromkeys(k for job in jobs for k in job.overrides) if _differs(jobs, key)]
     columns = [column for column in COLUMNS if any(column in job.measured for job in jobs)]
     rows = [
@@ -92,8 +92,9 @@ def table(jobs: Sequence[JobOutcome]) -> tuple[list[str], list[list[str]]]:
 
 
 def write(directory: Path, jobs: Sequence[JobOutcome]) -> list[Path]:
-    """Write `sweep.csv` and `sweep.png` into the sweep's directory; returns what was written. The picture needs
-    Matplotlib: without it there is a warning."""
+    """Write `sweep.csv` and `sweep.png` to the sweep's directory; returns the paths. Without matplotlib the plot is
+    left out with a warning.
+    """
     head, rows = table(jobs)
     if any(job.wandb for job in jobs):
         head, rows = [*head, "W&B run"], [[*row, job.wandb] for row, job in zip(rows, jobs, strict=True)]
@@ -109,7 +110,7 @@ def write(directory: Path, jobs: Sequence[JobOutcome]) -> list[Path]:
 
 
 def show(jobs: Sequence[JobOutcome], title: str) -> None:
-    """Print the table; on a terminal the number of a job leads to its W&B run. What does not fit the width is named."""
+    """Print the table. On a terminal job numbers link to W&B runs; columns that do not fit are listed below."""
     import rich
     from rich.table import Table
     from rich.text import Text
@@ -129,11 +130,11 @@ def show(jobs: Sequence[JobOutcome], title: str) -> None:
     console.print(shown, crop=False, no_wrap=True, overflow="ignore")
     if len(kept) < len(head):
         left_out = ", ".join(column for index, column in enumerate(head) if index not in kept)
-        print_line(console, f"in sweep.csv alone: {left_out}")
+        print_line(console, f"only in sweep.csv: {left_out}")
 
 
 def _in_words(column: str) -> str:
-    """The head of a column of numbers, a word to a line, but for units."""
+    """Column header with one word per line, units excepted."""
     return column.replace(" ", "\n").replace("\n(", " (").replace("of\na\n", "of a\n")
 
 
@@ -183,7 +184,7 @@ COLUMNS: dict[str, Measure] = {
 }
 
 
-DROPPED_FIRST = (  # where a terminal is too narrow for all
+DROPPED_FIRST = (  # if the terminal is too narrow
     "checkpoint (MiB)", "save stall (s)", "peak memory of a process (MiB)", "tokens/s", "step (s)", "last reward",
 )  # fmt: skip
 
@@ -228,7 +229,7 @@ CURVES = {  # panel -> metric, of those that any job has
 
 
 def _draw(path: Path, jobs: Sequence[JobOutcome], keys: Sequence[str]) -> None:
-    """Learning curves of all jobs above, a line for each; below, what was measured, a bar for each."""
+    """Plot learning curves, a line per job, above bar charts of the measurements, a bar per job."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @component
 class TensorBoard(TrackerDescription):
-    """Event files in `run_dir/tensorboard`; look at them with `tensorboard --logdir RUN_DIR`.
+    """Writes event files to `run_dir/tensorboard`; view them with `tensorboard --logdir RUN_DIR`.
 
     Args:
-        flush_s: seconds after which what is waiting is written.
+        flush_s: interval between writes, in seconds.
     """
 
     package: ClassVar[str] = "tensorboard"
@@ -38,7 +38,7 @@ class TensorBoard(TrackerDescription):
 class TensorBoardTracker(Tracker):
     """Scalars by metric key, the configuration and the samples as text.
 
-    A writer that failed, as on a full disk, writes nothing any more: a new one with a file of its own replaces it.
+    A TensorBoard writer that has failed, e.g. on a full disk, never writes again; it is replaced by a new one.
     """
 
     def __init__(self, settings: TensorBoard):
@@ -89,6 +89,6 @@ class TensorBoardTracker(Tracker):
 
 
 def _as_code(value: Any) -> str:
-    """JSON as an indented block, which TensorBoard's Markdown shows as it is."""
+    """JSON as an indented block, which TensorBoard's Markdown shows verbatim."""
     lines = json.dumps(value, indent=2, default=str, ensure_ascii=True).splitlines()
     return "\n".join(f"    {line}" for line in lines)

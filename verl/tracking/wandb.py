@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases; without a key, to offline files that `wandb sync` uploads later."""
+"""Metrics to Weights & Biases; without an API key to offline files for `wandb sync`."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ from verl.tracking.base import Tracker, TrackerDescription
 from verl.utils.child_process.stopped_watch import StoppedWatch, children
 from verl.utils.temporary_directory import TemporaryDirectory
 
-RUN_FILE = "wandb.json"  # in the directory of the run: where its W&B run is
+RUN_FILE = "wandb.json"  # in the run directory: URL or directory of its W&B run
 SERVICE = b"wandb-core"
 _TEMPORARY: list[TemporaryDirectory] = []  # of this process, once it has used W&B
 
 
 @component
 class WandB(TrackerDescription):
-    """A W&B run, its files below the run directory; the jobs of a sweep are one group, named after its directory.
+    """Logs to a W&B run, with its files below the run directory. The jobs of a sweep form a group.
 
     Args:
         project: W&B project.
-        entity: team or user; null is the account's default.
+        entity: team or user; null for the default of the account.
         tags: labels of the run.
-        mode: `auto` is what WANDB_MODE says if it is set, else online where WANDB_API_KEY or a netrc file has a key,
-            else offline.
-        on_resume: a run that goes on from a checkpoint is the `same` W&B run, or a `child`: one of its own, in the
-            group of the root run, whose id names the group.
-        timeout_s: when W&B's background process has been stopped for so long, it is ended, since W&B waits for it
-            without a limit; the run goes on without W&B.
+        mode: `auto` uses WANDB_MODE if it is set, else online if WANDB_API_KEY or a netrc file has a key, else offline.
+        on_resume: a resumed run continues the `same` W&B run, or is a `child`: a new run in a group named after the id
+            of the first run.
+        timeout_s: W&B's background process is killed if it has been suspended for this long, since W&B waits for it
+            without limit; training continues without W&B.
     """
 
     package: ClassVar[str] = "wandb"
@@ -58,7 +57,7 @@ class WandB(TrackerDescription):
 
 
 class WandBTracker(Tracker):
-    """One W&B run. Metrics carry our own `step`, so an evaluation may arrive after the step it belongs to."""
+    """A W&B run. Metrics are logged with their own `step`, so an evaluation may be logged after its step."""
 
     def __init__(self, settings: WandB, sweep: str | None = None):
         self._settings, self._sweep = settings, sweep
@@ -83,7 +82,7 @@ class WandBTracker(Tracker):
             raise ImportError(f"the package wandb is missing: {install_command('wandb')}") from error
         from wandb.sdk.lib import retry
 
-        retry.random = random.Random()  # its threads wait by chance while training goes on
+        retry.random = random.Random()  # its threads must not use the global generator
         chosen = self._settings
         self._wandb = wandb
         is_same = chosen.on_resume == "same"
@@ -101,7 +100,7 @@ class WandBTracker(Tracker):
             resume="allow" if is_same and self._former else None,
             group=self._sweep if is_same else self._root,
             mode=wandb_mode(chosen.mode),
-            reinit="create_new",  # a sweep's runs are separate, and a user's own run is left alone
+            reinit="create_new",  # separate runs in a sweep; a run of the user is not touched
             settings=wandb.Settings(console="off", quiet=True),
         )
         place = {"id": run_id, "url": self._run.url, "directory": str(Path(self._run.dir).parent)}
@@ -128,8 +127,8 @@ class WandBTracker(Tracker):
         try:
             self._run.finish(exit_code=0 if status in ("finished", "stopped") else 1)
         finally:
-            # `finish` leaves the last records to a background process; ending that one is what waits for them. Runs of
-            # other owners in this process would end with it, so then they are left to its exit.
+            # `finish` leaves the last records to a background process; stopping that process waits for them. It is not
+            # stopped if it serves other runs of this process.
             with contextlib.suppress(ConnectionError) if self._watch.ended else contextlib.nullcontext():
                 if self._watch.ended or getattr(self._wandb.setup(), "most_recent_active_run", None) is None:
                     self._wandb.teardown()
@@ -138,9 +137,10 @@ class WandBTracker(Tracker):
 
 @contextlib.contextmanager
 def _own_temporary_files() -> Iterator[None]:
-    """Within, temporary files are made in a directory that goes with this process, also where it is killed.
+    """Inside this context temporary files are made in a directory that is deleted after this process, even if it is
+    killed.
 
-    W&B makes some when it is imported, and its background process when it starts; both live as long as this process.
+    W&B makes some on import, and its background process on start; both live as long as this process.
     """
     if not _TEMPORARY:
         _TEMPORARY.append(TemporaryDirectory("verl-wandb-"))
@@ -157,7 +157,7 @@ def _own_temporary_files() -> Iterator[None]:
 
 
 def wandb_mode(asked: str) -> Any:
-    """`online`, `offline`, or what WANDB_MODE says where nothing is asked for."""
+    """Resolve the setting `mode` to `online`, `offline` or the value of WANDB_MODE."""
     if asked != "auto":
         return asked
     if environment := os.environ.get("WANDB_MODE"):
@@ -173,5 +173,5 @@ def _key_in_netrc() -> bool:
 
 
 def _cell(value: Any) -> Any:
-    """Numbers and texts as they are; a table's column must hold one kind, so the rest becomes text."""
+    """Numbers and texts unchanged, other values as text, since a table column has one type."""
     return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)

@@ -69,7 +69,7 @@ class LocalPPOTrainer(BaseTrainer):
         short = read_short_file(config_path) if config_path is not None else {}
         given = _given(train_dataset, reward_fn)
         chosen, notes = sharding_for_devices(short, overrides, device_mesh)
-        composed = _compose(short, given, [*overrides, *chosen], device_mesh)
+        composed = compose_short_file(short, given, [*overrides, *chosen], device_mesh)
         for note in [*notes, *composed.notes]:
             console.print(note, markup=False, soft_wrap=True)
         run = run_with_objects(composed, given)
@@ -122,12 +122,13 @@ def _given(train_dataset: Any, reward_fn: Callable | None) -> dict[str, Descript
     return given
 
 
-def _compose(
+def compose_short_file(
     short: Mapping[str, Any],
     given: Mapping[str, Description],
     overrides: Sequence[str],
     device_mesh: DeviceMesh | None,
 ) -> ComposedConfig:
+    """The default run with the short file, the objects that were given, and the overrides laid over it in turn."""
     notes: list[str] = []
     if "data" in given:
         short, notes = without_data_files(short)

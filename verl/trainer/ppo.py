@@ -49,7 +49,7 @@ class PPOTrainer(PPOLifecycle):
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One iteration on a batch of prompts [B P]; returns its metrics."""
-        self._cluster.step = self.guard.step = step
+        self.cluster.step = self.guard.step = step
         self.reuse.expect(step)
         rollout = self.generate(batch, GenerationRequest(step, self.settings.group_size))
         self._draw_ahead(step + 1)
@@ -157,7 +157,7 @@ class PPOTrainer(PPOLifecycle):
             rows = read.select([field for field in read.batch if field not in unread], [])
             with self.stages.stage(f"update_{name}") as note:
                 updates = []
-                for part in self._mini_batches(experience, step):
+                for part in self.mini_batches(experience, step):
                     updates.append(role.update(self.guard.planted(rows[part])).result())
                     self.guard.judge(name, updates[-1], lambda part=part: experience[part])
                 metrics |= {key if "/" in key else f"{name}/{key}": x for key, x in mean_of(updates).items()}
@@ -243,7 +243,8 @@ class PPOTrainer(PPOLifecycle):
         columns = list(prompts.non_tensor_batch) if self.description.environment is not None else []
         return self.lengths.beside(prompts.select(PROMPT_FIELDS, columns), request.num_samples)
 
-    def _mini_batches(self, experience: DataProto, step: int) -> Iterator[Tensor]:
+    def mini_batches(self, experience: DataProto, step: int) -> Iterator[Tensor]:
+        """Rows of each update, in the order of the step's seed; no episode is cut."""
         episodes = rows_by_episode(experience)  # of which none is cut
         for epoch in range(self.algorithm.epochs):
             generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "mini-batches", step, epoch))

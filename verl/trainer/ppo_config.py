@@ -102,7 +102,7 @@ def _rollout_faults(run: Any) -> Iterator[str]:
     shardings, adapter = run.shardings(), run.actor.lora
     is_divided = shardings["actor"].parameter_shards(_processes(run, shardings)["actor"]) > 1
     yield from run.rollout.faults_beside(None if adapter is None else adapter.rank, is_divided)
-    if isinstance(run.actor.model, ModuleModel) and not run.rollout.takes_stages:
+    if isinstance(run.actor.model, ModuleModel) and not run.rollout.takes_modules:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes models of transformers alone, and actor.model is a "
             f"{type(run.actor.model).__name__}. Set rollout=hf, where its own forward draws the responses."
@@ -113,12 +113,14 @@ def _rollout_faults(run: Any) -> Iterator[str]:
             f"rollout is a {type(run.rollout).__name__}: it takes no weights from an actor in {stages} pipeline stages "
             "(sharding.pp). Set rollout=hf, where the stages are put together for generation, or sharding.pp=1."
         )
-    if stages > 1 and run.environment is not None:
-        yield (
-            f"environment is {type(run.environment).__name__}: episodes were not tried with an actor in {stages} "
-            "pipeline stages (sharding.pp). Set sharding.pp=1."
-        )
-    ep = shardings["actor"].degrees(_processes(run, shardings)["actor"]).ep
+    degrees = shardings["actor"].degrees(_processes(run, shardings)["actor"])
+    for name in run.rollout.no_turns_under if run.environment is not None else ():
+        if (size := getattr(degrees, name)) > 1:
+            yield (
+                f"environment is {type(run.environment).__name__}: {type(run.rollout).__name__} does not draw turns of "
+                f"episodes with an actor divided by {name} {size}. Set sharding=fsdp, or rollout=vllm."
+            )
+    ep = degrees.ep
     if ep > 1 and not run.rollout.takes_experts:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it was not tried with an actor whose experts are divided over "

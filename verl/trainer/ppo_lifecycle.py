@@ -65,7 +65,7 @@ class PPOLifecycle:
     def _build(self, run: PPORun, context: BuildContext) -> None:
         self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
         self._state = ProcessState(run.trainer)
-        self._cluster = self.reward = self.reuse = None
+        self.cluster = self.reward = self.reuse = None
         self.lengths = LengthPredictor()
         self.saving: Any = None
         try:
@@ -165,13 +165,13 @@ class PPOLifecycle:
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
         )
-        saved_in = self.saving.directory
-        journal_dir = None if saved_in is None else Path(saved_in) / "episode_journal"
+        # without checkpoints nobody claims the directory, and no run comes back to its episodes
+        journal_dir = None if run.checkpoint is None else Path(self.saving.directory) / "episode_journal"
         context = replace(context, row_tokens=self._row_tokens(run), journal_dir=journal_dir)
-        self._cluster = start_cluster(host, run.trainer, context, run.trainer.placement)
-        roles = role_handles(self._cluster, host)
+        self.cluster = start_cluster(host, run.trainer, context, run.trainer.placement)
+        roles = role_handles(self.cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
-        self.saving.parts = rank_writers_of(self._cluster, self.trained, run.checkpoint)
+        self.saving.parts = rank_writers_of(self.cluster, self.trained, run.checkpoint)
         self.ahead = OneStepOffRollout(self.actor) if run.trainer.rollout_ahead else None
         if run.reward_as_role is not None:
             self.reward = RemoteRewardModel(roles["rm"], run.reward_as_role)
@@ -183,7 +183,7 @@ class PPOLifecycle:
         Raises:
             ConfigError: it is in another process.
         """
-        if (worker := getattr(self._cluster, "worker", None)) is None:
+        if (worker := getattr(self.cluster, "worker", None)) is None:
             raise ConfigError("trainer: the actor lives in another process. Set trainer=local, with one process.")
         return worker("actor")
 
@@ -217,7 +217,7 @@ class PPOLifecycle:
             **ahead,
             **self.date.parts,
             "replay_buffer": self.reuse,
-            "rng": GeneratorStates(self._cluster, self.actor, self.settings.seed),
+            "rng": GeneratorStates(self.cluster, self.actor, self.settings.seed),
         }
 
     def save(self, directory: Path) -> list[Path]:
@@ -232,7 +232,7 @@ class PPOLifecycle:
 
     def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
         """State for a checkpoint: that of the roles, and everything else that a resumed run needs."""
-        return self.saving.states_of(self.trained, self._cluster.shares_memory), states_of(self.parts)
+        return self.saving.states_of(self.trained, self.cluster.shares_memory), states_of(self.parts)
 
     @property
     def trained(self) -> dict[str, Any]:
@@ -275,9 +275,9 @@ class PPOLifecycle:
         """Stop the workers, free the weights, and restore the process settings that the run changed."""
         if self.saving is not None:
             self.saving.close()
-        if self._cluster is not None:
-            self._cluster.close()
-            self._cluster = None
+        if self.cluster is not None:
+            self.cluster.close()
+            self.cluster = None
         if self.reward is not None:
             self.reward.close()
         if self.reuse is not None:

@@ -94,7 +94,7 @@ class SFTTrainer:
     def __init__(self, run: SFTRun, context: BuildContext):
         self.description, self.settings = run, run.trainer
         self._state = ProcessState(run.trainer)
-        self._cluster = None
+        self.cluster = None
         self.restarts: list[str] = []
         self.saving: Any = None
         try:
@@ -118,9 +118,9 @@ class SFTTrainer:
             restore = restore_of(self.saving)
             host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
             context = replace(context, row_tokens=getattr(run.data, "max_length", None))
-            self._cluster = start_cluster(host, run.trainer, context)
-            self.learner = role_handles(self._cluster, host)["learner"]
-            self.saving.parts = rank_writers_of(self._cluster, {"actor": self.learner}, run.checkpoint)
+            self.cluster = start_cluster(host, run.trainer, context)
+            self.learner = role_handles(self.cluster, host)["learner"]
+            self.saving.parts = rank_writers_of(self.cluster, {"actor": self.learner}, run.checkpoint)
             if (point := self.saving.resumed) is not None:
                 load_parts(point, self.parts, WHEN_BUILT)
         except BaseException:
@@ -133,7 +133,7 @@ class SFTTrainer:
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One optimizer step on the mean negative log-likelihood per learned token."""
-        self._cluster.step = self.guard.step = step
+        self.cluster.step = self.guard.step = step
         self.saving.wait_copied()
         with self.stages.stage("update") as note:
             metrics = self.learner.update(self.guard.planted(batch)).result()
@@ -169,12 +169,12 @@ class SFTTrainer:
     @property
     def parts(self) -> dict[str, Stateful]:
         """The driver's parts of a checkpoint."""
-        generators = GeneratorStates(self._cluster, self.learner, self.settings.seed)
+        generators = GeneratorStates(self.cluster, self.learner, self.settings.seed)
         return {"sampler": self.sampler, "safety": self.guard, "rng": generators}
 
     def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
         """State for a checkpoint: that of the model, and everything else that a resumed run needs."""
-        return self.saving.states_of({"actor": self.learner}, self._cluster.shares_memory), states_of(self.parts)
+        return self.saving.states_of({"actor": self.learner}, self.cluster.shares_memory), states_of(self.parts)
 
     def fit(self) -> TrainResult:
         """Train to the end; see `verl.trainer.train_loop.fit`."""
@@ -184,9 +184,9 @@ class SFTTrainer:
         """Stop the workers, free the weights, and restore the process settings that the run changed."""
         if self.saving is not None:
             self.saving.close()
-        if self._cluster is not None:
-            self._cluster.close()
-            self._cluster = None
+        if self.cluster is not None:
+            self.cluster.close()
+            self.cluster = None
         self._state.restore()
 
     def __enter__(self) -> SFTTrainer:

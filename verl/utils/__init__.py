@@ -1,17 +1,17 @@
-"""What every layer may use.
+"""Utilities that every layer may import.
 
-child_process        Child processes: ended whatever state they are in, ending with their parent
-component_exits      Exits of components
+child_process        Child processes, which end with their parent
+component_exits      `exit()` in component code becomes an error
 env_check            Whether this environment can run verl: each requirement on one line
-external_input       Names, paths and JSON from a disk or a store, taken into checked types at one place
-kernel_cache         Where torch keeps the kernels that it compiles: beside verl's other caches, not in TMPDIR
-memory               Device memory and main memory: how much is in use, the peak, and giving back what is free
+external_input       Validation of names, paths and JSON that are read from disk or storage
+kernel_cache         Directory of compiled kernels of torch, in the cache of verl instead of TMPDIR
+memory               Device and main memory: usage, peak, and release of cached memory
 orphan_cleanup       Clean-up after a killed process
-progress             Progress of a working process, as a process that waits for it sees it
-redact               Keep secrets out of what is printed, logged and saved: secret environment variables, keys
-saved_targets        `_target_`s that configurations saved by earlier versions name, and what they are called now
-seeding              Seeds: every random number of a run derives from one integer and the name of its use
-signals              Signals: asked to stop, the step under way is finished and saved first; asked again
+progress             Progress of a process in shared memory, for deadlines of processes that wait for it
+redact               Redacts secrets from output, logs and files
+saved_targets        Present names of `_target_`s in configurations saved by earlier versions
+seeding              Seeds: all random numbers derive from one integer and the name of their use
+signals              Signals: the first SIGINT or SIGTERM finishes and saves the step, the second ends the run
 temporary_directory  Temporary directories that are removed even if their process is killed
 torchrun             The environment variables that torchrun sets for each of its processes
 """

@@ -1,10 +1,10 @@
-"""Exits of components: what a component raises to end the whole program becomes an error that names the line.
+"""Exits of components: `exit()` in component code becomes an error that names the line.
 
     with component_exits():     exit(), sys.exit(n), os._exit(n), KeyboardInterrupt without Ctrl-C ──> ComponentExit
-        trainer.fit()           Ctrl-C, SIGTERM                                                    ──> as they are
+        trainer.fit()           Ctrl-C, SIGTERM                                                    ──> unchanged
 
-Components are rewards, data sets, trackers, models and all other code that a run calls and that is not its own. Where
-one of them may fail without ending the run, as a tracker may, its exit is such a failure too: see `raised_by_code`.
+Components are rewards, data sets, trackers, models and all other code outside of verl that a run calls. If a component
+may fail without ending the run, as a tracker may, its exit counts as such a failure: see `raised_by_code`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class OsExit(SystemExit):
 
 
 class _Process:
-    """Of this process: open `component_exits`, whether Ctrl-C has come, and what the outermost one replaced."""
+    """State of this process: open `component_exits`, whether Ctrl-C was pressed, and what the outermost one
+    replaced.
+    """
 
     depth = 0
     was_interrupted = False
@@ -44,12 +46,12 @@ class _Process:
 
 
 def note_interrupt() -> None:
-    """SIGINT has come: a KeyboardInterrupt is one from here on. For handlers, which carry `notes_interrupts = True`."""
+    """Note a SIGINT, after which a KeyboardInterrupt is genuine. For handlers with `notes_interrupts = True`."""
     _Process.was_interrupted = True
 
 
 def raised_by_code(error: BaseException) -> bool:
-    """Whether code raised it, and not a person or a scheduler who wants the run to end.
+    """Whether code raised an error, and not a user or a scheduler who ends the run.
 
     >>> try:
     ...     tracker.log(metrics)
@@ -62,7 +64,7 @@ def raised_by_code(error: BaseException) -> bool:
     if type(error) is not KeyboardInterrupt:
         return False
     if not _is_main_thread():
-        return True  # signals reach the main thread alone
+        return True  # signals are delivered to the main thread only
     if _Process.was_interrupted:
         return False
     handler = signal.getsignal(signal.SIGINT)
@@ -70,7 +72,7 @@ def raised_by_code(error: BaseException) -> bool:
 
 
 def as_component_exit(error: BaseException) -> ComponentExit:
-    """The error that says which line wanted to end the program."""
+    """Make the error that names the line which called exit."""
     place, line = _place(error.__traceback__)
     if isinstance(error, OsExit):
         raised = f"called os._exit({error.code})"
@@ -80,19 +82,19 @@ def as_component_exit(error: BaseException) -> ComponentExit:
         raised = "raised KeyboardInterrupt, and nobody had pressed Ctrl-C"
     shown = f": {line}" if line else ""
     return ComponentExit(
-        f"{place} {raised}{shown}\n  A component does not end the program. Let it raise an error that says what is "
-        "wrong, or return."
+        f"{place} {raised}{shown}\n  A component must not end the program. Let it raise an error with a message, or "
+        "return."
     )
 
 
 class component_exits(contextlib.ContextDecorator):
-    """Within, what a component raises to end the program is raised as `ComponentExit`; may be nested.
+    """Inside this context an exit of a component is raised as `ComponentExit`. Contexts may be nested.
 
-    `os._exit`, which would end the process at once, with whatever it is given and nothing closed, raises in the main
-    thread as `sys.exit` does; in another thread it still ends the process, but in words and with a status other than 0.
+    `os._exit`, which would end the process at once, raises SystemExit in the main thread; in another thread it still
+    ends the process, but with a message and a nonzero status.
 
     Args:
-        directly: also where the body itself raised, not only code that verl has called for it.
+        directly: also convert an exit of the body itself, not only of code that verl calls in it.
     """
 
     def __init__(self, directly: bool = True):
@@ -131,9 +133,9 @@ _interrupt.notes_interrupts = True  # type: ignore[attr-defined]
 
 
 def _exit(status: int) -> NoReturn:
-    """In the place of `os._exit`."""
+    """Replacement of `os._exit`."""
     own_exit = _Process.own_exit
-    if os.getpid() != _Process.owner:  # a forked child, whose way to end this is
+    if os.getpid() != _Process.owner:  # a forked child, which ends this way
         own_exit(status)
     if _is_main_thread():
         raise OsExit(status)
@@ -149,12 +151,12 @@ def _is_main_thread() -> bool:
 
 
 def _passed_through_verl(trace: TracebackType | None) -> bool:
-    """Whether the body, whose own frames come first, had called verl, and verl what raised."""
+    """Whether the traceback leads from the body through verl to the code that raised."""
     return any(frame.filename.startswith(_PACKAGE) for frame in traceback.extract_tb(trace)[2:])
 
 
 def _place(trace: TracebackType | None) -> tuple[str, str]:
-    """The innermost place that is neither the interpreter's own code nor verl's, and its line; else the innermost."""
+    """The innermost frame outside of the interpreter and verl, and its line; if there is none, the innermost."""
     frames = traceback.extract_tb(trace)
     frame = next((one for one in reversed(frames) if _is_of_component(one.filename)), frames[-1] if frames else None)
     if frame is None:
@@ -168,5 +170,5 @@ def _is_of_component(file: str) -> bool:
     if file.startswith(("<", _PACKAGE)):
         return False
     if file == getattr(getattr(sys.exit, "__code__", None), "co_filename", None):
-        return False  # a library has put a function of its own there, as W&B does, and this is that
+        return False  # a library has replaced the function, as W&B does
     return not file.startswith(_STANDARD) or file.startswith(_INSTALLED)

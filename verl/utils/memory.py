@@ -1,4 +1,4 @@
-"""Device memory and main memory: how much is in use, the peak, and giving back what is free."""
+"""Device and main memory: usage, peak, and release of cached memory."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
 
+Result = TypeVar("Result")
+
 _STATM = Path("/proc/self/statm")
 
 
 def used_bytes(device: torch.device) -> int:
-    """Bytes of tensors on a GPU; of this process where the device is the CPU."""
+    """Bytes of tensors on a GPU; resident memory of this process for the CPU."""
     if device.type == "cuda":
         import torch
 
@@ -34,11 +36,11 @@ def used_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a GPU.
+    """Memory of a GPU in bytes.
 
     Attributes:
-        free: for whoever asks for it.
-        own: that tensors of this process take.
+        free: not allocated by any process.
+        own: used by tensors of this process.
     """
 
     total: int
@@ -47,7 +49,7 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Of a GPU that this process uses; what torch kept of it for later is given back first."""
+    """Memory of a GPU that this process uses, after emptying the caching allocator."""
     import torch
 
     release_cached(device)
@@ -55,15 +57,15 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(total, free, torch.cuda.memory_allocated(device))
 
 
-CUDNN_VARIABLE = "VERL_CUDNN_SDPA"  # 1: leave cuDNN among the kernels of attention
+CUDNN_VARIABLE = "VERL_CUDNN_SDPA"  # 1: keep the attention kernel of cuDNN
 
 
 def make_current(device: str) -> None:
-    """Have kernels that take the current device take this one: called where a model is about to be built, and not in a
-    driver without models, in which it would open a CUDA context.
+    """Make a GPU the current device. Called before a model is built; a driver without models must not call it, since it
+    opens a CUDA context.
 
-    cuDNN's attention is turned off, unless `VERL_CUDNN_SDPA=1` asks for it: it makes a plan for each shape that it
-    meets, in up to seconds, and packed rows have new shapes in every micro-batch.
+    The attention kernel of cuDNN is turned off, unless `VERL_CUDNN_SDPA=1`: it compiles a plan for each new shape,
+    which takes up to seconds, and packed rows have new shapes in every micro-batch.
     """
     if device.startswith("cuda"):
         import torch
@@ -72,9 +74,26 @@ def make_current(device: str) -> None:
         torch.backends.cuda.enable_cudnn_sdp(os.environ.get(CUDNN_VARIABLE) == "1")
 
 
+def on_current_device(work: Callable[..., Result]) -> Callable[..., Result]:
+    """A function for another thread, in which it takes the GPU that is current in this one: a thread begins with the
+    first GPU of the machine, and kernels that are compiled here run on the current one."""
+    import torch
+
+    if not torch.cuda.is_initialized():  # by this process, which may have no GPU
+        return work
+    device = torch.cuda.current_device()
+
+    def run(*args: Any, **kwargs: Any) -> Result:
+        torch.cuda.set_device(device)
+        return work(*args, **kwargs)
+
+    return run
+
+
 def gpu_memory_from_outside(index: int) -> DeviceMemory | None:
-    """Of a GPU as this process numbers them, without opening a CUDA context there, which would take half a GiB; None
-    where `nvidia-smi` does not tell."""
+    """Memory of a GPU by its index in this process, without opening a CUDA context, which would take half a GiB. None
+    if `nvidia-smi` does not report it.
+    """
     try:
         total, free = (int(field) << 20 for field in _asked_from_outside(index, "memory.total,memory.free"))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
@@ -83,7 +102,7 @@ def gpu_memory_from_outside(index: int) -> DeviceMemory | None:
 
 
 def gpu_name_from_outside(index: int) -> str | None:
-    """The name of a GPU, likewise."""
+    """The name of a GPU, without opening a CUDA context."""
     try:
         return _asked_from_outside(index, "name")[0].strip()
     except (OSError, subprocess.SubprocessError, IndexError):
@@ -100,7 +119,7 @@ def _asked_from_outside(index: int, fields: str) -> list[str]:
 
 
 def settle(device: torch.device) -> None:
-    """Wait for what a GPU has still to do, so that a clock tells the truth."""
+    """Synchronise with a GPU, for correct timing."""
     if device.type == "cuda":
         import torch
 
@@ -108,7 +127,7 @@ def settle(device: torch.device) -> None:
 
 
 def release_cached(device: Any) -> None:
-    """Give memory that torch keeps for later back to the GPU; the CPU's allocator keeps none."""
+    """Empty the caching allocator of a GPU; does nothing for the CPU."""
     import torch
 
     if torch.device(device).type == "cuda":
@@ -120,11 +139,10 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 @contextlib.contextmanager
 def shareable_allocations() -> Iterator[None]:
-    """Within, memory of a GPU is allocated in a way that other processes can open.
+    """Inside this context GPU memory is allocated so that other processes can open it.
 
-    `expandable_segments:True` maps memory piecewise, and another process gets such pieces by a system call that
-    containers refuse. torch forgets every setting of its allocator that is not in what it is told, so all of them are
-    said again.
+    `expandable_segments:True` maps memory in pieces, which another process opens by a system call that containers
+    refuse. torch resets all allocator settings that a call does not list, so all of them are listed.
     """
     import torch
 
@@ -154,9 +172,9 @@ _PROC = Path("/proc")
 
 
 def peak_memory() -> dict[int, int]:
-    """Process id -> the most bytes that were resident at a time, of this process and its living descendants.
+    """Peak resident bytes by process id, of this process and its living descendants.
 
-    Without /proc (macOS) only this process is known.
+    Without /proc (macOS) only of this process.
     """
     if not (_PROC / "self/status").exists():
         unit = 1 if sys.platform == "darwin" else 1024
@@ -168,13 +186,13 @@ def peak_memory() -> dict[int, int]:
             found[process] = _high_water(process)
             for task in (_PROC / str(process) / "task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
-        except (OSError, ValueError):  # it has ended meanwhile, or the kernel does not tell of children
+        except (OSError, ValueError):  # it has ended, or the kernel does not list children
             continue
     return found
 
 
 def forget_peak() -> None:
-    """Count this process's peak from here on, where the kernel can: another run was here before."""
+    """Reset the peak of this process, if the kernel supports it, for a second run in one process."""
     try:
         (_PROC / "self/clear_refs").write_text("5")
     except OSError:
@@ -189,9 +207,9 @@ def _high_water(process: int) -> int:
 
 
 def give_back() -> None:
-    """Return to the system what allocators of this process keep of freed memory; a few milliseconds.
+    """Return freed memory that allocators keep to the operating system; takes a few milliseconds.
 
-    glibc and Arrow keep it for later, which shows as resident memory well above what is in use.
+    glibc and Arrow keep freed memory, so that resident memory exceeds usage.
     """
     if "pyarrow" in sys.modules:
         sys.modules["pyarrow"].default_memory_pool().release_unused()

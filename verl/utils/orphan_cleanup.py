@@ -52,7 +52,7 @@ class OrphanCleanup:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._registered: dict[int, dict[str, Any]] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
 
     def register(
@@ -101,7 +101,7 @@ class OrphanCleanup:
     def close(self) -> None:
         """End the clean-up process, which first cleans up what is still registered."""
         with self._lock:
-            process, self._process = self._process, None
+            process, self.process = self.process, None
             if process is not None and process.stdin is not None and self._owner == os.getpid():
                 process.stdin.close()
                 try:
@@ -113,8 +113,8 @@ class OrphanCleanup:
 
     def forget(self) -> None:
         """In a fork of the owner: close the pipe, which must end with the owner, and start anew."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
         self._reset()
 
     def _tell(self, messages: Iterable[dict[str, Any]]) -> None:
@@ -122,16 +122,16 @@ class OrphanCleanup:
         fault: OSError | None = None
         for _ in range(2):
             try:
-                if self._process is None or self._process.poll() is not None:
-                    self._process = _started()
+                if self.process is None or self.process.poll() is not None:
+                    self.process = _started()
                     messages = [{"number": number, "entry": entry} for number, entry in self._registered.items()]
                 for message in messages:
-                    _write(self._process, json.dumps(message).encode() + b"\n")
+                    _write(self.process, json.dumps(message).encode() + b"\n")
                 return
             except OSError as error:
-                if self._process is not None:
-                    self._process.kill()
-                self._process, fault = None, error
+                if self.process is not None:
+                    self.process.kill()
+                self.process, fault = None, error
         log.warning("No clean-up process could be started (%s): files may be left if this process is killed.", fault)
 
 

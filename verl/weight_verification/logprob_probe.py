@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.models.parallel_info import Autocast, compute_device, computing_in, release_gathered
+from verl.models.parallel_info import Autocast, compute_device, computing_in, release_gathered, through_stages
 from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.weight_verification.fingerprint import as_array
@@ -40,11 +40,16 @@ def probe_rows(vocab_size: int, context: int = 4096) -> tuple[tuple[int, ...], .
 def trainer_log_probs(model: Any, rows: tuple[tuple[int, ...], ...], autocast: Autocast = None) -> np.ndarray:
     """Log-probs [rows, length - 1] of each token but the first, from the training model."""
     tokens = torch.tensor(rows, device=compute_device(model))
-    with computing_in(autocast, model):
-        logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-    release_gathered(model)
     following = tokens[:, 1:]
-    return as_array(log_probs_of(response_positions(logits, following.shape[1]), following))
+
+    def log_probs() -> torch.Tensor:
+        with computing_in(autocast, model):
+            logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+        return log_probs_of(response_positions(logits, following.shape[1]), following)
+
+    found = through_stages(model, tokens, log_probs)
+    release_gathered(model)
+    return as_array(found)
 
 
 def engine_log_probs(llm: Any, rows: tuple[tuple[int, ...], ...], lora_request: Any = None) -> np.ndarray:

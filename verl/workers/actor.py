@@ -227,7 +227,8 @@ class ActorWorker(TrainedWorker):
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
         algorithm, x = self.algorithm, dict(micro.tensors)
         mask, is_first = x["response_mask"], "old_log_probs" not in x
-        has_entropy_bonus = algorithm.entropy_coef > 0
+        entropy_coef = algorithm.entropy_coef_at(self.engine.updates, self.engine.total_updates)
+        has_entropy_bonus = entropy_coef > 0
         scores = token_log_probs(
             model,
             self.head,
@@ -248,7 +249,7 @@ class ActorWorker(TrainedWorker):
             if (kl := algorithm.kl.measure(x["old_log_probs"], x)) is not None:
                 stats["kl/reference_nats"] = kl
         if has_entropy_bonus:
-            per_token = per_token - algorithm.entropy_coef * scores.entropies
+            per_token = per_token - entropy_coef * scores.entropies
             stats["entropy"] = scores.entropies
         of_episodes = x.get("episode_tokens")
         loss = aggregate(per_token, mask, algorithm.aggregation, totals, algorithm.norm_length, of_episodes)

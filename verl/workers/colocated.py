@@ -14,7 +14,7 @@ from verl.engines.sharding import NoSharding, Sharding
 from verl.environments.base import EnvironmentDescription
 from verl.rewards.reward_model import RewardModel
 from verl.rollout.base import Rollout
-from verl.utils.memory import make_current
+from verl.utils.memory import make_current, release_cached
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor, ActorWorker
 from verl.workers.base import TrainedRole, TrainedWorker
@@ -34,11 +34,14 @@ class RoleProcess:
         parallels: this process among its siblings, once for each sharding; the first one has opened the group.
         workers: role name -> the running role.
         parts: writes what this process saves of its roles.
+        shared_device: which other processes have roles on as well: memory that torch keeps for later is given back
+            after each call, since they cannot use it. None for a device of one's own.
     """
 
     parallels: dict[Sharding, Parallelism] = field(default_factory=dict)
     workers: dict[str, Any] = field(default_factory=dict)
     parts: RankCheckpointWriter | None = None
+    shared_device: str | None = None
 
     def saves(self, trained: Mapping[str, TrainedWorker]) -> None:
         """Set up roles, by component name, to write their parts of checkpoints."""
@@ -53,7 +56,10 @@ class RoleProcess:
         return self.parallels[sharding]
 
     def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
-        return getattr(self.workers[role], method)(*args)
+        found = getattr(self.workers[role], method)(*args)
+        if self.shared_device is not None:
+            release_cached(self.shared_device)
+        return found
 
     def close(self) -> None:
         """Free the models, stop their processes, and leave the process group."""
@@ -121,7 +127,7 @@ class RLHost(Description):
     def build(self, context: BuildContext) -> RoleProcess:
         """Load every role. Each is seeded by its own name, so that what one draws never depends on another."""
         make_current(context.device)
-        host = RoleProcess()
+        host = RoleProcess(shared_device=context.device if context.shares_device else None)
         try:
             here = self if self.restore is None else replace(self, restore=self.restore.here())
             here._start_roles(host, with_tokenizer(context, self.actor))

@@ -55,7 +55,7 @@ class FirstBatchCheck:
         for scoring in PLAINER[first:]:
             if scoring != PLAINER[first]:
                 self.engine.limit(scoring)
-            difference = self._difference(self._first(self.engine.infer(rows, self.compute)), wanted, rows)
+            difference = self.difference(self._first(self.engine.infer(rows, self.compute)), wanted, rows)
             if difference <= self._bound():
                 self._tell(PLAINER[first], scoring, worst)
                 return
@@ -84,7 +84,7 @@ class FirstBatchCheck:
                 next(words),
             )
 
-    def _difference(self, found: Tensor | None, wanted: Tensor | None, rows: DataProto) -> float:
+    def difference(self, found: Tensor | None, wanted: Tensor | None, rows: DataProto) -> float:
         """The mean over the tokens of a row, the largest of all rows and processes."""
         own = 0.0
         if found is not None and wanted is not None and bool(rows["response_mask"].any()):

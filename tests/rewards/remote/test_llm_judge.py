@@ -82,9 +82,9 @@ def test_verdicts_are_kept_by_question_and_read_again_in_another_way(made):
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (says("I would rather not."), "score_pattern matches nothing: 'I would rather not.'"),
+        (says("I would rather not."), "score_pattern does not match: 'I would rather not.'"),
         (says("Score: high"), "'high' in place of a number"),
-        (says("Score: 11"), r"the score 11, outside of [0, 10]"),
+        (says("Score: 11"), r"the score 11, outside [0, 10]"),
         (says(None, finish_reason="length"), "finish_reason length; raise options.max_tokens"),
         ({"error": "no"}, "an answer without choices[0].message.content"),
         ([], "an answer without choices[0].message.content"),
@@ -159,7 +159,7 @@ def test_a_text_without_that_place_has_no_score(text):
         ({"options": {"messages": []}}, r"options\.messages: is set by this reward"),
         ({"score_pattern": None}, "exactly one must be set, not none"),
         ({"score_path": "a"}, "exactly one must be set, not score_pattern, score_path"),
-        ({"score_pattern": "("}, "is no regular expression"),
+        ({"score_pattern": "("}, "is not a regular expression"),
         (
             {"score_pattern": None, "score_function": "absent.py:f"},
             "score_function is 'absent.py:f': absent.py is no",

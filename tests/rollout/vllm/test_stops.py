@@ -63,7 +63,7 @@ def test_a_killed_engine_is_noticed_where_another_process_holds_its_socket(monke
     monkeypatch.setattr(socket, "socketpair", kept_pair)
     process, _, death = struck_at_start(signal.SIGKILL, call_timeout_s=600.0)
     assert "asked to start, ended with signal SIGKILL" in death.reason
-    process._leave()
+    process.leave()
 
 
 def test_an_engine_that_is_stopped_while_it_starts_is_named_with_its_stage_and_ended():
@@ -73,7 +73,7 @@ def test_an_engine_that_is_stopped_while_it_starts_is_named_with_its_stage_and_e
     assert last.startswith(f"The vLLM engine (process {pid}), asked to start, made no progress for 1 s (rollout.call_")
     assert last.endswith("it is stopped (SIGSTOP or SIGTSTP). It was ended.")
     assert not is_running(pid)
-    process._leave()
+    process.leave()
     assert not process.files.directory.exists()
     assert not process.files.temporary.exists()
 
@@ -81,7 +81,7 @@ def test_an_engine_that_is_stopped_while_it_starts_is_named_with_its_stage_and_e
 def stop_at(engine, monkeypatch, asked: str, *, before: bool = False, whom=lambda pid: [pid], number=signal.SIGSTOP):
     """Send a signal when the engine is next asked for something, or just before; gives the ids of those that got it."""
     struck: list[int] = []
-    process, send = engine._process, engine._process._send
+    process, send = engine.process, engine.process.send_message
 
     def strike() -> None:
         if not struck:
@@ -96,7 +96,7 @@ def stop_at(engine, monkeypatch, asked: str, *, before: bool = False, whom=lambd
         if method == asked:
             strike()
 
-    monkeypatch.setattr(process, "_send", sending)
+    monkeypatch.setattr(process, "send_message", sending)
     return struck
 
 
@@ -111,7 +111,7 @@ def pair(source, tmp_path_factory):
     model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
     context = BuildContext(run_dir=tmp_path_factory.mktemp("run"))
     vllm = VLLMRollout(**SMALL).attach(model, tokenizer, 5, None, context)
-    vllm._chunk_bytes = 80_000  # some ten chunks: the trainer waits for the engine in the middle of a load
+    vllm.chunk_bytes = 80_000  # some ten chunks: the trainer waits for the engine in the middle of a load
     yield vllm, HFRollout(max_new_tokens=8).attach(model, tokenizer, 5), model
     vllm.close()
 
@@ -122,7 +122,7 @@ def pair(source, tmp_path_factory):
 def test_a_stop_at_any_stage_is_outlived(stage, before, pair, monkeypatch, caplog):
     vllm, ours, model = pair
     shake(model, seed=len(stage) + before)
-    vllm._is_synced = stage == "draw"
+    vllm.is_synced = stage == "draw"
     if stage == "draw":
         vllm.sync()
     stopped = stop_at(vllm, monkeypatch, stage, before=before)
@@ -141,14 +141,14 @@ def test_a_stop_while_a_message_is_sent_that_no_buffer_holds_is_outlived(pair, m
     vllm.sync()
     prompts = random_prompts(6000)
     stop_at(vllm, monkeypatch, "draw", before=True)
-    vllm._process.call_timeout_s = 2.0
-    kill = vllm._process.kill
+    vllm.process.call_timeout_s = 2.0
+    kill = vllm.process.kill
 
     def kill_and_wait_longer() -> None:
-        vllm._process.call_timeout_s = LIMIT_S
+        vllm.process.call_timeout_s = LIMIT_S
         kill()
 
-    monkeypatch.setattr(vllm._process, "kill", kill_and_wait_longer)
+    monkeypatch.setattr(vllm.process, "kill", kill_and_wait_longer)
     with caplog.at_level(logging.WARNING):
         rows = vllm.generate(prompts, GenerationRequest(0, 1))
     assert len(rows) == 6000
@@ -214,14 +214,14 @@ def test_work_that_takes_longer_than_the_limit_and_goes_on_is_waited_for(source,
 def test_a_second_stop_in_a_row_ends_the_run_in_words(pair, monkeypatch):
     vllm, _, _ = pair
     vllm.sync()
-    process, send = vllm._process, vllm._process._send
+    process, send = vllm.process, vllm.process.send_message
 
     def sending(method, message):
         if method in ("draw", "load"):
             os.kill(process.process_id, signal.SIGSTOP)
         send(method, message)
 
-    monkeypatch.setattr(process, "_send", sending)
+    monkeypatch.setattr(process, "send_message", sending)
     with pytest.raises(RolloutError) as caught:
         vllm.generate(random_prompts(), GenerationRequest(0))
     last = str(caught.value).splitlines()[-1]
@@ -247,7 +247,7 @@ def test_an_engine_that_is_stopped_when_it_is_to_give_memory_back_is_ended_and_m
 @pytest.mark.exhaustive
 def test_closing_a_stopped_engine_leaves_nothing_and_waits_for_nothing(source):
     vllm = VLLMRollout(**SMALL).attach(source.load_causal_lm("cpu"), source.load_tokenizer(), 5)
-    pid, files = vllm.process_id, vllm._files
+    pid, files = vllm.process_id, vllm.files
     os.kill(pid, signal.SIGSTOP)
     vllm.close()
     assert not is_running(pid)
@@ -269,7 +269,7 @@ def test_a_stop_beside_an_adapter_is_outlived(stage, source, tmp_path, monkeypat
         vllm.sync()
         same, _ = agreement(*(one.generate(random_prompts(), GenerationRequest(1, 4)) for one in (vllm, ours)))
         assert same >= 0.95
-        assert list(vllm._files.directory.glob("adapter*")) == []
+        assert list(vllm.files.directory.glob("adapter*")) == []
     finally:
         vllm.close()
 
@@ -291,7 +291,7 @@ def test_a_worker_of_an_engine_of_two_that_is_stopped_or_killed_is_outlived(
     try:
         vllm.sync()
         group = members(vllm.process_id)
-        vllm._is_synced = stage == "draw"
+        vllm.is_synced = stage == "draw"
         stop_at(vllm, monkeypatch, stage, before=True, whom=last_worker, number=number)
         with caplog.at_level(logging.WARNING):
             same, _ = agreement(*(one.generate(random_prompts(), GenerationRequest(1, 4)) for one in (vllm, ours)))
@@ -300,7 +300,7 @@ def test_a_worker_of_an_engine_of_two_that_is_stopped_or_killed_is_outlived(
         assert wait_until_gone(group) == []
     finally:
         vllm.close()
-    assert [name for name in os.listdir("/dev/shm") if vllm._files.name in name] == []
+    assert [name for name in os.listdir("/dev/shm") if vllm.files.name in name] == []
 
 
 @pytest.mark.exhaustive
@@ -309,7 +309,7 @@ def test_a_hybrid_actor_outlives_a_stop_of_its_engine(source):
     try:
         tokens = torch.tensor([[5, 6, 7]])
         expected = actor.generate(tokens, max_new_tokens=6)
-        os.kill(actor._engine[1].process_id, signal.SIGSTOP)
+        os.kill(actor.rollout_engine.process_id, signal.SIGSTOP)
         assert torch.equal(actor.generate(tokens, max_new_tokens=6), expected)
     finally:
         actor.close()

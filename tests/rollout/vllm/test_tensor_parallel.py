@@ -34,8 +34,8 @@ def test_two_workers_draw_what_our_own_loop_draws_and_leave_no_shared_memory(tmp
             assert gap < 5e-4
     finally:
         engine.close()
-    assert [name for name in os.listdir("/dev/shm") if engine._files.name in name] == []
-    assert not engine._files.temporary.exists()
+    assert [name for name in os.listdir("/dev/shm") if engine.files.name in name] == []
+    assert not engine.files.temporary.exists()
 
 
 @pytest.mark.parametrize("has_died", [True, False], ids=["died", "killed"])
@@ -52,10 +52,10 @@ def test_an_engine_that_does_not_end_by_itself_leaves_neither_workers_nor_their_
         maps = "".join(Path(f"/proc/{one}/maps").read_text() for one in running)
         shared = {name for name in re.findall(r"/dev/shm/\S+", maps) if Path(name).exists()}
         assert len(shared) > 2  # queues of Python's, and the memory of collective operations
-        assert all(engine._files.name in name for name in shared)
+        assert all(engine.files.name in name for name in shared)
         if has_died:
             os.kill(pid, signal.SIGKILL)
-        engine._process.kill()
+        engine.process.kill()
     finally:
         engine.close()
     assert {name for name in shared if Path(name).exists()} == set()

@@ -15,15 +15,14 @@ from rollout.engines import save_family
 from torch.distributed.tensor.debug import CommDebugMode
 
 from verl.component import BuildContext
-from verl.engines.parallel_degrees import ParallelDegrees
-from verl.engines.parallel_dims import ShardedParallelism
+from verl.engines.sharding import Parallel
 from verl.models.lora import LoRA
 from verl.resharding.plan import lower_bound
 from verl.rollout.vllm.messages import SyncOffer
 from verl.rollout.vllm.shm_stream import StreamReader, StreamWriter
 from verl.rollout.vllm.state_dict import weights_of
 from verl.rollout.vllm.sync.weight_sync import RankSync
-from verl.rollout.vllm.sync.weight_transfer import WeightTransfer, feed_assignments, may_be_sliced
+from verl.rollout.vllm.sync.weight_transfer import WeightTransfer, assigned, may_be_sliced
 from verl.weight_verification.compare import differing
 from verl.weight_verification.fingerprint import ProbeVectors, fingerprint, join_shards
 from verl.weight_verification.verifier import VerifyRequest
@@ -55,8 +54,11 @@ def offers(weights, parallel, workers):
     if workers is not None:
         shapes = {w.name: tuple(w.shape) for w in weights}
         wants = tuple({n: worker_takes(s, n, at, workers) for n, s in shapes.items()} for at in range(workers))
-    groups = parallel.world_size // parallel.degrees.siblings
-    return [SyncOffer(wants, workers or 1, os.getpid(), "", 60.0, 1)] * groups
+    offer, groups = SyncOffer(wants, workers or 1, os.getpid(), "", 60.0, 1), {}
+    for rank in range(parallel.world_size):
+        groups.setdefault(parallel.degrees.row_share(rank), []).append(rank)
+    leaders = {ranks[0]: tuple(ranks) for ranks in groups.values()}
+    return [(leaders.get(rank, ()), offer if rank in leaders else None) for rank in range(parallel.world_size)]
 
 
 def fed(part):
@@ -83,7 +85,7 @@ def fed(part):
     return found, moved
 
 
-def delivered(source, degrees, fully, lora, rank, world_size):
+def delivered(source, sharding, lora, rank, world_size):
     """Deliver to engines that take whole tensors, and to those of two and four workers, and check all that arrives."""
     context = BuildContext(rank=rank, world_size=world_size)
     model = source.load_causal_lm("cpu")
@@ -94,7 +96,7 @@ def delivered(source, degrees, fully, lora, rank, world_size):
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)
     expected = {w.name: w.make().detach().to(DTYPE, copy=True) for w in weights_of(model)}
-    parallel = ShardedParallelism(context, 60.0, degrees, fully=fully)
+    parallel = sharding.build(context)
     parallel.shard_model(model)
     siblings = len(model.divided.siblings)
     spied, exchange = [], dist.batch_isend_irecv
@@ -105,13 +107,11 @@ def delivered(source, degrees, fully, lora, rank, world_size):
 
     weights, traffic = list(weights_of(model)), []
     sources = list({w.source.name: w.source for w in weights}.values())
-    for workers in (None, 2, 4) if siblings > 1 else (None,):
-        assert workers is None or may_be_sliced(weights)
-        shares = [
-            s for o in offers(weights, parallel, workers) for s in feed_assignments(o, weights, siblings, DTYPE, 1000)
-        ]
+    for workers in (None, 2, 4) if siblings > 1 and may_be_sliced(weights) else (None,):
+        offered = offers(weights, parallel, workers)
+        shares = assigned(offered, weights, DTYPE, 1000)
         delivery = WeightTransfer(model.divided, sources, [s.wanted for s in shares], DTYPE, set(), 5000)
-        share, offer = shares[rank], offers(weights, parallel, workers)[0]
+        share, offer = shares[rank], offered[model.divided.siblings[0]][1]
         dist.batch_isend_irecv = spy
         with CommDebugMode() as others:
             found, moved = fed(RankSync(model, None, None, weights, offer, QUESTION, share, delivery, None, []))
@@ -173,39 +173,95 @@ def in_processes(world_size, tmp_path, *case):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 def test_two_shards_with_an_engine_each_get_what_they_lack(lora, model32, tmp_path):
-    ((moved, gathered),) = in_processes(2, tmp_path, model32, ParallelDegrees(dp_shard=2), True, lora)
+    ((moved, gathered),) = in_processes(2, tmp_path, model32, Parallel(), lora)
     assert moved == gathered == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_experts_that_are_one_tensor_here_and_many_there_move_once(tmp_path):
     source = save_family(tmp_path / "model", "qwen3_moe")
-    ((moved, gathered),) = in_processes(2, tmp_path, source, ParallelDegrees(dp_shard=2), True, False)
+    ((moved, gathered),) = in_processes(2, tmp_path, source, Parallel(), False)
     assert moved == gathered == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_siblings_feed_one_engine_and_gather_nothing_else(model32, tmp_path):
-    (whole, gathered), (two, _), (four, _) = in_processes(2, tmp_path, model32, ParallelDegrees(tp=2), False, False)
+    (whole, gathered), (two, _), (four, _) = in_processes(2, tmp_path, model32, Parallel(tp=2), False)
     assert whole == pytest.approx(gathered / 2)
     assert two < 0.2 * whole  # rows of the vocabulary, which vLLM cuts in blocks
     assert four < 0.2 * whole
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["plain", "lora"])
+def test_two_stages_feed_one_engine_and_send_the_second_half_alone(lora, model32, tmp_path):
+    (whole, gathered), (two, _), (four, _) = in_processes(2, tmp_path, model32, Parallel(pp=2), lora)
+    assert 0.3 * gathered < whole < 0.7 * gathered
+    assert 0 < two < gathered
+    assert two == pytest.approx(four)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        Parallel(pp=2, dp_replicate=2),
+        Parallel(pp=2, tp=2),
+        Parallel(pp=2, dp_shard=2),
+        Parallel(pp=2, cp=2),
+    ],
+    ids=["pp dp", "pp tp", "pp fsdp", "pp cp"],
+)
+def test_stages_of_four_processes_deliver_bit_by_bit(sharding, lora, model32, tmp_path):
+    for whole, gathered in in_processes(4, tmp_path, model32, sharding, lora):
+        assert 0 < whole < gathered
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_of_a_tied_model_send_the_shared_matrix_once(tied, tmp_path):
+    source = save_family(tmp_path / "model", "qwen2_tied" if tied else "qwen2")
+    (whole, gathered), *_ = in_processes(2, tmp_path, source, Parallel(pp=2), False)
+    assert 0 < whole < gathered
+
+
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("degrees", "fully", "share"),
+    ("processes", "sharding"),
     [
-        (ParallelDegrees(dp_shard=4), True, 1.0),
-        (ParallelDegrees(dp_replicate=2, dp_shard=2), True, 1.0),
-        (ParallelDegrees(dp_replicate=2, tp=2), False, 0.5),
-        (ParallelDegrees(dp_shard=2, tp=2), True, 0.5),
-        (ParallelDegrees(dp_shard=2, cp=2), True, 0.5),
+        (2, Parallel(ep=2)),
+        (2, Parallel(pp=2)),
+        (4, Parallel(ep=4)),
+        (4, Parallel(ep=2)),
+        (4, Parallel(ep=2, dp_replicate=2)),
+        (4, Parallel(ep=2, cp=2)),
+    ],
+    ids=["ep2", "pp2", "ep4", "ep2 fsdp2", "ep2 dp2", "ep2 cp2"],
+)
+def test_owners_of_experts_deliver_bit_by_bit(processes, sharding, tmp_path):
+    source = save_family(tmp_path / "model", "qwen3_moe")
+    ((moved, gathered),) = in_processes(processes, tmp_path, source, sharding, False)[:1]
+    assert 0 < moved <= gathered
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("sharding", "share"),
+    [
+        (Parallel(), 1.0),
+        (Parallel(dp_replicate=2), 1.0),
+        (Parallel(dp_replicate=2, tp=2), 0.5),
+        (Parallel(tp=2), 0.5),
+        (Parallel(cp=2), 0.5),
     ],
     ids=["fsdp", "hsdp", "tp", "tp_fsdp", "cp"],
 )
-def test_four_processes_move_the_least_that_does(degrees, fully, share, model32, tmp_path):
-    (whole, gathered), *sliced = in_processes(4, tmp_path, model32, degrees, fully, False)
+def test_four_processes_move_the_least_that_does(sharding, share, model32, tmp_path):
+    (whole, gathered), *sliced = in_processes(4, tmp_path, model32, sharding, False)
     assert whole == pytest.approx(share * gathered, rel=0.1)
-    assert all(moved < whole for moved, _ in sliced)
+    assert all(moved < whole * (1.05 if sharding.cp > 1 else 1) for moved, _ in sliced)  # parts of FSDP are in no slice

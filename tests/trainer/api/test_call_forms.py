@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from refusals import refusal
 from transformers import AutoTokenizer
 
 from verl import DataPipeline, DeviceMesh, HybridActor, RLTrainer, measure_switch_overhead
@@ -54,9 +55,9 @@ def test_a_pipeline_takes_its_data_when_it_is_run_and_lengths_and_epochs_by_thei
         train_config={"num_epochs": 2}, overrides=[*QUIET, "trainer.eval_samples=0"],
     )  # fmt: skip
     assert RLTrainer(pipeline=within).run().last_metrics["actor/loss"] == result.last_metrics["actor/loss"]
-    with pytest.raises(ConfigError, match="data is given, and the pipeline has data of its own"):
+    with refusal("data"):
         RLTrainer(pipeline=within, data=rows)
-    with pytest.raises(ConfigError, match="data is missing"):
+    with refusal("data"):
         RLTrainer(pipeline=pipeline)
 
 
@@ -175,7 +176,7 @@ def test_views_are_laid_out_anew_on_an_argument_of_its_own(model32, dir32):
     loaded = HybridActor.from_pretrained(dir32, contiguous=True, auto_cache_clear=True)
     assert (loaded.hybrid_config.contiguous, loaded.hybrid_config.auto_cache_clear) == (True, True)
     assert HybridActor(scattered(), hybrid_config={"tp_size": 1}, contiguous=True).hybrid_config.contiguous
-    with pytest.raises(ConfigError, match=r"contiguous is False, and hybrid_config\.contiguous is True"):
+    with refusal("contiguous"):
         HybridActor(scattered(), hybrid_config={"contiguous": True}, contiguous=False)
 
 
@@ -194,7 +195,7 @@ def test_a_switch_is_named_by_the_state_that_it_ends_in(mode, canonical, dir32):
 def test_a_prefix_may_end_in_a_slash_and_the_endpoint_may_be_the_environment_s(monkeypatch):
     table = {"type": "oss", "bucket": "models", "prefix": "verl-cold/", "upload_interval": 3600}
     monkeypatch.delenv("OSS_ENDPOINT", raising=False)
-    with pytest.raises(ConfigError, match=r"cold_storage\.endpoint_url is null: .* or export OSS_ENDPOINT"):
+    with refusal("cold_storage.endpoint_url"):
         Checkpointing(cold_storage=table)
     monkeypatch.setenv("OSS_ENDPOINT", "http://localhost:1")
     tier = tier_of(Checkpointing(cold_storage=table), None, "p", "e")
@@ -203,9 +204,9 @@ def test_a_prefix_may_end_in_a_slash_and_the_endpoint_may_be_the_environment_s(m
     assert (tier.upload_interval, tier.upload_interval_s) == (1, 3600)
     assert tier_of(Checkpointing(cold_storage={**table, "upload_every": 5}), None, "p", "e").upload_interval == 5
     for wrong in (0, -1, "soon", float("inf"), True):
-        with pytest.raises(ConfigError, match=r"cold_storage\.upload_interval is .*: seconds between uploads"):
+        with refusal("cold_storage.upload_interval"):
             Checkpointing(cold_storage={**table, "upload_interval": wrong})
-    assert tier.storage.backend()._fs._endpoint == "http://localhost:1"
+    assert tier.storage.backend().fs._endpoint == "http://localhost:1"
 
 
 # Rewards of a batch
@@ -273,7 +274,7 @@ def test_rewards_of_tokens_go_to_their_tokens_alone_in_a_sum_and_from_a_file(tmp
         (
             lambda mask: {"token_level_rewards": 1.0 + 0 * mask},
             RewardError,
-            "where response_mask is False, 1 at place 1",
+            "where response_mask is False, 1 at position 1",
         ),
     ],
 )

@@ -72,8 +72,8 @@ def test_clients_of_stores_and_trackers_ask_once_or_wait_by_a_generator_of_their
 
     gcs = gcs_backend(GCSStorage(bucket="bucket", endpoint_url="http://127.0.0.1:9"))
     oss = oss_backend(OSSStorage(bucket="bucket", endpoint_url="http://127.0.0.1:9"))
-    assert type(gcs._fs)._request is gcsfs.GCSFileSystem._request.__wrapped__
-    assert type(oss._fs)._call_oss is not ossfs.OSSFileSystem._call_oss
+    assert type(gcs.fs)._request is gcsfs.GCSFileSystem._request.__wrapped__
+    assert type(oss.fs)._call_oss is not ossfs.OSSFileSystem._call_oss
     before = states()
     gcsfs.retry.random.random()
     assert states() == before

@@ -137,7 +137,7 @@ def saving_after(curve: list[float], differences: dict, tmp_path: Path) -> Check
         Point(),
         ParentCheckpoint("r0", "checkpoints/global_step_9", len(curve), differences),
     )
-    saving._before = curve
+    saving.losses_before = curve
     return saving
 
 

@@ -62,7 +62,7 @@ class CheckpointUpload:
         for record in self.log.records():
             if record.kind == "checkpoint" and record.manifest == digest:
                 return UploadResult(record)
-        sent = self._put_objects(published)
+        sent = self.put_objects(published)
         self.store.put(f"{MANIFESTS}{digest}.json", data)
         record = self.log.append(
             name=published.name, manifest=digest, manifest_bytes=len(data), sequence=published.sequence,
@@ -70,7 +70,7 @@ class CheckpointUpload:
         )  # fmt: skip
         return UploadResult(record, sent_bytes=sum(entry.size for entry in sent), num_sent=len(sent))
 
-    def _put_objects(self, published: Checkpoint) -> list[FileEntry]:
+    def put_objects(self, published: Checkpoint) -> list[FileEntry]:
         """Small files several at a time, for the time that each request takes; large ones in parts, one by one."""
         entries = {object_key(entry): entry for entry in published.manifest.files if entry.size}
         wanted = [entry for key, entry in entries.items() if key not in self._there]

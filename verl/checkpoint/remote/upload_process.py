@@ -280,7 +280,7 @@ class Uploader:
         self._changed = threading.Condition()
         self._is_done = self.is_fenced = self.is_refused = self._closing = False
         self._starts = self._num_commands = 0
-        self._child: ChildProcess | None = None
+        self.child: ChildProcess | None = None
         self._progress = Progress(num_slots=2)
         self._is_over = threading.Event()
         self._start()
@@ -290,7 +290,7 @@ class Uploader:
     @property
     def process_id(self) -> int | None:
         """None where there is no process just now."""
-        return None if self._child is None or not self._child.is_alive() else self._child.pid
+        return None if self.child is None or not self.child.is_alive() else self.child.pid
 
     def look(self) -> None:
         """There is something new."""
@@ -310,7 +310,7 @@ class Uploader:
         Returns:
             Messages that arrived meanwhile.
         """
-        if self._child is None:
+        if self.child is None:
             return []
         self._closing = True
         end = time.monotonic() + wait_s
@@ -336,9 +336,9 @@ class Uploader:
             for _ in range(2):
                 if self.process_id is None and not self._restarted():
                     return
-                assert self._child is not None
+                assert self.child is not None
                 try:
-                    self._child.channel.send(command, timeout_s=0.0)  # it may be stopped, and training waits for nobody
+                    self.child.channel.send(command, timeout_s=0.0)  # it may be stopped, and training waits for nobody
                 except TimeoutError:  # it has not taken in what it was told before: `_watch` sees to it
                     self._num_commands += 1
                     return
@@ -353,7 +353,7 @@ class Uploader:
                 log.error("the uploader has ended %d times: NOTHING MORE IS UPLOADED by this run", MOST_STARTS)
             self._starts = MOST_STARTS + 1
             return False
-        code = None if self._child is None else self._child.describe_exit()
+        code = None if self.child is None else self.child.describe_exit()
         ended = f" with {code}" if code else ""
         log.error("the uploader ended%s; it is restarted and continues", ended)
         self._start()
@@ -362,14 +362,14 @@ class Uploader:
     def _start(self) -> None:
         before, self._progress = self._progress, Progress(num_slots=2)
         before.close()
-        if self._child is not None:
-            self._child.kill()
-        self._child = ChildProcess("verl.checkpoint.remote.upload_process", self._progress, slot=WORK, output=2)
+        if self.child is not None:
+            self.child.kill()
+        self.child = ChildProcess("verl.checkpoint.remote.upload_process", self._progress, slot=WORK, output=2)
         self._starts += 1
         self._num_commands = 1  # it looks at once
         with contextlib.suppress(ChannelClosed):
-            self._child.begin(self._setting)
-        threading.Thread(target=self._listen, args=(self._child,), name="uploader", daemon=True).start()
+            self.child.begin(self._setting)
+        threading.Thread(target=self._listen, args=(self.child,), name="uploader", daemon=True).start()
 
     def _listen(self, child: ChildProcess) -> None:
         with contextlib.suppress(ChannelClosed, pickle.UnpicklingError):
@@ -392,7 +392,7 @@ class Uploader:
         pause_s = min(LOOK_EVERY_S, self._timeout_s / 2)
         while not self._is_over.wait(pause_s):
             with self._lock:
-                child, is_idle = self._child, self._progress.count(ROUNDS) >= self._num_commands or self.is_fenced
+                child, is_idle = self.child, self._progress.count(ROUNDS) >= self._num_commands or self.is_fenced
                 if child is None or not child.is_alive():
                     continue
                 if child is not watched or watch is None or is_idle:
@@ -406,7 +406,7 @@ class Uploader:
     def _end(self) -> None:
         self._is_over.set()
         self._watcher.join(timeout=END_TIMEOUT_S)
-        child, self._child = self._child, None
+        child, self.child = self.child, None
         assert child is not None
         child.end(END_TIMEOUT_S)
         if not self._watcher.is_alive():

@@ -6,7 +6,7 @@ import importlib.util
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -205,6 +205,7 @@ class RayPlacement(Placement):
                 undo.callback(cluster.close)
                 built.append((members, cluster))
             if here := tuple(role for role in roles if role in self.in_driver):
-                built.append((here, InlineWorkerGroup(host.only(here, 1), context)))
+                own = replace(context, shares_device=context.device.startswith("cuda"))  # Ray does not know of it
+                built.append((here, InlineWorkerGroup(host.only(here, 1), own)))
             undo.pop_all()
         return RoleGroups(built)

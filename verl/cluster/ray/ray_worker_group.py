@@ -174,6 +174,7 @@ class RayTransport:
         for rank, (actor, place) in enumerate(zip(self._actors, places, strict=True)):
             device = f"cuda:{place.gpu}" if is_on_gpu else context.device
             own = replace(context, rank=rank, world_size=size, device=device, tokenizer=None)
+            own = replace(own, shares_device=is_on_gpu and self._setting.num_gpus < 1)
             meeting = places[0].local_meeting if is_one_machine else places[0].meeting
             env = {"VERL_RENDEZVOUS": meeting, "RANK": str(rank), "WORLD_SIZE": str(size)}
             network = place.local_network if is_one_machine else place.network

@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 
 @component
 class HTTPReward(RemoteDescription):
-    """Post samples to `base_url`, and read their scores in the same order.
+    """Post samples to `base_url`; the server returns their scores in the same order.
 
         POST [{"prompt": ..., "response": ...}, ...]  ->  [0.5, ...]
 
     Args:
         fields: name in the request -> `prompt`, `response` or a column of the data.
-        items_key: where in the request the list is; null: the list is the request.
-        options: further fields of the request beside the list; needs `items_key`.
-        scores_path: where in the answer the list is, such as `result.scores`; null: the list is the answer.
-        score_path: where in an item of it the score is; null: the item is the score.
-        batch_size: samples in one request.
+        items_key: key of the list in the request; null if the request is the list.
+        options: further fields of the request; requires `items_key`.
+        scores_path: path of the list of scores in the response body, such as `result.scores`; null if the body is the
+            list.
+        score_path: path of the score in an item of that list; null if the item is the score.
+        batch_size: samples per request.
     """
 
     fields: dict[str, str] = field(default_factory=lambda: {"prompt": "prompt", "response": "response"})
@@ -45,9 +46,9 @@ class HTTPReward(RemoteDescription):
         if "response" not in self.fields.values():
             yield "fields has no response: the service would not see what it scores."
         if self.options and self.items_key is None:
-            yield "options stand beside the list of samples: give the list a name by items_key."
+            yield "options is set, but a request that is a list has no other fields. Set items_key, its key."
         if self.items_key is not None and self.items_key in self.options:
-            yield f"options.{self.items_key}: is where the samples are (items_key)."
+            yield f"options.{self.items_key}: is the key of the list of samples (items_key). Choose another name."
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
         for name, source in self.fields.items():
@@ -59,14 +60,14 @@ class HTTPReward(RemoteDescription):
 
 
 class HTTPScorer(RemoteReward):
-    """The running form of `HTTPReward`."""
+    """The reward that `HTTPReward` builds."""
 
     def __init__(self, described: HTTPReward, client: HTTPClient):
         super().__init__(described, client)
         self.described = described
 
     def question(self, texts: dict[str, Any]) -> dict[str, Any]:
-        """What a sample is kept under in the cache: its item, and what stands beside the list."""
+        """The cache key of a sample: its item and the other fields of the request."""
         wanted = self.described.fields.items()
         item = {name: column(texts, source, f"fields.{name} is {source}") for name, source in wanted}
         return {"item": item, "options": self.described.options}
@@ -83,7 +84,7 @@ class HTTPScorer(RemoteReward):
 
 
 class _BatchRequest(SampleRequest):
-    """Asks about those of its samples that have no score yet, so that a retry asks for no more than was missing."""
+    """A request for those of its samples that have no score yet, so that a retry repeats only these."""
 
     def __init__(self, scorer: HTTPScorer, samples: list[RemoteSample]):
         self.samples, self._scorer = samples, scorer

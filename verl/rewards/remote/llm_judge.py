@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 @component
 class LLMJudge(RemoteDescription):
-    """Ask a chat model for a score: POST `base_url/chat/completions`, one request for each response.
+    """Let a chat model score each response, by one request to `base_url/chat/completions` each.
 
-    Exactly one of `score_pattern`, `score_path` and `score_function` reads the score from what the judge wrote. A text
-    without one counts as a failed request and is asked for again: a judge draws its words.
+    Exactly one of `score_pattern`, `score_path` and `score_function` parses the score from the reply. A reply without a
+    score counts as a failed request and is retried, since a judge samples its replies.
 
     Args:
-        model: name of the judge, as its server knows it.
-        template: the user's message; `{prompt}`, `{response}` and `{NAME}` for any column of the data are replaced,
-            `{{NAME}}` is the text `{NAME}`.
-        system: the system's message; null: none.
+        model: model name, as the server knows it.
+        template: the user message; `{prompt}`, `{response}` and `{NAME}` for any column of the data are replaced,
+            `{{NAME}}` gives the literal text `{NAME}`.
+        system: the system message; null for none.
         options: further fields of the request, such as `temperature`, `max_tokens` or `response_format`.
-        score_pattern: regular expression; its last match counts, and in it the first group.
-        score_path: a place in the JSON that the judge wrote, such as `verdict.score`.
+        score_pattern: regular expression; the score is the first group of its last match.
+        score_path: path of the score in the JSON of the reply, such as `verdict.score`.
         score_function: `file.py:function` or `package.module:function`, called as `function(reply=TEXT)` with `prompt`,
             `response` and the columns that it names; returns a number.
-        min_score, max_score: a score outside of them is none; null: no bound.
+        min_score, max_score: a reply with a score outside these bounds is retried; null for no bound.
     """
 
     model: Annotated[str, Field(min_length=1)]
@@ -57,7 +57,7 @@ class LLMJudge(RemoteDescription):
     def faults(self) -> Iterator[str]:
         yield from super().faults()
         if "response" not in places(self.template):
-            yield "template has no {response}: the judge would not see what it judges."
+            yield "template has no {response}: the judge would not see the response."
         for name in OURS:
             if name in self.options:
                 yield f"options.{name}: is set by this reward. Remove it."
@@ -74,7 +74,7 @@ class LLMJudge(RemoteDescription):
             try:
                 re.compile(self.score_pattern)
             except re.error as error:
-                yield f"score_pattern is {self.score_pattern!r}: is no regular expression ({error})."
+                yield f"score_pattern is {self.score_pattern!r}: is not a regular expression ({error})."
         if self.score_function is not None:
             for fault in path_faults(self.score_function, {}, ("reply",)):
                 yield fault.replace("path is", "score_function is", 1)
@@ -93,11 +93,11 @@ class LLMJudge(RemoteDescription):
         return LLMJudgeReward(self, self.connect(context), read)
 
 
-Read = Callable[[str, dict[str, Any]], Any]  # (what the judge wrote, texts of the sample) -> a number
+Read = Callable[[str, dict[str, Any]], Any]  # (reply of the judge, texts of the sample) -> a number
 
 
 def reader_of(described: LLMJudge) -> Read:
-    """The function that finds the score.
+    """The function that parses the score from a reply.
 
     Raises:
         RewardError: the user's function cannot be loaded.
@@ -125,7 +125,7 @@ def reader_of(described: LLMJudge) -> Read:
 
 
 class LLMJudgeReward(RemoteReward):
-    """The running form of `LLMJudge`."""
+    """The reward that `LLMJudge` builds."""
 
     path = "/chat/completions"
 
@@ -144,7 +144,7 @@ class LLMJudgeReward(RemoteReward):
         low, high = self.described.min_score, self.described.max_score
         if (low is not None and score < low) or (high is not None and score > high):
             bounds = f"[{'-inf' if low is None else f'{low:g}'}, {'inf' if high is None else f'{high:g}'}]"
-            raise RetryableAnswer(f"the score {score:g}, outside of {bounds}, in {shown(text)}")
+            raise RetryableAnswer(f"the score {score:g}, outside {bounds}, in {shown(text)}")
         return score
 
     def asks(self, samples: list[RemoteSample]) -> list[SampleRequest]:
@@ -163,10 +163,10 @@ class _JudgeRequest(SampleRequest):
 
 
 def reply_of(answer: Any) -> str:
-    """The text that the judge wrote.
+    """The text of the reply in a chat completion.
 
     Raises:
-        RetryableAnswer: there is none, as after a limit of tokens that its thoughts used up.
+        RetryableAnswer: there is none, e.g. since reasoning used up all tokens.
     """
     try:
         choice = answer["choices"][0]

@@ -1,7 +1,7 @@
-"""Base of rewards that ask a server: cache, requests, failures, statistics. Subclasses know what is asked.
+"""Base class of rewards from a server: cache, requests, failures, statistics. Subclasses define the requests.
 
-samples ──> cache ── unknown ──> requests ──> client ──> texts ──> scores
-               └──── known: text ─────────────────────────┘           └──> cache
+samples ──> cache ── miss ─────> requests ──> client ──> texts ──> scores
+               └──── hit: text ───────────────────────────┘           └──> cache
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class RemoteSample:
-    """One response on its way to a score.
+    """A response that is being scored.
 
     Attributes:
-        row: in the batch.
+        row: index in the batch.
         texts: `prompt`, `response` and the columns of the data, of this row.
-        question: what is sent for it.
-        key: of its answer in the cache.
-        text: of the answer that gave the score.
-        cached: whether it was not asked for.
-        failure: in words, why it has no score.
-        is_not_finite: the last answer gave a number that is not finite.
-        report: what became of the question that it was a part of.
+        question: JSON content of the request for it.
+        key: cache key.
+        text: reply that the score was parsed from.
+        cached: whether the reply came from the cache.
+        failure: why it has no score.
+        is_not_finite: whether the last reply had a number that is not finite.
+        report: attempts and latencies of the request that it was part of.
     """
 
     row: int
@@ -75,7 +75,7 @@ class RemoteSample:
 
 @dataclass
 class RequestStats:
-    """Counts over the questions of a training step."""
+    """Counters over the requests of a training step."""
 
     requests: int = 0
     retries: int = 0
@@ -84,7 +84,7 @@ class RequestStats:
     seconds: list[float] = field(default_factory=list)
 
     def add(self, reports: list[RequestReport | None], samples: list[RemoteSample]) -> None:
-        """Count what was asked, and what became of the samples."""
+        """Count requests and the results of their samples."""
         asked = [report for report in reports if report is not None]
         self.requests += sum(report.attempts for report in asked)
         self.retries += sum(max(0, report.attempts - 1) for report in asked)
@@ -93,7 +93,7 @@ class RequestStats:
         self.cache_hits += sum(sample.cached and sample.score is not None for sample in samples)
 
     def metrics(self) -> dict[str, float]:
-        """By name; latencies are of single requests, where any was sent."""
+        """Metrics by name; latencies of single requests, only if any was sent."""
         counts = {
             "remote_requests": float(self.requests),
             "remote_retries": float(self.retries),
@@ -111,18 +111,18 @@ logger = logging.getLogger(__name__)
 
 @component
 class RemoteDescription(RewardDescription):
-    """Base of rewards that a server gives.
+    """Base class of components for rewards from a server.
 
     Args:
-        endpoint: where the server is, and how it is treated.
-        on_error: `raise` ends the run at a sample that has no score after all retries; `score` gives it `error_score`,
-            warns, and counts it in `reward/failed`. A server that refuses all (a wrong key or path), or that answers
-            nothing in a whole batch, ends the run under both; where a part of the batch came from the cache, the server
-            is asked whether it is there at all.
+        endpoint: address of the server, time-outs, retries and rate limits.
+        on_error: `raise` ends the run at a sample that has no score after all retries; `score` assigns `error_score` to
+            it, warns, and counts it in `reward/failed`. With either, the run ends if the server refuses every request
+            (wrong key or path) or answers none of a batch. If some of the batch came from the cache, a GET checks first
+            whether the server is up.
         error_score: see `on_error`.
-        cache_gib: most that answers kept on disk may take; what was asked once is not asked again, in this run or a
-            later one. 0 keeps none.
-        cache_dir: where; null for `$VERL_CACHE/remote`.
+        cache_gib: size limit of replies kept on disk; a question in the cache is not sent again, in this run or a later
+            one. 0 for no cache.
+        cache_dir: directory of the cache; null for `$VERL_CACHE/remote`.
     """
 
     endpoint: Endpoint
@@ -132,10 +132,10 @@ class RemoteDescription(RewardDescription):
     cache_dir: str | None = None
 
     def connect(self, context: BuildContext) -> HTTPClient:
-        """The client, whose server answers.
+        """The client, after a check that the server answers.
 
         Raises:
-            ConfigError: there is no key, or no server.
+            ConfigError: the API key is missing, or no server answers.
         """
         with faults_below("endpoint"):
             client = self.endpoint.build(context)
@@ -150,16 +150,17 @@ class RemoteDescription(RewardDescription):
 
 
 class SampleRequest(Request):
-    """A question about one sample or several."""
+    """A request for the scores of one sample or several."""
 
     samples: Sequence[RemoteSample]
 
 
 class RemoteReward(Reward):
-    """The running form of a `RemoteDescription`. `close` it.
+    """The reward that a `RemoteDescription` builds.
 
     Args:
-        client: which is closed with it.
+        described: its settings.
+        client: sends the requests; `close` closes it too.
     """
 
     def __init__(self, described: RemoteDescription, client: HTTPClient):
@@ -170,11 +171,11 @@ class RemoteReward(Reward):
         self._tally: RequestStats | None = None
         self._counts = True
 
-    path = ""  # of its requests
+    path = ""  # URL path of the requests
 
     @abstractmethod
     def question(self, texts: dict[str, Any]) -> Any:
-        """What is sent for a sample, as JSON.
+        """The JSON content of the request for a sample.
 
         Raises:
             RewardError: a column is missing.
@@ -182,25 +183,25 @@ class RemoteReward(Reward):
 
     @abstractmethod
     def score_of(self, sample: RemoteSample, text: str) -> float:
-        """The score that a text of the server's answer holds.
+        """Parse the score from a reply.
 
         Raises:
-            RetryableAnswer: it holds none.
+            RetryableAnswer: the reply has no score.
         """
 
     @abstractmethod
     def asks(self, samples: list[RemoteSample]) -> list[SampleRequest]:
-        """The questions about all samples; each `read` hands the texts to `accept`."""
+        """Requests for all samples; their `read` passes each reply to `accept`."""
 
     @property
     def producer(self) -> Callable:
         return self.rate_batch
 
     def accept(self, sample: RemoteSample, text: str) -> None:
-        """Take the text of an answer.
+        """Record the reply for a sample, with its score.
 
         Raises:
-            RetryableAnswer: it holds no score.
+            RetryableAnswer: the reply has no score.
         """
         try:
             sample.is_not_finite = False
@@ -212,11 +213,11 @@ class RemoteReward(Reward):
             self._cache.put(sample.key, self.client.without_key(text))
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
-        """Rate every response; `columns` has what became of each.
+        """Score every response; `columns` has the outcome of each request.
 
         Raises:
-            RewardError: a sample has no score and none may lack one, the data lacks a column, or the server as a whole
-                does not do its work.
+            RewardError: a sample has no score and `on_error` is `raise`, the data lacks a column, or the server answers
+                nothing.
         """
         prompts, responses, columns = texts_of(batch)
         samples = [
@@ -264,7 +265,7 @@ class RemoteReward(Reward):
             raise reward_error(expected, str(error), self.producer, prompts, responses, row) from error
 
     def _recall(self, samples: list[RemoteSample]) -> None:
-        """Score what was asked before; a text that holds no score, read in another way now, is asked for again."""
+        """Score samples from the cache; a cached reply that has no score by the present settings is requested again."""
         known = self._cache.find(sample.key for sample in samples) if self._cache is not None else {}
         for sample in samples:
             if (text := known.get(sample.key)) is not None:
@@ -274,7 +275,7 @@ class RemoteReward(Reward):
     def _divided(
         self, samples: list[RemoteSample]
     ) -> tuple[list[RemoteSample], list[tuple[RemoteSample, RemoteSample]]]:
-        """Who is asked about, and who goes with whom: equal responses are one question, where answers are kept."""
+        """Samples to request, and (duplicate, original) pairs; with a cache equal samples are requested once."""
         if self._cache is None:
             return samples, []
         first: dict[str, RemoteSample] = {}
@@ -292,7 +293,7 @@ class RemoteReward(Reward):
                 sample.failure, sample.kind = str(error), "answer"
 
     def _judge(self, samples: list[RemoteSample], prompts: list[str], responses: list[str]) -> None:
-        """Raise, or warn, of what has no score."""
+        """Raise or warn if samples have no score."""
         failed = [sample for sample in samples if sample.failure is not None]
         if not failed:
             return
@@ -305,24 +306,25 @@ class RemoteReward(Reward):
         if self.error_score is None or refused:
             raise error
         if (why := self._absence(samples)) is not None:
-            raise RewardError(f"{error}\n  {why}: the server seems to be gone.")
+            raise RewardError(f"{error}\n  {why}: the server seems to be down.")
         logger.warning(
-            "%d of %d samples have no reward of their own and get error_score %g. The first of them:\n%s",
+            "%d of %d samples failed and get error_score %g. The first of them:\n%s",
             len(failed), len(samples), self.error_score, error,
         )  # fmt: skip
 
     def _absence(self, samples: Sequence[RemoteSample]) -> str | None:
-        """What says that the server is gone: it answered nothing of all that it was asked; None where it is there.
+        """Evidence that the server is down: none of the requests was answered; None if it is up.
 
-        A sample alone may be one that it never answers, beside others whose answers are known.
+        If other samples came from the cache, the requests left may be ones that a working server cannot answer, so a
+        GET decides.
         """
         asked = [sample for sample in samples if not sample.cached]
         if not all(sample.kind == "unreachable" for sample in asked):
             return None
         if len(asked) == len(samples):
-            return "No sample of the batch has an answer"
+            return "No sample of the batch was answered"
         absence = self.client.absence()
-        return None if absence is None else f"No sample that was asked for has an answer, nor a GET ({absence})"
+        return None if absence is None else f"No request was answered, nor a GET ({absence})"
 
     def _rating(self, samples: list[RemoteSample]) -> RewardResult:
         scores = [self.error_score if sample.score is None else sample.score for sample in samples]
@@ -334,7 +336,7 @@ class RemoteReward(Reward):
 
 
 def _settle(samples: Sequence[RemoteSample], report: RequestReport | None) -> None:
-    """Tell each sample of a question what became of it; one whose score was in an earlier answer keeps it."""
+    """Store the report of a request in its samples; a sample scored by an earlier answer keeps that score."""
     for sample in samples:
         sample.report = report
         if report is not None and sample.score is None:

@@ -1,6 +1,4 @@
-"""Prompt templates with columns of the data, and scores parsed from a judge's text: by a pattern, or at a place in
-JSON.
-"""
+"""Prompt templates with columns of the data, and scores parsed from a reply: by a pattern, or by a path in its JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from verl.errors import RewardError
 from verl.http_client.request import RetryableAnswer
 from verl.rewards.validation import LARGEST
 
-# Only {name} is a place, so that JSON may stand in a template as it is; {{name}} is the text {name}.
+# Only {name} is replaced, so that templates may contain JSON; {{name}} is the literal text {name}.
 _PLACE = re.compile(r"\{\{(?P<literal>\w+)\}\}|\{(?P<name>[A-Za-z_]\w*)\}")
 
 
@@ -24,10 +22,10 @@ def places(template: str) -> list[str]:
 
 
 def filled(template: str, texts: Mapping[str, Any]) -> str:
-    """The template with what its places name; what is put in is not searched for places.
+    """Fill in a template; the values are not searched for further names.
 
     Raises:
-        RewardError: there is no such column.
+        RewardError: a name of the template is no column.
     """
 
     def put(match: re.Match[str]) -> str:
@@ -39,21 +37,23 @@ def filled(template: str, texts: Mapping[str, Any]) -> str:
     return _PLACE.sub(put, template)
 
 
-def column(texts: Mapping[str, Any], name: str, wish: str) -> Any:
+def column(texts: Mapping[str, Any], name: str, required_by: str) -> Any:
     """A column by its name.
 
     Args:
-        wish: who wants it, as the start of the message.
+        texts: columns by name.
+        name: of the column.
+        required_by: what needs the column, as the start of the message.
     Raises:
         RewardError: there is no such column.
     """
     if name not in texts:
-        raise RewardError(f"{wish}, and the data has no such column. It has {', '.join(sorted(texts))}.")
+        raise RewardError(f"{required_by}, and the data has no such column. It has {', '.join(sorted(texts))}.")
     return texts[name]
 
 
 def as_text(value: Any) -> str:
-    """Texts as they are, lists and mappings as JSON, anything else as Python writes it."""
+    """A value as text: lists and mappings as JSON, anything else by `str`."""
     if isinstance(value, (dict, list, tuple)):
         return json.dumps(value, ensure_ascii=False, default=str)
     return str(value)
@@ -63,28 +63,28 @@ SHOWN = 120
 
 
 class NotFinite(RetryableAnswer):
-    """There is a number, and it is not finite."""
+    """The score is a number, but not finite."""
 
 
 def by_pattern(text: str, pattern: re.Pattern[str]) -> float:
-    """The number in the last place where a pattern matches: its first group, or all of it if it has none.
+    """The number in the last match of a pattern: its first group, or the whole match if it has no group.
 
-    The last one, since a judge that reasons first ends with its verdict.
+    The last match, since a judge that reasons first writes its verdict at the end.
 
     Raises:
-        RetryableAnswer: it matches nowhere, or what it matches is no number.
+        RetryableAnswer: there is no match, or it is not a number.
     """
     matches = list(pattern.finditer(text))
     if not matches:
-        raise RetryableAnswer(f"an answer in which score_pattern matches nothing: {shown(text)}")
+        raise RetryableAnswer(f"an answer that score_pattern does not match: {shown(text)}")
     return number(matches[-1][1 if pattern.groups else 0])
 
 
 def by_path(text: str, path: str) -> float:
-    """The number at a place such as `scores.0.value` in the JSON of a text, also where prose or a fence is around it.
+    """The number at a path such as `scores.0.value` in the JSON of a text, which may stand in prose or a code fence.
 
     Raises:
-        RetryableAnswer: there is no JSON, no such place, or no number there.
+        RetryableAnswer: there is no JSON, no such path, or no number there.
     """
     for value in _json_values(text):
         try:
@@ -95,10 +95,10 @@ def by_path(text: str, path: str) -> float:
 
 
 def at(value: Any, path: str | None) -> Any:
-    """What lies at a dotted path of keys and indices; the value itself for None.
+    """The value at a dotted path of keys and indices; `value` itself for None.
 
     Raises:
-        LookupError: there is no such place.
+        LookupError: there is no such path.
     """
     for step in path.split(".") if path else ():
         if isinstance(value, list) and step.lstrip("-").isdigit():
@@ -111,10 +111,10 @@ def at(value: Any, path: str | None) -> Any:
 
 
 def number(value: Any) -> float:
-    """A number, a truth value or a text with a number as a float.
+    """Convert a number, a bool or a text with a number to a float.
 
     Raises:
-        RetryableAnswer: it is none; NotFinite where it is one, but not finite.
+        RetryableAnswer: the value is no number; NotFinite if it is not finite.
     """
     try:
         is_one = isinstance(value, (bool, int, float)) or (isinstance(value, str) and "_" not in value)  # 1_0 is 10
@@ -129,13 +129,13 @@ def number(value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """A value in a message."""
+    """A value for a message, shortened."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:80]} ... {text[-30:]}"
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    """The JSON values in a text: all of it, or the objects and lists in it, from the last one on."""
+    """JSON values in a text: the whole text, or the objects and lists in it, last one first."""
     decoder, values, place = json.JSONDecoder(), [], 0
     while (found := re.compile(r"[{\[]").search(text, place)) is not None:
         try:

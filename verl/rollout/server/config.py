@@ -41,6 +41,7 @@ class ServerRollout(Rollout):
 
     runs_ahead: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
+    no_turns_under: ClassVar[tuple[str, ...]] = ("tp", "cp", "pp")  # processes that share rows would ask for them twice
     generates_here: ClassVar[bool] = False
 
     endpoint: Endpoint

@@ -47,6 +47,8 @@ class VLLMRollout(Rollout):
     can_rest: ClassVar[bool] = True
     may_change: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
+    takes_stages: ClassVar[bool] = True
+    takes_experts: ClassVar[bool] = True
 
     kv_cache_gib: PositiveFloat | None = None
     max_num_seqs: PositiveInt = 256

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.parallel_info import full_tensor, shard_like
+from verl.resharding.dtensor import is_elsewhere
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,10 @@ class WeightSource:
 
     Attributes:
         name: there.
-        tensor: as it lies there; a part that stands for the whole, where the model is divided over processes.
+        tensor: as it lies there; a part that stands for the whole, where the model is divided over processes; without
+            data where another stage of a pipeline holds it.
         present: returns the current value in the layout of `tensor`: the tensor itself, or with its adapter merged. A
-            collective call of all processes that hold the model.
+            collective call of all processes that hold the tensor.
     """
 
     name: str
@@ -66,7 +68,7 @@ def weights_of(model: Any, *, merge: bool = True) -> Iterator[NamedWeight]:
         merge: fold the adapter in, if the model has one; otherwise the model is given as it is without.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    live = dict(_live(base, merge))
+    live = dict(live_weights(base, merge))
     for name, target, shape in _forms(base, live):
         source = live[name]
         is_itself = name == target and shape == source.tensor.shape
@@ -99,19 +101,19 @@ def _forms(base: nn.Module, live: Mapping[str, WeightSource]) -> list[Form]:
     return known[1]
 
 
-def _live(base: nn.Module, merge: bool) -> Iterator[tuple[str, WeightSource]]:
+def live_weights(base: nn.Module, merge: bool) -> Iterator[tuple[str, WeightSource]]:
     """The state of a model by name."""
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
-    for name, tensor in base.state_dict().items():
+    for name, tensor in base.state_dict(keep_vars=True).items():
         owner = next((path for path in adapted if name.startswith(f"{path}.")), None)
         if owner is None:
-            yield name, WeightSource(name, tensor, lambda t=tensor: t)
+            yield name, WeightSource(name, tensor, tensor.detach)
         elif name.startswith(f"{owner}.base_layer."):
             last = name.removeprefix(f"{owner}.base_layer.")
             layer = adapted[owner]
             is_in_use = not getattr(layer, "disable_adapters", False) and not getattr(layer, "merged", False)
             is_changed = merge and last == "weight" and is_in_use
-            present = (lambda m=layer: merged(m)) if is_changed else (lambda t=tensor: t)
+            present = (lambda m=layer: merged(m)) if is_changed else tensor.detach
             yield f"{owner}.{last}", WeightSource(f"{owner}.{last}", tensor, present)
 
 
@@ -143,7 +145,9 @@ def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:
     """The names in a saved checkpoint: tied weights once, and no tensors that are recomputed when loading."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    kept = remove_tied_weights_from_state_dict(dict(state), base)
+    # It finds tied ones by where they lie, and weights of other pipeline stages lie nowhere.
+    places = {id(x): torch.empty(1) for x in state.values() if is_elsewhere(x)}
+    kept = remove_tied_weights_from_state_dict({name: places.get(id(x), x) for name, x in state.items()}, base)
     return [name for name in state if name in kept and name not in (base._keys_to_ignore_on_save or ())]
 
 

@@ -186,7 +186,7 @@ class CheckpointSaver:
         past = {} if point is None else point.state
         points = [(step, loss) for step, loss in loss_points(past) if math.isfinite(loss)]
         self._history: deque[tuple[int, float]] = deque(points, maxlen=HISTORY)
-        self._before = [loss for _, loss in self._history]
+        self.losses_before = [loss for _, loss in self._history]
         self._wall_before = float(past.get("wall_clock_s", 0.0))
         self._best = past.get("best")
         self._started = self._last_save = time.monotonic()
@@ -502,7 +502,7 @@ class CheckpointSaver:
 
     def _jump(self, first: list[float]) -> str | None:
         """Compare the first losses after a resume with the curve before it."""
-        before = self._before[-50:]
+        before = self.losses_before[-50:]
         if len(before) < 10 or not first:
             return None
         values = torch.tensor(before, dtype=torch.float64)

@@ -38,6 +38,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "environment": None,
     "environment.history": "append",
     "algorithm.advantage.discount": "token",
+    "algorithm.final_entropy_coef": None,
 }
 # Of a reward, settings that decide how it is asked, and nothing about what it gives.
 REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}

@@ -1,8 +1,8 @@
-"""Child processes: started, spoken to, watched and ended in one way, whatever they do.
+"""Child processes: one way to start, communicate with, watch and end them.
 
 channel        Messages and open files between a process and its child
-exit_report    How a process ended, and which lines of its log say why
-interpreter    Start and end of a Python process that imports torch, without needless work
+exit_report    Exit status or signal of a process, and the relevant lines of its log
+interpreter    Faster start and end of Python processes that import torch
 process        `ChildProcess`, the parent's side of a child, and `run_child`, the child's main program
-stopped_watch  Stopped processes
+stopped_watch  Detects processes that are suspended
 """

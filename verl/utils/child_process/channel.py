@@ -1,7 +1,7 @@
 """Messages and open files between a process and its child, over a socket pair.
 
-Neither side can be made to wait for ever: by one that is stopped in the midst of a message, nor by one that is gone
-while a third process, such as a fork of it, holds its socket open.
+Neither side can wait forever: not if the other is suspended in the middle of a message, nor if it has ended while a
+third process, such as a fork of it, holds its socket open.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from verl.utils.progress import ProgressWatch
 
 HEADER = struct.Struct("!Q")  # bytes of the message that follows
-MOST_FILES = 8  # that may come with a message
-STUCK_S = 60.0  # the other end moves a byte of a message that was begun within this time, or counts as gone
+MOST_FILES = 8  # limit of open files per message
+STUCK_S = 60.0  # without a byte in the middle of a message the other end counts as dead
 LOOK_EVERY_S = 0.5
 
 Look = Callable[[int], object]
@@ -30,17 +30,18 @@ _living: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 class ChannelClosed(ConnectionError):
-    """The other process has hung up or ended, or takes no more in."""
+    """The other process has closed the connection, has ended, or does not receive."""
 
 
 class Channel:
-    """One end. One thread may send while another receives.
+    """One end of a connection. One thread may send while another receives.
 
-    Objects go through the plain pickler: that of multiprocessing would send tensors as handles, to be fetched later.
+    Objects are sent with the plain pickler; that of multiprocessing would send tensors as handles.
 
     Args:
-        is_other_alive: asked now and then while nothing moves.
-        stuck_s: without a byte in the midst of a message; None: no limit but those of `look`.
+        end: the socket.
+        is_other_alive: called regularly while waiting.
+        stuck_s: the longest time without a byte in the middle of a message; None for no limit.
     """
 
     def __init__(
@@ -56,21 +57,23 @@ class Channel:
 
     @property
     def own_address(self) -> str:
-        """Of this machine on a connection over a network."""
+        """Address of this machine on a network connection."""
         return self._socket.getsockname()[0]
 
     def send(
         self, message: Any, files: Sequence[int] = (), look: Look | None = None, *, timeout_s: float | None = None
     ) -> None:
-        """Send an object and perhaps open files.
+        """Send an object, optionally with open files.
 
         Args:
-            timeout_s: in which it is taken in; 0.0 for a short message that is taken in at once, or not sent.
-            look: called with the bytes that were moved each time that some were, and else every `LOOK_EVERY_S`; raises
-                to give up, and then the channel is of no further use.
+            message: a picklable object.
+            files: descriptors.
+            look: called with the number of bytes after each transfer, and else every `LOOK_EVERY_S`. It may raise to
+                abort, after which the channel cannot be used.
+            timeout_s: limit of the whole send; 0.0 sends a short message at once or not at all.
         Raises:
-            ChannelClosed: nobody is there to receive it, or it is not taken in.
-            TimeoutError: not within `timeout_s`.
+            ChannelClosed: the other end is gone, or does not receive.
+            TimeoutError: `timeout_s` has passed.
         """
         content = pickle.dumps(message)
         left = [memoryview(HEADER.pack(len(content))), memoryview(content)]
@@ -89,21 +92,22 @@ class Channel:
     def receive(
         self, look: Look | None = None, *, timeout_s: float | None = None, watch: ProgressWatch | None = None
     ) -> Any:
-        """The next object.
+        """Receive the next object.
 
         Args:
-            timeout_s: until it begins.
-            watch: of the other process, which is waited for as long as it makes progress.
+            look: see `send`.
+            timeout_s: limit until the object begins.
+            watch: progress of the other process; waits as long as it makes progress.
         Raises:
-            ChannelClosed: the other end has hung up, or its process is gone.
-            TimeoutError: nothing came in time.
+            ChannelClosed: the other end has closed the connection, or its process is gone.
+            TimeoutError: nothing arrived in time.
         """
         return self.receive_with_files(look, timeout_s=timeout_s, watch=watch)[0]
 
     def receive_with_files(
         self, look: Look | None = None, *, timeout_s: float | None = None, watch: ProgressWatch | None = None
     ) -> tuple[Any, list[int]]:
-        """The next object, and the open files that came with it, which the caller closes; see `receive`."""
+        """Receive the next object with its open files, which the caller must close; see `receive`."""
         waiting = _WaitLimits(None, look, timeout_s, watch)
         with _closed_where_broken():
             while True:
@@ -124,12 +128,12 @@ class Channel:
         return pickle.loads(content), files
 
     def has_message(self, within_s: float = 0.0) -> bool:
-        """Whether a message, or the other side's end, is there; waits so long for it."""
+        """Whether a message, or the end of the connection, arrives within this time."""
         with _closed_where_broken():
             return self._is_ready(select.POLLIN, within_s)
 
     def close(self) -> None:
-        """Hang up. May be called again."""
+        """Close the connection; calling it again does nothing."""
         with contextlib.suppress(OSError):
             self._socket.close()
 
@@ -143,21 +147,21 @@ class Channel:
                 self._pause(select.POLLIN, waiting)
                 continue
             if not moved:
-                raise ChannelClosed("hung up within a message")
+                raise ChannelClosed("the connection was closed in the middle of a message")
             left = left[moved:]
             waiting.moved(moved)
         return received
 
     def _pause(self, event: int, waiting: _WaitLimits) -> None:
-        """Wait until bytes can be moved, for a while; raises where there is no use in waiting any longer."""
+        """Wait for a while until bytes can be transferred; raises if a limit has passed."""
         if self._is_ready(event, waiting.pause_s):
             return
         if not self._is_other_alive() and not (event == select.POLLIN and self._is_ready(event, 0.0)):
-            raise ChannelClosed("the process is gone")  # and what it said before it ended was taken in
+            raise ChannelClosed("the process is gone")  # all that it had sent was received
         waiting.look()
 
     def _is_ready(self, event: int, within_s: float) -> bool:
-        poll = select.poll()  # select takes no file descriptors above 1023
+        poll = select.poll()  # select does not support descriptors above 1023
         poll.register(self._socket, event)
         return bool(poll.poll(within_s * 1000))
 
@@ -188,7 +192,7 @@ class _WaitLimits:
 
     def look(self) -> None:
         now = time.monotonic()
-        self._idle_s += min(now - self._looked_at, 2 * LOOK_EVERY_S)  # a longer gap: this process was stopped itself
+        self._idle_s += min(now - self._looked_at, 2 * LOOK_EVERY_S)  # a longer gap: this process itself was suspended
         self._looked_at = now
         if self._look is not None:
             self._look(0)
@@ -211,7 +215,7 @@ def _closed_where_broken() -> Iterator[None]:
 
 
 def _after(parts: list[memoryview], moved: int) -> list[memoryview]:
-    """What is left of buffers once so many bytes of them are gone."""
+    """Drop the first `moved` bytes from a list of buffers."""
     while parts and moved >= len(parts[0]):
         moved -= len(parts[0])
         parts = parts[1:]

@@ -1,4 +1,4 @@
-"""How a process ended: its exit status or signal in words, and which lines of its log say why."""
+"""How a process ended: exit status or signal as text, and the relevant lines of its log."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TAIL_LINES = 20
-TRACEBACK_LINES = 60  # of the cause; a longer one loses its middle
-READ_BYTES = 1 << 20  # of the end of a log
+TRACEBACK_LINES = 60  # limit for the traceback of the cause; longer ones lose their middle
+READ_BYTES = 1 << 20  # read from the end of a log
 
-# Lines that libraries print of a process that is well: logging below ERROR (vLLM's form, then that of logging's own
+# Lines that libraries print in normal operation: logging below ERROR (vLLM's form, then that of logging's own
 # examples), glog and c10 below ERROR, warnings of Python
 LEVEL = "DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL"
 DATE, TIME = r"\d\d-\d\d", r"\d\d:\d\d:\d\d"
@@ -32,11 +32,11 @@ ABORTS = ("Fatal Python error: ", "terminate called ", "  what(): ")
 
 @dataclass(frozen=True)
 class LogExcerpt:
-    """What a log tells of an end.
+    """Lines of a log about the end of a process.
 
     Attributes:
-        lines: that may tell something of it, in their order.
-        cause: the exception or the abort that ended the process, in one line; None where the log shows none.
+        lines: the relevant lines, in order.
+        cause: the exception or abort that ended the process, in one line; None if the log has none.
     """
 
     lines: tuple[str, ...] = ()
@@ -47,8 +47,8 @@ def describe_exit(code: int, memory_kills_before: int | None = None) -> str:
     """`exit status 3`, `signal SIGSEGV`, `signal SIGKILL (...)`.
 
     Args:
-        code: as `subprocess.Popen.returncode` has it.
-        memory_kills_before: what `memory_kills` gave before the process was started; None: unknown.
+        code: `subprocess.Popen.returncode`.
+        memory_kills_before: `memory_kills()` before the process was started; None if unknown.
     """
     if code >= 0:
         return f"exit status {code}"
@@ -57,14 +57,16 @@ def describe_exit(code: int, memory_kills_before: int | None = None) -> str:
         return f"signal {name}"
     now = memory_kills()
     if now is None or memory_kills_before is None:
-        return f"signal {name} (out of memory, if nobody sent it)"
+        return f"signal {name} (out of memory, unless somebody sent it)"
     if now > memory_kills_before:
-        return f"signal {name}: out of memory (the system has ended a process for that meanwhile)"
-    return f"signal {name}, sent by another process (the system has ended none for lack of memory)"
+        return f"signal {name}: out of memory (the kernel has killed a process for lack of memory)"
+    return f"signal {name}, sent by another process (the kernel has killed none for lack of memory)"
 
 
 def memory_kills() -> int | None:
-    """Grows with each process that the system ends for lack of memory, here or in this container; None: unknown."""
+    """Counter of processes that the kernel has killed for lack of memory, here or in this container; None if
+    unknown.
+    """
     counts = []
     for file in _counters():
         try:
@@ -77,11 +79,11 @@ def memory_kills() -> int | None:
 
 
 def excerpt(log: str | Path | int, start: int = 0) -> LogExcerpt:
-    """The lines that may tell why a process ended; what libraries print of a process that is well is left out.
+    """Lines of a log that may explain the end of a process, without normal output of libraries.
 
     Args:
-        log: its path, or a descriptor of the open file.
-        start: the size of the log before the process was started; what stands before belongs to another one.
+        log: path, or descriptor of the open file.
+        start: size of the log before the process was started.
     """
     try:
         text = _read(log, start)
@@ -99,7 +101,7 @@ def excerpt(log: str | Path | int, start: int = 0) -> LogExcerpt:
 
 
 def log_size(log: str | Path | int) -> int:
-    """Bytes so far; 0 where there is no log yet."""
+    """Size of a log in bytes; 0 if it does not exist."""
     try:
         return os.stat(log).st_size
     except OSError:
@@ -117,7 +119,7 @@ def _read(log: str | Path | int, start: int) -> str:
 
 
 def _relevant(lines: Sequence[str]) -> Iterator[str]:
-    """What is left without the noise; logged errors come without the logger's prefix."""
+    """Yield the relevant lines; logged errors without the prefix of the logger."""
     number = 0
     while number < len(lines):
         line = lines[number]
@@ -134,7 +136,7 @@ def _relevant(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _after_traceback(lines: Sequence[str], number: int) -> int:
-    """The number of the first line after a traceback that may begin here."""
+    """The number of the first line after a traceback that begins at this line, if one does."""
     if number >= len(lines) or lines[number] != TRACEBACK:
         return number
     number += 1
@@ -144,7 +146,7 @@ def _after_traceback(lines: Sequence[str], number: int) -> int:
 
 
 def _cause(lines: Sequence[str]) -> tuple[int, str | None]:
-    """Where the account of what ended the process begins, and what it was in one line."""
+    """Line number at which the report of the fatal error begins, and the error in one line."""
     for last in range(len(lines) - 1, -1, -1):
         if lines[last].startswith(ABORTS):
             begin = last
@@ -156,7 +158,7 @@ def _cause(lines: Sequence[str]) -> tuple[int, str | None]:
             if end >= len(lines):
                 continue
             begin = last
-            for before in range(last - 1, -1, -1):  # the exceptions that it came from
+            for before in range(last - 1, -1, -1):  # chained exceptions before it
                 if lines[before].startswith(TRACEBACK):
                     if not any(line.startswith(CHAIN) for line in lines[before:begin]):
                         break
@@ -166,7 +168,7 @@ def _cause(lines: Sequence[str]) -> tuple[int, str | None]:
 
 
 def _counters() -> Iterable[Path]:
-    """Files that count such ends: of the control groups that this process is in, and of the machine."""
+    """Files with counters of OOM kills: of the control groups of this process, and of the machine."""
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:

@@ -1,4 +1,4 @@
-"""Start and end of a Python process that imports torch and transformers: both without seconds of needless work."""
+"""Faster start and end of Python processes that import torch and transformers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RARELY = 200_000  # objects made and not freed between two garbage collections; 
 
 @contextlib.contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Look for garbage seldom while libraries are imported and a trainer is built.
+    """Inside this context garbage collection is rare, to speed up imports and building a trainer.
 
-    Of the 700,000 objects that torch and transformers bring, next to none is garbage, and looking through them again
-    and again takes a fifth of the time of the imports.
+    torch and transformers create 700,000 objects, of which almost none is garbage, and scanning them repeatedly takes a
+    fifth of the import time.
     """
     before = gc.get_threshold()
     gc.set_threshold(RARELY, *before[1:])
@@ -31,26 +31,26 @@ def rare_garbage_collection() -> Iterator[None]:
 
 
 def exit_without_freeing(status: int = 0) -> NoReturn:
-    """End this process as the interpreter does, but without freeing each object that was imported.
+    """Exit like the interpreter, but without freeing every object.
 
-    With torch and transformers that takes more than a second of processor time, for which the parent would wait.
+    With torch and transformers that takes more than a second of CPU time, for which the parent would wait.
     """
-    threading._shutdown()  # type: ignore[attr-defined] - waits for threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined] - waits for threads that are not daemons
     atexit._run_exitfuncs()
     flush_open_files()
     os._exit(status)
 
 
 def flush_open_files() -> None:
-    """Write what files that nobody has closed still hold in memory, as the interpreter does when it frees them."""
-    for kind in (io.TextIOWrapper, io.BufferedIOBase):  # text goes to the buffer below it
+    """Flush all open files, as the interpreter does at exit."""
+    for kind in (io.TextIOWrapper, io.BufferedIOBase):  # text is flushed to its buffer
         for file in [found for found in gc.get_objects() if issubclass(type(found), kind)]:
             with contextlib.suppress(OSError, ValueError):
                 file.flush()
 
 
 def run_main(main: Callable[[], object]) -> NoReturn:
-    """Run `main` as the whole of a script and end the process, see `exit_without_freeing`."""
+    """Run `main` as a script and exit by `exit_without_freeing`."""
     status = 0
     try:
         main()
@@ -60,6 +60,6 @@ def run_main(main: Callable[[], object]) -> NoReturn:
         status = 1 if not isinstance(end.code, int | None) else (end.code or 0) & 0xFF
     try:
         sys.stdout.flush()
-    except OSError:  # such as a full disk, of which the interpreter tells
+    except OSError:  # such as a full disk, which the interpreter reports
         sys.exit(status)
     exit_without_freeing(status)

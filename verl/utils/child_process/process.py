@@ -1,11 +1,11 @@
-"""A child process: how this one starts it, speaks to it, watches and ends it; and the child's main program.
+"""A child process: starting it, messages, watching and ending it; and the child's main program.
 
     parent: ChildProcess(MODULE) ──ChildStart, messages, files──> child: run_child(MODULE) ─> serve(channel, ...)
                                  <──messages, Progress──
 
-A child is started by `subprocess` as `python -m MODULE`, never by multiprocessing: it does not import the parent's main
-script. It leads a group of its own, so that Ctrl-C is the parent's to handle. It ends soon after its parent, however
-that ends; if it is stopped then, the system continues it.
+A child is started by `subprocess` as `python -m MODULE`, not by multiprocessing, so that it does not import the
+parent's main script. It has its own process group, so that only the parent handles Ctrl-C. It ends soon after its
+parent, also if that is killed; a suspended child is continued by the kernel then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 PARENT_VARIABLE, CHANNEL_VARIABLE = "VERL_PARENT", "VERL_CHANNEL"
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
-KILL_TIMEOUT_S = 10.0  # a killed process ends at once, unless a disk or a device does not answer
+KILL_TIMEOUT_S = 10.0  # a killed process ends at once, unless it is blocked in a disk or a device
 LOOK_EVERY_S = 0.5
 EXIT_LOOK_S = 0.02
 PR_SET_PDEATHSIG = 1
@@ -47,11 +47,11 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class ChildStart:
-    """First message.
+    """First message to a child.
 
     Attributes:
-        sys_path: the parent's, so that what can be imported there can be imported here.
-        setting: pickled; opened after `sys_path` is in place.
+        sys_path: of the parent, for imports.
+        setting: pickled, and unpickled after `sys_path` is set.
     """
 
     sys_path: tuple[str, ...]
@@ -59,11 +59,11 @@ class ChildStart:
 
 
 class ChildLog:
-    """What a child prints, in a file; one without a name goes with the run.
+    """The output of a child in a file, which may be unnamed and temporary.
 
     Attributes:
-        path: None where it has no name.
-        start: what stands before belongs to another process, or to an earlier call.
+        path: None for an unnamed file.
+        start: offset of the output of this process or call.
     """
 
     def __init__(self, path: Path | None):
@@ -79,7 +79,7 @@ class ChildLog:
         return log_size(self.file.fileno())
 
     def excerpt(self) -> LogExcerpt:
-        """The lines that may tell why the process ended; none of a log that another thread has closed meanwhile."""
+        """Lines that may explain the end of the process; empty if another thread has closed the log."""
         if self.file.closed:
             return LogExcerpt()
         try:
@@ -88,7 +88,7 @@ class ChildLog:
             return LogExcerpt()
 
     def text(self, start: int) -> str:
-        """All from a place on."""
+        """The text from an offset on."""
         return os.pread(self.file.fileno(), max(0, self.size - start), start).decode(errors="replace")
 
     def close(self) -> None:
@@ -99,17 +99,20 @@ class ChildProcess:
     """A process of `python -m MODULE`, whose main program is `run_child(MODULE)`.
 
     Args:
-        progress: shared memory in which it reports, the slot `slot`.
-        environment: variables in addition to those of this process, `without` some of these.
-        output: takes what it prints; None: it prints where this process does; a descriptor, such as 2.
+        module: name of the module.
+        progress: shared memory for its progress.
+        slot: its slot there.
+        environment: further environment variables.
+        without: environment variables to remove.
+        output: file or descriptor for its output; None for that of this process.
         files: open files that it inherits under their numbers.
-        is_in_own_session: else in this one's session, where its low priority counts (Linux shares processors among
-            sessions first).
-        is_killed_with_parent: by the clean-up process of this one, should this one be killed.
+        is_in_own_session: whether it has its own session. In the session of its parent a low priority has an effect,
+            since Linux divides processors among sessions first.
+        is_killed_with_parent: whether the clean-up process kills it if this process is killed.
         stuck_s: see `Channel`.
     Attributes:
         pid: of the process and of its group.
-        channel: to it.
+        channel: connection to it.
     """
 
     def __init__(
@@ -157,73 +160,73 @@ class ChildProcess:
         self.channel = Channel(ours, self.is_alive, stuck_s)
 
     def begin(self, setting: Any, look: Look | None = None) -> None:
-        """Send the first message, which `serve` of the module is given.
+        """Send the first message, with the argument `setting` of the module's `serve`.
 
         Raises:
-            ChannelClosed: the process is gone.
+            ChannelClosed: the process has ended.
         """
         self.channel.send(ChildStart(tuple(map(os.path.abspath, sys.path)), pickle.dumps(setting)), look=look)
 
     def exit_code(self) -> int | None:
-        """As `subprocess.Popen.returncode` has it; None while the process runs, or is stopped.
+        """`subprocess.Popen.returncode`; None while the process runs or is suspended.
 
-        It is not reaped before `kill` has ended its group: until then its number must not become another's.
+        It is not reaped before `kill` has ended its group, so that its process id is not reused.
         """
         if self._process.returncode is not None:
             return self._process.returncode
         try:
             found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # somebody has reaped all children of this process
+        except ChildProcessError:  # other code has reaped all children
             return self._process.poll()
         if found is None:
             return None
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def is_alive(self) -> bool:
-        """Whether the process runs, or is stopped."""
+        """Whether the process runs or is suspended."""
         return self.exit_code() is None
 
     def await_exit(self, timeout_s: float) -> int | None:
-        """Wait until the process has ended, as long as that; see `exit_code`."""
+        """Wait at most `timeout_s` until the process has ended; see `exit_code`."""
         deadline = time.monotonic() + timeout_s
         while (code := self.exit_code()) is None and time.monotonic() < deadline:
             time.sleep(EXIT_LOOK_S)
         return code
 
     def describe_exit(self) -> str | None:
-        """How it ended, in words; None where it has not."""
+        """How it ended, as text; None if it has not."""
         code = self.exit_code()
         return None if code is None else describe_exit(code, self._memory_kills)
 
     def state(self) -> str:
-        """What the system says of it, as a clause; empty where it does not tell."""
+        """State of the process by the operating system, as a clause; empty if unknown."""
         return state_of(self.pid)
 
     def is_stopped(self) -> bool:
-        """Whether it is stopped by a signal or a debugger."""
+        """Whether it is suspended by a signal or a debugger."""
         return is_stopped(self.pid)
 
     def request_stack(self) -> None:
-        """Have it print where its threads stand, if it reacts at all."""
+        """Make it print the stacks of its threads, if it still handles signals."""
         if self._process.returncode is None:
             os.kill(self.pid, signal.SIGUSR2)
 
     def request_end(self) -> None:
-        """Have the system end it and all that it has started in its group; `kill` waits for that."""
+        """Send SIGKILL to its process group; `kill` waits for the end."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, timeout_s: float) -> None:
-        """Hang up, so that it ends by itself, or is made to. May be called again."""
+        """Close the connection, so that it exits, and kill it after `timeout_s`; calling it again does nothing."""
         self.channel.close()
         self.await_exit(timeout_s)
         self.kill()
 
     def kill(self) -> None:
-        """End it and all that it has started in its group, at once; stopped ones too. May be called again.
+        """Kill its process group, including suspended processes; calling it again does nothing.
 
-        It is not waited for where the kernel does not let it end.
+        Waits for the end, unless the process is blocked in the kernel.
         """
         self.channel.close()
         if self._process.returncode is not None:
@@ -234,16 +237,16 @@ class ChildProcess:
 
 
 def reap(process: subprocess.Popen[bytes]) -> int | None:
-    """How a killed process ended; None where it has not yet."""
+    """Exit code of a killed process; None if it has not ended."""
     try:
         return process.wait(timeout=KILL_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        _log.error("process %d was killed and has not ended: a disk or a device does not answer", process.pid)
+        _log.error("process %d was killed but has not ended: it is blocked in a disk or a device", process.pid)
         return None
 
 
 def is_parent_alive() -> bool:
-    """Of a child, once `run_child` is under way."""
+    """In a child that runs `run_child`: whether its parent is alive."""
     return os.getppid() == _parent
 
 
@@ -251,20 +254,25 @@ _parent = -1
 
 
 def run_child(module: str, *, on_parent_end: Callable[[], object] | None = None, outlives_parent: bool = False) -> None:
-    """The main program of a child: `serve(channel, setting, progress)` of a module, until the parent hangs up. It does
-    not return: the process ends with status 0, or by an exception.
+    """The main program of a child: runs `serve(channel, setting, progress)` of a module until the parent closes the
+    connection. It does not return: the process ends with status 0, or by an exception.
 
-    The module is imported under its own name, so that messages are of importable classes.
+    The module is imported by its own name, so that classes of messages can be pickled.
 
     Args:
-        on_parent_end: what ends this process, in the midst of a computation too, when the parent is gone;
-            `os._exit(1)` by default.
-        outlives_parent: `serve` goes on until it next waits for the parent: it finishes what is begun.
+        module: name of the module.
+        on_parent_end: called when the parent has ended, also during a computation, to end this process; by default
+            `os._exit(1)`.
+        outlives_parent: let `serve` finish its current work if the parent has ended.
     """
     global _parent
     _parent = int(os.environ.pop(PARENT_VARIABLE))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the parent decides
-        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, nothing that processes inherit which are started here
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # sent to all processes of a job; only the parent handles them
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN not inherited
         signal.siginterrupt(number, False)
     faulthandler.register(signal.SIGUSR2)
     resume_without_parent()
@@ -283,7 +291,7 @@ def run_child(module: str, *, on_parent_end: Callable[[], object] | None = None,
 
 
 def resume_without_parent() -> None:
-    """Let the system continue this process, if it is stopped, when its parent ends: to find that out. On Linux."""
+    """On Linux, let the kernel continue this process, if it is suspended, when its parent ends."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Stopped processes: for how long one has been, and an end to those that a library has started and waits for."""
+"""Suspended processes: measures for how long, and kills those that a library has started and waits for."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ LOOK_EVERY_S = 0.5
 
 
 class StoppedTime:
-    """How long a process has been stopped: no limit on slow work applies to one that does none.
+    """Measures how long a process has been suspended.
 
     Args:
-        look_every_s: how often `of` is asked; a longer gap counts as that much, since this process was stopped itself.
+        look_every_s: interval of calls of `of`; a longer gap counts as one interval, since this process itself was
+            suspended.
     """
 
     def __init__(self, look_every_s: float):
@@ -31,7 +32,7 @@ class StoppedTime:
         self._looked_at: dict[int, float] = {}
 
     def of(self, process_id: int) -> float:
-        """Seconds in a row; 0 for one that goes on."""
+        """Seconds for which the process has been suspended; 0 if it runs."""
         now = time.monotonic()
         passed_s = min(now - self._looked_at.get(process_id, now), 2 * self._look_every_s)
         self._looked_at[process_id] = now
@@ -41,9 +42,9 @@ class StoppedTime:
 
 
 def children(mark: bytes) -> dict[int, str]:
-    """Process ids of the children of this process whose command holds a mark, and their programs' names.
+    """Children of this process whose command line contains a mark: program names by process id.
 
-    None where the system does not tell.
+    Empty if the operating system does not provide them.
     """
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
@@ -56,16 +57,16 @@ def children(mark: bytes) -> dict[int, str]:
 
 
 class StoppedWatch:
-    """Ends processes that a library has started for this one, once they have been stopped for too long.
+    """Kills processes of a library that have been suspended for too long.
 
-    Such a library waits for them without a limit, and they publish no progress; of their end it takes notice.
+    The library waits for them without limit, but notices their end.
 
     Args:
-        processes: by their ids, how to call them.
-        timeout_s: see above; the time in which this process itself was stopped does not count.
-        setting: config path of it.
+        processes: names by process id, for messages.
+        timeout_s: limit; time in which this process itself was suspended does not count.
+        setting: configuration path of the limit.
     Attributes:
-        ended: those that were.
+        ended: process ids that were killed.
     """
 
     def __init__(self, processes: Mapping[int, str], timeout_s: float, setting: str):
@@ -75,7 +76,7 @@ class StoppedWatch:
         threading.Thread(target=self._look, name="stopped_watch", daemon=True).start()
 
     def close(self) -> None:
-        """Leave them alone."""
+        """Stop watching."""
         self._is_over.set()
 
     def _look(self) -> None:
@@ -84,8 +85,8 @@ class StoppedWatch:
         while not self._is_over.wait(pause_s):
             for pid, name in self._processes.items():
                 if pid not in self.ended and stopped.of(pid) >= self._timeout_s:
-                    told = "%s (process %d) has been stopped for %g s (%s), and is ended"
-                    _log.error(told, name, pid, self._timeout_s, self._setting)
+                    text = "%s (process %d) has been suspended for %g s (%s), and is killed"
+                    _log.error(text, name, pid, self._timeout_s, self._setting)
                     self.ended.append(pid)
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)

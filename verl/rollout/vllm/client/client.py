@@ -64,7 +64,7 @@ from verl.rollout.vllm.messages import (
 from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
 from verl.rollout.vllm.state_dict import NamedWeight, weights_of
 from verl.utils.env_check import num_cores
-from verl.utils.memory import release_cached
+from verl.utils.memory import on_current_device, release_cached
 from verl.weight_verification.fingerprint import FingerprintShards, join_shards
 from verl.weight_verification.verifier import SyncVerifier, VerificationResult, VerifyRequest
 
@@ -122,25 +122,25 @@ class VLLMClient(RolloutEngine):
         self.options, self.model, self.seed, self.gpus = options, model, seed, gpus
         self.pad_id = tokenizer.pad_token_id
         self.stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
-        self._is_synced = self._is_asleep = self._has_base = self._was_proven = False
-        self._in_place = True
-        self._adapters, self._chunk_bytes = 0, options.chunk_mib * MIB
+        self.is_synced = self.is_asleep = self._has_base = self._was_proven = False
+        self.in_place = True
+        self._adapters, self.chunk_bytes = 0, options.chunk_mib * MIB
         self._begun: tuple[DataProto, GenerationRequest, tuple[Any, ...]] | None = None
-        self._stream: StreamWriter | None = None
-        self._connection: _Connection | None = None
+        self.stream: StreamWriter | None = None
+        self.connection: _Connection | None = None
         self._connected: list[FeedPlan] | None = None  # what the engine was told to read
         self._while_drawing = contextlib.ExitStack()
-        self._files = EngineFiles()
+        self.files = EngineFiles()
         try:
-            directory = self._files.directory
+            directory = self.files.directory
             self.setting = engine_args(
-                options, model, autocast, directory, self._files.name, context.bytes_beside_engine
+                options, model, autocast, directory, self.files.name, context.bytes_beside_engine
             )
             self.compute_type = str(self.setting.dtype).removeprefix("torch.")
             write_model_directory(model, directory)
             variables = environment(options, context, self.setting.num_threads, self.setting.dtype, self.gpus)
             limit_s = options.call_timeout_s
-            self._process = EngineProcess(self.setting, variables, self._files, _log_file(context), limit_s)
+            self.process = EngineProcess(self.setting, variables, self.files, _log_file(context), limit_s)
             self.outliving_death(self._start, is_start=True)
             self._threads_while_both_work = _threads_while_both_work(self.setting, context)
             vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
@@ -156,7 +156,7 @@ class VLLMClient(RolloutEngine):
     @property
     def process_id(self) -> int | None:
         """Process id of the vLLM process."""
-        return self._process.process_id
+        return self.process.process_id
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
@@ -194,7 +194,7 @@ class VLLMClient(RolloutEngine):
         assert self._begun is not None
         (prompts, request, asked), self._begun = self._begun, None
         self._while_drawing.close()
-        answers = iter([self._process.answer])  # to the question that was sent; later ones are asked anew
+        answers = iter([self.process.answer])  # to the question that was sent; later ones are asked anew
         self.has_redrawn = False
 
         def anew() -> SampleOutput:
@@ -214,9 +214,9 @@ class VLLMClient(RolloutEngine):
         return (drawing, limits, tokens, ids) if limits else ()
 
     def _ask(self, asked: tuple[Any, ...]) -> None:
-        if not self._is_synced:
+        if not self.is_synced:
             self._sync()
-        self._process.send("draw", *asked, self._threads_while_both_work)
+        self.process.send("draw", *asked, self._threads_while_both_work)
 
     def sync(self) -> SyncResult:
         """Stream the present weights into the engine."""
@@ -226,30 +226,30 @@ class VLLMClient(RolloutEngine):
     def rest(self) -> None:
         """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
         may_sleep = self.setting.is_on_gpu and self.options.sleep and self._begun is None
-        if may_sleep and not self._is_asleep and self._process.is_alive():
-            self._is_synced = self._has_base = False
+        if may_sleep and not self.is_asleep and self.process.is_alive():
+            self.is_synced = self._has_base = False
             try:
-                self._process.call("sleep")
-                self._is_asleep = True
+                self.process.call("sleep")
+                self.is_asleep = True
             except EngineDied as death:  # its memory is free too
                 log.warning("%s\nA new engine will be started when it is needed.", death)
-                self._process.kill()
+                self.process.kill()
 
     def close(self) -> None:
         """End the child, and leave nothing of it."""
         self._while_drawing.close()
-        if hasattr(self, "_process"):
-            self._process.kill()
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-        self._files.remove()
+        if hasattr(self, "process"):
+            self.process.kill()
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
+        self.files.remove()
 
     def _start(self) -> None:
-        self._connection = self._connected = None
-        self._is_synced = self._is_asleep = self._has_base = self._was_proven = False
+        self.connection = self._connected = None
+        self.is_synced = self.is_asleep = self._has_base = self._was_proven = False
         try:
-            self.engine_info = self._process.start(self.options.start_timeout_s)
+            self.engine_info = self.process.start(self.options.start_timeout_s)
         except EngineError as error:
             if (death := as_death(error)) is not None:
                 raise death from error
@@ -257,13 +257,13 @@ class VLLMClient(RolloutEngine):
 
     def call(self, method: str, *args: Any) -> Any:
         """A call to an engine that holds the present weights."""
-        if not self._is_synced:
+        if not self.is_synced:
             self._sync()
         try:
-            return self._process.call(method, *args)
+            return self.process.call(method, *args)
         except EngineError:  # requests may be left in it: the next call gets a new one
-            self._process.kill()
-            self._is_synced = False
+            self.process.kill()
+            self.is_synced = False
             raise
 
     def outliving_death(self, action: Callable[[], T], *, is_start: bool = False) -> T:
@@ -273,7 +273,7 @@ class VLLMClient(RolloutEngine):
         except EngineDied as death:
             log.warning("%s\nA new engine is started, and the same samples are generated again.", death)
         try:
-            self._process.kill()
+            self.process.kill()
             if not is_start:
                 self._start()
             return action()
@@ -289,22 +289,24 @@ class VLLMClient(RolloutEngine):
         try:
             synced = self._send_and_prove()
         except WeightSyncError as error:
-            if self._was_proven or not self._in_place:
+            if self._was_proven or not self.in_place:
                 raise
             log.warning(
                 "vLLM reloads its model at each sync, because not all of its weights could be loaded in place: %s",
                 error,
             )
-            self._in_place = False
+            self.in_place = False
             synced = self._send_and_prove()
-        self._is_synced = self._has_base = self._was_proven = True
+        self.is_synced = self._has_base = self._was_proven = True
         return synced
 
     def _send_and_prove(self) -> SyncResult:
         rank, all_weights = self.setting.lora_rank, self.setting.lora_rank is None or not self._has_base
         question = self._prover.question(weights=all_weights, adapter_rank=rank)
         with using_threads(self._threads_while_both_work), ThreadPoolExecutor(1) as aside:
-            looking = aside.submit(self._prover.look)  # while the weights travel: it only reads them too
+            looking = aside.submit(
+                on_current_device(self._prover.look)
+            )  # while the weights travel: it only reads them too
             if rank is None:
                 synced = self.push()
             else:
@@ -318,7 +320,7 @@ class VLLMClient(RolloutEngine):
 
     def begin_proof(self, question: VerifyRequest) -> None:
         """Ask what the engine holds."""
-        self._process.send("prove", question)
+        self.process.send("prove", question)
 
     def verify(self) -> VerificationResult:
         """Compare what the engine holds with what the trainer does.
@@ -326,17 +328,17 @@ class VLLMClient(RolloutEngine):
         Raises:
             WeightSyncError: it does not hold the trainer's weights.
         """
-        return self._prover.prove(self._process.answer())
+        return self._prover.prove(self.process.answer())
 
     def _send_adapter(self) -> SyncResult:
         """A new adapter under a new number, in a directory in memory; the former one is removed."""
         self._adapters += 1
-        directory = self._files.directory / f"adapter_{self._adapters}"
+        directory = self.files.directory / f"adapter_{self._adapters}"
         start = time.perf_counter()
         self.model.save_pretrained(directory)
         copying = time.perf_counter() - start
         try:
-            loading = self._process.call("adopt", str(directory), self._adapters)
+            loading = self.process.call("adopt", str(directory), self._adapters)
             size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         finally:
             shutil.rmtree(directory, ignore_errors=True)
@@ -345,34 +347,34 @@ class VLLMClient(RolloutEngine):
 
     def connect(self, weights: Sequence[NamedWeight]) -> _Connection:
         """Where tensors of these names and shapes lie in the stream: agreed on once with an engine, and kept."""
-        key = self._in_place, self._chunk_bytes, tuple((weight.name, tuple(weight.shape)) for weight in weights)
-        if self._connection is None or self._connection.key != key:
+        key = self.in_place, self.chunk_bytes, tuple((weight.name, tuple(weight.shape)) for weight in weights)
+        if self.connection is None or self.connection.key != key:
             dtype = self.setting.dtype
             size = sum(weight.shape.numel() for weight in weights) * dtype.itemsize
-            chunks, chunk_bytes = plan_chunks(weights, dtype, min(self._chunk_bytes, max(MIB, size // CHUNKS)))
-            if self._stream is None or self._stream.chunk_bytes < chunk_bytes:
-                if self._stream is not None:
-                    self._stream.close()
-                self._stream = StreamWriter(chunk_bytes, self.engine_info.num_workers, compute_device(self.model))
-            feeds = [FeedPlan(self._stream.handle, reader, chunks) for reader in range(self.engine_info.num_workers)]
-            self._connection = _Connection(key, chunks, self._stream, feeds, size)
-        return self._connection
+            chunks, chunk_bytes = plan_chunks(weights, dtype, min(self.chunk_bytes, max(MIB, size // CHUNKS)))
+            if self.stream is None or self.stream.chunk_bytes < chunk_bytes:
+                if self.stream is not None:
+                    self.stream.close()
+                self.stream = StreamWriter(chunk_bytes, self.engine_info.num_workers, compute_device(self.model))
+            feeds = [FeedPlan(self.stream.handle, reader, chunks) for reader in range(self.engine_info.num_workers)]
+            self.connection = _Connection(key, chunks, self.stream, feeds, size)
+        return self.connection
 
     def push(self, *, merge: bool = True) -> SyncResult:
         """Stream the present weights into the engine."""
         weights = list(weights_of(self.model, merge=merge))
         connection = self.connect(weights)
-        self._wake("weights")
+        self.wake("weights")
         connection.stream.begin()
         self.begin_load(connection.feeds)
         try:
             copying = connection.stream.send(
-                connection.chunks, weights, self.setting.dtype, self._process.is_busy, self._prover.note
+                connection.chunks, weights, self.setting.dtype, self.process.is_busy, self._prover.note
             )
         except StreamBroken:
             copying = 0.0  # the answer tells why
         except BaseException:
-            self._process.kill()
+            self.process.kill()
             raise
         loading, size = self.end_load(), connection.num_bytes
         metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
@@ -380,26 +382,27 @@ class VLLMClient(RolloutEngine):
 
     def begin_load(self, feeds: list[FeedPlan]) -> None:
         """Let the engine's workers read; what, and from where, is told once."""
-        self._is_synced = False
+        self.is_synced = False
         if self._connected is not feeds:
-            self._process.call("connect", feeds, self.setting.dtype)
+            self.process.call("connect", feeds, self.setting.dtype)
             self._connected = feeds
-        self._process.send("load", LoadRequest(self._threads_while_both_work, self._in_place))
+        self.process.send("load", LoadRequest(self._threads_while_both_work, self.in_place))
 
     def end_load(self) -> float:
         """When they have read all of it. Returns the seconds of that."""
-        seconds, anew = self._process.answer()
-        if anew is not None and self._in_place:
-            self._in_place = False
+        seconds, anew = self.process.answer()
+        if anew is not None and self.in_place:
+            self.in_place = False
             log.info("vLLM reloads its model at each sync: %s", anew)
-        self._wake("kv_cache")
-        self._is_asleep = False
+        self.wake("kv_cache")
+        self.is_asleep = False
         return seconds
 
-    def _wake(self, what: str) -> None:
-        if self._is_asleep:
+    def wake(self, what: str) -> None:
+        """Give a sleeping engine its `weights` or its `kv_cache` back."""
+        if self.is_asleep:
             release_cached(compute_device(self.model))  # the engine cannot use what torch keeps here for later
-            self._process.call("wake", what)
+            self.process.call("wake", what)
 
     def _limits(self, prompt_ids: list[int], num_samples: int) -> list[int]:
         """Tokens that each response may have."""
@@ -458,7 +461,7 @@ class GroupVLLMClient(VLLMClient):
     @property
     def needs_weights(self) -> bool:
         """Whether it cannot draw before a sync."""
-        return not self._is_synced or not self._process.is_alive()
+        return not self.is_synced or not self.process.is_alive()
 
     def may_repeat(self, error: Exception) -> bool:
         """Whether what failed may be tried again, and if so, with what is needed for that.
@@ -468,30 +471,38 @@ class GroupVLLMClient(VLLMClient):
         """
         if isinstance(error, EngineDied):
             self._deaths += 1
-            self._process.kill()
-            self._is_synced = False
+            self.process.kill()
+            self.is_synced = False
             return self._deaths == 1
-        if isinstance(error, WeightSyncError) and self._in_place and not self._was_proven:
-            self._in_place = False
+        if isinstance(error, WeightSyncError) and self.in_place and not self._was_proven:
+            self.in_place = False
             return True
         return False
+
+    def outliving_death(self, action: Callable[[], T], *, is_start: bool = False) -> T:
+        """Do something. Only an engine that dies while it starts is made anew here: weights come from all processes."""
+        return super().outliving_death(action, is_start=True) if is_start else action()
+
+    def has_played(self) -> None:
+        """Note that it drew all turns of some episodes."""
+        self._deaths = 0
 
     def begin_sync(self) -> SyncRound:
         """Be ready for weights; an engine that has died is made anew."""
         question = self._prover.question()  # before what may fail: questions are counted alike beside all engines
-        if not self._process.is_alive():
-            self._process.kill()
+        if not self.process.is_alive():
+            self.process.kill()
             self._start()
-        self._wake("weights")
+        self.wake("weights")
         process_id = self.process_id
         assert process_id is not None
-        return SyncRound(question, (process_id, self._in_place))
+        return SyncRound(question, (process_id, self.in_place))
 
     def offer(self, shapes: dict[str, tuple[int, ...]] | None) -> SyncOffer:
         """What the engine takes. `shapes` are those of tensors that may come in slices; None: whole ones must come."""
         wants = None
-        if shapes is not None and self._in_place and self.engine_info.num_workers > 1:
-            found = self._process.call("wants", shapes)
+        if shapes is not None and self.in_place and self.engine_info.num_workers > 1:
+            found = self.process.call("wants", shapes)
             wants = None if found is None else tuple(found)
         process_id = self.process_id
         assert process_id is not None
@@ -499,14 +510,14 @@ class GroupVLLMClient(VLLMClient):
             wants,
             self.engine_info.num_workers,
             process_id,
-            self._process.progress_path,
+            self.process.progress_path,
             self.options.call_timeout_s,
             self._threads_while_both_work,
         )
 
     def is_reading(self) -> bool:
         """Whether it still reads."""
-        return self._process.is_busy()
+        return self.process.is_busy()
 
     def look(self) -> None:
         """The trainer's side of the probe; all processes of the model take part."""
@@ -520,7 +531,7 @@ class GroupVLLMClient(VLLMClient):
         """
         self._prover.adopt(join_shards(parts), seconds)
         proof = self.verify()
-        self._is_synced = self._was_proven = True
+        self.is_synced = self._was_proven = True
         return proof
 
     def note(self, name: str, tensor: Any) -> None:
@@ -532,11 +543,11 @@ class GroupVLLMClient(VLLMClient):
         asked = self._question(prompts, request)
         self._begun = prompts, request, asked  # before what may fail: `end_drawing` may follow in any case
         if asked:
-            self._process.send("draw", *asked)
+            self.process.send("draw", *asked)
 
     def has_drawn(self, within_s: float) -> bool:
         """Whether `end_drawing` would not wait; waits a while for that."""
-        return self._begun is None or not self._begun[2] or self._process.has_answered(within_s)
+        return self._begun is None or not self._begun[2] or self.process.has_answered(within_s)
 
     def end_drawing(self) -> SampleOutput | None:
         """What was begun; None for no rows."""
@@ -545,10 +556,10 @@ class GroupVLLMClient(VLLMClient):
         if not asked:
             return None
         try:
-            drawn = self._process.answer()
+            drawn = self.process.answer()
         except Exception:  # requests may be left in it: the next call gets a new one
-            self._process.kill()
-            self._is_synced = False
+            self.process.kill()
+            self.is_synced = False
             raise
         self._deaths = 0
         return drawn

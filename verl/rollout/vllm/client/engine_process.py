@@ -246,7 +246,7 @@ class EngineProcess:
             is_killed_with_parent=True,
             stuck_s=None,  # `_look` has the limits
         )
-        atexit.register(self._leave)
+        atexit.register(self.leave)
         if timeout_s is not None:
             self._start_deadline, self._start_timeout_s = time.monotonic() + timeout_s, timeout_s
         try:
@@ -270,7 +270,7 @@ class EngineProcess:
 
     def send(self, method: str, *args: Any) -> None:
         """Begin a call; `answer` ends it."""
-        self._send(method, EngineCall(method, args))
+        self.send_message(method, EngineCall(method, args))
 
     def answer(self) -> Any:
         """The result of the call under way."""
@@ -298,7 +298,7 @@ class EngineProcess:
     def kill(self) -> None:
         """Kill the process and its children immediately, even if stopped, and remove their shared files.
         Idempotent."""
-        atexit.unregister(self._leave)
+        atexit.unregister(self.leave)
         child, self._child = self._child, None
         if child is not None:
             child.kill()
@@ -307,13 +307,14 @@ class EngineProcess:
             self._progress.close()
         self._progress = self._watch = None
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Exit hook: if the trainer ends without closing the engine, kill it and remove its files."""
         if os.getpid() == self._owner:  # and not where a fork of the trainer ends
             self.kill()
             self.files.remove()
 
-    def _send(self, method: str, message: Any) -> None:
+    def send_message(self, method: str, message: Any) -> None:
+        """Send what `method` takes; its answer is read with `answer`."""
         if self._child is None:
             raise EngineDied("The vLLM engine is not running.")
         self._ask(method, partial(self._child.channel.send, message))

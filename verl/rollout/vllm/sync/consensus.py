@@ -9,16 +9,13 @@ driver, which watches all of them, ends the run.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
-from verl.models.parallel_info import ParallelInfo
+from verl.models.parallel_info import ParallelInfo, meet
 
 T = TypeVar("T")
-LONGEST_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -67,30 +64,11 @@ def consensus(divided: ParallelInfo, part: Callable[[], T], may_repeat: Callable
         own: Any = part()
     except Exception as error:  # noqa: BLE001 - told to all
         own = RankFailure(divided.rank, error, may_repeat(error))
-    _meet(divided)
+    meet(divided)
     dist.all_gather_object(found, own)
     if failures := [value for value in found if isinstance(value, RankFailure)]:
         raise ConsensusFailed(failures)
     return found
-
-
-_MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # so far, by store
-
-
-def _meet(divided: ParallelInfo) -> None:
-    """Barrier over all processes of the model, without a time limit."""
-    import torch.distributed as dist
-
-    store = dist.distributed_c10d._get_default_store()
-    number = _MEETINGS[store] = _MEETINGS.get(store, 0) + 1
-    store.set(f"verl/meeting/{number}/{divided.rank}", "here")
-    everyone = [f"verl/meeting/{number}/{rank}" for rank in range(divided.mesh.size)]
-    look_s = 0.0005
-    while not store.check(everyone):
-        time.sleep(look_s)
-        look_s = min(2 * look_s, LONGEST_LOOK_S)
-    if number > 1:  # all have left that one, or they would not have come to this
-        store.delete_key(f"verl/meeting/{number - 1}/{divided.rank}")
 
 
 def among_siblings(divided: ParallelInfo, value: T) -> list[T]:

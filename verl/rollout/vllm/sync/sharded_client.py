@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +25,7 @@ from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.models.parallel_info import Autocast, ParallelInfo
 from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, RolloutEngine, SyncResult
+from verl.rollout.base import GenerationRequest, PlayEpisodes, RolloutEngine, SyncResult, TurnEngine, TurnLimits
 from verl.rollout.vllm.client.client import MIB, GroupVLLMClient, died_twice, rows_of
 from verl.rollout.vllm.client.engine_args import DIVIDED, dtype_of, gpu_name
 from verl.rollout.vllm.client.engine_process import EngineDied
@@ -56,6 +56,11 @@ def with_engine_group(divided: ParallelInfo, engine_size: int) -> ParallelInfo:
     size = max(engine_size, len(divided.siblings))
     if divided.device.type == "cpu" or size == len(divided.siblings):
         return divided
+    if divided.stage_group is not None:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size is {engine_size}: an engine beside pipeline stages spans at most the "
+            f"{len(divided.siblings)} GPUs of the processes that work on the same rows. Set it to at most that."
+        )
     if size % len(divided.siblings) or divided.mesh.size % size:
         raise ConfigError(
             f"rollout.tensor_parallel_size is {engine_size}: {divided.mesh.size} processes, of which "
@@ -87,11 +92,12 @@ class ShardedVLLMClient(RolloutEngine):
         if options.lora == "adapter" and hasattr(model, "peft_config"):
             raise ConfigError(f"rollout.lora is adapter, {DIVIDED}")
         self.options, self.divided = options, with_engine_group(model.divided, options.tensor_parallel_size)
-        self._num_same_rows = len(model.divided.siblings)  # ranks in a row that have the same prompts
+        self.num_same_rows = len(model.divided.siblings)  # ranks in a row that have the same prompts
         self._own_rows = slice(0, 0)  # of what its engine draws
         self._pad_id = tokenizer.pad_token_id
         self._begun: tuple[DataProto, GenerationRequest] | None = None
         self._drawn: SampleOutput | None = None
+        self._played: Sequence[DataProto] = []
         self._failure: Exception | None = None  # of beginning to draw
         self._times_broken = 0
         is_one_machine = len(set(among_siblings(self.divided, platform.node()))) == 1
@@ -124,12 +130,31 @@ class ShardedVLLMClient(RolloutEngine):
         self.begin(prompts, request)
         return self.finish()
 
+    def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
+        """See `RolloutEngine.turns`; within `play` alone, in the first process of each group."""
+        assert self.engine is not None
+        return self.engine.turns(request, limits)
+
+    def play(self, prompts: DataProto, play: PlayEpisodes) -> DataProto:
+        """See `RolloutEngine.play`. The first process of a group plays the episodes of all of it; if its engine died,
+        they are played again."""
+        self._load_if_needed()
+        parts = among_siblings(self.divided, prompts)[:: self.num_same_rows]
+        while True:
+            try:
+                self._agreed(lambda: self._play(parts, play))  # waits for the others without a time limit
+                break
+            except ConsensusFailed as failed:
+                self._mend(failed)
+            self.sync()
+        played, self._played = from_first(self.divided, self._played), []
+        return played[(self.divided.rank - self.divided.siblings[0]) // self.num_same_rows]
+
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Start generating; the engine's weights must not change until `finish`."""
         assert self._begun is None
-        if any(self._agreed(lambda: self.engine is not None and self.engine.needs_weights)):
-            self.sync()
-        prompts, self._own_rows = self._of_group(prompts, request.num_samples)
+        self._load_if_needed()
+        prompts, self._own_rows = self.of_group(prompts, request.num_samples)
         self._begin(prompts, request)
         self._begun = prompts, request
 
@@ -176,9 +201,18 @@ class ShardedVLLMClient(RolloutEngine):
             self.engine.close()
         self._planned.close()
 
-    def _of_group(self, prompts: DataProto, num_samples: int) -> tuple[DataProto, slice]:
+    def _load_if_needed(self) -> None:
+        if any(self._agreed(lambda: self.engine is not None and self.engine.needs_weights)):
+            self.sync()
+
+    def _play(self, parts: Sequence[DataProto], play: PlayEpisodes) -> None:
+        if self.engine is not None:
+            self._played = play(parts)
+            self.engine.has_played()
+
+    def of_group(self, prompts: DataProto, num_samples: int) -> tuple[DataProto, slice]:
         """The prompts of the engine of this process, and which of the resulting rows belong to this process."""
-        same, group = self._num_same_rows, self.divided.siblings
+        same, group = self.num_same_rows, self.divided.siblings
         if len(group) <= same:
             return prompts, slice(0, len(prompts) * num_samples)
         parts = among_siblings(self.divided, prompts)[::same]

@@ -30,7 +30,7 @@ from verl.rollout.vllm.sync.weight_transfer import (
     FeedAssignment,
     TransferInProgress,
     WeightTransfer,
-    feed_assignments,
+    assigned,
     may_be_sliced,
 )
 from verl.utils.progress import Progress, ProgressWatch
@@ -250,12 +250,12 @@ class WeightSync:
         may_repeat: Callable[[Exception], bool],
     ):
         self.model, self.engine, self.dtype, self.autocast = model, engine, dtype, autocast
-        self.divided, self._chunk_bytes, self._may_repeat = divided, chunk_bytes, may_repeat
+        self.divided, self.chunk_bytes, self._may_repeat = divided, chunk_bytes, may_repeat
         self._sideways = sideways_names(model)
         self._may_slice = may_slice
-        self._stream: StreamWriter | None = None
+        self.stream: StreamWriter | None = None
         self._known: tuple[list[WantedSlices], WeightTransfer] | None = None
-        self._connection: _RankConnection | None = None
+        self.connection: _RankConnection | None = None
 
     def run(self) -> SyncResult:
         """Load the current weights into all engines and verify them.
@@ -266,12 +266,12 @@ class WeightSync:
         weights = list(weights_of(self.model))
         rounds = consensus(self.divided, self._begin, self._may_repeat)
         key = tuple(None if one is None else one.engine for one in rounds), tuple(w.name for w in weights)
-        if self._connection is None or self._connection.key != key:
-            self._connection = None
-            self._connection = self.connect(key, weights)
+        if self.connection is None or self.connection.key != key:
+            self.connection = None
+            self.connection = self.connect(key, weights)
         leader = rounds[self.divided.siblings[0]]
         assert leader is not None
-        made = self._connection
+        made = self.connection
         part = RankSync(
             self.model, self.engine, self.autocast, weights, made.offer, leader.question, made.share, made.delivery,
             made.stream, made.feeds,
@@ -282,10 +282,10 @@ class WeightSync:
 
     def connect(self, key: tuple[Any, ...], weights: Sequence[NamedWeight]) -> _RankConnection:
         """Agree on layouts and handles with engines that were restarted or changed their way of loading."""
-        offers = consensus(self.divided, lambda: self._offer(weights), self._may_repeat)
-        shares = self._shares(offers, weights)
         siblings = self.divided.siblings
-        offer, delivery = offers[siblings[0]], self._delivery([share.wanted for share in shares], weights)
+        offers = consensus(self.divided, lambda: (siblings, self._offer(weights)), self._may_repeat)
+        shares = assigned(offers, weights, self.dtype, self.chunk_bytes)
+        (_, offer), delivery = offers[siblings[0]], self._delivery([share.wanted for share in shares], weights)
         assert offer is not None
         stream, feeds, readers = self._opened([shares[rank] for rank in siblings], offer)
         return _RankConnection(key, offer, shares[self.divided.rank], delivery, stream, feeds, readers)
@@ -300,16 +300,16 @@ class WeightSync:
 
     def close(self) -> None:
         """Give the memory of the stream back."""
-        self._connection = None
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        self.connection = None
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
 
     def _begin(self) -> SyncRound | None:
         """The siblings' information about this sync; readers may open this process's stream once all ranks have it."""
         found = None if self.engine is None else self.engine.begin_sync()
-        if self._connection is not None and self._connection.stream is not None:
-            self._connection.stream.begin(self._connection.num_readers)
+        if self.connection is not None and self.connection.stream is not None:
+            self.connection.stream.begin(self.connection.num_readers)
         return found
 
     def _offer(self, weights: Sequence[NamedWeight]) -> SyncOffer | None:
@@ -317,14 +317,6 @@ class WeightSync:
             return None
         in_slices = len(self.divided.siblings) > 1 and self._may_slice and may_be_sliced(weights)
         return self.engine.offer({w.name: tuple(w.shape) for w in weights} if in_slices else None)
-
-    def _shares(self, offers: Sequence[SyncOffer | None], weights: Sequence[NamedWeight]) -> list[FeedAssignment]:
-        """Feed assignments of all ranks; the siblings of a leader come after it."""
-        shares: list[FeedAssignment] = []
-        for offer in offers:
-            if offer is not None:
-                shares += feed_assignments(offer, weights, len(self.divided.siblings), self.dtype, self._chunk_bytes)
-        return shares
 
     def _delivery(self, wants: list[WantedSlices], weights: Sequence[NamedWeight]) -> WeightTransfer:
         """The transfer plan, created at the first sync and again if engines need other slices."""
@@ -338,10 +330,10 @@ class WeightSync:
     ) -> tuple[StreamWriter | None, list[FeedPlan], int]:
         """This process's stream, if it feeds an engine; what each worker of its engine reads; readers of the stream."""
         mine = shares[self.divided.siblings.index(self.divided.rank)]
-        if mine.chunks and (self._stream is None or self._stream.chunk_bytes < mine.chunk_bytes):
+        if mine.chunks and (self.stream is None or self.stream.chunk_bytes < mine.chunk_bytes):
             self.close()
-            self._stream = StreamWriter(mine.chunk_bytes, offer.num_workers, self.divided.device)
-        stream = self._stream if mine.chunks else None
+            self.stream = StreamWriter(mine.chunk_bytes, offer.num_workers, self.divided.device)
+        stream = self.stream if mine.chunks else None
         if stream is not None:
             stream.begin(len(mine.readers))
         handles = among_siblings(self.divided, None if stream is None else stream.handle)

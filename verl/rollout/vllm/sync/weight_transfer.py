@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from verl.models.parallel_info import ParallelInfo
+from verl.resharding.dtensor import is_elsewhere
 from verl.resharding.execute import LIMIT_BYTES, reshard
 from verl.resharding.layout import Box, Layout, TensorLayout
 from verl.resharding.plan import Plan, gathering_volume, reshard_plan
@@ -72,6 +73,8 @@ class WeightTransfer:
         for bucket in self._buckets:
             held = {}
             for name in bucket.source.tensors:
+                if is_elsewhere(sources[name].tensor):
+                    continue
                 own = self.divided.local(sources[name].present()).to(device, self.dtype)  # all ranks, in one order
                 if bucket.source.holds(rank, name) is not None:
                     held[name] = own
@@ -177,6 +180,25 @@ class _SizedSlice:
 def may_be_sliced(weights: Iterable[NamedWeight]) -> bool:
     """Whether the sent tensors are vectors and matrices of the running model, one to one."""
     return all(weight.form is None and len(weight.shape) <= 2 for weight in weights)
+
+
+def assigned(
+    offers: Sequence[tuple[tuple[int, ...], SyncOffer | None]],
+    weights: Sequence[NamedWeight],
+    dtype: torch.dtype,
+    chunk_bytes: int,
+) -> list[FeedAssignment]:
+    """The feed assignments of all ranks.
+
+    Args:
+        offers: of each rank, its siblings and what the engine that it leads takes; None if it leads none.
+    """
+    found: dict[int, FeedAssignment] = {}
+    for siblings, offer in offers:
+        if offer is not None:
+            shares = feed_assignments(offer, weights, len(siblings), dtype, chunk_bytes)
+            found |= zip(siblings, shares, strict=True)
+    return [found[rank] for rank in range(len(offers))]
 
 
 def feed_assignments(
