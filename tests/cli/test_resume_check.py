@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from cli.small_runs import small_run
@@ -107,8 +109,8 @@ class World:{recovery}
 @pytest.mark.parametrize(
     ("recovery", "status", "told"),
     [
-        ("stateless", 0, "reused, 0 replayed, 0 restarted"),
-        ("deterministic", 0, "0 reused, "),
+        ("stateless", 0, r"journal: [1-9]\d* reused, \d+ replayed, 0 restarted"),
+        ("deterministic", 0, r"journal: 0 reused, [1-9]\d* replayed, 0 restarted"),
         ("restart", 2, "episodes were begun anew: recovery of their environment is restart"),
     ],
 )
@@ -123,7 +125,7 @@ def test_a_run_killed_inside_of_its_episodes_comes_back_to_the_same_tokens(recov
     result = runner.invoke(app, ["resume-check", "--in-episode", "--steps", "2", *given, *environment])
     assert result.exit_code == status, result.output
     assert "killed in the episodes of step 2, after " in result.output
-    assert told in result.output
+    assert re.search(told, result.output)
     if status == 0:
         assert "are equal bit by bit" in result.output
 

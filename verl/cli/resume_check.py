@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 TAIL_LINES = 25
 LOOK_EVERY_S = 0.5
 KILL_LOOK_EVERY_S = 0.002
-KILLS = 4  # attempts to hit a run inside of its episodes
+KILL_AFTER = (0.7, 0.5, 0.3, 0.1)  # share of the answers in a step's journal; the next one if the kill came too late
 END_TIMEOUT_S = 20.0  # for an interrupted run
 
 
@@ -360,10 +360,10 @@ class ResumeCheck:
                 f"--in-episode: the run keeps no journal of the episodes of step {step}. It needs an environment that "
                 "has one (not none, nor agent_program), and environment.journal=true."
             )
-        for number in range(1, KILLS + 1):
+        for share in KILL_AFTER:
             for left in ("interrupted", "stopped_checkpoints"):
                 shutil.rmtree(self.legs.directory / left, ignore_errors=True)
-            watch = _JournalWatch(self.legs.directory / "stopped_checkpoints", step, max(1, answers // 2**number))
+            watch = _JournalWatch(self.legs.directory / "stopped_checkpoints", step, max(1, int(share * answers)))
             saves = [f"checkpoint.save_interval={self.stop_after}", f"trainer.stop_after={step}"]
             self.legs.run("interrupted", "stopped", saves, kill_when=watch)
             found = self._answers("stopped", step)
@@ -372,7 +372,7 @@ class ResumeCheck:
                     raise RunFailed(f"the interrupted run was killed before step {self.stop_after} was saved.")
                 self.legs.tell(f"  killed in the episodes of step {step}, after {found} of {answers} answers")
                 return
-        raise RunFailed(f"the episodes of step {step} were over before a kill came, {KILLS} times.")
+        raise RunFailed(f"the episodes of step {step} were over before a kill came, {len(KILL_AFTER)} times.")
 
     def _answers(self, saved_in: str, step: int) -> int:
         """Answers of environments that the journal has of a step of training."""
@@ -499,7 +499,7 @@ def resume_check(
 ) -> None:
     """Compare N uninterrupted steps with k steps, a stop, a resume and N - k steps, and print the first difference.
 
-    With --in-episode, the second run is killed inside of the episodes of step k + 1, and resumed from their journal.
+    With --in-episode the second run is killed during the episodes of step k + 1, and resumed from their journal.
 
     With --topology a run is resumed under a chain of layouts: each must load exactly what the one before it saved.
     """

@@ -87,8 +87,8 @@ def _last_sampled() -> Path:
     dumps = [path for top in ("outputs", "multirun") for path in Path(top).glob("**/samples/step_*.jsonl")]
     if not dumps:
         raise ConfigError(
-            "RUN is 'latest': no run below outputs/ or multirun/ has dumped samples. Give the directory of a run. Runs "
-            "dump them when they evaluate, which needs held-out rows (data.eval_files) and trainer.sample_rows."
+            "RUN is 'latest': no run below outputs/ or multirun/ has samples. Give the directory of a run. Runs "
+            "write them when they evaluate, which needs held-out rows (data.eval_files) and trainer.sample_rows."
         )
     return max(dumps, key=lambda path: path.stat().st_mtime_ns).parents[1]
 
