@@ -157,7 +157,7 @@ def test_no_prompts_give_no_rows(engines):
 
 
 def test_a_prompt_that_leaves_no_room_for_the_response_is_refused_with_the_numbers(engines):
-    with refusal("max_new_tokens"):
+    with refusal("rollout.max_new_tokens"):
         engines(max_new_tokens=200)
 
 
