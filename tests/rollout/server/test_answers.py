@@ -43,7 +43,7 @@ def refusing(dir32, model32, prompts) -> Iterator[Callable[..., None]]:
 
         def refuses(protocol: str, changed: Callable[[Any], Any], why: str) -> None:
             change[0] = changed
-            told = r"gives no response to prompt \d, sample \d, asked \d times: "
+            told = r"gives no response to prompt \d, sample \d, sent \d times: "
             with pytest.raises(RolloutError, match=told) as refused:
                 actors[protocol].generate(prompts("1+2=", "9-"), GenerationRequest(0))
             assert why in str(refused.value)

@@ -147,7 +147,7 @@ def test_a_response_that_stays_away_ends_the_step_with_its_prompt_and_sample(cha
         return answer
 
     actor = attached(speaker, post)
-    with pytest.raises(RolloutError, match=r"gives no response to prompt \d, sample \d, asked \d times: ") as refused:
+    with pytest.raises(RolloutError, match=r"gives no response to prompt \d, sample \d, sent \d times: ") as refused:
         actor.generate(prompts(), GenerationRequest(0, 2))
     assert why in str(refused.value)
 
