@@ -162,7 +162,7 @@ def test_a_cache_of_null_takes_what_is_left_and_no_more_than_rows_can_fill():
 
 
 def test_memory_that_does_not_hold_one_row_is_refused_with_all_numbers():
-    with refusal("kv_cache_gib"):
+    with refusal("rollout.kv_cache_gib"):
         cache_bytes(ROLLOUT, engine_shape(ROLLOUT, llama_8b(), torch.bfloat16), BUSY, 62 * GIB)
 
 
