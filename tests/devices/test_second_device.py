@@ -13,12 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def said_of(out, *words):
     """What each check said. A backend of torch stays in its process for good, so they have one of their own."""
-    out = tmp_path_factory.mktemp("second_device") / "found"
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("second_device.py")), str(out)],
+        [sys.executable, str(Path(__file__).with_name("second_device.py")), str(out), *words],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
         capture_output=True,
         text=True,
@@ -28,13 +26,20 @@ def found(tmp_path_factory):
     return json.loads(out.read_text())
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return said_of(tmp_path_factory.mktemp("second_device") / "found")
+
+
 @pytest.mark.parametrize("weights", ["on the device", "offloaded"])
 def test_packing_log_probs_two_syncs_and_the_probe_run_on_a_device_of_their_own(found, weights):
     assert len(found[weights]) == 11
     assert {name: wrong for name, wrong in found[weights].items() if wrong} == {}
 
 
-def test_planted_faults_are_seen(found):
+@pytest.mark.exhaustive
+def test_planted_faults_are_seen(tmp_path):
+    found = said_of(tmp_path / "found", "planted")
     kept = found["planted: the probe keeps what it gathers"]
     wrong = {name for name, said in kept.items() if said}
     assert wrong == {"nothing stays gathered, first", "nothing stays gathered, second"}

@@ -62,8 +62,10 @@ def micro_batches_of(rows, role):
     return len(list(cut_into_micro_batches(rows, role.engine.micro_batch_tokens, role.engine.paths(rows))))
 
 
-@pytest.mark.parametrize("packing", ["auto", "off"])
-@pytest.mark.parametrize("role", ["actor", "critic"])
+OTHERS = [pytest.param("critic", "off", marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize(("role", "packing"), [("actor", "auto"), ("actor", "off"), ("critic", "auto"), *OTHERS])
 def test_an_update_waits_for_the_device_as_often_with_many_micro_batches_as_with_one(role, packing, prompts, pretended):
     start = start_actor if role == "actor" else start_critic
     found, numbers = {}, {}
@@ -113,7 +115,10 @@ def test_the_counter_sees_what_waits():
     assert syncs.counts == {"item": 2, "tolist": 1, "boolean index": 1, "nonzero": 1}
 
 
-@pytest.mark.parametrize("options", [{}, {"min_new_tokens": 4}, {"top_k": 5}], ids=str)
+ALSO = [pytest.param(options, marks=pytest.mark.exhaustive) for options in ({}, {"top_k": 5})]
+
+
+@pytest.mark.parametrize("options", [{"min_new_tokens": 4}, *ALSO], ids=str)
 def test_a_token_of_our_own_decode_loop_waits_once(options, prompts, pretended, monkeypatch):
     monkeypatch.setattr(sampling, "inverse_cdf", inverse_cdf_by_blocks)
     monkeypatch.setattr("verl.rollout.token_sampler.inverse_cdf", inverse_cdf_by_blocks)  # as on a GPU

@@ -21,7 +21,8 @@ from verl.protocol import DataProto
 from verl.rollout.hf import HFRollout
 from verl.trainer.plan.activations import LiveBytes, trace_activations
 from verl.trainer.plan.devices import DEVICES, device_named
-from verl.trainer.plan.memory_estimate import GIB
+from verl.trainer.plan.memory import micro_batch_limit
+from verl.trainer.plan.memory_estimate import GIB, estimate_sft
 from verl.trainer.plan.run_plan import plan_run
 from verl.trainer.plan.step_time import active_parameters
 
@@ -230,6 +231,14 @@ def test_experts_with_twice_their_share_of_the_tokens_take_what_twice_as_many_fo
     assert "With twice the balanced load on its experts update actor takes" in "\n".join(plan.lines())
     whole = run_of("actor=pretrained", f"actor.model.path={tmp_path / '2'}", *sizes[:2], "++data.max_prompt_length=16")
     assert not plan_run(whole, device_named("h100")).memory.unbalanced  # one process has all experts
+
+
+def test_processes_that_share_layers_have_all_rows_of_their_share_in_fine_tuning():
+    limits = {}
+    for sharding in ("fsdp", "tp", "pp"):
+        run = validate(compose_root("sft", [f"sharding={sharding}", "trainer.n_gpus_per_node=2"]))
+        limits[sharding] = micro_batch_limit(run, estimate_sft(run).roles[0])
+    assert limits["tp"] == limits["pp"] == 2 * limits["fsdp"]
 
 
 def test_batch_arithmetic_names_every_remainder():
