@@ -37,7 +37,7 @@ def _children_of(parent: int, module: bytes) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

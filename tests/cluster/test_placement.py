@@ -86,6 +86,7 @@ def test_roles_on_devices_of_their_own_train_what_one_process_does(model64, tmp_
     assert {file.parent.name for file in (tmp_path / "mesh/workers").rglob("*.log")} == {"actor_reference", "critic_rm"}
 
 
+@pytest.mark.exhaustive
 @needs_two_cores
 def test_the_trainer_of_scripts_takes_a_mesh_and_its_process_keeps_to_the_core_of_the_device(dir32, tmp_path):
     overrides = ["actor=pretrained", f"actor.model.path={dir32}", "algorithm=grpo", "trainer.total_steps=1"]

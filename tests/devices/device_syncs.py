@@ -70,7 +70,7 @@ class DeviceSyncs(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Copies to main memory: on a CPU they are no operations."""
+    """Copies to main memory: on a CPU they are not operations."""
 
     def __init__(self, syncs: DeviceSyncs) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ FAULTS = {
     "dies": ("the process dies", "terminated", "dropped", "has ended"),
     "hangs": ("hangs in `step`", "timeout", "timeout", ""),
     "raises": ("raises", "terminated", "dropped", "ValueError: a bug of the environment"),
-    "bad json": ("a reply that is no JSON", "terminated", "dropped", "no JSON"),
+    "bad json": ("a reply that is not JSON", "terminated", "dropped", "not JSON"),
     "answers twice": ("a second reply, to a call that was not made", "terminated", "terminated", ""),
     "answers late": ("a late reply, to a call that was answered", "terminated", "terminated", ""),
     "returns 100 MB": ("returns 100 MB", "terminated", "dropped", "the answer has 95 MiB, and 8 may pass"),

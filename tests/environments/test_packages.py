@@ -68,7 +68,7 @@ def test_an_environment_of_gymnasium_is_trained_with(tmp_path):
     steps, records = trained(tmp_path, [*overrides, "environment.max_turns=4"], python)
     assert {record["end"] for record in records} <= {"terminated", "truncated", "turns"}
     answers = [turn["observation"] or "" for record in records for turn in record["turns"]]
-    assert any("expected an action of Discrete(4)" in text for text in answers)  # what was no number
+    assert any("expected an action of Discrete(4)" in text for text in answers)  # what was not a number
     assert any("FFF" in text for text in answers) or steps[-1]["episode/turns"] == 4
 
 

@@ -196,7 +196,7 @@ def serve() -> None:
     """Fork and wait as asked, until the test hangs up."""
     gc.disable()
     _import_everything()
-    gc.freeze()  # what was imported is no garbage of a child's, and need not be copied for it
+    gc.freeze()  # what was imported is not garbage of the child, and need not be copied for it
     _tell({"threads": len(os.listdir("/proc/self/task"))})
     for line in sys.stdin:
         order = json.loads(line)

@@ -317,7 +317,7 @@ def test_a_link_in_place_of_a_file_or_of_a_checkpoint_takes_nothing_outside_alon
     os.symlink(outside / "kept", weights)
     for command in COMMANDS:
         ends_in_words(*command, copied)
-    assert "it is no regular file" in ends_in_words("verify", copied)
+    assert "it is not a regular file" in ends_in_words("verify", copied)
     ends_in_words("gc", copied, "--keep-last-n", "1")
     CheckpointStore(copied, run_id="later").remove_leftovers()
     assert (outside / "kept").read_text() == "mine"
@@ -325,5 +325,5 @@ def test_a_link_in_place_of_a_file_or_of_a_checkpoint_takes_nothing_outside_alon
 
 def test_parsing_says_what_is_wrong_and_never_how_python_fails():
     for data in (b"", b"{", b"[" * 10**5, b"\xff", b"1" * 10**5):
-        with pytest.raises(ExternalInputError, match="it is no JSON"):
+        with pytest.raises(ExternalInputError, match="it is not JSON"):
             parse_json(data)

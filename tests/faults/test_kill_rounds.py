@@ -126,7 +126,8 @@ def stop_for_a_while(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(("rounds", "seed"), [(3, 1), pytest.param(200, 2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # test_cuts.py cuts a run in `make test`, test_killed_episodes.py kills one
+@pytest.mark.parametrize(("rounds", "seed"), [(3, 1), (200, 2)])
 def test_a_training_killed_in_many_rounds_is_the_one_that_was_never_killed(
     rounds, seed, server, dir32, whole, base, record_property
 ):

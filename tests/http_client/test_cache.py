@@ -82,7 +82,7 @@ def test_the_oldest_answers_make_room(tmp_path):
 
 
 def test_a_damaged_file_is_told_once_and_costs_nothing_else(tmp_path, caplog):
-    (tmp_path / NAME).write_bytes(b"this is no database" * 1000)
+    (tmp_path / NAME).write_bytes(b"this is not a database" * 1000)
     cache = AnswerCache(tmp_path, max_gib=1.0)
     cache.put("a", "1")
     assert cache.find(["a"]) == {}

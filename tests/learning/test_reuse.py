@@ -55,6 +55,7 @@ def drawn_until_learned(course: str, seed: int, directory: Path) -> int:
     return int(sum(drawn)) + 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.learning
 def test_old_rows_save_responses_against_one_pass_and_cost_none_against_two(tmp_path):
     drawn = {

@@ -130,7 +130,7 @@ def test_router_replay_is_refused_where_it_was_not_tried(tmp_path, model64):
         with refusal("rollout.router_replay"):
             ppo_run(model, GRPO_ALGORITHM, group_size=3, rollout=rollout, sharding=sharding, n_gpus_per_node=2)
     served = ServerRollout(endpoint=Endpoint(base_url="http://localhost:1"), max_new_tokens=6)
-    with refusal("rollout.weights", "rollout"):
+    with refusal("rollout"):
         ppo_run(model, GRPO_ALGORITHM, group_size=3, rollout=served, sharding=Parallel(ep=2), n_gpus_per_node=2)
     with refusal("router_replay"):
         ScriptedRollout(texts=("1",), router_replay=True)

@@ -322,7 +322,7 @@ def test_a_copy_has_memory_and_facts_of_its_own_and_requires_gradients_where_its
     assert deep["x"].data_ptr() != data["x"].data_ptr()
 
 
-# What is no field, and no index
+# What is not a field, and no index
 
 
 def test_tensors_that_are_no_rows_of_numbers_are_refused_when_a_batch_is_made():

@@ -61,8 +61,8 @@ class OwnEngine(RolloutEngine):
         ({"log_prob": -math.inf}, "has the log-prob -inf, one that is not finite"),
         ({"log_prob": -9999.0}, "has the log-prob -9999: that is written in place of a probability of zero"),
         ({"log_prob": 0.5}, "has the log-prob 0.500: above 0 it is none"),
-        ({"token": 10**6}, "id 1000000, is no token: the model knows 0 to"),
-        ({"token": -100}, "id -100, is no token"),
+        ({"token": 10**6}, "id 1000000, is not a token: the model knows 0 to"),
+        ({"token": -100}, "id -100, is not a token"),
     ],
 )
 def test_an_engine_of_the_users_own_is_refused_with_prompt_sample_and_token(

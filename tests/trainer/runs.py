@@ -93,7 +93,7 @@ def ppo_run(
     lr: float = 3e-3,
     **parts: Any,
 ) -> PPORun:
-    """A run of 8 prompts; `parts` that are no part of a run are settings of its trainer."""
+    """A run of 8 prompts; `parts` that are not part of a run are settings of its trainer."""
     trained = {"model": model, "optimizer": AdamW(lr=lr, schedule="linear"), "micro_batch_tokens": micro_batch_tokens}
     described: dict[str, Any] = {
         "actor": Actor(**trained),

@@ -38,6 +38,7 @@ def test_a_role_that_is_not_used_in_ray_stays_in_this_process_and_the_others_mov
     assert all_gone(pids)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("ray_here")
 def test_a_trainer_of_a_script_goes_on_after_a_loss_too(dir32, monkeypatch):
     submit, killed = RayWorkerGroup.submit, []

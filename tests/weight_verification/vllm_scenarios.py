@@ -252,7 +252,7 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         from verl.rollout.vllm.server import engine_server  # noqa: F401 - all of vLLM
 
-        gc.freeze()  # what was imported is no garbage of an engine
+        gc.freeze()  # what was imported is not garbage of the engine
         found = {argument: outcomes(*argument.split(":")) for argument in sys.argv[1:]}
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()

@@ -135,7 +135,7 @@ class CISPO(PolicyLoss):
     Stats per token: as of PPOClip, but `clip_fraction` is 1 where the weight was clipped, which keeps its gradient.
 
     Args:
-        clip_low: how far the weight may fall below 1, in [0, 1]; 1 is no bound.
+        clip_low: how far the weight may fall below 1, in [0, 1]; 1 is not a bound.
         clip_high: how far it may rise above 1, at least 0.
     Raises:
         ConfigError: a bound outside its range.

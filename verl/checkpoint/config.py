@@ -98,7 +98,7 @@ class Checkpointing(Description):
 
     def faults(self) -> Iterator[str]:
         if self.save_dir is not None and Path(self.save_dir).exists() and not Path(self.save_dir).is_dir():
-            yield f"save_dir is {self.save_dir!r}: it is no directory."
+            yield f"save_dir is {self.save_dir!r}: it is not a directory."
         yield from self._cold_faults()
         yield from self._incremental_faults()
 

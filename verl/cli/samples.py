@@ -102,7 +102,7 @@ def within(option: str, text: str, value_of: Callable[[DumpedSample], float | No
     """Make a test from a range such as `0.5:1`, `0.5:`, `:1` or `1`; a row without the value fails it.
 
     Raises:
-        ConfigError: the text is no range.
+        ConfigError: the text is not a range.
     """
     low, colon, high = text.partition(":")
     try:
@@ -215,7 +215,7 @@ function passes(row, asked) {
 }
 
 function compare(left, right, falls) {
-  const rank = (value) => value === null ? 2 : typeof value === "number" ? 0 : 1;  // what is no number comes after them
+  const rank = (value) => value === null ? 2 : typeof value === "number" ? 0 : 1;  // what is not a number comes after them
   if (left === right || rank(left) !== rank(right)) return rank(left) - rank(right);
   return (left < right ? -1 : 1) * (falls ? -1 : 1);
 }

@@ -126,7 +126,7 @@ class TranslatedOverride:
 
 
 def translate(root: str, key: str, value: Any, chosen: set[str]) -> TranslatedOverride | None:
-    """Translate `key=value`; None if the key is no alias.
+    """Translate `key=value`; None if the key is not an alias.
 
     Args:
         root: `ppo` or `sft`.

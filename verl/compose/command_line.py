@@ -243,7 +243,7 @@ def _no_flag(argument: str) -> str:
 
 
 def _not_assigned(root: str, word: str) -> str | None:
-    """The fault of a word that is no assignment; None if Hydra may accept it."""
+    """The fault of a word that is not an assignment; None if Hydra may accept it."""
     if word.startswith("~"):
         key = word[1:].partition("=")[0]
         top, keys = re.split(r"[.@]", key, maxsplit=1)[0], root_keys(root)

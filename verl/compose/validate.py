@@ -206,7 +206,7 @@ class _Validation:
         return made if sound else UNSOUND
 
     def _with_other_keys(self, kind: type[Description], into: str, given: dict[str, Any], path: str) -> dict[str, Any]:
-        """Move components under keys that are no fields into the field that collects them; null removes one."""
+        """Move components under keys that are not fields into the field that collects them; null removes one."""
         own, others = given.get(into) or {}, [key for key in given if key not in field_types(kind)]
         taken = {key: given[key] for key in others if given[key] is None or _is_component(given[key])}
         if not taken or not isinstance(own, dict):

@@ -167,7 +167,7 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
 
 
 def messages_fault(messages: Any) -> str | None:
-    """What was expected instead of a value that is no list of chat messages; None if it is one."""
+    """What was expected instead of a value that is not a list of chat messages; None if it is one."""
     if not isinstance(messages, (list, tuple)) or not messages:
         return "a list of chat messages"
     for message in messages:

@@ -128,7 +128,7 @@ class DataRows:
 
 
 def file_faults(name: str, files: Sequence[str | Path]) -> Iterator[str]:
-    """Yield a sentence for each path that is no data file, beginning with `name[index]`."""
+    """Yield a sentence for each path that is not a data file, beginning with `name[index]`."""
     for index, file in enumerate(files):
         path, seen = Path(file), f"{name}[{index}] is {str(file)!r}"
         if path.suffix not in FILE_TYPES:

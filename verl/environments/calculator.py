@@ -30,7 +30,7 @@ def calculate(expression: str, max_digits: int = 12) -> str:
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body, max_digits)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ToolError(f"{expression[:40]!r} is no sum, difference or product of whole numbers") from error
+        raise ToolError(f"{expression[:40]!r} is not a sum, difference or product of whole numbers") from error
     return str(value)
 
 

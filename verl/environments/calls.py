@@ -159,7 +159,7 @@ class _Call:
         """The result where the method returned this.
 
         Raises:
-            InfraError: it is no answer.
+            InfraError: it is not an answer.
         """
         return self.result("ok", as_step_result(found) if self.name == "step" else as_observation(found))
 

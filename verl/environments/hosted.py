@@ -159,7 +159,7 @@ class Host:
             why = (
                 f"a reply of the environment exceeds {MAX_LINE >> 20} MiB"
                 if too_long
-                else f"a reply of the environment is no JSON ({error})"
+                else f"a reply of the environment is not JSON ({error})"
             )
         except (KeyError, TypeError) as error:
             why = f"a reply of the environment has no {error}"

@@ -146,7 +146,7 @@ class _Server(EnvironmentFactory):
         return call
 
     async def _called(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        # A part of the call's time, so that a server that is gone is no time-out, which would be the model's.
+        # A part of the call's time, so that a server that is gone is not a time-out, which would be the model's.
         connecting_s = min(self.options.reset_timeout_s, 0.8 * self.options.step_timeout_s)
         for is_last in (False, True):
             connection = await self._connected(connecting_s)

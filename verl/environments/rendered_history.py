@@ -40,7 +40,7 @@ class ConversationRenderer:
         """Check that the conversation of a row is rendered as its prompt was.
 
         Raises:
-            ConfigError: the prompt is no chat, or was cut, or rendered otherwise.
+            ConfigError: the prompt is not a chat, or was cut, or rendered otherwise.
         """
         messages, where = row.get("prompt_messages"), f"prompt {row.get('prompt_id')}"
         if messages is None:

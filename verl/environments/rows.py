@@ -111,7 +111,7 @@ def rows_of_samples(
     """Rows of episodes of several samples each.
 
     Every episode gets as many rows as that with the most, since the rows of several processes are joined by their
-    number: those that are no part of any have -1 as `episode_tokens`, and `kept_rows` leaves them out.
+    number: those that are not part of any have -1 as `episode_tokens`, and `kept_rows` leaves them out.
 
     Args:
         samples: of each episode, in the order of `prompts`, `request.num_samples` for each.

@@ -116,7 +116,7 @@ def _of_json(body: str, key: str, tools: Mapping[str, Sequence[str]]) -> ToolCal
         try:
             arguments = json.loads(arguments)
         except ValueError as error:
-            return ParseFault(body, f"{key} are no JSON ({error})")
+            return ParseFault(body, f"{key} are not JSON ({error})")
     if not isinstance(arguments, dict):
         return ParseFault(body, f"expected an object as {key}")
     return _known(call["name"], arguments, body, tools)

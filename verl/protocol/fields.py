@@ -148,7 +148,7 @@ def check_rows(name: str, rows: int, bound: Bound, sources: Mapping[str, Source]
     """Check and bind B for a column of Python objects, which may not take the name of a registered field."""
     _check_name(name, sources)
     if name in TABLE:
-        raise contract_error(name, f"a tensor {TABLE[name].shape}", "a column that is no tensor", sources.get(name))
+        raise contract_error(name, f"a tensor {TABLE[name].shape}", "a column that is not a tensor", sources.get(name))
     if bound.setdefault("B", (rows, name))[0] != rows:
         raise _size_error(name, ("B",), "B", [rows], bound, sources)
 
@@ -195,7 +195,9 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _hint(value: Any) -> str:
-    return " (a column that is no tensor belongs in non_tensors)" if type(value).__name__ in ("ndarray", "list") else ""
+    return (
+        " (a column that is not a tensor belongs in non_tensors)" if type(value).__name__ in ("ndarray", "list") else ""
+    )
 
 
 def _add(

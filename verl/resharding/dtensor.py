@@ -50,7 +50,7 @@ def mesh_dims(x: Tensor) -> tuple[str, ...]:
 
 
 def tensor_layout(x: Tensor) -> TensorLayout:
-    """How a tensor is divided; one that is no DTensor is whole everywhere."""
+    """How a tensor is divided; one that is not a DTensor is whole everywhere."""
     shape, itemsize, stage = tuple(x.shape), x.element_size(), getattr(x, "pipeline_stage", None)
     if not is_divided(x):
         return TensorLayout(shape=shape, stage=stage, itemsize=itemsize)

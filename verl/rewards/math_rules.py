@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 MARK = "####"
-_MAX_DIGITS = 300  # longer numbers are no answers, and parsing them takes quadratic time
+_MAX_DIGITS = 300  # longer numbers are not answers, and parsing them takes quadratic time
 
 
 def gsm8k_score(

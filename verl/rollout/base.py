@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 
 ALONE = BuildContext()
 DRAWN = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
-LARGEST_LOG_PROB = 1e-3  # nats above 0 that are put down to rounding; more is no log-prob
+LARGEST_LOG_PROB = 1e-3  # nats above 0 that are put down to rounding; more is not a log-prob
 PLACEHOLDER = -9000.0  # nats: values at or below are minus infinity, such as -9999 of vLLM
 
 
@@ -387,7 +387,7 @@ def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> No
         row, place = is_wrong.nonzero()[0].tolist()
         known = "no id is negative" if num_tokens is None else f"the model knows 0 to {num_tokens - 1}"
         raise RolloutError(
-            f"{_of_token(rows, row, place)} is no token: {known}. {_count(is_wrong, mask)} Does the engine run with "
+            f"{_of_token(rows, row, place)} is not a token: {known}. {_count(is_wrong, mask)} Does the engine run with "
             "the actor's tokenizer?"
         )
 

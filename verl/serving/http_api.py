@@ -198,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = json.loads(content)
         except ValueError as error:
-            self._refuse(400, f"the body is no JSON ({error})")
+            self._refuse(400, f"the body is not JSON ({error})")
             return
         try:
             self._send(200, self.server.complete(body, session))

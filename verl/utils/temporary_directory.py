@@ -48,7 +48,7 @@ def unwritable(directory: Path) -> str | None:
     try:
         there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
         if not there.is_dir():
-            return f"{there} is no directory"
+            return f"{there} is not a directory"
         with tempfile.TemporaryFile(dir=there):
             return None
     except OSError as error:

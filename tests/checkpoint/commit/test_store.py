@@ -148,7 +148,7 @@ def test_a_file_that_nobody_reports_or_that_changed_stops_the_commit(store):
 WRONG = {
     "beyond the end of its file": ({"offset": 1}, r"a: a slice reaches over its end \(in c/t\)"),
     "in a file that is not there": ({"file": "b"}, r"b: a slice reaches over its end \(in c/t\)"),
-    "under a key of a file without keys": ({"key": "t"}, r"a: it is no safetensors file \(in c/t\)"),
+    "under a key of a file without keys": ({"key": "t"}, r"a: it is not a safetensors file \(in c/t\)"),
 }
 
 

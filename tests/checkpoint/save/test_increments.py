@@ -257,7 +257,7 @@ def test_an_index_that_does_not_fit_is_found_at_discovery(tmp_path):
     *_, newest = save_all(tmp_path, 2)
     flip_bit(newest.path(DELTA))
     (fault,) = verify(FileSystem(), newest.directory)
-    assert (fault.file, fault.problem) == (DELTA, "it is no delta")
+    assert (fault.file, fault.problem) == (DELTA, "it is not a delta")
 
 
 def test_a_damaged_base_serves_no_further_save(tmp_path, caplog):
@@ -416,7 +416,9 @@ def test_a_link_that_somebody_planted_where_the_copies_go_is_neither_followed_no
     mine.chmod(0o750)
     root = tmp_path / f"verl-plain-{os.getuid()}"
     root.symlink_to(mine)
-    with pytest.raises(CheckpointWriteFailed, match="it is no directory of this user alone. Remove it, or set TMPDIR"):
+    with pytest.raises(
+        CheckpointWriteFailed, match="it is not a directory of this user alone. Remove it, or set TMPDIR"
+    ):
         plain_directory(newest, "actor")
     remove_unused(root)
     assert (names(mine), stat.S_IMODE(mine.stat().st_mode)) == (["kept"], 0o750)

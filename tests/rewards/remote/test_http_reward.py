@@ -144,7 +144,7 @@ def test_a_retry_asks_only_for_the_scores_that_were_missing(made):
         (each_of("1_0"), "'1_0' in place of a number"),
         (each_of([2.0]), "[2.0] in place of a number"),
         (Say(status=500, body="broken"), "HTTP 500"),
-        (Say(content=b"oops"), "no JSON: oops"),
+        (Say(content=b"oops"), "not JSON: oops"),
         (Say(hang_up=True), "RemoteProtocolError"),
     ],
 )

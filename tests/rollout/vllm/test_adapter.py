@@ -23,6 +23,7 @@ def adapted(directory, rank):
     return LoRA(rank=rank).apply(source.load_causal_lm("cpu"), causal_lm=True).eval(), source.load_tokenizer()
 
 
+@pytest.mark.exhaustive
 def test_adapters_follow_one_another_and_closing_leaves_no_file_and_no_process(tmp_path):
     model, tokenizer = adapted(tmp_path, rank=4)
     options = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16, lora="adapter")

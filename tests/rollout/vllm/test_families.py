@@ -39,6 +39,7 @@ def draws_the_same(outcome: dict, *, is_anew: bool = False) -> None:
     assert (outcome["anew"] is not None) == is_anew  # vLLM loads its model itself where it makes more of a tensor
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_moe"])
 def test_a_family_draws_the_same_before_and_after_every_weight_has_changed(found, name):
     draws_the_same(found[name], is_anew=name == "qwen3_moe")

@@ -47,6 +47,7 @@ def noted_updates(monkeypatch):
     return trained_on
 
 
+@pytest.mark.exhaustive
 def test_each_step_trains_on_draws_of_the_weights_before_and_a_resume_goes_on_with_them(tmp_path, monkeypatch):
     model, trained_on = save_family(tmp_path / "model", "qwen2"), noted_updates(monkeypatch)
     fit(ahead(model, tmp_path / "whole"), tmp_path / "whole/run")

@@ -324,7 +324,7 @@ def test_a_reward_is_replaced_while_policy_optimizer_and_data_stay(dir32):
         saved = made.save_checkpoint("aside")
         assert CheckpointManager(saved).state["config"]["reward"]["name"] == "letters"
         made.reward_model = digits
-        made.load_checkpoint(saved)  # a reward is no part of what makes a training the same
+        made.load_checkpoint(saved)  # a reward is not a part of what makes a training the same
         made.step()
         with refusal("reward_model"):
             made.reward_model = 5

@@ -280,7 +280,7 @@ def test_a_skipped_step_is_no_point_of_the_loss_curve_and_the_run_goes_on_from_i
     told = CliRunner().invoke(app, ["inspect", str(skipping / "checkpoints"), "--json"])
 
     def refuse(text: str) -> None:
-        raise AssertionError(f"{text} is no JSON")
+        raise AssertionError(f"{text} is not JSON")
 
     assert json.loads(told.stdout, parse_constant=refuse)["trainer_state"]["loss_history"][-1][0] == 3
     going_on = course(model32, tmp_path, PPO_ALGORITHM, total_steps=10, resume=str(skipping / "checkpoints"))

@@ -409,7 +409,7 @@ def test_a_store_that_refuses_is_told_before_weights_are_loaded(status, resume, 
     proxy.misbehave = lambda request: Fault(status=status, body=b"<Error><Code>NoSuchBucket</Code></Error>")
     storage = S3Storage(bucket="no-such-bucket", endpoint_url=proxy.url, retries=0)
     made = run(model32, storage=storage, resume=resume)
-    with pytest.raises(ConfigError, match="cannot be asked|which refuses: .*Fix that") as refused:
+    with pytest.raises(ConfigError, match="cannot be read|which refuses: .*Fix that") as refused:
         made.build(BuildContext(run_dir=tmp_path / "run"))
     assert len(refused.value.faults) == 1
     assert "Traceback" not in caplog.text

@@ -70,7 +70,7 @@ def read_upload_target(disk: FileSystem, directory: Path) -> UploadTarget | None
     try:
         target = parse_as(UploadTarget, disk.read(directory / COLD, LIMIT_BYTES))
         if target.upload_interval < 1 or min(target.keep_waiting, target.sequence_floor) < 0:
-            raise ExternalInputError("upload_interval, keep_waiting and sequence_floor are no counts")
+            raise ExternalInputError("upload_interval, keep_waiting and sequence_floor are not counts")
         return target
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -134,10 +134,10 @@ class DeltaIndex:
         """
         try:
             if stored_bytes < TAIL.size:
-                raise DeltaError("it is no delta")
+                raise DeltaError("it is not a delta")
             length, magic = TAIL.unpack(read(stored_bytes - TAIL.size, TAIL.size))
             if magic != MAGIC or length > min(stored_bytes - TAIL.size, INDEX_LIMIT_BYTES):
-                raise DeltaError("it is no delta")
+                raise DeltaError("it is not a delta")
             text = _decompressed(read(stored_bytes - TAIL.size - length, length), INDEX_LIMIT_BYTES)
             index = cls(_segment(row) for row in parse_json(text))
         except DeltaError:

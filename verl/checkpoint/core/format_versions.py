@@ -100,7 +100,7 @@ def _recorded(disk: FileSystem, directory: Path) -> tuple[str, str]:
     raw = parse_mapping(disk.read(directory / MANIFEST, MANIFEST_LIMIT_BYTES))
     form = raw.get("format")
     if not isinstance(form, dict) or form.get("name") != FORMAT_NAME:
-        raise ValueError("it is no manifest of a checkpoint")
+        raise ValueError("it is not a manifest of a checkpoint")
     written, by = form.get("version"), raw.get("verl_version")
     return str(Version(str(written))), str(Version(str(by)))
 

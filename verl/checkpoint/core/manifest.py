@@ -330,7 +330,7 @@ class Manifest:
             version = _supported(parse_as(_Stamped, data).format)
             saved = parse_as(_SavedManifest, data)
         except ExternalInputError as error:
-            raise ManifestError(f"it is no manifest of a checkpoint ({error})") from error
+            raise ManifestError(f"it is not a manifest of a checkpoint ({error})") from error
         manifest = cls(**{**vars(saved), "version": version})
         _refuse_contradictions(manifest)
         return manifest

@@ -151,7 +151,7 @@ def header_bytes(first_bytes: bytes | memoryview) -> int:
     """
     length = 8 + int.from_bytes(first_bytes[:8], "little")
     if len(first_bytes) < 8 or length > HEADER_LIMIT_BYTES:
-        raise ValueError("it is no safetensors file")
+        raise ValueError("it is not a safetensors file")
     return length
 
 

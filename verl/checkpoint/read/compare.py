@@ -123,7 +123,7 @@ def _max_abs(first: CheckpointReader, a: LogicalTensor, second: CheckpointReader
     largest = 0.0
     for x, y in zip(one.split(CHUNK_ELEMENTS), two.split(CHUNK_ELEMENTS)):
         x, y = x.to(torch.float64), y.to(torch.float64)
-        same = (x == y) | (x.isnan() & y.isnan())  # inf - inf is no number
+        same = (x == y) | (x.isnan() & y.isnan())  # inf - inf is not a number
         gap = torch.where(same, 0.0, (x - y).abs())
         chunk = math.nan if bool(gap.isnan().any()) else float(gap.max()) if gap.numel() else 0.0
         largest = chunk if math.isnan(chunk) else max(largest, chunk)

@@ -247,7 +247,7 @@ def read_pointer(run_dir: Path, disk: FileSystem | None = None) -> RunPointer:
     try:
         pointer = parse_as(RunPointer, (disk or FileSystem()).read(file, POINTER_LIMIT_BYTES))
         if "\0" in pointer.save_dir + pointer.relative:
-            raise ExternalInputError("save_dir is no path")
+            raise ExternalInputError("save_dir is not a path")
         return pointer
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFound(f"{run_dir} does not say where it saves: it has no {POINTER}") from error

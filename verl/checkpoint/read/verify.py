@@ -74,7 +74,7 @@ def quick_faults(disk: FileSystem, published: Checkpoint) -> tuple[list[FileFaul
         if size is None:
             missing.append(FileFault(entry.path, "it is missing", tensors))
         elif size != entry.size:
-            problem = "it is no regular file" if size < 0 else f"it has {size} bytes instead of {entry.size}"
+            problem = "it is not a regular file" if size < 0 else f"it has {size} bytes instead of {entry.size}"
             others.append(FileFault(entry.path, problem, tensors))
     others += [FileFault(path, "it is foreign: the manifest does not list it") for path in sizes]
     if not missing and not others:

@@ -155,7 +155,7 @@ class CommitLog:
         try:
             size = self.store.size(_key(number))
             if size > RECORD_BYTES:
-                raise ObjectDamaged(f"{self.store.url(_key(number))} is no record of a log: it has {size} bytes")
+                raise ObjectDamaged(f"{self.store.url(_key(number))} is not a record of a log: it has {size} bytes")
             data = self.store.get(_key(number), 0, size)
         except ObjectNotFound:
             return None
@@ -164,13 +164,13 @@ class CommitLog:
             if record.kind == "checkpoint":
                 checked_name(record.name, RESERVED)
                 if not DIGEST.fullmatch(record.manifest):
-                    raise ExternalInputError(f"manifest: {record.manifest[:80]!r} is no digest")
+                    raise ExternalInputError(f"manifest: {record.manifest[:80]!r} is not a digest")
                 whole_number(record.manifest_bytes, MANIFEST_LIMIT_BYTES)
                 whole_number(record.sequence)
                 whole_number(record.step)
             return record
         except ExternalInputError as error:
-            raise ObjectDamaged(f"{self.store.url(_key(number))} is no record of a log: {error}") from error
+            raise ObjectDamaged(f"{self.store.url(_key(number))} is not a record of a log: {error}") from error
 
 
 def _line(record: LogRecord) -> bytes:

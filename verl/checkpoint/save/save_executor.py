@@ -78,7 +78,7 @@ class FileForm:
 
 
 def choose_forms(store: CheckpointStore, plan: SavePlan, source: ImageSource) -> dict[str, FileForm]:
-    """A choice for each image of a plan by path; none where the save is no increment.
+    """A choice for each image of a plan by path; none where the save is not an increment.
 
     Made before the save begins, since it decides how much space that needs.
     """

@@ -126,7 +126,7 @@ def plan_of(request: SaveRequest) -> tuple[SavePlan, list[CopyRegion]]:
 
     Raises:
         ValueError: a type that safetensors does not know, two files or tensors of one name, a slice without a place.
-        TypeError: `state` holds something that is no plain value.
+        TypeError: `state` holds something that is not a plain value.
     """
     layout = _BufferLayout()
     for directory, component in request.components.items():

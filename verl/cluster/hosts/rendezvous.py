@@ -192,7 +192,7 @@ def _prove_as_driver(end: socket.socket, key: bytes) -> None:
     own = secrets.token_bytes(NONCE_BYTES)
     end.sendall(own + _proof(key, b"driver", theirs, own))
     if not hmac.compare_digest(_exactly(end, PROOF_BYTES), _proof(key, b"agent", theirs, own)):
-        raise ConnectionError("it is no agent of this run")
+        raise ConnectionError("it is not an agent of this run")
 
 
 def _proof(key: bytes, side: bytes, *nonces: bytes) -> bytes:

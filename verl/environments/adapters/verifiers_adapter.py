@@ -72,7 +72,7 @@ class InProcessChat(vf.Harness[InProcessChatConfig]):
         try:
             arguments = json.loads(call["function"]["arguments"] or "{}")
         except ValueError as error:
-            content = f"error: the arguments are no JSON ({error})"
+            content = f"error: the arguments are not JSON ({error})"
         else:
             if name in dispatch:
                 content = await call_mcp(servers, dispatch, name, arguments)
@@ -374,5 +374,5 @@ class VerifiersTask:
 
 
 def as_text(messages):
-    """Messages where the prompt is no chat."""
+    """Messages where the prompt is not a chat."""
     return "".join(f"{text_of(message)}\n" for message in messages)

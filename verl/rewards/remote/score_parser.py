@@ -25,7 +25,7 @@ def filled(template: str, texts: Mapping[str, Any]) -> str:
     """Fill in a template; the values are not searched for further names.
 
     Raises:
-        RewardError: a name of the template is no column.
+        RewardError: a name of the template is not a column.
     """
 
     def put(match: re.Match[str]) -> str:
@@ -114,7 +114,7 @@ def number(value: Any) -> float:
     """Convert a number, a bool or a text with a number to a float.
 
     Raises:
-        RetryableAnswer: the value is no number; NotFinite if it is not finite.
+        RetryableAnswer: the value is not a number; NotFinite if it is not finite.
     """
     try:
         is_one = isinstance(value, (bool, int, float)) or (isinstance(value, str) and "_" not in value)  # 1_0 is 10

@@ -106,7 +106,7 @@ def checked(drawn: ServerResponse, was_cut: bool, sampling_params: SamplingReque
         was_cut: whether it ended at its maximum length rather than by a stop token.
     Raises:
         RetryableAnswer: it is incomplete, or its numbers of log-probs and tokens differ.
-        NotRetryable: it ended with a token that is no stop token of this run.
+        NotRetryable: it ended with a token that is not a stop token of this run.
     """
     ids, log_probs = drawn.ids, drawn.log_probs
     if not ids or len(ids) > sampling_params.max_tokens or (was_cut and len(ids) < sampling_params.max_tokens):

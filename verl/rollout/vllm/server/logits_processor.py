@@ -21,7 +21,7 @@ from verl.rollout.token_sampler import TokenSampler
 
 NOISE_TOKENS = 64  # positions per call of the noise generator, in main memory
 WHOSE = "verl_row"  # in a request's extra_args: its row among the responses, its prompt's, sample's and turn's number
-NO_TURN = -1  # of a response that is no turn of an episode
+NO_TURN = -1  # of a response that is not a turn of an episode
 
 
 @dataclass
