@@ -144,7 +144,7 @@ def second_turn_tokens_per_s(model: Any, tokenizer: Any, keeps: bool) -> float:
     """New tokens per second of a second turn of TURN_TOKENS, after a history of HISTORY tokens."""
     engine = HFRollout(max_new_tokens=TURN_TOKENS).attach(model, tokenizer, 0)
     if not keeps:
-        engine._keeps_slots = False
+        engine.keeps_slots = False
     turns = engine.turns(GenerationRequest(0), TurnLimits(HISTORY + 4 * TURN_TOKENS, 2.0))
     texts = {row: history(row)[: HISTORY - TURN_TOKENS] for row in range(ROWS)}
 

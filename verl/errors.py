@@ -244,8 +244,8 @@ class WeightSyncError(VerlError, RuntimeError):
         return (
             f"the rollout engine computes other log-probs than the trainer: {self.gap_nats:.1e} nats apart on average, "
             f"where rounding allows {self.allowed_nats:.1e}, although its {self.total} tensors are the trainer's. What "
-            "is not a tensor differs: rotary positions, a scale or cap, attention, an adapter that requests do not use, "
-            "quantization. Set rollout=hf, or compare config.json of both."
+            "is not a tensor differs: rotary positions, a scale or cap, attention, an adapter that requests do not "
+            "use, quantization. Set rollout=hf, or compare config.json of both."
         )
 
     def __reduce__(self):

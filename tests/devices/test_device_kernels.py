@@ -23,7 +23,7 @@ from verl.compose import warm_start
 from verl.model_paths import context_attention
 from verl.model_paths.context_attention import ContextGroup
 from verl.model_paths.micro_batch import cut_into_micro_batches
-from verl.model_paths.packed_attention import _attend_line
+from verl.model_paths.packed_attention import attend_line
 from verl.model_paths.paths import FAST
 from verl.model_paths.trial import TrialRow, as_batch
 from verl.models.tiny import TinyModel
@@ -66,7 +66,7 @@ def test_no_block_of_attention_writes_down_its_scores_on_a_device(dtype, window,
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", recorded)
     packing = packed_line().to("meta")  # a device that is not the CPU
-    _attend_line(*heads_of_line(packing, "meta", dtype), packing, window, None)
+    attend_line(*heads_of_line(packing, "meta", dtype), packing, window, None)
     for has_mask, is_causal, fewer, heads, kinds in asked:
         assert has_mask is not is_causal
         assert (heads == kinds and not fewer) or (fewer and not has_mask and dtype == torch.bfloat16)
@@ -104,7 +104,7 @@ def test_attention_over_shared_tokens_asks_the_device_nothing(style, first_of_tw
     syncs.on_device([heads, line.tokens, line.positions, *tensors_of(line.shard), *tensors_of(line.whole)])
     with syncs, monkeypatch.context() as patch:
         patch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("a tensor is made in main memory for each layer"))
-        line.attend(*heads, None, None, _attend_line).sum().backward()
+        line.attend(*heads, None, None, attend_line).sum().backward()
     assert syncs.launches > 20
     assert not sum(syncs.counts.values()), syncs.counts
 

@@ -114,7 +114,7 @@ def test_slots_of_live_turns_are_moved_to_the_front_and_give_what_whole_rows_giv
     engine = engine_of(Scripted(answer=answer, max_tokens=90), model=model, stop_token_ids=STOPS, max_new_tokens=12)
     found = []
     try:
-        for engine.engine._keeps_slots in (True, False):
+        for engine.engine.keeps_slots in (True, False):
             found.append(tokens_by_sample(engine.generate(prompts_of(model[1], TEXTS), REQUEST)))
     finally:
         engine.close()

@@ -202,7 +202,7 @@ def test_answers_are_on_disk_before_anything_follows_from_them(model, tmp_path, 
     engine = engine_of(Scripted(answer=answer, answers_at_once=answers_at_once), model=model, stop_token_ids=STOPS)
     engine.journal = EpisodeJournal(tmp_path / "episode_journal", "x", 0)
     writes, flush = [], engine.journal.flush
-    engine.journal.flush = lambda: writes.append(len(engine.journal._records)) or flush()
+    engine.journal.flush = lambda: writes.append(len(engine.journal.unwritten)) or flush()
     try:
         rows = engine.generate(prompts_of(model[1], TEXTS), REQUEST)
     finally:

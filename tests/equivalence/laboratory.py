@@ -167,8 +167,8 @@ class Bench:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
                 sampler = trainer.cluster.host.workers["actor"].sampler
-                counts, generate = [], sampler._generate
-                sampler._generate = lambda rows, request: counts.append(len(rows)) or generate(rows, request)
+                counts, generate = [], sampler.generate_rows
+                sampler.generate_rows = lambda rows, request: counts.append(len(rows)) or generate(rows, request)
                 trainer.step(trainer.train_data.collate(prompts), 1)
                 return counts
         finally:

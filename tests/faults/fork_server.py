@@ -115,7 +115,7 @@ class ForkServer:
             **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
             "TOKENIZERS_PARALLELISM": "false",
         }
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [*self._prefix, sys.executable, "-m", "faults.fork_server"],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -168,25 +168,25 @@ class ForkServer:
             return subprocess.CompletedProcess(words, status, child.said(), errors.read_text(errors="replace"))
 
     def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
         return self._answer()
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         for child in self._children:  # of a test that failed
             child.kill()
-        self._process.stdin.close()
+        self.process.stdin.close()
         try:
-            self._process.wait(timeout=10)
+            self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
     def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
 
 
 # In the server's process

@@ -57,10 +57,10 @@ class Trace:
         live = {number: dict(c) if isinstance(c, dict) else c for number, c in snapshot.items()}
         offsets: dict[int, int] = {}
         for operation in operations:
-            trace._add(operation, live, offsets)
+            trace.add(operation, live, offsets)
         return trace
 
-    def _add(self, operation: Operation, live: dict[int, Content], offsets: dict[int, int]) -> None:
+    def add(self, operation: Operation, live: dict[int, Content], offsets: dict[int, int]) -> None:
         args = operation.args
         match operation.name:
             case "create" | "create_direct" | "make_directory":

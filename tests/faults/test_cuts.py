@@ -18,17 +18,17 @@ STEPS = 6  # three of an epoch; evaluated after 2, 4 and 6
 GENERATION = "verl.rollout.token_sampler:TokenSampler.pick"  # of the next token
 REWARD = "verl.rewards.function:CallableReward.rate"
 CRITIC, ACTOR = "verl.workers.critic:CriticWorker.update", "verl.workers.actor:ActorWorker.update"
-MICRO_BATCH = "verl.workers.actor:ActorWorker._loss"
-EVALUATION = "verl.trainer.ppo:PPOTrainer._judge"  # greedily first, then with samples
+MICRO_BATCH = "verl.workers.actor:ActorWorker.micro_batch_loss"
+EVALUATION = "verl.trainer.ppo:PPOTrainer.judge"  # greedily first, then with samples
 DATA = "verl.data.sampler:EpochSampler.next_batch"
 SAVE = "verl.trainer.state.checkpointing:CheckpointSaver.save"
 COPY, DRAIN = (
-    "verl.checkpoint.save.async_writer:CheckpointWriter._copy",
+    "verl.checkpoint.save.async_writer:CheckpointWriter.copy",
     "verl.checkpoint.save.async_writer:CheckpointWriter.drain",
 )
 WRITE, PUBLISH = (
-    "verl.checkpoint.commit.rank_writer:RankWriter._keep",
-    "verl.checkpoint.commit.transaction:SaveTransaction._publish",
+    "verl.checkpoint.commit.rank_writer:RankWriter.keep_file",
+    "verl.checkpoint.commit.transaction:SaveTransaction.publish",
 )
 
 OF_THE_END = {
@@ -75,7 +75,7 @@ CUTS = {
         "between mini-batches": Cut(ACTOR, 0, after=True),
     },
     "sft": {
-        "between micro-batches": Cut("verl.workers.sft:SFTWorker._loss", 2, call=2),
+        "between micro-batches": Cut("verl.workers.sft:SFTWorker.micro_batch_loss", 2, call=2),
         "at the boundary of an epoch": Cut(DATA, 3, after=True),
         "in evaluation": Cut("verl.workers.sft:SFTWorker.evaluate", 4),
         "before the copy": Cut(COPY, 5),

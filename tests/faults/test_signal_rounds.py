@@ -79,8 +79,8 @@ class Place:
 
     def __init__(self, base: Path, model: Path, server: ForkServer, temporary: Path):
         self.base, self.model, self._server, self.temporary = base, model, server, temporary
-        assert server._process is not None
-        self._own = server._process.pid
+        assert server.process is not None
+        self._own = server.process.pid
         self._is_alone = Path(f"/proc/{self._own}/ns/mnt").readlink() != Path("/proc/self/ns/mnt").readlink()
         self._before = set(self._shared_memory())
         self._twins: dict[str, Path] = {}

@@ -91,7 +91,7 @@ def test_nothing_of_a_micro_batch_waits_for_the_device(prompts):
     try:
         made = list(actor.engine.micro_batches(rows))
         for micro in made:
-            actor._score(actor.model, micro)
+            actor.micro_batch_scores(actor.model, micro)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(made) > 1

@@ -64,8 +64,8 @@ class FaultySampler(HFSampler):
     def finish(self) -> DataProto:
         return self._begun
 
-    def _decoder(self, longest_prompt: int) -> Decoder:
-        decoder = super()._decoder(longest_prompt)
+    def decoder(self, longest_prompt: int) -> Decoder:
+        decoder = super().decoder(longest_prompt)
         return replace(decoder, model=_Disturbed(decoder.model, self.fault))
 
 

@@ -51,7 +51,7 @@ def test_a_reader_that_does_not_read_is_not_waited_for(ends):
 
 def test_hanging_up_is_noticed_within_a_message_too(ends):
     left, right = ends
-    left._socket.sendall((1000).to_bytes(8, "big") + b"the beginning")
+    socket.socket(fileno=os.dup(left.fileno())).sendall((1000).to_bytes(8, "big") + b"the beginning")
     left.close()
     with pytest.raises(ChannelClosed, match="in the middle of a message"):
         right.receive()

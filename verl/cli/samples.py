@@ -215,7 +215,7 @@ function passes(row, asked) {
 }
 
 function compare(left, right, falls) {
-  const rank = (value) => value === null ? 2 : typeof value === "number" ? 0 : 1;  // what is not a number comes after them
+  const rank = (value) => value === null ? 2 : typeof value === "number" ? 0 : 1;  // others come after numbers
   if (left === right || rank(left) !== rank(right)) return rank(left) - rank(right);
   return (left < right ? -1 : 1) * (falls ? -1 : 1);
 }

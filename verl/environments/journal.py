@@ -94,7 +94,7 @@ class EpisodeJournal:
         self.directory, self._identity, self._rank = directory, identity.encode(), rank
         self._step: int | None = None
         self._file: Any = None
-        self._records: list[Mapping[str, Any]] = []  # not written yet
+        self.unwritten: list[Mapping[str, Any]] = []  # not written yet
         self._answers: dict[str, JournalEntry] = {}
         self._turns: dict[str, list[int]] = {}
         self._ends: set[str] = set()
@@ -141,7 +141,7 @@ class EpisodeJournal:
         """Record a turn of the model; returns whether the journal already has other tokens for it."""
         known = self._turns.get(key)
         if known is None:
-            self._records.append({"turn": key, "tokens": list(tokens)})
+            self.unwritten.append({"turn": key, "tokens": list(tokens)})
         return known is not None and known != list(tokens)
 
     def write_answer(self, key: str, entry: JournalEntry) -> None:
@@ -149,26 +149,26 @@ class EpisodeJournal:
         if isinstance(value, StepResult):
             calls = [_fields(call) for call in value.info.get("calls", ())]
             step = [_plain(value.observation), value.reward, bool(value.terminated), bool(value.truncated), calls]
-            self._records.append({"answer": key, "record": _fields(entry.record), "step": step})
+            self.unwritten.append({"answer": key, "record": _fields(entry.record), "step": step})
         else:
-            self._records.append({"answer": key, "record": _fields(entry.record), "reset": _plain(value)})
+            self.unwritten.append({"answer": key, "record": _fields(entry.record), "reset": _plain(value)})
 
     def write_end(self, key: str) -> None:
-        self._records.append({"end": key})
+        self.unwritten.append({"end": key})
 
     def forget_failures(self) -> None:
         """Drop recorded failures that the model did not cause, because they end the run; a resumed run retries the
         calls."""
         if self._file is not None:
-            self._records.append({"forget": "infra"})
+            self.unwritten.append({"forget": "infra"})
             self.flush()
             self._forget_failures()
 
     def flush(self) -> None:
         """Write the records that were given since the last time."""
-        if self._records:
+        if self.unwritten:
             assert self._file is not None
-            text, self._records = _encode(self._records).encode(), []
+            text, self.unwritten = _encode(self._records).encode(), []
             line = memoryview(b"%08x %s\n" % (zlib.crc32(text), text))
             while line:
                 line = line[self._file.write(line) :]

@@ -110,7 +110,7 @@ class _Server(EnvironmentFactory):
     def __init__(self, options: MCPTools):
         self.options = options
         self.tools: dict[str, Tool] = {}
-        self._connection: _McpConnection | None = None
+        self.connection: _McpConnection | None = None
         self._old: list[_McpConnection] = []
         self._opening = asyncio.Lock()
 
@@ -123,16 +123,16 @@ class _Server(EnvironmentFactory):
 
     async def _connected(self, timeout_s: float) -> _McpConnection:
         async with self._opening:
-            if self._connection is not None and self._connection.is_open:
-                return self._connection
-            if self._connection is not None:
-                self._old.append(self._connection)
+            if self.connection is not None and self.connection.is_open:
+                return self.connection
+            if self.connection is not None:
+                self._old.append(self.connection)
             made = _McpConnection(self.options)
             await made.open(timeout_s)
-            if self._connection is not None:
+            if self.connection is not None:
                 log.warning("%s: the session was lost, and another one was opened.", self.options.server)
             self._old = [old for old in self._old if not old.has_ended]
-            self._connection = made
+            self.connection = made
             return made
 
     def _caller(self, name: str) -> Any:
@@ -169,10 +169,10 @@ class _Server(EnvironmentFactory):
         return made
 
     async def stop(self) -> None:
-        for connection in [*self._old, self._connection]:
+        for connection in [*self._old, self.connection]:
             if connection is not None:
                 await connection.close()
-        self._old, self._connection = [], None
+        self._old, self.connection = [], None
 
 
 @contextlib.asynccontextmanager

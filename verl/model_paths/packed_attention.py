@@ -255,11 +255,11 @@ def _attend_packed(
         raise NotImplementedError("packed attention knows neither dropout nor keys of another text")
     q, k, v = (_as_line(x) for x in (query, key, value))
     if isinstance(packing, ContextLine):
-        return packing.attend(q, k, v, shape.window, scaling, _attend_line).unsqueeze(0)
-    return _attend_line(q, k, v, packing, shape.window, scaling).unsqueeze(0)
+        return packing.attend(q, k, v, shape.window, scaling, attend_line).unsqueeze(0)
+    return attend_line(q, k, v, packing, shape.window, scaling).unsqueeze(0)
 
 
-def _attend_line(
+def attend_line(
     query: Tensor, key: Tensor, value: Tensor, packing: PackedRows, window: int | None, scaling: float | None
 ) -> Tensor:
     """[N H D] of the queries of a line over its keys and values [N K D]."""

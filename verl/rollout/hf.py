@@ -75,12 +75,12 @@ class HFSampler(RolloutEngine):
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
         self._stops = tuple(self.stop_ids.tolist())
         self.key_multiple: int | None = None  # of lengths of keys, on another device than a CPU; found with the first
-        self._keeps_slots: bool | None = None  # whether turns may keep keys and values; found with the first episode
+        self.keeps_slots: bool | None = None  # whether turns may keep keys and values; found with the first episode
 
     @torch.no_grad()
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
-        return self._with_whole_weights(prompts, lambda part: self._generate(part, request))
+        return self._with_whole_weights(prompts, lambda part: self.generate_rows(part, request))
 
     @torch.no_grad()
     def play(self, prompts: DataProto, play: PlayEpisodes) -> DataProto:
@@ -110,7 +110,8 @@ class HFSampler(RolloutEngine):
             found = DataProto.concat(parts)
         return found
 
-    def _generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+    def generate_rows(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """As `generate`, for the prompts of this process alone, with whole weights in the model."""
         n, options = request.num_samples, self.options
         shape = (len(prompts) * n, options.max_new_tokens)
         responses = torch.full(shape, self.pad_id, dtype=torch.int64)
@@ -120,7 +121,7 @@ class HFSampler(RolloutEngine):
         if self.routing is not None:
             routed = torch.full((*shape, self.routing.layers, self.routing.top_k), -1, dtype=torch.int16)
         longest = int(lengths.max()) if len(prompts) else 0
-        decoder = replace(self._decoder(longest), key_multiple=self.proven_key_multiple(longest))
+        decoder = replace(self.decoder(longest), key_multiple=self.proven_key_multiple(longest))
         for rows in decoder.batches(lengths, options.max_rows // n):
             part = prompts[rows].to(self.device)
             width = int(lengths[rows].max())
@@ -139,19 +140,19 @@ class HFSampler(RolloutEngine):
         from verl.rollout.hf_turns import num_slots, prove_slots, turn_engine  # brings transformers
 
         self.model.eval()
-        decoder = self._decoder(limits.row_tokens - self.options.max_new_tokens)
-        if self._keeps_slots is None:
-            self._keeps_slots = prove_slots(self.model, self.autocast, decoder)
+        decoder = self.decoder(limits.row_tokens - self.options.max_new_tokens)
+        if self.keeps_slots is None:
+            self.keeps_slots = prove_slots(self.model, self.autocast, decoder)
         sampler = TokenSampler.of(self.options, request, self.seed, self._stops)
-        slots = num_slots(self.model, limits, self.options.max_rows) if self._keeps_slots else 0
-        return turn_engine(self.model, self.autocast, decoder, sampler, self.stop_ids, slots, self._keeps_slots)
+        slots = num_slots(self.model, limits, self.options.max_rows) if self.keeps_slots else 0
+        return turn_engine(self.model, self.autocast, decoder, sampler, self.stop_ids, slots, self.keeps_slots)
 
     def proven_key_multiple(self, longest_prompt: int) -> int:
         """Of which lengths of keys are: on a GPU 64, where that was shown to be right for this model."""
         if self.key_multiple is None:
             self.key_multiple = key_multiple(self.device)
             if self.key_multiple > 1:
-                decoder = replace(self._decoder(longest_prompt), key_multiple=self.key_multiple)
+                decoder = replace(self.decoder(longest_prompt), key_multiple=self.key_multiple)
                 longest = longest_prompt + self.options.max_new_tokens
                 try:
                     with computing_in(self.autocast, self.model):
@@ -164,7 +165,8 @@ class HFSampler(RolloutEngine):
                     self.key_multiple = 1
         return self.key_multiple
 
-    def _decoder(self, longest_prompt: int) -> Decoder:
+    def decoder(self, longest_prompt: int) -> Decoder:
+        """The decoding loop for prompts of up to so many tokens, on paths checked for the model at this length."""
         options = self.options
         return Decoder(
             model=self.model,

@@ -180,8 +180,8 @@ class PPOTrainer(PPOLifecycle):
             return {}
         prompts, k = self.eval_data.collate(range(len(self.eval_data))), self.settings.eval_samples
         with self.reward.frozen():
-            greedy = self._judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION))
-            drawn = self._judge(prompts, GenerationRequest(step, num_samples=k, stream=EVALUATION)) if k else None
+            greedy = self.judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION))
+            drawn = self.judge(prompts, GenerationRequest(step, num_samples=k, stream=EVALUATION)) if k else None
             bare = self._judged_without_tools(step)
         self.tracker.samples(sample_rows(greedy, self.settings.sample_rows), step, "eval")
         return evaluation_metrics(greedy, drawn, k, self.settings.success_score, bare)
@@ -195,14 +195,15 @@ class PPOTrainer(PPOLifecycle):
             note.say(f"mean {float(np.mean(rollout['score'].astype(float))):.4f}")
         return rollout
 
-    def _judge(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+    def judge(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """Sample responses without training and score them: one row per response, of an episode its last turn."""
         return last_parts(self._rated(self._respond(prompts, request)))
 
     def _judged_without_tools(self, step: int) -> DataProto | None:
         if self.eval_data_without_tools is None:
             return None
         prompts = self.eval_data_without_tools.collate(range(len(self.eval_data_without_tools)))
-        return self._judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION, uses_environment=False))
+        return self.judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION, uses_environment=False))
 
     def _rated(self, rows: DataProto) -> DataProto:
         """Rows with their rewards; the only place that calls the reward, in training and in evaluation."""

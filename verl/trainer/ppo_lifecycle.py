@@ -105,7 +105,7 @@ class PPOLifecycle:
             plan = log_plan(run, context, self.saving.directory)
             self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
             beside = None if plan is None else plan.memory.beside_engine
-            self._start_roles(run, replace(context, bytes_beside_engine=beside))
+            self.start_roles(run, replace(context, bytes_beside_engine=beside))
             self.reward_stats = RewardStats(run.reward, self.reward)
             self.guard.numerics = self.actor.numerics().result()
             seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it
@@ -152,7 +152,8 @@ class PPOLifecycle:
         seed, name = derive_seed(self.settings.seed, "data order"), "trainer.prompts_per_step"
         return EpochSampler(size, self.settings.prompts_per_step, seed, name, mixture=mixture)
 
-    def _start_roles(self, run: PPORun, context: BuildContext) -> None:
+    def start_roles(self, run: PPORun, context: BuildContext) -> None:
+        """Start the processes of the roles and build actor, critic and reference in them."""
         host = RLHost(
             actor=run.actor,
             critic=run.critic if run.algorithm.needs_values else None,

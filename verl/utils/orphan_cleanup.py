@@ -255,7 +255,7 @@ def make_own_directory(path: str | Path) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
     if not is_own_directory(path):
-        reason = f"it is not a directory of this user alone. Remove it, or set TMPDIR to another one than {Path(path).parent}"
+        reason = "it is not a directory of this user alone. Remove it, or set TMPDIR to another directory"
         raise PermissionError(errno.EPERM, reason, str(path))
 
 

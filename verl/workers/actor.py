@@ -162,7 +162,7 @@ class ActorWorker(TrainedWorker):
         self.sampler.rest()
         self.first_batch.look(batch)
         self._unreplayed = self._gap_without_replay(batch)
-        found = self.engine.infer(batch, self._score)
+        found = self.engine.infer(batch, self.micro_batch_scores)
         if found and (is_on_policy := self._is_on_policy(batch.batch)) is not None:
             found["is_on_policy"] = is_on_policy
         return DataProto.from_dict(found)
@@ -179,7 +179,7 @@ class ActorWorker(TrainedWorker):
         self._gap, is_first = LogProbGap(), "old_log_probs" not in batch
         if is_first:
             self._unreplayed = self._gap_without_replay(batch)
-        metrics = self.engine.update(batch, self._loss)
+        metrics = self.engine.update(batch, self.micro_batch_loss)
         if is_first:
             metrics |= LogProbGap.metrics(*self.engine.parallel.of_each(self._gap.sums()))
         return metrics | self._unreplayed
@@ -189,7 +189,7 @@ class ActorWorker(TrainedWorker):
         if not self.engine.replays_routing or "routed_experts" not in batch:
             return {}
         rows, gap = batch[:UNREPLAYED_ROWS], LogProbGap()
-        found = self.engine.infer(rows, self._score, replays=False)
+        found = self.engine.infer(rows, self.micro_batch_scores, replays=False)
         if found:
             x = rows.batch
             gap.add(x["rollout_log_probs"], found["old_log_probs"], x["response_mask"], self._is_on_policy(x))
@@ -214,7 +214,8 @@ class ActorWorker(TrainedWorker):
         """End what the rollout engine has started."""
         self.sampler.close()
 
-    def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+    def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        """Log-probs under the weights as they are, and entropies in nats, each [B T]."""
         scores = token_log_probs(model, self.head, micro, self.temperature, entropy="value")
         return {"old_log_probs": scores.log_probs, "entropies": scores.entropies}
 
@@ -224,7 +225,10 @@ class ActorWorker(TrainedWorker):
     def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         return {"log_probs": plain_log_probs(model, micro, self.temperature)}
 
-    def _loss(self, model: nn.Module, micro: MicroBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
+    def micro_batch_loss(
+        self, model: nn.Module, micro: MicroBatch, totals: LossTotals
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The policy loss, a scalar that sums over micro-batches to that of the mini-batch, and sums for metrics."""
         algorithm, x = self.algorithm, dict(micro.tensors)
         mask, is_first = x["response_mask"], "old_log_probs" not in x
         entropy_coef = algorithm.entropy_coef_at(self.engine.updates, self.engine.total_updates)

@@ -79,7 +79,7 @@ class CriticWorker(TrainedWorker):
     def update(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step of regression on `returns`; returns metrics of the whole mini-batch."""
         self.first_batch.look(batch)
-        return self.engine.update(batch, self._loss)
+        return self.engine.update(batch, self.micro_batch_loss)
 
     def _value(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         return {"values": _values(model, micro)}
@@ -87,7 +87,10 @@ class CriticWorker(TrainedWorker):
     def _probe(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         return {"values": _values(model, micro, probe=True)}
 
-    def _loss(self, model: nn.Module, micro: MicroBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
+    def micro_batch_loss(
+        self, model: nn.Module, micro: MicroBatch, totals: LossTotals
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The value loss, a scalar that sums over micro-batches to that of the mini-batch, and sums for metrics."""
         mask = micro.tensors["response_mask"]
         per_token, stats = self.algorithm.value_loss(_values(model, micro), micro.tensors)
         loss = aggregate(per_token, mask, "token-mean", totals)

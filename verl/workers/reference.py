@@ -85,9 +85,10 @@ class ReferenceWorker:
         """`ref_log_probs` [B T] of the responses."""
         with self.frozen():
             self.first_batch.look(batch)
-            return DataProto.from_dict(self.engine.infer(batch, self._score))
+            return DataProto.from_dict(self.engine.infer(batch, self.micro_batch_scores))
 
-    def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+    def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        """Log-probs of the reference policy in nats, [B T]."""
         return {"ref_log_probs": token_log_probs(model, self.head, micro, self.temperature).log_probs}
 
     def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:

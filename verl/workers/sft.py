@@ -58,18 +58,21 @@ class SFTWorker(TrainedWorker):
         """One optimizer step on the mean negative log-likelihood per token where `loss_mask` is on."""
         rows = _as_continuation(batch)
         self.first_batch.look(rows)
-        return self.engine.update(rows, self._loss)
+        return self.engine.update(rows, self.micro_batch_loss)
 
     @by_rows_to_one
     def evaluate(self, batch: DataProto) -> dict[str, float]:
         """Sums over the masked tokens: `nll` in nats, `correct` greedy predictions, and `tokens`."""
         rows = _as_continuation(batch)
         self.first_batch.look(rows)
-        found = self.engine.infer(rows, self._judge)
+        found = self.engine.infer(rows, self.micro_batch_scores)
         sums = {name: float(x.double().sum()) for name, x in found.items()}
         return self.engine.parallel.sums({**sums, "tokens": float(rows.batch["response_mask"].sum())})
 
-    def _loss(self, model: nn.Module, micro: MicroBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
+    def micro_batch_loss(
+        self, model: nn.Module, micro: MicroBatch, totals: LossTotals
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean negative log-likelihood: a scalar that sums over micro-batches to that of the mini-batch."""
         log_probs = token_log_probs(model, self.head, micro).log_probs
         return aggregate(-log_probs, micro.tensors["response_mask"], "token-mean", totals), {}
 
@@ -79,7 +82,8 @@ class SFTWorker(TrainedWorker):
     def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         return {"log_probs": plain_log_probs(model, micro)}
 
-    def _judge(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+    def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        """Negative log-likelihood in nats, and whether the token is the likeliest, each [B T]."""
         scores = token_log_probs(model, self.head, micro, rank=True)
         return {"nll": -scores.log_probs, "correct": scores.is_likeliest.float()}
 

@@ -425,7 +425,7 @@ def test_a_link_that_somebody_planted_where_the_copies_go_is_neither_followed_no
     root.unlink()
     root.mkdir()
     root.chmod(0o777)
-    with pytest.raises(CheckpointWriteFailed, match="no directory of this user alone"):
+    with pytest.raises(CheckpointWriteFailed, match="not a directory of this user alone"):
         plain_directory(newest, "actor")
 
 

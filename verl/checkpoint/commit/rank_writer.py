@@ -176,8 +176,8 @@ class RankWriter:
                 entry = FileEntry.of(path, hash_buffers(buffers))
                 self._shared.append(path)
                 if self._objects.fetch(entry, target):
-                    return self._keep(entry)
-            return self._keep(FileEntry.of(path, write_file(self._disk, target, buffers)))
+                    return self.keep_file(entry)
+            return self.keep_file(FileEntry.of(path, write_file(self._disk, target, buffers)))
 
     def write_image(self, image: FileImage, source: ImageSource, leaves: Callable[[], tuple[Leaf, ...]]) -> FileEntry:
         """Write a file from a contiguous buffer, by direct I/O if the file system supports it.
@@ -188,7 +188,7 @@ class RankWriter:
         with self._writing(image.path) as target:
             if not write_direct(self._disk, target, image, source):
                 write_file(self._disk, target, image.buffers(source))
-            return self._keep(FileEntry.of(image.path, leaves()))
+            return self.keep_file(FileEntry.of(image.path, leaves()))
 
     def write_delta(self, file: FileEntry, buffers: Iterable[Any], base: DeltaBase) -> DeltaEntry | None:
         """Store a file as its difference from another one, which is linked.
@@ -204,7 +204,7 @@ class RankWriter:
         with self._writing(path) as target:
             if not duplicate(self._disk, base.published.path(base.entry.path), target):
                 return None
-            self._keep(entry)
+            self.keep_file(entry)
         stored = self.write(file.path + DELTA_SUFFIX, _gathered(buffers))
         made = DeltaEntry(
             file=file, encoding=ENCODING, delta=stored.path, base=path,
@@ -280,10 +280,10 @@ class RankWriter:
         self._shared.append(path)
         with self._writing(path) as target:
             if expected is not None and self._objects.fetch(expected, target):
-                return self._keep(expected.at(path, linked_from=None))
+                return self.keep_file(expected.at(path, linked_from=None))
             if expected is None and clone(self._disk, source, target):
-                return self._keep(FileEntry.of(path, hash_buffers(_pieces(self._disk, target))))
-            return self._keep(self._copy(source, target, path, expected))
+                return self.keep_file(FileEntry.of(path, hash_buffers(_pieces(self._disk, target))))
+            return self.keep_file(self._copy(source, target, path, expected))
 
     def adopt(self, entry: FileEntry, source: Path) -> FileEntry:
         """Hard-link an immutable file from outside, without reading it.
@@ -294,7 +294,7 @@ class RankWriter:
         with self._writing(entry.path) as target:
             if not duplicate(self._disk, source, target):
                 self._copy(source, target, entry.path, entry)
-            return self._keep(entry)
+            return self.keep_file(entry)
 
     def record(self, *tensors: LogicalTensor) -> None:
         """Record which logical tensors, or slices of them, are in the files of this writer."""
@@ -329,9 +329,10 @@ class RankWriter:
         with self._writing(path) as target:
             if not duplicate(self._disk, origin, target):
                 self._copy(origin, target, path, entry)
-            return self._keep(entry)
+            return self.keep_file(entry)
 
-    def _keep(self, entry: FileEntry) -> FileEntry:
+    def keep_file(self, entry: FileEntry) -> FileEntry:
+        """List a file that is complete on the disk; returns its entry."""
         self._files.append(entry)
         return entry
 

@@ -109,7 +109,7 @@ class SaveTransaction:
             manifest, shared = self._joined([self.main.report(), *reports], metrics or {})
             with self._store.ownership.locked(), write_errors(f"publishing step {self.step}"):
                 self._store.ownership.check()
-                published = self._publish(manifest, state or {})
+                published = self.publish(manifest, state or {})
         finally:
             self.abort()  # after a publication there is nothing left to remove
         self._share(published, shared)
@@ -183,7 +183,8 @@ class SaveTransaction:
         )  # fmt: skip
         return manifest, [path for report in reports for path in report.shared]
 
-    def _publish(self, manifest: Manifest, state: dict[str, Any]) -> Checkpoint:
+    def publish(self, manifest: Manifest, state: dict[str, Any]) -> Checkpoint:
+        """Rename the finished directory into place; a save equal to the newest checkpoint is not published again."""
         newest, sequence = self._store.newest_and_next_sequence()
         checksum = content_digest(manifest)
         if newest is not None and _is_same(newest.manifest, manifest, checksum):

@@ -164,7 +164,7 @@ class CheckpointWriter:
             self._to_copy.put(job)
         else:
             try:
-                self._copy(job)
+                self.copy(job)
             finally:
                 self._write_all_given()
         return True
@@ -282,7 +282,7 @@ class CheckpointWriter:
             if isinstance(job, _Reservation):
                 self._reserve(job)
             else:
-                self._copy(job)
+                self.copy(job)
 
     def _write_all(self) -> None:
         while (job := self._to_write.get()) is not None:
@@ -292,7 +292,7 @@ class CheckpointWriter:
                 self._write(job)
 
     def _write_all_given(self) -> None:
-        """Without a thread: what `_copy` has given to write."""
+        """Without a thread: what `copy` has given to write."""
         while not self._to_write.empty():
             job = self._to_write.get()
             assert isinstance(job, _Job)
@@ -307,7 +307,7 @@ class CheckpointWriter:
             self._host_buffers.give_back(wanted.host_buffer)
         self._to_write.put(wanted)
 
-    def _copy(self, job: _Job) -> None:
+    def copy(self, job: _Job) -> None:
         """Fill the job's host buffer. The writer has it already, and reads as far as it is filled."""
         assert job.snapshot is not None
         memory = None
