@@ -67,6 +67,7 @@ def test_a_worker_killed_while_idle_fails_the_next_call(own_tmp):
     assert temporary_directories(own_tmp) == []
 
 
+@pytest.mark.exhaustive
 def test_workers_that_are_stopped_end_with_a_driver_that_is_killed_and_leave_nothing(tmp_path, own_tmp):
     script = tmp_path / "script.py"
     script.write_text(driver(2) + "import time\ntime.sleep(600)\n")
@@ -138,6 +139,7 @@ def test_a_script_without_a_main_guard_works_and_its_death_ends_the_workers(tmp_
     assert temporary_directories(own_tmp) == []
 
 
+@pytest.mark.exhaustive
 def test_code_fed_on_standard_input_works_and_ends_its_workers_without_close(own_tmp):
     env = os.environ | {"TMPDIR": str(own_tmp)}
     code = driver(1) + "print(toy.where().result()['pid'])\n"

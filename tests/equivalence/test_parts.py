@@ -105,6 +105,7 @@ def test_an_adapter_and_files_for_older_tools_are_saved_and_loaded(sharding, saf
         course.end()
 
 
+@pytest.mark.exhaustive
 def test_processes_that_see_another_directory_leave_the_saving_to_the_driver(model64, tmp_path, monkeypatch, caplog):
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()

@@ -75,7 +75,7 @@ def alone(deep64, tmp_path_factory):
     return run_course(ppo_run(deep64, PPO_ALGORITHM, group_size=1), PROMPTS, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("name", in_short("tp2 pp2", "pp2 dp2"))
+@pytest.mark.parametrize("name", in_short("pp2 dp2"))
 def test_ppo_through_stages_is_that_of_one_process(name, bench, alone, deep64, tmp_path):
     run = ppo_run(deep64, PPO_ALGORITHM, group_size=1, sharding=LAYOUTS[name], n_gpus_per_node=4, micro_batch_tokens=40)
     assert_same(alone, bench.course(run, PROMPTS, tmp_path).result(timeout=120))

@@ -34,7 +34,10 @@ def course(algorithm, model, directory: Path, processes: int = 1, **options):
     return dataclasses.replace(run, checkpoint=checkpoint, storage=storage)
 
 
-@pytest.mark.parametrize("algorithm", [PPO_ALGORITHM, GRPO_ALGORITHM], ids=["ppo", "grpo"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(PPO_ALGORITHM, id="ppo", marks=pytest.mark.exhaustive), pytest.param(GRPO_ALGORITHM, id="grpo")],
+)
 def test_a_run_with_old_rows_ends_as_the_uninterrupted_one(algorithm, model32, tmp_path):
     fit(course(algorithm, model32, tmp_path / "whole"), tmp_path / "whole")
     whole = numbers(tmp_path / "whole")

@@ -180,10 +180,10 @@ HIDDEN = {
     "a size was edited": (lambda m: m["files"][0].update(size=1), "are not those of its leaves"),
     "a tensor starts elsewhere": (lambda m: m["tensors"][0]["slices"][0].update(offset=0), "its header does not hold"),
     "a slice lies in no file": (lambda m: m["tensors"][0]["slices"][0].update(file="gone"), "gone: "),
-    "no files at all": (lambda m: m.pop("files"), "no manifest of a checkpoint"),
-    "a step that is not a number": (lambda m: m.update(step="many"), "no manifest of a checkpoint"),
+    "no files at all": (lambda m: m.pop("files"), "not a manifest of a checkpoint"),
+    "a step that is not a number": (lambda m: m.update(step="many"), "not a manifest of a checkpoint"),
     "another format": (lambda m: m["format"].update(name="other"), "its format is 'other'"),
-    "a version that is none": (lambda m: m["format"].update(version="new"), "no manifest of a checkpoint"),
+    "a version that is none": (lambda m: m["format"].update(version="new"), "not a manifest of a checkpoint"),
 }
 
 

@@ -75,6 +75,7 @@ def training(model32, tmp_path):
         yield Training(trainer, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_one_ranks_writer_is_refused_killed_and_lost_with_its_rank(training, monkeypatch):
     training.step()
     assert training.whole() == ["global_step_1"]

@@ -70,7 +70,8 @@ def at_s3(url: str, prefix: str) -> list[str]:
     return ["storage=s3", f"storage.endpoint_url={url}", f"storage.bucket={BUCKET}", f"storage.prefix={prefix}"]
 
 
-@pytest.mark.parametrize("ends_on", ["one process", pytest.param("two processes", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # tests/trainer/state/test_save_directory.py loses a disk in `make test`
+@pytest.mark.parametrize("ends_on", ["one process", "two processes"])
 def test_a_run_whose_disk_is_lost_goes_on_from_the_store(ends_on, server, s3_url, model32, tmp_path):
     whole = Machine(tmp_path / "whole", model32, server, s3_url, "whole")
     undisturbed = whole.start("run")

@@ -43,7 +43,7 @@ def weights(directory):
 @pytest.mark.parametrize(
     ("processes", "config", "lora", "loaded"),
     [
-        (2, {"tp_size": 2}, None, ""),
+        pytest.param(2, {"tp_size": 2}, None, "", marks=pytest.mark.exhaustive),
         pytest.param(2, {"tp_size": 2}, {"rank": 2}, "loaded", marks=pytest.mark.exhaustive),
         pytest.param(2, {"dp_size": 2}, None, "loaded", marks=pytest.mark.exhaustive),
         pytest.param(2, {"fsdp_sharding": "SHARD_GRAD_OP"}, {"rank": 2}, "", marks=pytest.mark.exhaustive),

@@ -59,7 +59,7 @@ def drawn_reward(trainer: PPOTrainer) -> float:
     return float(trainer.reward.score(rows)["score"].astype(float).mean())
 
 
-SHORT = {"ppo", "grpo"}  # the others learn in test_learning.py, and here in `make exhaustive`
+SHORT = {"ppo"}  # the others learn in test_learning.py, and here in `make exhaustive`
 
 
 @pytest.mark.learning

@@ -105,7 +105,7 @@ def test_where_log_probs_are_known_before_the_update_the_tokens_at_fault_are_nam
 @pytest.mark.parametrize(
     "algorithm",
     [
-        pytest.param(ONE_UPDATE, id="told by the update"),
+        pytest.param(ONE_UPDATE, id="told by the update", marks=pytest.mark.exhaustive),
         pytest.param(GRPO_ALGORITHM, id="known before", marks=pytest.mark.exhaustive),
     ],
 )

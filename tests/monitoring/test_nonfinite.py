@@ -300,7 +300,7 @@ def same(left: Any, right: Any) -> bool:
     return left == right
 
 
-@pytest.mark.parametrize("sharding", ["none", "ddp"])
+@pytest.mark.parametrize("sharding", ["none", pytest.param("ddp", marks=pytest.mark.exhaustive)])
 def test_a_loss_that_is_not_finite_stops_the_run_with_its_mini_batch(model32, tmp_path, sharding):
     run = ppo_run(
         model32,

@@ -88,10 +88,13 @@ def test_each_sample_is_a_call_with_its_own_columns_and_scores_keep_their_order(
 @pytest.mark.parametrize(
     "hang",
     [
-        "while True: pass",
-        "__import__('time').sleep(1000)",
+        pytest.param("while True: pass", marks=pytest.mark.exhaustive),
+        pytest.param("__import__('time').sleep(1000)", marks=pytest.mark.exhaustive),
         "__import__('re').match('(a+)+$', 'a' * 64 + 'b')",  # never lets go of the interpreter
-        "__import__('signal').pthread_sigmask(0, range(1, 32)), __import__('time').sleep(1000)",  # deaf to signals
+        pytest.param(  # deaf to signals
+            "__import__('signal').pthread_sigmask(0, range(1, 32)), __import__('time').sleep(1000)",
+            marks=pytest.mark.exhaustive,
+        ),
         "__import__('os').kill(__import__('os').getpid(), 19)",  # stopped: even its own watchdog stands still
     ],
 )
@@ -256,16 +259,16 @@ def test_a_tensor_is_a_number(made, batch):
     ("result", "found"),
     [
         ("None", "None of type NoneType"),
-        ("'1'", "'1' of type str"),
+        pytest.param("'1'", "'1' of type str", marks=pytest.mark.exhaustive),
         ("[1, 2]", "a list of 2 items"),
-        ("[]", "a list of 0 items"),
-        ("np.zeros((1, 3))", "a ndarray of 3 items"),
-        ("__import__('torch').zeros(1, 3)", "a Tensor of 3 items"),
+        pytest.param("[]", "a list of 0 items", marks=pytest.mark.exhaustive),
+        pytest.param("np.zeros((1, 3))", "a ndarray of 3 items", marks=pytest.mark.exhaustive),
+        pytest.param("__import__('torch').zeros(1, 3)", "a Tensor of 3 items", marks=pytest.mark.exhaustive),
         ("float('nan')", "nan"),
-        ("[float('inf')]", "inf"),
-        ("1e300", "1e+300"),
-        ("{'score': 1}", "{'score': 1} of type dict"),
-        ("[['a']]", "[['a']] of type list"),
+        pytest.param("[float('inf')]", "inf", marks=pytest.mark.exhaustive),
+        pytest.param("1e300", "1e+300", marks=pytest.mark.exhaustive),
+        pytest.param("{'score': 1}", "{'score': 1} of type dict", marks=pytest.mark.exhaustive),
+        pytest.param("[['a']]", "[['a']] of type list", marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_is_no_number_is_named(result, found, made, batch):
@@ -482,6 +485,7 @@ def test_a_sample_that_stops_every_process_that_rates_it_is_told_once_it_was_tri
         reward.score(batch_of(["1"]))
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_stopped_as_a_whole_fails_no_sample(tmp_path):
     """The clock of the system goes on meanwhile, and the workers' own alarms with it."""
     sign = tmp_path / "rating"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import pytest
 import torch
 from refusals import refusal
 from trainer.runs import GRPO_ALGORITHM, Prompts, ppo_run, read_lines
@@ -78,6 +79,7 @@ def test_profiling_writes_a_table_and_a_trace_and_changes_no_number(model32, tmp
     assert not (tmp_path / "without" / "profile").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_run_shorter_than_its_profile_writes_what_there_was(model32, tmp_path):
     fit(in_small(model32, "profile", total_steps=3), tmp_path)
     assert (tmp_path / "profile" / "table.txt").is_file()

@@ -23,7 +23,7 @@ SHARDINGS = {"none": [], "ddp": ["sharding=ddp", "trainer.n_gpus_per_node=2"]}
     [
         ("none", signal.SIGINT),
         pytest.param("none", signal.SIGTERM, marks=pytest.mark.exhaustive),  # in faults/test_killed_training.py too
-        ("ddp", signal.SIGTERM),
+        pytest.param("ddp", signal.SIGTERM, marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_interrupted_run_writes_what_is_finished_and_leaves_nothing_running(

@@ -28,6 +28,7 @@ def small(dir32, *more: str) -> list[str]:
 ROWS = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "2+2=", "answer": "4"}]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("ray_here")
 def test_a_role_that_is_not_used_in_ray_stays_in_this_process_and_the_others_move(dir32):
     with RayPPOTrainer(None, ROWS, use_critic=False, overrides=small(dir32)) as trainer:

@@ -229,7 +229,7 @@ def test_a_store_that_replaces_what_it_should_not_is_found_out(objects: ObjectSt
 
 def test_a_record_that_is_no_record_is_said(objects: ObjectStore) -> None:
     objects.put("log/000000000001.json", b"{")
-    with pytest.raises(ObjectDamaged, match="no record of a log"):
+    with pytest.raises(ObjectDamaged, match="not a record of a log"):
         RemoteStore(objects).records()
 
 
