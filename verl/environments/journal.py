@@ -168,7 +168,7 @@ class EpisodeJournal:
         """Write the records that were given since the last time."""
         if self.unwritten:
             assert self._file is not None
-            text, self.unwritten = _encode(self._records).encode(), []
+            text, self.unwritten = _encode(self.unwritten).encode(), []
             line = memoryview(b"%08x %s\n" % (zlib.crc32(text), text))
             while line:
                 line = line[self._file.write(line) :]
