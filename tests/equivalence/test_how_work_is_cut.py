@@ -33,7 +33,12 @@ NORMED_GSPO = dataclasses.replace(
 
 @pytest.mark.parametrize(
     "algorithm",
-    [PPO_ALGORITHM, PPO_KL_IN_LOSS, GRPO_ALGORITHM, NORMED_GSPO],
+    [
+        PPO_ALGORITHM,
+        pytest.param(PPO_KL_IN_LOSS, marks=pytest.mark.exhaustive),
+        GRPO_ALGORITHM,
+        pytest.param(NORMED_GSPO, marks=pytest.mark.exhaustive),
+    ],
     ids=["ppo", "ppo, kl in loss", "grpo", "gspo, normed"],
 )
 def test_the_budget_of_a_micro_batch_changes_no_number(algorithm, model64, tmp_path):

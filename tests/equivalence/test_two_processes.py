@@ -29,6 +29,7 @@ CASES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", short_where(CASES, "ppo, each role in its own way".__eq__))
 def test_two_processes_train_as_one_does(case, model64, dir64, tmp_path):
     algorithm, group_size, prompts, sharding = CASES[case]

@@ -147,6 +147,7 @@ def test_a_training_killed_in_many_rounds_is_the_one_that_was_never_killed(
     record_property("told", f"{killed} kills of a trainer in {len(lives)} trainings: {told}")
 
 
+@pytest.mark.exhaustive
 def test_a_writer_killed_and_stopped_beside_a_trainer_loses_nothing(server, dir32, whole, base):
     directory = base / "disturbed"
     child = started(server, dir32, directory, "run_1", "async")

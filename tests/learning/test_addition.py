@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 
 import pytest
-from cases import short_where
 from rich.console import Console
 
 from verl.component import BuildContext
@@ -59,11 +58,9 @@ def drawn_reward(trainer: PPOTrainer) -> float:
     return float(trainer.reward.score(rows)["score"].astype(float).mean())
 
 
-SHORT = {"ppo"}  # the others learn in test_learning.py, and here in `make exhaustive`
-
-
 @pytest.mark.learning
-@pytest.mark.parametrize("name", short_where(group_options(conf_dir())["algorithm"], SHORT.__contains__))
+@pytest.mark.exhaustive  # test_learning.py has every algorithm learn in `make test`, test_wheel.py addition
+@pytest.mark.parametrize("name", group_options(conf_dir())["algorithm"])
 def test_an_algorithm_raises_the_reward_of_addition(name, cache, tmp_path):
     with started([f"algorithm={name}"], cache).build(BuildContext(run_dir=tmp_path)) as trainer:
         before = drawn_reward(trainer)

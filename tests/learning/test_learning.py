@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from cases import short_where
 from trainer.runs import Echo, Prompts, ppo_run, read_lines
 
 from verl.component import BuildContext
@@ -16,7 +15,6 @@ from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
 
 ALGORITHMS = group_options(conf_dir())["algorithm"]
-LEARN_ADDITION = {"ppo", "grpo"}  # in every run of the tests: test_addition.py
 LETTERS = ("a", "b", "c", "d")
 # The greedy response soon scores far above the mean of a flat policy, and a baseline so far off costs variance: ReMax
 # draws nearer to the greedy response, and more.
@@ -24,7 +22,7 @@ REMAX = {"temperature": 0.3, "group_size": 48, "total_steps": 60, "mini_batches"
 
 
 @pytest.mark.learning
-@pytest.mark.parametrize("name", short_where(ALGORITHMS, lambda name: name not in LEARN_ADDITION))
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_random_model_learns_to_repeat_the_letter_that_it_is_given(name, tmp_path):
     needs = {"temperature": 1.0, "group_size": 24, "total_steps": 30, "mini_batches": 2}
     needs |= REMAX if name == "remax" else {}

@@ -70,7 +70,9 @@ def test_a_function_in_a_file_sees_texts_columns_and_kwargs(written, batch):
     assert scored["token_level_scores"][:, 1].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
 
 
-@pytest.mark.parametrize("form", ["sample", "data", pytest.param("batch", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "form", ["data", *(pytest.param(form, marks=pytest.mark.exhaustive) for form in ("sample", "batch"))]
+)
 def test_a_function_that_draws_gives_the_same_for_the_same_rows_whatever_came_before(form, tmp_path, batch):
     """So a run that is resumed, in a new process, is the run that was never stopped."""
     path = tmp_path / "luck.py"

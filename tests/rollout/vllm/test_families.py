@@ -12,7 +12,8 @@ import pytest
 
 import verl
 
-pytestmark = pytest.mark.xdist_group("vllm")
+# test_client.py and the proofs of weights start such engines in `make test`
+pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.exhaustive]
 ROOT = Path(verl.__file__).parents[1]
 
 
@@ -39,7 +40,6 @@ def draws_the_same(outcome: dict, *, is_anew: bool = False) -> None:
     assert (outcome["anew"] is not None) == is_anew  # vLLM loads its model itself where it makes more of a tensor
 
 
-@pytest.mark.exhaustive  # test_client.py does so in `make test`
 def test_families_draw_the_same_before_and_after_every_weight_has_changed(tmp_path):
     for name, outcome in outcomes(tmp_path, "qwen2_tied", "qwen3_moe", "llama", "qwen3_tied").items():
         draws_the_same(outcome, is_anew=name == "qwen3_moe")

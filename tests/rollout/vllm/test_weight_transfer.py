@@ -121,7 +121,13 @@ def delivered(source, sharding, lora, rank, world_size):
         for name, tensor in found.items():
             box = tuple(slice(start, stop) for start, stop in share.wanted[name]) if name in share.slices else ()
             if lora:  # the rows of a product may be summed in another order
-                torch.testing.assert_close(tensor, expected[name][box], rtol=0.02, atol=1e-3)
+                torch.testing.assert_close(
+                    tensor,
+                    expected[name][box],
+                    rtol=0.02,
+                    atol=1e-3,
+                    msg=lambda found, at=(name, box, rank): f"{at}: {found}",
+                )
             else:
                 assert torch.equal(tensor, expected[name][box]), name
         everyone = [None] * world_size
