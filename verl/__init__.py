@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl import config
-    from verl.cluster.placement import check_process_groups
+    from verl.cluster.placement import DeviceMesh, check_process_groups
     from verl.hybrid.actor import HybridActor
     from verl.hybrid.benchmark import measure_switch_overhead
     from verl.trainer.api.trainer import DataPipeline, RLTrainer, Trainer

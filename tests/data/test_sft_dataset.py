@@ -10,6 +10,7 @@ import pytest
 import torch
 from refusals import refusal
 
+from verl.data.base import DataSplits, report_counts
 from verl.data.sft_dataset import SFTDataset
 from verl.errors import ConfigError
 from verl.models.tiny import character_tokenizer
@@ -131,3 +132,14 @@ def test_a_tokenizer_without_eos_is_refused():
     endless.eos_token = None
     with refusal("tokenizer"):
         SFTDataset.from_rows(ROWS, tokenizer=endless)
+
+
+def test_rows_that_repeat_another_and_those_in_both_parts_are_counted_and_told(caplog):
+    train = open_rows([*ROWS, ROWS[0], {"prompt": "1+1=", "completion": "3"}])
+    assert report_counts(DataSplits(train=train, eval=open_rows(ROWS[1:]))) == {
+        "train_rows": 4, "eval_rows": 1, "train_duplicates": 1, "eval_duplicates": 0, "eval_rows_in_train": 1
+    }  # fmt: skip
+    assert [record.getMessage() for record in caplog.records] == [
+        "Data: 1 of 4 training rows repeat another one; 1 of 1 evaluation rows are also training rows, so evaluation "
+        "scores are too high."
+    ]

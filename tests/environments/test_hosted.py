@@ -125,6 +125,15 @@ def down() -> str:
     """Raises what is no fault of the model."""
     raise ConnectionError("no network")
 
+class Later:
+    def __await__(self):
+        yield
+        return "later"
+
+def soon() -> str:
+    """Answers by what can be awaited."""
+    return Later()
+
 def _private():
     pass
 '''
@@ -134,7 +143,7 @@ def test_public_functions_of_a_file_are_tools_with_schemas_and_typed_outcomes(tm
     (tmp_path / "tools.py").write_text(textwrap.dedent(TOOLS))
     options = PythonTools(path=str(tmp_path / "tools.py"), step_timeout_s=1.0)
     schemas = {schema["function"]["name"]: schema["function"] for schema in options.tool_schemas()}
-    assert list(schemas) == ["add", "divide", "wait", "down"]
+    assert list(schemas) == ["add", "divide", "wait", "down", "soon"]
     assert schemas["add"]["description"] == "Add two numbers."
     assert schemas["add"]["parameters"] == {
         "type": "object",
@@ -160,6 +169,7 @@ def test_public_functions_of_a_file_are_tools_with_schemas_and_typed_outcomes(tm
                 ToolCall("wait", {"seconds": 30.0}),
                 ParseFault("add(", "the parenthesis is not closed"),
                 ToolCall("down", {}),
+                ToolCall("soon", {}),
             )
             found = await environment.step(Action("", calls))
             assert not found.terminated
@@ -173,7 +183,7 @@ def test_public_functions_of_a_file_are_tools_with_schemas_and_typed_outcomes(tm
     found = asyncio.run(play())
     records = found.info["calls"]
     assert [record.outcome for record in records] == [
-        "ok", "ok", "tool_error", "tool_error", "timeout", "tool_error", "infra",
+        "ok", "ok", "tool_error", "tool_error", "timeout", "tool_error", "infra", "ok",
     ]  # fmt: skip
     lines = found.observation.splitlines()
     assert lines[:2] == ["waited", "3"]  # in the order of the calls, though the first came last
@@ -181,3 +191,4 @@ def test_public_functions_of_a_file_are_tools_with_schemas_and_typed_outcomes(tm
     assert lines[3] == "error: argument 'a' of add is 'x': expected integer"
     assert lines[4] == "error: wait gave no answer within 1 s"
     assert lines[5] == "error: the parenthesis is not closed"
+    assert lines[-1] == "later"

@@ -147,7 +147,9 @@ def _of_shard(name: str, data: Any) -> Iterator[DumpedSample]:
     names = ["step", "score", "prompt_ids", "sample_ids", "policy_version", "advantage", "columns"]
     for number in range(opened.num_record_batches):
         batch = opened.get_batch(number)
-        lengths = pc.list_value_length(batch.column("responses")).to_pylist()
+        lengths = pc.list_value_length(  # pyright: ignore[reportAttributeAccessIssue] - made when it is imported
+            batch.column("responses")
+        ).to_pylist()
         columns = (batch.column(name).to_pylist() for name in names)
         for length, step, score, prompt, sample, version, advantage, others in zip(lengths, *columns, strict=True):
             known = json.loads(others)

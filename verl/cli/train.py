@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from verl.cli.console import fail
 from verl.cli.plan import PLAN_ONLY, plan_only

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import ColocatedRoles, WorkerGroup
@@ -40,7 +40,7 @@ class Placement(Description):
         max_restarts: of a run that lost a worker.
     """
 
-    max_restarts: ClassVar[int] = 0
+    max_restarts = 0  # a subclass may have a field of this name
 
     @property
     def spans_machines(self) -> bool:

@@ -61,7 +61,12 @@ class WorkerGroup(Protocol):
 
     world_size: int
     shares_memory: bool
-    step: int | None
+
+    @property
+    def step(self) -> int | None: ...
+
+    @step.setter
+    def step(self, step: int | None) -> None: ...
 
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]: ...
 
@@ -242,9 +247,11 @@ class Transport(Protocol):
         look_takes_s: at most, of `look`.
     """
 
-    pids: Sequence[int]
     progress: Progress
     look_takes_s: float
+
+    @property
+    def pids(self) -> Sequence[int]: ...
 
     def start(self, group: RemoteWorkerGroup, host: ColocatedRoles, context: BuildContext) -> None:
         """Start the processes and build the roles in each."""

@@ -12,11 +12,11 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString, ValueType
+from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString, ValueType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, grammar_parser
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
@@ -303,7 +303,7 @@ def _refuse_empty_sweeps(assigned: Overrides, faults: list[str]) -> None:
         globbed = _override(group)
         if globbed is not None and globbed.value_type == ValueType.GLOB_CHOICE_SWEEP:
             known = group_options(conf_dir()).get(name, [])
-            if not globbed.value().filter(known):
+            if not cast(Glob, globbed.value()).filter(known):
                 assigned.options.remove(group)
                 faults.append(
                     f"{group}: there is no such option, so the sweep has no jobs; there are {', '.join(known)}."

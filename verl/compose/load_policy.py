@@ -199,7 +199,9 @@ def _verify(saved: SavedPolicy) -> None:
 def _base(saved: SavedPolicy, root: str) -> DictConfig:
     if saved.point is None or root_of(saved) != root:
         return compose_root(root, ["actor=pretrained"])
-    return OmegaConf.create(saved.point.state["config"])
+    config = OmegaConf.create(saved.point.state["config"])
+    assert isinstance(config, DictConfig)
+    return config
 
 
 def _model(saved: SavedPolicy, config: DictConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import Field, PositiveInt
+from torch import Tensor
 
 from verl.component import Description, component
 from verl.data.chat_template import FinalAssistant
@@ -27,7 +28,7 @@ class Dataset(Protocol):
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
-    def collate(self, indices: Sequence[int]) -> DataProto:
+    def collate(self, indices: Sequence[int] | Tensor) -> DataProto:
         """A batch of the rows at `indices`, padded to the longest of them."""
         ...
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError
@@ -239,7 +239,7 @@ def without_final_assistant(rows: DataRows, key: str, how: FinalAssistant) -> Da
     return replace(rows, values=values)
 
 
-def _ends_with_assistant(prompt: Any) -> bool:
+def _ends_with_assistant(prompt: Any) -> TypeGuard[Sequence[Any]]:
     return (
         isinstance(prompt, (list, tuple))
         and bool(prompt)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl.data.base import PromptOptions, read_options
 from verl.data.chat_template import ChatTemplate, render_prompts, without_final_assistant
@@ -137,7 +138,7 @@ class RLHFDataset:
         row = {"prompts": self.tokens[place], "prompt_ids": int(self._prompt_ids[place])}
         return row | {name: values[place] for name, values in self._columns.items()}
 
-    def collate(self, indices: Sequence[int]) -> DataProto:
+    def collate(self, indices: Sequence[int] | Tensor) -> DataProto:
         """A batch of the rows at `indices`, padded on the left to the longest of them.
 
         Returns:

@@ -39,11 +39,6 @@ class LossMaskedTokens:
         """A prompt without loss and a completion with loss."""
         return cls(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
-    @property
-    def digests(self) -> list[bytes]:
-        """A hash of each row's tokens, to find duplicates."""
-        return self._tokens.digests()
-
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -220,6 +215,11 @@ class SFTDataset:
         """Tokens of each sequence, [N] int64."""
         return self._tokens.lengths
 
+    @property
+    def digests(self) -> list[bytes]:
+        """A hash of each row's tokens, to find duplicates."""
+        return self._tokens.digests()
+
     def __len__(self) -> int:
         return len(self._tokens.lengths)
 
@@ -228,7 +228,7 @@ class SFTDataset:
         place = range(len(self))[index]
         return {"input_ids": self._tokens[place], "loss_mask": self._learned[place]}
 
-    def collate(self, indices: Sequence[int]) -> DataProto:
+    def collate(self, indices: Sequence[int] | Tensor) -> DataProto:
         """A batch of the rows at `indices`, padded on the right to the longest of them.
 
         Returns:

@@ -74,7 +74,7 @@ class TrainingEngine:
         self._elsewhere = {name: p for name, p in named.items() if is_elsewhere(p)}
         self.optimizer = None if optimizer is None else optimizer.attach(self.parameters.values())
         self.device = compute_device(model)
-        self.autocast = autocast
+        self.autocast: Autocast = autocast
         self.packing = packing
         if parallel.context is not None and packing == "off":
             raise ConfigError(

@@ -81,6 +81,7 @@ class AdamW(Description):
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
         """The torch optimizer over the parameters that require gradients."""
+        assert self.lr is not None, "for_model chooses one"
         alike: dict[tuple[Any, ...], list[nn.Parameter]] = {}  # a fused step takes parameters of one layout
         for p in (p for p in parameters if p.requires_grad):
             alike.setdefault((p.ndim < 2, mesh_dims(p)), []).append(p)

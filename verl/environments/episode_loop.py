@@ -28,7 +28,7 @@ from verl.environments.journal import EpisodeJournal, JournalEntry, PrefixHash, 
 from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.rendered_history import ConversationRenderer
 from verl.environments.rows import rows_of_episodes, rows_of_turns
-from verl.environments.tool_calls import format_of, parse_calls
+from verl.environments.tool_calls import ToolFormat, format_of, parse_calls
 from verl.errors import RolloutError
 from verl.ops.counter_rng import EVALUATION
 from verl.protocol import DataProto
@@ -173,7 +173,7 @@ class EpisodeEngine(RolloutEngine):
         template = context.chat_template
         self.chat = ChatTemplate(tokenizer, template)
         self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, options.max_observation_tokens)
-        self.style = format_of(self.chat.source, options.tool_format)
+        self.style: ToolFormat = format_of(self.chat.source, options.tool_format)
         self.renderer: ConversationRenderer | None = None
         if options.history == "rerender":
             self.renderer = ConversationRenderer(self.chat, self.encoder, context.tools)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -176,7 +176,7 @@ class _Server(EnvironmentFactory):
 
 
 @contextlib.asynccontextmanager
-async def _opened(options: MCPTools, stack: contextlib.AsyncExitStack) -> Any:
+async def _opened(options: MCPTools, stack: contextlib.AsyncExitStack) -> AsyncIterator[Any]:
     import mcp
 
     if options.command is not None:
@@ -186,7 +186,10 @@ async def _opened(options: MCPTools, stack: contextlib.AsyncExitStack) -> Any:
         parameters = mcp.StdioServerParameters(command=program, args=arguments)
         streams = await stack.enter_async_context(stdio_client(parameters))
     else:
-        from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+        from mcp.client.streamable_http import (
+            create_mcp_http_client,  # pyright: ignore[reportPrivateImportUsage] - its own module is private
+            streamable_http_client,
+        )
 
         headers = {name: os.environ[variable] for name, variable in options.headers_from_env.items()}
         client = await stack.enter_async_context(create_mcp_http_client(headers=headers))

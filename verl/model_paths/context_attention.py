@@ -11,7 +11,7 @@ arXiv:2309.14509 (ulysses: Jacobs et al.), and Llama Team 2024, arXiv:2407.21783
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -207,7 +207,7 @@ class _GatheredAttention(torch.autograd.Function):
             into_query[block.real_queries] = of_query.flatten(0, 1)[block.real_slots]
             for whole, part in zip(into, of_line, strict=True):
                 whole[block.entries] += part  # each entry once
-        of_key, of_value = _scatter_line(*into, line)
+        of_key, of_value = _scatter_line(into[0], into[1], line)
         return into_query, of_key, of_value, None, None, None
 
 
@@ -216,7 +216,7 @@ def _keeps_sums(query: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[2] == value.shape[2]
 
 
-def _parts(block: PieceBlock, window: int | None, dtype: torch.dtype) -> list[tuple[slice, bool, Tensor | None]]:
+def _parts(block: PieceBlock, window: int | None, dtype: torch.dtype) -> Sequence[tuple[slice, bool, Tensor | None]]:
     """Ranges of keys, whether queries see them causally, and a mask: of one piece, keys before it and its own."""
     queries = block.queries.shape[1]
     before = block.width - queries

@@ -201,7 +201,8 @@ def attend(
     if packing is not None:
         return _attend_packed(module, query, key, value, attention_mask, scaling, dropout, packing, others), None
     layer = None if prefix_of is None else _cache_layer(prefix_of, module)
-    if (shared := getattr(layer, "shared", None)) is not None:
+    shared: tuple[Tensor, Tensor] | None = getattr(layer, "shared", None)
+    if shared is not None:
         assert layer is not None
         refuse_unknown({**others, "sliding_window": None})
         return attend_shared(query, *shared, key, value, attention_mask, scaling, layer.keys.shape[2]), None

@@ -47,7 +47,7 @@ class LoRA(Description):
         targets = "all-linear" if self.target_modules == ("all-linear",) else list(self.target_modules)
         config = LoraConfig(
             r=self.rank,
-            lora_alpha=self.alpha,
+            lora_alpha=self.alpha,  # pyright: ignore[reportArgumentType] - an int by its annotation, a factor in use
             target_modules=targets,
             task_type="CAUSAL_LM" if causal_lm else "FEATURE_EXTRACTION",
         )

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from verl.component import Description, component
 from verl.errors import ConfigError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+_Model = TypeVar("_Model", bound="PreTrainedModel")
 
 # Attributes for multiplicative noise on hidden states in training (Mixtral, MiniMax, DBRX). `router_jitter_noise` is
 # not among them: in PhiMoE it is a threshold that is also used in evaluation.
@@ -94,7 +95,7 @@ class ModelSource(Description):
         return None
 
 
-def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+def without_dropout(model: _Model) -> _Model:
     """Set every dropout probability of a model, and the noise of expert routers, to zero."""
     import torch
 

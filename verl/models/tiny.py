@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import PositiveInt
 
@@ -116,7 +116,7 @@ class TinyModel(ModelSource):
     def load_config(self) -> Any:
         from transformers import Qwen2Config
 
-        tokenizer = character_tokenizer()
+        tokenizer = cast(Any, character_tokenizer())  # whose ids are of any type by its annotations
         return Qwen2Config(
             vocab_size=len(tokenizer),
             hidden_size=self.hidden_size,

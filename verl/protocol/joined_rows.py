@@ -69,7 +69,7 @@ def joined_episodes(rows: DataProto) -> DataProto:
         dims = FIELDS[name].dims if name in FIELDS else ("B",) if x.dim() == 1 else ()
         if dims == ("B", "T"):
             pad = FIELDS[name].pad
-            pad = rows.meta_info.get("pad_token_id", 0) if pad == "pad_token" else pad
+            pad = rows.meta_info.get("pad_token_id", 0) if isinstance(pad, str) else pad
             made[name] = torch.full((len(index.first), index.width), pad, dtype=x.dtype)
             made[name][index.target] = x[index.source]
         elif dims and "S" not in dims and name != PART:

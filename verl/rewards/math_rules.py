@@ -47,8 +47,10 @@ def final_number(text: str, needs_mark: bool = False) -> Fraction | None:
     """
     marked = _marked_answer(text)
     if marked is None:
-        if needs_mark or (number := number_of(text)) is not None:
-            return None if needs_mark else number
+        if needs_mark:
+            return None
+        if (number := number_of(text)) is not None:
+            return number
         found = _numbers(_plain_text(text))
         return found[-1].value if found else None
     found = _numbers(_plain_text(marked).rpartition("=")[2], is_marked=True)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -178,7 +178,8 @@ class ProcessPool:
     def _finished(self, busy: list[_PoolProcess]) -> Iterator[tuple[_PoolProcess, PoolResult]]:
         """Wait for workers that answered, ended or timed out, and yield each with its result."""
         left = min(worker.watch.timeout_s - worker.watch.idle_s for worker in busy)
-        heard = set(wait([worker.channel for worker in busy], timeout=max(0.0, min(left, LOOK_EVERY_S))))
+        channels: list[Any] = [worker.channel for worker in busy]  # anything with fileno() can be waited for
+        heard = set(wait(channels, timeout=max(0.0, min(left, LOOK_EVERY_S))))
         for worker in busy:
             if worker.channel in heard:
                 yield worker, self._outcome(worker)
@@ -255,7 +256,7 @@ class _PoolProcess:
                 detail = f"the process ended with {self.exit_words()}"
         if kind != "ready":
             raise RewardError(f"path is {path!r}: a worker process could not import it: {detail}.")
-        self.facts = detail
+        self.facts = cast(tuple[Source, Signature], detail)
         return True
 
     @property

@@ -68,7 +68,8 @@ class HFSampler(RolloutEngine):
     """The running engine of `HFRollout`."""
 
     def __init__(self, options: HFRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None):
-        self.options, self.model, self.seed, self.autocast = options, model, seed, autocast
+        self.options, self.model, self.seed = options, model, seed
+        self.autocast: Autocast = autocast
         self.pad_id = tokenizer.pad_token_id
         self.device = compute_device(model)
         self.routing = routing_of(model) if options.router_replay else None

@@ -120,7 +120,8 @@ class SlotModel:
     """A model over a `SlotCache`: reads further tokens of some slots and gives the logits after the last of each."""
 
     def __init__(self, model: Any, autocast: Autocast, num_slots: int):
-        self.model, self.autocast = model, autocast
+        self.model = model
+        self.autocast: Autocast = autocast
         self.device = compute_device(model)
         self.cache = SlotCache(model.config, num_slots)
 
@@ -414,7 +415,8 @@ class RowTurns(TurnEngine):
     """Turns computed from whole rows, for models without kept keys and values: all waiting turns are one batch."""
 
     def __init__(self, drawing: _Drawing, decoder: Decoder, autocast: Autocast):
-        self.drawing, self.decoder, self.autocast = drawing, decoder, autocast
+        self.drawing, self.decoder = drawing, decoder
+        self.autocast: Autocast = autocast
         self._queue: list[TurnRequest] = []
 
     @property

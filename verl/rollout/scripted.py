@@ -48,7 +48,8 @@ class ScriptedSampler(RolloutEngine):
     """The running engine of `ScriptedRollout`."""
 
     def __init__(self, options: ScriptedRollout, model: Any, tokenizer: Any, autocast: Autocast = None):
-        self.options, self.model, self.autocast = options, model, autocast
+        self.options, self.model = options, model
+        self.autocast: Autocast = autocast
         self.pad_id = tokenizer.pad_token_id
         end = [int(stop_tokens(model, tokenizer, ())[0])]
         limit = options.max_new_tokens

@@ -24,7 +24,7 @@ from typing import Any
 
 from verl.data.chat_template import ChatTemplate
 from verl.environments.observation_tokens import ObservationEncoder
-from verl.environments.tool_calls import ToolCall, format_of, parse_calls
+from verl.environments.tool_calls import ToolCall, ToolFormat, format_of, parse_calls
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import DrawnTurn, TurnEngine, TurnRequest
 from verl.serving.conversations import KnownConversation, KnownConversations, Message, RecordedTurn, text_of
@@ -84,7 +84,7 @@ class PolicyEndpoint:
         self.tokenizer, self.max_new_tokens, self.row_tokens = tokenizer, max_new_tokens, row_tokens
         self.chat = ChatTemplate(tokenizer, chat_template)
         self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, max_tokens=row_tokens)
-        self.style = format_of(self.chat.source)
+        self.style: ToolFormat = format_of(self.chat.source)
         self.recorded: list[RecordedTurn] = []
         self._known, self._lock = KnownConversations(), threading.Lock()
         self._begun: Counter[int] = Counter()

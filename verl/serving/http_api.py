@@ -166,7 +166,7 @@ def _is_tool(tool: Any) -> bool:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: PolicyServer
+    server: PolicyServer  # pyright: ignore[reportIncompatibleVariableOverride] - the server that made the handler
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].rstrip("/")

@@ -71,14 +71,14 @@ class JsonLinesTracker(Tracker):
         try:
             self._write_waiting()
         finally:
-            self.num_lost += len(self._waiting)
+            self.num_lost = (self.num_lost or 0) + len(self._waiting)
             self._waiting.clear()
 
     def _write(self, record: _Record) -> None:
         self._waiting.append(record)
         while sum(len(kept.data) for kept in self._waiting) > KEPT_BYTES and len(self._waiting) > 1:
             self._waiting.popleft()
-            self.num_lost += 1
+            self.num_lost = (self.num_lost or 0) + 1
         self._write_waiting()
 
     def _write_waiting(self) -> None:

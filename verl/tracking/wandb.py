@@ -82,7 +82,8 @@ class WandBTracker(Tracker):
             raise ImportError(f"the package wandb is missing: {install_command('wandb')}") from error
         from wandb.sdk.lib import retry
 
-        retry.random = random.Random()  # its threads must not use the global generator
+        # its threads must not use the global generator
+        retry.random = random.Random()  # pyright: ignore[reportPrivateImportUsage] - the module that it imports
         chosen = self._settings
         self._wandb = wandb
         is_same = chosen.on_resume == "same"

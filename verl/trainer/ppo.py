@@ -49,6 +49,9 @@ class PPOTrainer(PPOLifecycle):
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One iteration on a batch of prompts [B P]; returns its metrics."""
+        assert self.cluster is not None, "it is closed"
+        assert self.reuse is not None
+        assert self.reward is not None
         self.cluster.step = self.guard.step = step
         self.reuse.expect(step)
         rollout = self.generate(batch, GenerationRequest(step, self.settings.group_size))
@@ -134,6 +137,7 @@ class PPOTrainer(PPOLifecycle):
             shaped = DataProto.from_dict({"token_level_rewards": rewards})
             episodes = episodes.union(shaped)
             credit = self.algorithm.advantage(episodes)
+            assert self.reuse is not None
             weights, found = self.reuse.weights(episodes)
             credit, metrics = (credit if weights is None else weight_advantages(credit, weights)), metrics | found
             experience = scored.union(divided(shaped, scored), divided(credit, scored))
@@ -179,6 +183,7 @@ class PPOTrainer(PPOLifecycle):
         if self.eval_data is None:
             return {}
         prompts, k = self.eval_data.collate(range(len(self.eval_data))), self.settings.eval_samples
+        assert self.reward is not None
         with self.reward.frozen():
             greedy = self.judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION))
             drawn = self.judge(prompts, GenerationRequest(step, num_samples=k, stream=EVALUATION)) if k else None
@@ -207,6 +212,7 @@ class PPOTrainer(PPOLifecycle):
 
     def _rated(self, rows: DataProto) -> DataProto:
         """Rows with their rewards; the only place that calls the reward, in training and in evaluation."""
+        assert self.reward is not None
         return rows.union(divided(self.reward.score(joined_episodes(rows)), rows))
 
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:

@@ -94,7 +94,8 @@ def _sharding_faults(run: Any) -> Iterator[str]:
 
 def _processes(run: Any, shardings: Mapping[str, Sharding]) -> Mapping[str, int]:
     """Number of processes of each role."""
-    placement, count = run.trainer.placement, run.trainer.n_gpus_per_node * run.trainer.nnodes
+    placement = run.trainer.placement
+    count: int = run.trainer.n_gpus_per_node * run.trainer.nnodes
     return dict.fromkeys(shardings, count) if placement is None else placement.sizes(tuple(shardings), count)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from verl.cluster.rpc import role_handles
+from verl.cluster.rpc import WorkerGroup, role_handles
 from verl.component import BuildContext, as_plain
 from verl.data.base import report_counts
 from verl.data.chat_template import ChatTemplate
@@ -14,7 +15,8 @@ from verl.data.sampler import EpochSampler, Mixture
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
 from verl.monitoring.nonfinite import NonFiniteGuard
-from verl.rewards.base import RewardDescription, in_time, missing_columns
+from verl.protocol import DataProto
+from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
 from verl.rollout.base import Rollout
 from verl.trainer.one_step_off import LengthPredictor, OneStepOffRollout
 from verl.trainer.plan.run_plan import log_plan
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from verl.trainer.ppo_config import PPORun
 
 
-class PPOLifecycle:
+class PPOLifecycle(ABC):
     """Everything of a running trainer except the step: roles, data, reward, tracker, checkpoints.
 
     Attributes:
@@ -62,10 +64,20 @@ class PPOLifecycle:
         self._context = context = with_day(context)  # kept for a rebuild
         self._build(run, context)
 
+    @abstractmethod
+    def step(self, batch: DataProto, step: int) -> dict[str, float]:
+        """One iteration on a batch of prompts [B P]; returns its metrics."""
+
+    @abstractmethod
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of the weights after `step` steps."""
+
     def _build(self, run: PPORun, context: BuildContext) -> None:
         self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
         self._state = ProcessState(run.trainer)
-        self.cluster = self.reward = self.reuse = None
+        self.cluster: WorkerGroup | None = None
+        self.reward: Reward | None = None
+        self.reuse: ReplayMixing | None = None
         self.lengths = LengthPredictor()
         self.saving: Any = None
         try:
@@ -106,6 +118,7 @@ class PPOLifecycle:
             self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
             beside = None if plan is None else plan.memory.beside_engine
             self.start_roles(run, replace(context, bytes_beside_engine=beside))
+            assert self.reward is not None
             self.reward_stats = RewardStats(run.reward, self.reward)
             self.guard.numerics = self.actor.numerics().result()
             seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it
@@ -208,6 +221,8 @@ class PPOLifecycle:
     @property
     def parts(self) -> dict[str, Stateful]:
         """The driver's parts of a checkpoint."""
+        assert self.cluster is not None
+        assert self.reuse is not None
         ahead = {} if self.ahead is None else {"drawn_ahead": self.ahead}
         return {
             "sampler": self.sampler,
@@ -233,6 +248,7 @@ class PPOLifecycle:
 
     def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
         """State for a checkpoint: that of the roles, and everything else that a resumed run needs."""
+        assert self.cluster is not None
         return self.saving.states_of(self.trained, self.cluster.shares_memory), states_of(self.parts)
 
     @property
@@ -246,6 +262,7 @@ class PPOLifecycle:
         self._refuse_missing_columns(described)
         with faults_below("reward"):
             reward = in_time(described.build(self.context))
+        assert self.reward is not None
         self.reward.close()
         self.reward, self.reward_stats = reward, RewardStats(described, reward)
         self.description = replace(self.description, reward=described)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from verl.checkpoint.config import Checkpointing
-from verl.cluster.rpc import role_handles
+from verl.cluster.rpc import WorkerGroup, role_handles
 from verl.component import BuildContext, Description, as_plain, component
 from verl.data.base import TextSource, report_counts
 from verl.data.sampler import EpochSampler, Mixture
@@ -94,7 +94,7 @@ class SFTTrainer:
     def __init__(self, run: SFTRun, context: BuildContext):
         self.description, self.settings = run, run.trainer
         self._state = ProcessState(run.trainer)
-        self.cluster = None
+        self.cluster: WorkerGroup | None = None
         self.restarts: list[str] = []
         self.saving: Any = None
         try:
@@ -133,6 +133,7 @@ class SFTTrainer:
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One optimizer step on the mean negative log-likelihood per learned token."""
+        assert self.cluster is not None
         self.cluster.step = self.guard.step = step
         self.saving.wait_copied()
         with self.stages.stage("update") as note:
@@ -169,11 +170,13 @@ class SFTTrainer:
     @property
     def parts(self) -> dict[str, Stateful]:
         """The driver's parts of a checkpoint."""
+        assert self.cluster is not None
         generators = GeneratorStates(self.cluster, self.learner, self.settings.seed)
         return {"sampler": self.sampler, "safety": self.guard, "rng": generators}
 
     def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
         """State for a checkpoint: that of the model, and everything else that a resumed run needs."""
+        assert self.cluster is not None
         return self.saving.states_of({"actor": self.learner}, self.cluster.shares_memory), states_of(self.parts)
 
     def fit(self) -> TrainResult:

@@ -48,7 +48,6 @@ _log = logging.getLogger(__name__)
 class LoopTrainer(Protocol):
     """Interface of a trainer, as used by the loop."""
 
-    settings: LoopSettings
     tracker: TrackerSet
     stages: StageTimers
     guard: NonFiniteGuard
@@ -61,6 +60,11 @@ class LoopTrainer(Protocol):
     saving: CheckpointSaver
     restarts: list[str]
     data_counts: dict[str, int]
+
+    @property
+    def settings(self) -> LoopSettings:
+        """Settings of the loop, and those of the trainer's own kind."""
+        ...
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One training step, number `step` from 1; returns its metrics."""

@@ -217,6 +217,7 @@ class ActorWorker(TrainedWorker):
     def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         """Log-probs under the weights as they are, and entropies in nats, each [B T]."""
         scores = token_log_probs(model, self.head, micro, self.temperature, entropy="value")
+        assert scores.entropies is not None
         return {"old_log_probs": scores.log_probs, "entropies": scores.entropies}
 
     def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
@@ -249,10 +250,12 @@ class ActorWorker(TrainedWorker):
             stats["kl_loss"] = penalty
         if is_first:
             self._gap.add(x["rollout_log_probs"], x["old_log_probs"], mask, self._is_on_policy(x))
+            assert scores.entropies is not None
             stats["rollout/entropy_nats"] = scores.entropies
             if (kl := algorithm.kl.measure(x["old_log_probs"], x)) is not None:
                 stats["kl/reference_nats"] = kl
         if has_entropy_bonus:
+            assert scores.entropies is not None
             per_token = per_token - entropy_coef * scores.entropies
             stats["entropy"] = scores.entropies
         of_episodes = x.get("episode_tokens")

@@ -85,6 +85,7 @@ class SFTWorker(TrainedWorker):
     def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         """Negative log-likelihood in nats, and whether the token is the likeliest, each [B T]."""
         scores = token_log_probs(model, self.head, micro, rank=True)
+        assert scores.is_likeliest is not None
         return {"nll": -scores.log_probs, "correct": scores.is_likeliest.float()}
 
 

@@ -68,7 +68,7 @@ class DriverAddress:
 
 
 def _store(place: TorchrunPlace) -> Any:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - its public place
 
     return TCPStore(
         place.store_host,

@@ -14,11 +14,13 @@ import signal
 import socket
 import tempfile
 import threading
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import ray
+import ray._private.worker
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
@@ -222,7 +224,8 @@ def _show_token() -> bool:
     """
     if "RAY_AUTH_MODE" not in os.environ:
         with contextlib.suppress(ImportError):  # a Ray without tokens
-            from ray._raylet import AuthenticationTokenLoader, Config
+            # a compiled module without a stub
+            from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
             if AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
                 os.environ["RAY_AUTH_MODE"] = "token"
@@ -268,6 +271,6 @@ def _sigterm_as_it_was():
         signal.signal(signal.SIGTERM, before)
 
 
-def _said(resources: dict[str, float]) -> str:
+def _said(resources: Mapping[str, float]) -> str:
     named = {name: count for name, count in resources.items() if name in ("CPU", "GPU")}
     return ", ".join(f"{count:g} {name}" for name, count in named.items()) or "nothing"

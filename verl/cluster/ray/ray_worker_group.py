@@ -143,7 +143,8 @@ class RayTransport:
         wanted = {"CPU": group.num_cpus, "GPU": group.num_gpus}
         own = {name: count for name, count in wanted.items() if count} or {"CPU": 0.001}
         self._bundles = bundles or SharedBundles(own, group.size, group.strategy)
-        self.progress, self.pids = Progress(num_slots=group.size), []
+        self.progress = Progress(num_slots=group.size)
+        self.pids: Sequence[int] = []
         self._actors: list[Any] = []
         self._counts: dict[int, int] = {}  # last known progress counter of each worker
         self._shares_store = False  # all actors share the driver's memory: they are on its machine
@@ -192,7 +193,10 @@ class RayTransport:
         for name in ("VERL_STRICT_DATA_CHECK", "CUBLAS_WORKSPACE_CONFIG"):
             if name in os.environ:
                 env[name] = os.environ[name]
-        actor = ray.remote(concurrency_groups={"watch": 1})(_RayWorker).options(
+        remote = ray.remote(  # pyright: ignore[reportCallIssue] - its overloads leave out concurrency_groups
+            concurrency_groups={"watch": 1}
+        )
+        actor = remote(_RayWorker).options(
             num_cpus=self._setting.num_cpus,
             num_gpus=self._setting.num_gpus,
             runtime_env={"env_vars": env},

@@ -16,6 +16,7 @@ import os
 import queue
 import sys
 import threading
+from typing import Any
 
 STEP = ("observation", "reward", "terminated", "truncated", "info")
 MAX_REPLY = 8 << 20  # characters
@@ -54,7 +55,7 @@ class Replies:
             self.file.flush()
 
 
-def located(path):
+def located(path) -> Any:
     """Import the class of `file.py:Name` or `module:Name`, or the module if no name is given."""
     source, _, name = path.rpartition(":") if ":" in os.path.basename(path) else (path, "", "")
     if source.endswith(".py"):
@@ -62,6 +63,8 @@ def located(path):
         if directory not in sys.path:
             sys.path.insert(0, directory)
         spec = importlib.util.spec_from_file_location(os.path.basename(source)[:-3], source)
+        assert spec is not None, source
+        assert spec.loader is not None, source
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
@@ -87,7 +90,7 @@ def as_reply(found):
         )
     for name in ("reward", "terminated", "truncated"):
         value = found.get(name)
-        if hasattr(value, "item"):
+        if value is not None and hasattr(value, "item"):
             found[name] = value.item()
     found["info"] = {k: v for k, v in (found.get("info") or {}).items() if isinstance(v, (str, int, float, bool))}
     return found
@@ -112,10 +115,11 @@ class World:
                     environment = self.make()
                     reply["value"] = settled(loop, environment.reset(request["row"], request["seed"]))
                 elif op == "step":
+                    assert environment is not None, "step comes after reset"
                     action = HostedAction(**request["action"])
                     reply["value"] = as_reply(settled(loop, environment.step(action)))
                 else:
-                    if hasattr(environment, "close"):
+                    if environment is not None and hasattr(environment, "close"):
                         settled(loop, environment.close())
                     reply["value"] = None
             except BaseException as error:  # noqa: BLE001 - code of the user
@@ -165,11 +169,15 @@ def recovery_of(source):
     return None if found is None else str(found)
 
 
+async def awaited(found):
+    return await found
+
+
 def call_tool(function, request, replies):
     reply = {"id": request["id"]}
     try:
         found = function(**request["arguments"])
-        reply["value"] = asyncio.run(found) if inspect.isawaitable(found) else found
+        reply["value"] = asyncio.run(awaited(found)) if inspect.isawaitable(found) else found
     except (ConnectionError, TimeoutError, MemoryError) as error:
         reply |= {"error": f"{type(error).__name__}: {error}"[:2000], "kind": "infra"}
     except BaseException as error:  # noqa: BLE001 - code of the user
@@ -180,6 +188,8 @@ def call_tool(function, request, replies):
 def main():
     replies = Replies()
     options = json.loads(sys.stdin.readline())
+    functions: dict = {}
+    kind: Any = None
     try:
         if options["kind"] == "tools":
             module = located(options["path"])

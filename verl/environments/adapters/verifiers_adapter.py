@@ -19,11 +19,17 @@ import uuid
 from typing import ClassVar
 
 import aiohttp
-import verifiers.v1 as vf
+import verifiers.v1 as vf  # pyright: ignore[reportMissingImports] - in an environment of its own
 from aiohttp import web
-from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
-from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports] - as above
+from verifiers.v1.harnesses.utils.mcp import (  # pyright: ignore[reportMissingImports] - in an environment of its own
+    call_mcp,
+    connect_mcp,
+)
+from verifiers.v1.utils.loaders import (  # pyright: ignore[reportMissingImports] - in an environment of its own
+    load_environment,
+    resolve_env_config,
+)
 
 __all__ = ["InProcessChat"]  # by which verifiers finds the harness of this module
 
@@ -126,7 +132,7 @@ class Run:
     def __init__(self, service, task):
         self.requests = asyncio.Queue()
         self.traces = []
-        self.now = None  # the request that waits for the policy
+        self.now: ModelCall | None = None  # the request that waits for the policy
         self.episode = asyncio.create_task(self._play(service, task))
 
     async def _play(self, service, task):
@@ -153,6 +159,7 @@ class Run:
         return None
 
     async def go_on(self, message):
+        assert self.now is not None
         self.now.answer.set_result(message)
         return await self.next()
 
@@ -245,7 +252,7 @@ class Service:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        port = site._server.sockets[0].getsockname()[1]
+        port = runner.addresses[0][1]
         self.client = vf.EvalClientConfig(base_url=f"http://127.0.0.1:{port}/v1")
         self.serving = self.env.serving()
         await self.serving.__aenter__()
@@ -297,7 +304,8 @@ class VerifiersTask:
                 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, inherited))
         sys.modules.setdefault(os.path.splitext(os.path.basename(__file__))[0], sys.modules[type(self).__module__])
         self.service = Service.of(completed(config))
-        self.run, self.read = None, []
+        self.run: Run | None = None
+        self.read = []
 
     @classmethod
     def describe(cls, count, **arguments):
@@ -327,6 +335,7 @@ class VerifiersTask:
         return self._shown(self.read)
 
     def step(self, action):
+        assert self.run is not None, "step comes after reset"
         message = {"role": "assistant", "content": action.text}
         calls = list(action.calls)
         if calls and all("name" in call for call in calls):  # one that cannot be read is text
@@ -352,6 +361,7 @@ class VerifiersTask:
             self.service.wait(self.run.end())
 
     def _ended(self):
+        assert self.run is not None
         episode = self.run.episode.result()
         if not episode.ok:
             raise RuntimeError(f"the episode failed: {self._fault()}")
@@ -363,6 +373,7 @@ class VerifiersTask:
         return None, float(trace.reward), not trace.is_truncated, bool(trace.is_truncated), info
 
     def _fault(self):
+        assert self.run is not None
         episode = self.run.episode.result()
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         return "; ".join(f"{error.type}: {error.message}" for error in errors)[:500] or "without an error"

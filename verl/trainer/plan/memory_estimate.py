@@ -95,7 +95,7 @@ class RoleMemory:
 def role_layouts(run: Any) -> dict[str, RoleLayout]:
     """Layout of each role, by `trainer.placement` if it is set."""
     settings = run.trainer
-    world = settings.n_gpus_per_node * settings.nnodes
+    world: int = settings.n_gpus_per_node * settings.nnodes
     if not isinstance(settings, PPOSettings):
         shardings, counts = {"actor": run.actor.sharding or run.sharding}, {"actor": world}
     else:

@@ -251,13 +251,13 @@ def _add_unrecorded(runs: dict[str, LineageRun]) -> None:
 def _begun(event: dict[str, Any]) -> LineageRun:
     parent = None if event.get("parent") is None else checked_as(ParentCheckpoint, event["parent"])
     steps = 0 if parent is None else parent.step
-    facts = {name: event.get(name) or {} for name in ("code", "identity")}
     return LineageRun(
         event["run_id"],
         event["directory"],
         event.get("run_dir", ""),
         event["time"],
-        **facts,
+        code=event.get("code") or {},
+        identity=event.get("identity") or {},
         parent=parent,
         steps=steps,
     )

@@ -42,7 +42,7 @@ def inspect_here(directory: str) -> None:
     seconds."""
     (name,) = json.loads((Path(directory) / "config.json").read_text())["architectures"]
     found = ModelRegistry.models.get(name)
-    if hasattr(found, "load_model_cls"):
+    if found is not None and hasattr(found, "load_model_cls"):
         ModelRegistry.register_model(name, found.load_model_cls())
 
 

@@ -59,7 +59,7 @@ class CounterNoiseProcessor(LogitsProcessor):
         self._noise_of = np.full((5, size), -1, dtype=np.int64)  # whose, and which part of the response
 
     @classmethod
-    def validate_params(cls, params: SamplingParams) -> None:
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
         """No validation: all requests come from verl."""
 
     def is_argmax_invariant(self) -> bool:

@@ -76,7 +76,7 @@ class InPlaceLoader:
         self._starts, self._slices = starts or {}, dict[str, list[tuple[slice, ...]]]()
         self._packed_names = PACKED | dict(getattr(model, "packed_modules_mapping", None) or {})
         self._shapes = shapes
-        self._writers: dict[str, list[Callable[[str, Tensor], None]]] = {name: [] for name in shapes}
+        self._writers: dict[str, list[Callable[[str, Tensor], object]]] = {name: [] for name in shapes}
         self._packings: list[PackedLayer] = []
         self._copies: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}  # places, and what of a tensor is there
         self._whole_only: set[str] = set()  # tensors that are not taken by their rows

@@ -235,7 +235,8 @@ class WeightSync:
         may_slice: bool,
         may_repeat: Callable[[Exception], bool],
     ):
-        self.model, self.engine, self.dtype, self.autocast = model, engine, dtype, autocast
+        self.model, self.engine, self.dtype = model, engine, dtype
+        self.autocast: Autocast = autocast
         self.divided, self.chunk_bytes, self._may_repeat = divided, chunk_bytes, may_repeat
         self._sideways = sideways_names(model)
         self._may_slice = may_slice
