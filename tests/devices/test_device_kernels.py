@@ -98,7 +98,7 @@ def first_of_two():
 
 @pytest.mark.parametrize("style", ["allgather", "ulysses"])
 def test_attention_over_shared_tokens_asks_the_device_nothing(style, first_of_two, monkeypatch):
-    monkeypatch.setattr(context_attention, "_keeps_sums", lambda *_: False)  # as on a GPU
+    monkeypatch.setattr(context_attention, "keeps_sums", lambda *_: False)  # as on a GPU
     line, syncs = ContextGroup(None, 2, 0, style).shard(packed_line()), DeviceSyncs()
     heads = [x[: len(line.tokens)].detach().requires_grad_() for x in heads_of_line(line)]
     syncs.on_device([heads, line.tokens, line.positions, *tensors_of(line.shard), *tensors_of(line.whole)])
@@ -234,4 +234,4 @@ def test_the_key_of_a_warm_start_names_the_gpu_without_opening_a_context(monkeyp
     monkeypatch.setattr(warm_start, "as_plain", lambda run: {})
     names = iter(["NVIDIA H100", "NVIDIA A100"])
     monkeypatch.setattr(warm_start, "gpu_name_from_outside", lambda index: next(names))
-    assert warm_start._key(None) != warm_start._key(None)
+    assert warm_start.cache_key(None) != warm_start.cache_key(None)

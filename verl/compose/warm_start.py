@@ -56,7 +56,7 @@ def resolve_warm_starts(run: Any, console: Console, overrides: Sequence[str] = (
 
 def warm_start_dir(name: str, run: Any) -> Path:
     """Cache directory of a warm start, which may not exist yet; its key includes all that the weights depend on."""
-    return _cache() / f"{name}-{_key(run)}"
+    return _cache() / f"{name}-{cache_key(run)}"
 
 
 def with_architectures(run: Any) -> Any:
@@ -136,7 +136,7 @@ def _cache() -> Path:
     return Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl").expanduser() / "warm_starts"
 
 
-def _key(run: Any) -> str:
+def cache_key(run: Any) -> str:
     import torch
 
     gpu = gpu_name_from_outside(0) if torch.cuda.is_available() else None  # torch would open a context in the driver

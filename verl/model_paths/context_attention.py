@@ -177,7 +177,7 @@ class _GatheredAttention(torch.autograd.Function):
         out, sums = query.new_zeros(*query.shape[:2], value.shape[2]), None
         for block in line.shard.blocks:
             q, k, v = query[block.queries], keys[block.entries], values[block.entries]
-            if _keeps_sums(query, value):
+            if keeps_sums(query, value):
                 found, of_block = _attend_with_sums(block, q, k, v, *how)
                 sums = query.new_zeros(query.shape[:2], dtype=of_block.dtype) if sums is None else sums
                 sums[block.real_queries] = of_block.flatten(0, 1)[block.real_slots]
@@ -211,7 +211,7 @@ class _GatheredAttention(torch.autograd.Function):
         return into_query, of_key, of_value, None, None, None
 
 
-def _keeps_sums(query: Tensor, value: Tensor) -> bool:
+def keeps_sums(query: Tensor, value: Tensor) -> bool:
     """Whether attention gives the logarithms of its sums, so that its backward pass needs no second forward pass."""
     return query.device.type == "cpu" and query.shape[2] == value.shape[2]
 
