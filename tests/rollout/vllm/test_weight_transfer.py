@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rollout.engines import save_family
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 
 from verl.component import BuildContext
 from verl.engines.sharding import Parallel
@@ -147,6 +147,7 @@ def delivered(source, sharding, lora, rank, world_size):
 
 def in_process(rank, world_size, rendezvous, answers, *case):
     try:
+        _clear_sharding_prop_cache()  # of the process before the fork, where another test may have been rank 0
         os.environ["VERL_RENDEZVOUS"] = f"file://{rendezvous}"
         torch.set_num_threads(1)
         answers.put(delivered(*case, rank, world_size))
