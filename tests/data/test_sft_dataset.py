@@ -143,3 +143,9 @@ def test_rows_that_repeat_another_and_those_in_both_parts_are_counted_and_told(c
         "Data: 1 of 4 training rows repeat another one; 1 of 1 evaluation rows are also training rows, so evaluation "
         "scores are too high."
     ]
+
+
+def test_rows_that_were_drawn_from_a_distribution_may_repeat(caplog):
+    counts = report_counts(DataSplits(train=open_rows([*ROWS, ROWS[0]]), may_repeat=True))
+    assert counts["train_duplicates"] == 1
+    assert not caplog.records

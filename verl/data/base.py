@@ -80,9 +80,9 @@ def duplicates_sentence(counts: Mapping[str, int]) -> str | None:
 
 
 def report_counts(splits: DataSplits) -> dict[str, int]:
-    """Return `data_counts`, and log a warning about duplicates and overlap."""
+    """Return `data_counts`, and log a warning about duplicates and overlap, unless `splits.may_repeat`."""
     counts = data_counts(splits)
-    if (sentence := duplicates_sentence(counts)) is not None:
+    if not splits.may_repeat and (sentence := duplicates_sentence(counts)) is not None:
         _log.warning("%s", sentence)
     return counts
 
@@ -95,11 +95,13 @@ class DataSplits:
         train: rows to train on.
         eval: rows to evaluate on; None without evaluation.
         mixture: the parts of `train` and their shares of an epoch; None to visit every row once.
+        may_repeat: rows were drawn from a distribution, so that repeated ones are no mistake and cause no warning.
     """
 
     train: Dataset
     eval: Dataset | None = None
     mixture: Mixture | None = None
+    may_repeat: bool = False
 
 
 Truncation = Literal["error", "left", "right", "drop"]

@@ -128,6 +128,7 @@ class CalculatorSFT(TextSource, Description):
         return DataSplits(
             train=SFTDataset.from_rows(self.rows("train"), tokenizer=context.tokenizer, config=config),
             eval=SFTDataset.from_rows(self.rows("eval"), tokenizer=context.tokenizer, config=config),
+            may_repeat=True,
         )
 
 

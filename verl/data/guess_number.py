@@ -77,4 +77,5 @@ class GuessNumberSFT(TextSource):
         return DataSplits(
             train=SFTDataset.from_rows(self.rows("train"), tokenizer=context.tokenizer, config=config),
             eval=SFTDataset.from_rows(self.rows("eval"), tokenizer=context.tokenizer, config=config),
+            may_repeat=True,
         )
