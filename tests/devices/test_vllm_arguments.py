@@ -55,6 +55,8 @@ CASES = {
     "a cache of 8 GiB": (replace(ROLLOUT, kv_cache_gib=8.0), BUSY, 25 * GIB),
     "written by hand": (replace(ROLLOUT, enforce_eager=True, sleep=False), BUSY, 40 * GIB),
     "over two GPUs": (replace(ROLLOUT, tensor_parallel_size=2), BUSY, 25 * GIB),
+    "two stages": (replace(ROLLOUT, pipeline_parallel_size=2), BUSY, 25 * GIB),
+    "two stages of four GPUs": (replace(ROLLOUT, tensor_parallel_size=4, pipeline_parallel_size=2), BUSY, 25 * GIB),
     "an adapter": (replace(ROLLOUT, lora="adapter"), BUSY, 25 * GIB),
     "a long context": (replace(ROLLOUT, max_model_len=32768), BUSY, 25 * GIB),
     "a GPU of its own": (ROLLOUT, H100, 0),
@@ -120,7 +122,7 @@ def test_vllm_starts_beside_a_trainer_with_what_it_is_asked_for(told, name):
     assert found["cache"] > engine_shape(options, llama_8b(), torch.bfloat16).cache_of(1)
     assert found["eager"] is (options.enforce_eager is True)  # CUDA graphs unless the user says otherwise
     assert found["sleeps"] is options.sleep
-    assert found["siblings"] == options.tensor_parallel_size
+    assert found["workers"] == options.num_workers
 
 
 @pytest.mark.exhaustive

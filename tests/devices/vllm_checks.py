@@ -31,7 +31,7 @@ def check(directory: str, arguments: dict[str, Any], memory: Any) -> dict[str, A
             "cache": config.cache_config.kv_cache_memory_bytes,
             "eager": config.model_config.enforce_eager,
             "sleeps": config.model_config.enable_sleep_mode,
-            "siblings": config.parallel_config.tensor_parallel_size,
+            "workers": config.parallel_config.world_size,
         }
     except Exception as error:  # noqa: BLE001 - told to the test
         return {"error": f"{type(error).__name__}: {error}"}

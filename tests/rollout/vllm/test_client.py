@@ -33,13 +33,16 @@ PLAIN = {"max_new_tokens": 12, "stop_token_ids": tuple(range(7, 17))}
 SMALL = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "kv_cache_gib": 0.05}  # prompts are read in pieces
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory):
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.exhaustive)], ids=["one process", "two stages"]
+)
+def engines(request, tmp_path_factory):
     """vLLM and our own loop on the same weights; give both a request under any options."""
     source = save_family(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
     model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
     context = BuildContext(run_dir=tmp_path_factory.mktemp("run"))
-    vllm = VLLMRollout(**PLAIN, **SMALL).attach(model, tokenizer, 5, None, context)
+    rollout = VLLMRollout(**PLAIN, **SMALL, pipeline_parallel_size=request.param)
+    vllm = rollout.attach(model, tokenizer, 5, None, context)
     ours = HFRollout(**PLAIN).attach(model, tokenizer, 5)
 
     def both(prompts=None, request=None, **options):

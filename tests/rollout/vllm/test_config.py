@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from devices.shapes import llama_8b
 from refusals import refusal
 from rollout.engines import save_family
 
@@ -15,6 +16,7 @@ from verl.rollout import auto
 from verl.rollout.auto import AutoRollout
 from verl.rollout.hf import HFRollout, HFSampler
 from verl.rollout.vllm.client import engine_args
+from verl.rollout.vllm.client.gpu_memory import engine_shape
 from verl.rollout.vllm.config import VLLMRollout
 from verl.utils import env_check
 
@@ -34,6 +36,7 @@ from verl.utils import env_check
         ({"lora": "merge"}, "lora is 'merge'"),
         ({"temperature": 0.0}, "temperature is 0.0: must be above 0"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size is 0"),
         ({"call_timeout_s": 0.0}, "call_timeout_s is 0.0: must be above 0"),
         ({"start_timeout_s": 0.0}, "start_timeout_s is 0.0: must be above 0, or null"),
     ],
@@ -80,15 +83,45 @@ def test_its_process_gets_its_share_of_the_cores_only_where_the_engines_fill_the
 
 def test_gpus_of_an_engine_begin_with_the_trainers_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    alone = engine_args.BuildContext(device="cuda:2")
-    assert engine_args.engine_gpus(engine_args.BuildContext(device="cuda:1"), 1) == ["5"]
-    assert engine_args.engine_gpus(alone, 3) == ["6", "7", "4"]
+    alone, rollout = engine_args.BuildContext(device="cuda:2"), VLLMRollout()
+    assert engine_args.engine_gpus(engine_args.BuildContext(device="cuda:1"), rollout) == ["5"]
+    assert engine_args.engine_gpus(alone, VLLMRollout(tensor_parallel_size=3)) == ["6", "7", "4"]
+    assert engine_args.engine_gpus(alone, VLLMRollout(pipeline_parallel_size=2)) == ["6", "7"]
+    both = VLLMRollout(tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert engine_args.engine_gpus(alone, both) == ["6", "7", "4", "5"]
     with refusal("rollout.tensor_parallel_size"):
-        engine_args.engine_gpus(alone, 5)
+        engine_args.engine_gpus(alone, VLLMRollout(tensor_parallel_size=5))
+    with refusal("rollout.pipeline_parallel_size"):
+        engine_args.engine_gpus(alone, VLLMRollout(pipeline_parallel_size=5))
     two = engine_args.BuildContext(device="cuda:1", rank=1, world_size=2)
-    assert engine_args.engine_gpus(two, 1) == ["5"]
-    with refusal("rollout.tensor_parallel_size"):
-        engine_args.engine_gpus(two, 2)
+    assert engine_args.engine_gpus(two, rollout) == ["5"]
+    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        with refusal(f"rollout.{key}"):
+            engine_args.engine_gpus(two, VLLMRollout(**{key: 2}))
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"tensor_parallel_size": 3}, "rollout.tensor_parallel_size"),
+        ({"pipeline_parallel_size": 3}, "rollout.pipeline_parallel_size"),
+    ],
+)
+def test_a_model_that_an_engine_cannot_divide_is_refused_before_it_starts(options, key, tiny):
+    with refusal(key):
+        VLLMRollout(**options).attach(*tiny, 0)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (4, 2), (1, 32)])
+def test_memory_of_a_worker_is_that_of_the_largest_stage(tensor, pipeline):
+    def shape(**sizes):
+        return engine_shape(VLLMRollout(max_model_len=2048, **sizes), llama_8b(), torch.bfloat16)
+
+    whole, part = shape(), shape(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+    assert part.row == pytest.approx(whole.row / tensor / pipeline)
+    matrix = 128256 * 4096 * 2  # of the embedding, and of the head
+    layers = (whole.weights - 2 * matrix) / pipeline
+    assert part.weights == pytest.approx((layers + matrix * (2 if pipeline == 1 else 1)) / tensor, rel=1e-6)
 
 
 @pytest.fixture

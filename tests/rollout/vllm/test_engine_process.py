@@ -56,17 +56,22 @@ def size_of(model) -> int:
     return sum(p.nbytes for p in model.load_causal_lm("cpu").parameters())
 
 
+ONE = {"tensor_parallel_size": 1}
+HALVES, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 CASES = {  # processes, sharding, workers of an engine, engines, traffic of a sync over the bytes of the model, about
-    "fsdp": (2, FSDP(), 1, 2, 1.0),  # each of two processes lacks a half, and has an engine
-    "ddp": (2, DDP(), 1, 2, None),
-    "tp": (2, TP(), 1, 1, 0.5),  # one engine, whose process lacks a half
-    "tp, engine too": (2, TP(), 2, 1, 0.0),  # each worker takes what a process has already, but for some rows
-    "pp": (2, Parallel(pp=2), 1, 1, 0.5),  # one engine, fed by the first stage, which lacks the second
-    "pp, engine of two": (2, Parallel(pp=2), 2, 1, None),  # each stage feeds a worker with slices of all layers
-    "pp dp": (4, Parallel(pp=2, dp_replicate=2), 1, 2, 1.0),
-    "tp pp": (4, Parallel(tp=2, pp=2), 1, 1, 0.75),
-    "pp fsdp": (4, Parallel(pp=2, dp_shard=2), 1, 2, 1.5),
-    "pp cp": (4, Parallel(pp=2, cp=2), 1, 1, 0.75),
+    "fsdp": (2, FSDP(), ONE, 2, 1.0),  # each of two processes lacks a half, and has an engine
+    "ddp": (2, DDP(), ONE, 2, None),
+    "tp": (2, TP(), ONE, 1, 0.5),  # one engine, whose process lacks a half
+    "tp, engine too": (2, TP(), HALVES, 1, 0.0),  # each worker takes what a process has already, but for some rows
+    "pp": (2, Parallel(pp=2), ONE, 1, 0.5),  # one engine, fed by the first stage, which lacks the second
+    "pp, engine of two": (2, Parallel(pp=2), HALVES, 1, None),  # each stage feeds a worker with slices of all layers
+    "pp dp": (4, Parallel(pp=2, dp_replicate=2), ONE, 2, 1.0),
+    "tp pp": (4, Parallel(tp=2, pp=2), ONE, 1, 0.75),
+    "pp fsdp": (4, Parallel(pp=2, dp_shard=2), ONE, 2, 1.5),
+    "pp cp": (4, Parallel(pp=2, cp=2), ONE, 1, 0.75),
+    "tp, engine of two stages": (2, TP(), STAGES, 1, 0.5),  # each lacks a half of a stage
+    "pp, engine of two stages": (2, Parallel(pp=2), STAGES, 1, 0.0),  # each stage feeds its own
+    "tp pp, engine too": (4, Parallel(tp=2, pp=2), HALVES | STAGES, 1, 0.0),
 }
 
 
@@ -75,7 +80,7 @@ CASES = {  # processes, sharding, workers of an engine, engines, traffic of a sy
 )
 def test_several_processes_and_their_engines_draw_as_one_does(case, model, alone, tmp_path):
     processes, sharding, workers, engines, traffic = CASES[case]
-    rollout = dataclasses.replace(ROLLOUT, tensor_parallel_size=workers)
+    rollout = dataclasses.replace(ROLLOUT, **workers)
     *found, metrics = drawn(model, tmp_path, rollout, sharding=sharding, n_gpus_per_node=processes)
     assert len(list((tmp_path / "workers").glob("vllm_*.log"))) == engines
     if traffic is not None:
@@ -144,14 +149,14 @@ def test_an_engine_that_is_killed_beside_a_divided_model_is_made_anew_and_draws_
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sharding", "workers"),
-    [(DDP(), 1), (FSDP(), 1), (TP(), 1), (TP(), 2), (Parallel(pp=2), 1)],
-    ids=["ddp", "fsdp", "tp", "tp, engine too", "pp"],
+    [(DDP(), ONE), (FSDP(), ONE), (TP(), ONE), (TP(), HALVES), (Parallel(pp=2), ONE), (Parallel(pp=2), STAGES)],
+    ids=["ddp", "fsdp", "tp", "tp, engine too", "pp", "pp, engine too"],
 )
 def test_an_engine_that_is_stopped_beside_several_processes_is_made_anew_and_draws_the_same(
     sharding, workers, model, tmp_path
 ):
     """Siblings that feed the engine, or wait for the process that leads it, wait on."""
-    rollout = dataclasses.replace(ROLLOUT, call_timeout_s=10.0, tensor_parallel_size=workers)
+    rollout = dataclasses.replace(ROLLOUT, call_timeout_s=10.0, **workers)
     algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)
     run = ppo_run(model, algorithm, rollout=rollout, prompts_per_step=4, sharding=sharding, n_gpus_per_node=2)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:

@@ -277,11 +277,12 @@ def test_a_stop_beside_an_adapter_is_outlived(stage, source, tmp_path, monkeypat
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize("stage", ["draw", "load", "prove"])
+@pytest.mark.parametrize("workers", ["tensor", "pipeline"])
 def test_a_worker_of_an_engine_of_two_that_is_stopped_or_killed_is_outlived(
-    stage, number, source, tmp_path, monkeypatch, caplog
+    workers, stage, number, source, tmp_path, monkeypatch, caplog
 ):
     model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
-    options = VLLMRollout(**SMALL, tensor_parallel_size=2)
+    options = VLLMRollout(**SMALL, **{f"{workers}_parallel_size": 2})
     vllm = options.attach(model, tokenizer, 0, None, BuildContext(run_dir=tmp_path))
     ours = HFRollout(max_new_tokens=8).attach(model, tokenizer, 0)
 

@@ -172,6 +172,24 @@ def test_what_is_not_plain_is_refused(change, said):
         land(model, weights)
 
 
+PPMissingLayer = type("PPMissingLayer", (nn.Identity,), {})
+
+
+@pytest.mark.parametrize("stage", [("embed_tokens", "attn"), ("mlp", "norm")])
+def test_a_pipeline_stage_takes_its_own_layers_alone_of_a_whole_model(stage):
+    model, weights = engine(0, 1, packs=False), full_weights()
+    for name in {path for path, _ in model.named_children()} - {*stage}:
+        setattr(model, name, PPMissingLayer())
+    own = {name for name in weights if name.startswith(stage)}
+    assert 0 < len(own) < len(weights)
+    assert InPlaceLoader(model, {name: tuple(x.shape) for name, x in weights.items()}).wanted().keys() == own
+    land(model, weights)
+    whole, found = wanted(0, 1), held(model)
+    assert found.keys() == {name for name in whole if name.startswith(stage)}
+    for name, tensor in found.items():
+        assert torch.equal(tensor, whole[name]), name
+
+
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_rank_that_is_given_what_it_wants_alone_holds_the_same(size, packs):

@@ -48,13 +48,22 @@ def worker_takes(shape, name, worker, workers):
 QUESTION = VerifyRequest(VECTORS, ((1, 2, 3),))
 
 
-def offers(weights, parallel, workers):
-    """Of each group of siblings; `workers` is None for engines that take whole tensors."""
+def stage_of(name):
+    """Which of two pipeline stages of an engine has a tensor: of two layers the second, the last norm and the head."""
+    return int(name.startswith(("model.layers.1.", "model.norm.", "lm_head.")))
+
+
+def offers(weights, parallel, workers, stages=1):
+    """Of each group of siblings; `workers` is None for engines that take whole tensors, otherwise those of a stage."""
     wants = None
     if workers is not None:
         shapes = {w.name: tuple(w.shape) for w in weights}
-        wants = tuple({n: worker_takes(s, n, at, workers) for n, s in shapes.items()} for at in range(workers))
-    offer, groups = SyncOffer(wants, workers or 1, os.getpid(), "", 60.0, 1), {}
+        wants = tuple(
+            {n: worker_takes(s, n, at, workers) for n, s in shapes.items() if stages == 1 or stage_of(n) == stage}
+            for stage in range(stages)
+            for at in range(workers)
+        )
+    offer, groups = SyncOffer(wants, (workers or 1) * stages, os.getpid(), "", 60.0, 1), {}
     for rank in range(parallel.world_size):
         groups.setdefault(parallel.degrees.row_share(rank), []).append(rank)
     leaders = {ranks[0]: tuple(ranks) for ranks in groups.values()}
@@ -86,7 +95,8 @@ def fed(part):
 
 
 def delivered(source, sharding, lora, rank, world_size):
-    """Deliver to engines that take whole tensors, and to those of two and four workers, and check all that arrives."""
+    """Deliver to engines that take whole tensors, to those of two and four workers, and to those of two stages of one
+    and two workers, and check all that arrives."""
     context = BuildContext(rank=rank, world_size=world_size)
     model = source.load_causal_lm("cpu")
     if lora:
@@ -107,8 +117,9 @@ def delivered(source, sharding, lora, rank, world_size):
 
     weights, traffic = list(weights_of(model)), []
     sources = list({w.source.name: w.source for w in weights}.values())
-    for workers in (None, 2, 4) if siblings > 1 and may_be_sliced(weights) else (None,):
-        offered = offers(weights, parallel, workers)
+    engines = [(None, 1), (2, 1), (4, 1), (1, 2), (2, 2)] if siblings > 1 and may_be_sliced(weights) else [(None, 1)]
+    for workers, stages in engines:
+        offered = offers(weights, parallel, workers, stages)
         shares = assigned(offered, weights, DTYPE, 1000)
         delivery = WeightTransfer(model.divided, sources, [s.wanted for s in shares], DTYPE, set(), 5000)
         share, offer = shares[rank], offered[model.divided.siblings[0]][1]
@@ -193,19 +204,21 @@ def test_experts_that_are_one_tensor_here_and_many_there_move_once(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_siblings_feed_one_engine_and_gather_nothing_else(model32, tmp_path):
-    (whole, gathered), (two, _), (four, _) = in_processes(2, tmp_path, model32, Parallel(tp=2), False)
+    (whole, gathered), (two, _), (four, _), (stages, _), _ = in_processes(2, tmp_path, model32, Parallel(tp=2), False)
     assert whole == pytest.approx(gathered / 2)
     assert two < 0.2 * whole  # rows of the vocabulary, which vLLM cuts in blocks
     assert four < 0.2 * whole
+    assert stages == pytest.approx(whole, rel=0.1)  # each sibling feeds a stage, of which the other has a half
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["plain", "lora"])
 def test_two_stages_feed_one_engine_and_send_the_second_half_alone(lora, model32, tmp_path):
-    (whole, gathered), (two, _), (four, _) = in_processes(2, tmp_path, model32, Parallel(pp=2), lora)
+    (whole, gathered), (two, _), (four, _), (stages, _), _ = in_processes(2, tmp_path, model32, Parallel(pp=2), lora)
     assert 0.3 * gathered < whole < 0.7 * gathered
     assert 0 < two < gathered
     assert two == pytest.approx(four)
+    assert stages < 0.2 * two  # each stage feeds its own
 
 
 @pytest.mark.exhaustive

@@ -33,7 +33,9 @@ class VLLMRollout(Rollout):
         prefix_caching: samples of one prompt share its keys and values. Affects speed only.
         enforce_eager: run the model as written; false compiles it first and captures CUDA graphs, which takes a minute
             or more and pays off on GPUs; null: false on a GPU, true on a CPU.
-        tensor_parallel_size: GPUs that one engine spans.
+        tensor_parallel_size: GPUs that share each layer of an engine.
+        pipeline_parallel_size: stages of an engine, each of some of the layers on tensor_parallel_size GPUs. Slower
+            than the same GPUs with tensor parallelism; for models whose heads do not divide, and slow links.
         lora: how an adapter is sent to the engine: `merged` into the model's weights, or as an `adapter`.
         sleep: free the engine's GPU memory during training; no effect on a CPU.
         num_threads: threads of the engine, on a CPU; null: as many as the trainer has.
@@ -57,6 +59,7 @@ class VLLMRollout(Rollout):
     prefix_caching: bool = True
     enforce_eager: bool | None = None
     tensor_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: PositiveInt = 1
     lora: Literal["merged", "adapter"] = "merged"
     sleep: bool = True
     num_threads: PositiveInt | None = None
@@ -84,6 +87,18 @@ class VLLMRollout(Rollout):
             yield f"actor.lora.rank is {lora_rank}: {HIGHEST_RANK}"
         if is_divided:
             yield f"rollout.lora is adapter, {DIVIDED}"
+
+    @property
+    def num_workers(self) -> int:
+        """Processes of one engine, and on GPUs the number of those."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def worker_keys(self) -> str:
+        """The options that give `num_workers`, with their values, for messages."""
+        sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
+        told = [f"rollout.{way}_parallel_size is {size}" for way, size in sizes.items() if size > 1]
+        return " and ".join(told) or "rollout.tensor_parallel_size is 1"
 
     def check_here(self, device: str) -> None:
         if (fault := vllm_fault(device.startswith("cuda"))) is not None:

@@ -126,12 +126,13 @@ def _calls(role: RolePlan, tokens: int) -> int:
 
 
 def _generation(run: Any, work: _Work, rows: int, prompt: int, new: int, device: DeviceRates) -> StageTime:
-    """Decoding: for each token of all rows the weights are read once, and the keys and values of every row."""
-    ways = getattr(run.rollout, "tensor_parallel_size", 1)
+    """Decoding: for each token of all rows the weights are read once, and the keys and values of every row. An engine's
+    stages take turns, so that only its tensor-parallel processes share this time."""
+    ways, siblings = getattr(run.rollout, "num_workers", 1), getattr(run.rollout, "tensor_parallel_size", 1)
     together = getattr(run.rollout, "max_rows", None) or getattr(run.rollout, "max_num_seqs", rows)
     batch = max(1, min(rows * ways, together))
     waves = -(-rows * ways // batch)
-    engine = _Work(work.sizes, work.parameters, work.itemsize, work.dtype, device, max(ways, work.ways))
+    engine = _Work(work.sizes, work.parameters, work.itemsize, work.dtype, device, max(siblings, work.ways))
     read_s = engine.pass_s(rows * ways * prompt // max(1, run.trainer.group_size), max(1, prompt), waves)[0]
     token_s, bound = engine.pass_s(batch, prompt + new // 2)
     kept = work.sizes.cache_elements * work.itemsize / engine.ways

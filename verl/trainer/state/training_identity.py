@@ -39,6 +39,8 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "environment.history": "append",
     "algorithm.advantage.discount": "token",
     "algorithm.final_entropy_coef": None,
+    "rollout.pipeline_parallel_size": 1,
+    "rollout.router_replay": False,
 }
 # Settings of a reward that affect how it is called, but not its scores.
 REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}

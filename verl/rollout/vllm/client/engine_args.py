@@ -82,6 +82,7 @@ class EngineArgs:
             "enable_prefix_caching": options.prefix_caching,
             "enforce_eager": options.runs_eager(self.is_on_gpu),
             "tensor_parallel_size": options.tensor_parallel_size,
+            "pipeline_parallel_size": options.pipeline_parallel_size,
             "enable_sleep_mode": self.is_on_gpu and options.sleep,
         }
         if self.utilization is not None:
@@ -113,6 +114,8 @@ def engine_args(
     options.check_here(device.type)
     if (fault := unfit(model, autocast)) is not None:
         raise ConfigError(f"{fault} Set rollout=hf.")
+    if (fault := indivisible(options, _base(model).config.get_text_config())) is not None:
+        raise ConfigError(fault)
     if rank is not None and rank > LORA_RANKS[-1]:
         raise ConfigError(f"actor.lora.rank is {rank}: {HIGHEST_RANK}")
     threads, dtype = options.num_threads or torch.get_num_threads(), dtype_of(model, autocast)
@@ -135,6 +138,20 @@ def unfit(model: Any, autocast: Autocast) -> str | None:
     if compute_device(model).type == "cpu" and size is not None and size not in HEAD_SIZES_ON_CPU:
         sizes = ", ".join(map(str, HEAD_SIZES_ON_CPU))
         return f"actor.model has attention heads of {size} numbers: vLLM on a CPU takes {sizes}."
+    return None
+
+
+def indivisible(options: VLLMRollout, config: Any) -> str | None:
+    """Why a model with this configuration cannot be divided over the processes of an engine; None if it can."""
+    heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
+    if heads and heads % (size := options.tensor_parallel_size):
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        return (
+            f"rollout.tensor_parallel_size is {size}: actor.model has {heads} attention heads. Set it to one of "
+            f"{fitting}."
+        )
+    if layers and layers < (size := options.pipeline_parallel_size):
+        return f"rollout.pipeline_parallel_size is {size}: actor.model has {layers} layers, and each stage needs one."
     return None
 
 
@@ -172,7 +189,7 @@ def environment(
     if context.device.startswith("cuda"):
         if dtype == torch.float32:
             found |= EXACT_FLOAT32
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus or engine_gpus(context, options.tensor_parallel_size))
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus or engine_gpus(context, options))
         return found
     # Weights are packed into new memory with every sync, which is slow to get in small pages
     found["GLIBC_TUNABLES"] = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"]))
@@ -217,23 +234,23 @@ def gpu_name(device: str) -> str:
     return names[index].strip() if index < len(names) else str(index)
 
 
-def engine_gpus(context: BuildContext, count: int) -> list[str]:
+def engine_gpus(context: BuildContext, options: VLLMRollout) -> list[str]:
     """The GPUs of an engine that belongs to one training process; the process's own GPU comes first.
 
     Raises:
         ConfigError: it spans several GPUs, and they belong to other processes of the run or are not visible here.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), options.num_workers
     seen = len(visible.split(",")) if visible else torch.cuda.device_count()
     if count > 1 and context.world_size > 1:
         raise ConfigError(
-            f"rollout.tensor_parallel_size is {count}: with sharding=ddp each of the {context.world_size} processes "
-            "has its own engine on its own GPU. Set it to 1, or sharding=fsdp, where processes share an engine."
+            f"{options.worker_keys}: with sharding=ddp each of the {context.world_size} processes "
+            "has its own engine on its own GPU. Set them to 1, or sharding=fsdp, where processes share an engine."
         )
     if count > seen:
         raise ConfigError(
-            f"rollout.tensor_parallel_size is {count}: this process sees {seen} GPU{'s' if seen > 1 else ''}. Set "
-            f"it to {seen}."
+            f"{options.worker_keys}, and this process sees {seen} GPU{'s' if seen > 1 else ''}: an engine of {count} "
+            f"processes needs as many. Set their product to at most {seen}."
         )
     first = torch.device(context.device).index or 0
     return [gpu_name(f"cuda:{(first + i) % seen}") for i in range(count)]
@@ -276,6 +293,11 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
         return ConfigError(
             f"actor.model is a {type(_base(model)).__name__}: vLLM does not have this architecture. Set rollout=hf."
         )
+    if "Pipeline parallelism is not supported" in text:
+        return ConfigError(
+            f"rollout.pipeline_parallel_size is {options.pipeline_parallel_size}: vLLM does not divide a "
+            f"{type(_base(model)).__name__} into stages. Set rollout.tensor_parallel_size in its place, or rollout=hf."
+        )
     if "max_model_len" in error.reason and options.max_model_len is not None:
         return ConfigError(f"rollout.max_model_len is {options.max_model_len}: {_last_line(error.reason)}")
     details = str(error).rpartition("\n")[0]
@@ -287,7 +309,8 @@ def _cache_gib(config: Any, length: int, setting: EngineArgs) -> float:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     blocks = math.ceil(length / BLOCK_TOKENS) + 1  # vLLM keeps one for itself
-    numbers = 2 * config.num_hidden_layers * heads * size * blocks * BLOCK_TOKENS
+    layers = math.ceil(config.num_hidden_layers / setting.options.pipeline_parallel_size)
+    numbers = 2 * layers * heads * size * blocks * BLOCK_TOKENS
     gib = numbers * setting.dtype.itemsize / setting.options.tensor_parallel_size / GIB
     return math.ceil(gib * 1e4) / 1e4
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.errors import ConfigError
-from verl.models.model_stats import model_stats
+from verl.models.model_stats import ModelStats, model_stats
 from verl.utils.memory import DeviceMemory
 
 if TYPE_CHECKING:
@@ -62,17 +63,30 @@ class EngineShape:
 
 def engine_shape(options: VLLMRollout, config: Any, dtype: torch.dtype, is_on_gpu: bool = True) -> EngineShape:
     """The shape of an engine with these options for a model with this configuration."""
-    stats, siblings = model_stats(config), options.tensor_parallel_size
+    stats, siblings, stages = model_stats(config), options.tensor_parallel_size, options.pipeline_parallel_size
     # of one layer of a pass, twice over, and the logits in float32 thrice: as they come, scaled, and as log-probs
     layer = options.max_num_batched_tokens * (stats.hidden * 6 + 3 * stats.mlp // siblings) * dtype.itemsize * 2
     logits = 3 * 4 * options.max_num_seqs * stats.vocabulary
     compiled = 0 if options.runs_eager(is_on_gpu) else GRAPH_BYTES
     return EngineShape(
-        weights=stats.parameters * dtype.itemsize // siblings,
-        row=stats.cache_elements * dtype.itemsize // siblings,
+        weights=_largest_stage(stats, stages) * dtype.itemsize // siblings,
+        row=stats.cache_elements * dtype.itemsize * _layers_share(stats, stages) // siblings,
         overhead=CONTEXT_BYTES + compiled + layer + logits,
         max_model_len=options.max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None),
     )
+
+
+def _largest_stage(stats: ModelStats, stages: int) -> int:
+    """Parameters of the largest stage: its layers, and the embedding or the output head."""
+    if stages == 1:
+        return stats.parameters
+    of_layers = (stats.parameters - stats.embedding_elements) * _layers_share(stats, stages)
+    return math.ceil(of_layers) + stats.vocabulary * stats.hidden
+
+
+def _layers_share(stats: ModelStats, stages: int) -> Fraction:
+    """Share of the layers in the stage with the most."""
+    return Fraction(math.ceil(stats.layers / stages), stats.layers)
 
 
 def cache_bytes(options: VLLMRollout, shape: EngineShape, memory: DeviceMemory | None, beside: int | None) -> int:
@@ -99,8 +113,9 @@ def cache_bytes(options: VLLMRollout, shape: EngineShape, memory: DeviceMemory |
             f"free, the trainer needs {taken / GIB:.1f} while responses are drawn and the engine "
             f"{shape.weights / GIB:.1f} for weights and {shape.overhead / GIB:.1f} beside them, which leaves too "
             f"little for keys and values of one row{length} ({shape.cache_of(1) / GIB:.2f}). Set "
-            "rollout.tensor_parallel_size or trainer.n_gpus_per_node higher, sharding.cpu_offload=true, or "
-            "rollout.max_num_seqs, rollout.max_num_batched_tokens or rollout.max_model_len lower."
+            "rollout.tensor_parallel_size, rollout.pipeline_parallel_size or trainer.n_gpus_per_node higher, "
+            "sharding.cpu_offload=true, or rollout.max_num_seqs, rollout.max_num_batched_tokens or "
+            "rollout.max_model_len lower."
         )
     return found
 

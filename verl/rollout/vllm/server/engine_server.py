@@ -67,9 +67,7 @@ class EngineServer:
     def __init__(self, setting: EngineArgs):
         self._memory_kills = memory_kills()
         torch.set_num_threads(setting.num_threads)
-        if (
-            setting.options.tensor_parallel_size == 1 or not setting.is_on_gpu
-        ):  # forked workers want no CUDA before them
+        if setting.options.num_workers == 1 or not setting.is_on_gpu:  # forked workers want no CUDA before them
             inspect_here(setting.directory)
         if setting.name:
             name_file_store(setting.name)
@@ -90,6 +88,8 @@ class EngineServer:
         self._cache_check = PrefixCacheCheck(self.llm)
         self._max_num_seqs = setting.options.max_num_seqs
         self._report_steps(self.llm.llm_engine)
+        if setting.options.pipeline_parallel_size > 1:
+            self.llm.collective_rpc("verl_prepare_stage")
         if setting.options.runs_eager(setting.is_on_gpu):  # what is compiled runs no hooks
             self.llm.collective_rpc("verl_report_layers")
 
@@ -173,7 +173,7 @@ class EngineServer:
         lengths = np.array([len(line) for line in tokens])
         for prompt, line in zip(asked, tokens, strict=True):
             self._cache_check.note(prompt, line)
-        log_probs = self.llm.collective_rpc("verl_log_probs")[0]
+        log_probs = self.llm.collective_rpc("verl_log_probs")[-1]  # a worker of the last stage, which samples
         return SampleOutput(
             lengths, np.concatenate([np.asarray(line) for line in tokens]), log_probs[:, : lengths.max()]
         )

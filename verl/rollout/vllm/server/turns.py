@@ -86,7 +86,7 @@ class EngineTurns:
         log_probs: list[list[float]] = []
         if ended:
             rows = [row for _, row in turns]
-            found = self.llm.collective_rpc("verl_rows_of_log_probs", args=(rows, max(map(len, tokens))))[0]
+            found = self.llm.collective_rpc("verl_rows_of_log_probs", args=(rows, max(map(len, tokens))))[-1]
             log_probs = [line[: len(own)].tolist() for line, own in zip(found, tokens, strict=True)]
         for (turn, row), own in zip(turns, tokens, strict=True):
             self._free.append(row)

@@ -25,6 +25,7 @@ from verl.weight_verification.vllm_params import EXPERTS, PACKED, kinds_of, laye
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 OWN_STATE = ("MLAAttention",)  # its buffers are computed from weights at loading
+OTHER_STAGE = "PPMissingLayer"  # a layer that another pipeline stage holds
 Shape = tuple[int, ...]
 
 
@@ -69,7 +70,8 @@ class InPlaceLoader:
         shapes: shapes of the tensors by name.
         starts: for each tensor that is received as a slice, the start of the slice in the whole tensor.
     Raises:
-        UnsupportedLayer: a layer is of an unknown kind, or a tensor has no destination.
+        UnsupportedLayer: a layer is of an unknown kind, or a tensor has no destination and is of no other pipeline
+            stage.
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], starts: Mapping[str, Shape] | None = None):
@@ -87,7 +89,9 @@ class InPlaceLoader:
         for path, module in modules.items():
             self._find(plain_name(path), module)
         self._register_head_copies(modules.values(), getattr(model, "lm_head", None))
-        if homeless := [name for name, takers in self._writers.items() if not takers]:
+        elsewhere = tuple(f"{plain_name(path)}." for path, one in modules.items() if OTHER_STAGE in kinds_of(one))
+        homeless = [name for name, takers in self._writers.items() if not takers and not name.startswith(elsewhere)]
+        if homeless:
             raise UnsupportedLayer(f"{homeless[0]} has no place")
 
     def wanted(self) -> dict[str, Box]:

@@ -1,6 +1,6 @@
 """Methods added to vLLM's worker processes: load weights from the stream, sample with our noise, verify weights.
 
-vLLM mixes the class into its worker class, so the methods run in every worker of a tensor-parallel engine.
+vLLM mixes the class into its worker class, so the methods run in every worker of an engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.platforms import current_platform
@@ -55,6 +56,15 @@ class WorkerExtension:
         under_way = CounterNoiseProcessor.under_way
         assert under_way is not None
         return under_way.log_probs[torch.tensor(rows, device=self.device), :width].cpu()
+
+    def verl_prepare_stage(self) -> None:
+        """Allocate the buffers for the outputs of the previous pipeline stage. vLLM does that in its warm-up, which it
+        omits on a CPU for a model that is not compiled."""
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=self.device
+            )
 
     def verl_report_layers(self) -> None:
         """Report progress at each layer, because a single step over long prompts may take minutes on a CPU."""

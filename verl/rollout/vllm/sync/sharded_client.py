@@ -8,9 +8,9 @@ A process without an engine feeds the engine of its group, or only sends its ten
 engine reports which slices its workers need, worker w reads the stream of sibling w; otherwise the first sibling feeds
 all workers.
 
-An engine on GPUs spans those of its group: of `rollout.tensor_parallel_size` ranks in a row, or of tensor-parallel
-siblings where they are more. Ranks of a group that have rows of their own (FSDP) send their prompts to the first, whose
-engine draws all of them.
+An engine on GPUs spans those of its group: `rollout.tensor_parallel_size` x `rollout.pipeline_parallel_size` ranks in a
+row, or tensor-parallel siblings where they are more. Ranks of a group that have rows of their own (FSDP) send their
+prompts to the first, whose engine draws all of them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SIZE = "rollout.tensor_parallel_size x rollout.pipeline_parallel_size"  # of an engine, in messages
 LOOK_S = 30.0  # for responses of an engine, before its process tells the others that it still waits
 
 T = TypeVar("T")
@@ -58,12 +59,12 @@ def with_engine_group(divided: ParallelInfo, engine_size: int) -> ParallelInfo:
         return divided
     if divided.stage_group is not None:
         raise ConfigError(
-            f"rollout.tensor_parallel_size is {engine_size}: an engine beside pipeline stages spans at most the "
+            f"{SIZE} is {engine_size}: an engine beside pipeline stages spans at most the "
             f"{len(divided.siblings)} GPUs of the processes that work on the same rows. Set it to at most that."
         )
     if size % len(divided.siblings) or divided.mesh.size % size:
         raise ConfigError(
-            f"rollout.tensor_parallel_size is {engine_size}: {divided.mesh.size} processes, of which "
+            f"{SIZE} is {engine_size}: {divided.mesh.size} processes, of which "
             f"{len(divided.siblings)} share the same rows, cannot be put into groups of {size} GPUs. Set it to 1, or "
             "so that it divides their number."
         )
@@ -91,7 +92,7 @@ class ShardedVLLMClient(RolloutEngine):
     ):
         if options.lora == "adapter" and hasattr(model, "peft_config"):
             raise ConfigError(f"rollout.lora is adapter, {DIVIDED}")
-        self.options, self.divided = options, with_engine_group(model.divided, options.tensor_parallel_size)
+        self.options, self.divided = options, with_engine_group(model.divided, options.num_workers)
         self.num_same_rows = len(model.divided.siblings)  # ranks in a row that have the same prompts
         self._own_rows = slice(0, 0)  # of what its engine draws
         self._pad_id = tokenizer.pad_token_id
@@ -103,14 +104,14 @@ class ShardedVLLMClient(RolloutEngine):
         is_one_machine = len(set(among_siblings(self.divided, platform.node()))) == 1
         is_on_gpu = self.divided.device.type == "cuda"
         gpus = among_siblings(self.divided, gpu_name(context.device)) if is_on_gpu else []
-        if is_on_gpu and options.tensor_parallel_size > 1 and not is_one_machine:
+        if is_on_gpu and options.num_workers > 1 and not is_one_machine:
             raise ConfigError(
-                f"rollout.tensor_parallel_size is {options.tensor_parallel_size}: the processes of an engine would be "
-                "on several machines. Set it so that it divides trainer.n_gpus_per_node."
+                f"{SIZE} is {options.num_workers}: the processes of an engine would be on several machines. Set it so "
+                "that it divides trainer.n_gpus_per_node."
             )
         self.engine: GroupVLLMClient | None = None
         if self.divided.rank == self.divided.siblings[0]:
-            spanned = gpus[: options.tensor_parallel_size]
+            spanned = gpus[: options.num_workers]
             self.engine = GroupVLLMClient(options, model, tokenizer, seed, autocast, context, spanned)
         dtype, chunk_bytes = dtype_of(model, autocast), options.chunk_mib * MIB
         self.compute_type = str(dtype).removeprefix("torch.")

@@ -269,13 +269,14 @@ def _sliced(
 ) -> FeedAssignment:
     if not readers:
         return FeedAssignment({}, (), [], 0, {})
-    wanted = {w.name: _bounding_slice([want[w.name] for want in wants if w.name in want]) for w in weights}
+    asked = {w.name: [want[w.name] for want in wants if w.name in want] for w in weights}  # of other stages, none
+    wanted = {name: _bounding_slice(slices) for name, slices in asked.items() if slices}
     coming = [_SizedSlice(name, _shape(box)) for name, box in wanted.items() if all(_shape(box))]
     chunks, largest = plan_chunks(coming, dtype, chunk_bytes)
     slices = {
         w.name: TensorSlice(tuple(w.shape), tuple(start for start, _ in wanted[w.name]))
         for w in weights
-        if wanted[w.name] != _all_of(w.shape)
+        if w.name in wanted and wanted[w.name] != _all_of(w.shape)
     }
     return FeedAssignment(wanted, readers, chunks, largest, slices)
 
