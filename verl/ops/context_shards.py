@@ -21,7 +21,7 @@ from verl.ops.packing import BLOCK_SLACK, GatherIndex, PackedRows, gather_index
 
 PIECE = 1024  # queries; a piece computes all keys of its last query for each of them
 KEPT_MASK = 2**20  # elements of a mask that is cached
-MASKED_SCORES = 2**24  # elements per block with a mask, which is in memory with the scores of the backward pass
+MASKED_SCORES = 2**21  # elements per block with a mask, which is in memory with the scores of the backward pass
 
 
 @dataclass(frozen=True)
