@@ -73,13 +73,17 @@ def test_it_starts_beside_a_trainer_that_holds_15_gib(tmp_path):
         engine.close()
 
 
-@pytest.mark.parametrize("size", [1, 2], ids=["an engine each", "one engine over both"])
+@pytest.mark.parametrize(
+    "workers",
+    [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
+    ids=["an engine each", "one engine over both", "one engine in two stages"],
+)
 @pytest.mark.usefixtures("two_gpus")
-def test_two_processes_over_nccl_train_beside_engines_in_bfloat16(size, tmp_path):
+def test_two_processes_over_nccl_train_beside_engines_in_bfloat16(workers, tmp_path):
     source = save_family(tmp_path / "model", "qwen2_tied")
     settings = {"device": "cuda", "n_gpus_per_node": 2, "sharding": FSDP(timeout_s=120.0), "total_steps": 2}
     run = ppo_run(source, GRPO_ALGORITHM, tracker=Trackers(jsonl=JsonLines()), **settings)
-    rollout = VLLMRollout(max_new_tokens=7, kv_cache_gib=0.5, max_num_seqs=16, tensor_parallel_size=size)
+    rollout = VLLMRollout(max_new_tokens=7, kv_cache_gib=0.5, max_num_seqs=16, **workers)
     run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, autocast="bfloat16"), rollout=rollout)
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         trainer.fit()

@@ -371,9 +371,10 @@ def cross_keys_and_values(vllm, monkeypatch) -> tuple[str, str]:
 
     def misleading(method, *args):
         if method == "connect" and vllm.in_place:
-            (feed,) = args[0]
-            chunks = [[dataclasses.replace(p, name=crossed.get(p.name, p.name)) for p in ps] for ps in feed.chunks]
-            args = ([dataclasses.replace(feed, chunks=chunks)], *args[1:])
+            chunks = [
+                [dataclasses.replace(p, name=crossed.get(p.name, p.name)) for p in ps] for ps in args[0][0].chunks
+            ]
+            args = ([dataclasses.replace(feed, chunks=chunks) for feed in args[0]], *args[1:])
         send(method, *args)
 
     monkeypatch.setattr(vllm.process, "send", misleading)
