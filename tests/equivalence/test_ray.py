@@ -59,6 +59,7 @@ def test_in_float32_losses_and_gradients_differ_by_rounding_alone(model32, tmp_p
     assert_rounding_alone(alone, run_course(two, PROMPTS, tmp_path / "two"))
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_made_under_ray_resumes_without_it_and_the_reverse(model32, tmp_path):
     fit(course(model32, tmp_path / "whole"), tmp_path / "whole/run")
     under_ray = {"placement": placed()}

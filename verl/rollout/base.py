@@ -78,7 +78,7 @@ class Rollout(Description):
         if self.router_replay and not self.tells_experts:
             yield (
                 f"router_replay is true: {type(self).__name__} does not tell which experts were chosen. Set it to "
-                "false, or rollout=hf."
+                "false, or rollout=hf or vllm."
             )
         if self.min_new_tokens > self.max_new_tokens:
             limit = self.max_new_tokens

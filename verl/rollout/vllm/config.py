@@ -32,7 +32,7 @@ class VLLMRollout(Rollout):
             the run need, or the model's maximum if the data are not known.
         prefix_caching: samples of one prompt share its keys and values. Affects speed only.
         enforce_eager: run the model as written; false compiles it first and captures CUDA graphs, which takes a minute
-            or more and pays off on GPUs; null: false on a GPU, true on a CPU.
+            or more and pays off on GPUs; null: false on a GPU, true on a CPU and with router_replay.
         tensor_parallel_size: GPUs that share each layer of an engine.
         pipeline_parallel_size: stages of an engine, each of some of the layers on tensor_parallel_size GPUs. Slower
             than the same GPUs with tensor parallelism; for models whose heads do not divide, and slow links.
@@ -51,6 +51,7 @@ class VLLMRollout(Rollout):
     draws_turns: ClassVar[bool] = True
     takes_stages: ClassVar[bool] = True
     takes_experts: ClassVar[bool] = True
+    tells_experts: ClassVar[bool] = True
 
     kv_cache_gib: PositiveFloat | None = None
     max_num_seqs: PositiveInt = 256
@@ -69,6 +70,13 @@ class VLLMRollout(Rollout):
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
+        if self.router_replay and self.enforce_eager is False:
+            yield "router_replay is true: a compiled model does not tell its experts. Set enforce_eager to null."
+        if self.router_replay and self.pipeline_parallel_size > 1:
+            yield (
+                f"router_replay is true: it was not tried with pipeline_parallel_size {self.pipeline_parallel_size}, "
+                "where no process sees all that routers choose. Set tensor_parallel_size in its place."
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             yield (
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}: a pass takes at least one token of each of "
@@ -106,7 +114,7 @@ class VLLMRollout(Rollout):
 
     def runs_eager(self, is_on_gpu: bool) -> bool:
         """Whether the model runs as written, neither compiled nor captured."""
-        return not is_on_gpu if self.enforce_eager is None else self.enforce_eager
+        return not is_on_gpu or self.router_replay if self.enforce_eager is None else self.enforce_eager
 
     def with_room_for(self, prompt: int, response: int | None = None) -> VLLMRollout:
         asked = prompt + (self.max_new_tokens if response is None else response)

@@ -62,11 +62,16 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class SampleOutput:
-    """Responses: their lengths [B], their tokens one after another, and log-probs [B T]."""
+    """Responses: their lengths [B], their tokens one after another, and log-probs [B T].
+
+    Attributes:
+        experts: [B T layers k] of the tokens that predict them, with `rollout.router_replay`.
+    """
 
     lengths: np.ndarray
     tokens: np.ndarray
     log_probs: torch.Tensor
+    experts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

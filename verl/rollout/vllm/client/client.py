@@ -24,6 +24,7 @@ import torch
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError, WeightSyncError
+from verl.model_paths.expert_routing import UNKNOWN, routing_of
 from verl.models.parallel_info import Autocast, compute_device
 from verl.protocol import DataProto
 from verl.rollout.base import (
@@ -120,7 +121,7 @@ class VLLMClient(RolloutEngine):
         gpus: Sequence[str] | None = None,
     ):
         self.options, self.model, self.seed, self.gpus = options, model, seed, gpus
-        self.pad_id = tokenizer.pad_token_id
+        self.pad_id, self.experts = tokenizer.pad_token_id, experts_shape(model, options)
         self.stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
         self.is_synced = self.is_asleep = self._has_base = self._was_proven = False
         self.in_place = True
@@ -162,7 +163,7 @@ class VLLMClient(RolloutEngine):
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
         asked = self._question(prompts, request)
         drawn = self.outliving_death(lambda: self.call("draw", *asked)) if asked else None
-        return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
+        return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id, self.experts)
 
     def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
         """See `RolloutEngine.turns`; the draws depend on (seed, stream, step, prompt, sample, turn, position) alone.
@@ -202,7 +203,7 @@ class VLLMClient(RolloutEngine):
             return self.call("draw", *asked)
 
         drawn = self.outliving_death(lambda: next(answers, anew)()) if asked else None
-        return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
+        return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id, self.experts)
 
     def _question(self, prompts: DataProto, request: GenerationRequest) -> tuple[Any, ...]:
         """Arguments of the call; empty if there is nothing to generate."""
@@ -417,19 +418,46 @@ class VLLMClient(RolloutEngine):
             )
 
 
+def experts_shape(model: Any, options: VLLMRollout) -> tuple[int, int] | None:
+    """Layers with experts, and experts of a token; None if they are not recorded."""
+    routing = routing_of(model) if options.router_replay else None
+    return None if routing is None else (routing.layers, routing.top_k)
+
+
 def rows_of(
-    prompts: DataProto, request: GenerationRequest, drawn: SampleOutput | None, width: int, pad_id: int
+    prompts: DataProto,
+    request: GenerationRequest,
+    drawn: SampleOutput | None,
+    width: int,
+    pad_id: int,
+    experts: tuple[int, int] | None = None,
 ) -> DataProto:
-    """What was drawn as rows; None for no rows."""
+    """What was drawn as rows; None for no rows.
+
+    Args:
+        experts: see `experts_shape`.
+    Raises:
+        RolloutError: the engine recorded another number of experts.
+    """
     rows = len(prompts) * request.num_samples
     responses = torch.full((rows, width), pad_id)
     mask = torch.zeros(rows, width, dtype=torch.bool)
     log_probs = torch.zeros(rows, width)
+    routed = None if experts is None else torch.full((rows, width, *experts), UNKNOWN, dtype=torch.int16)
     if drawn is not None:
         mask = torch.arange(width) < torch.from_numpy(drawn.lengths)[:, None]
         responses[mask] = torch.from_numpy(drawn.tokens)
         log_probs[:, : drawn.log_probs.shape[1]] = drawn.log_probs
-    return assemble(prompts, request.num_samples, responses, mask, log_probs, pad_id)
+        if routed is not None:
+            found = None if drawn.experts is None else drawn.experts.shape[2:]
+            if drawn.experts is None or found != experts:
+                raise RolloutError(
+                    f"vLLM recorded experts of shape {found} for each token, and the actor has {experts} (layers, "
+                    "experts of a token). Set rollout.router_replay=false."
+                )
+            routed[:, : drawn.experts.shape[1]] = drawn.experts
+            routed[~mask] = UNKNOWN
+    return assemble(prompts, request.num_samples, responses, mask, log_probs, pad_id, routed=routed)
 
 
 def died_twice(death: EngineDied) -> RolloutError:

@@ -298,6 +298,8 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
             f"rollout.pipeline_parallel_size is {options.pipeline_parallel_size}: vLLM does not divide a "
             f"{type(_base(model)).__name__} into stages. Set rollout.tensor_parallel_size in its place, or rollout=hf."
         )
+    if told := re.search(r"Routed-experts capture [^\n]*|No supported MoE router[^\n]*", text):
+        return ConfigError(f"rollout.router_replay is true: {told[0]} Set it to false, or rollout=hf.")
     if "max_model_len" in error.reason and options.max_model_len is not None:
         return ConfigError(f"rollout.max_model_len is {options.max_model_len}: {_last_line(error.reason)}")
     details = str(error).rpartition("\n")[0]

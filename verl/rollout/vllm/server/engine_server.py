@@ -90,6 +90,8 @@ class EngineServer:
         self._report_steps(self.llm.llm_engine)
         if setting.options.pipeline_parallel_size > 1:
             self.llm.collective_rpc("verl_prepare_stage")
+        if setting.options.router_replay:
+            self.llm.collective_rpc("verl_record_experts")
         if setting.options.runs_eager(setting.is_on_gpu):  # what is compiled runs no hooks
             self.llm.collective_rpc("verl_report_layers")
 
@@ -173,9 +175,13 @@ class EngineServer:
         lengths = np.array([len(line) for line in tokens])
         for prompt, line in zip(asked, tokens, strict=True):
             self._cache_check.note(prompt, line)
-        log_probs = self.llm.collective_rpc("verl_log_probs")[-1]  # a worker of the last stage, which samples
+        log_probs, experts = self.llm.collective_rpc("verl_end")[-1]  # a worker of the last stage, which samples
+        width = lengths.max()
         return SampleOutput(
-            lengths, np.concatenate([np.asarray(line) for line in tokens]), log_probs[:, : lengths.max()]
+            lengths,
+            np.concatenate([np.asarray(line) for line in tokens]),
+            log_probs[:, :width],
+            None if experts is None else experts[:, :width].clone(),
         )
 
     def begin_turns(self, drawing: TokenSampler, width: int) -> None:
@@ -195,7 +201,7 @@ class EngineServer:
         if self._turns is not None:
             self._turns.close()
             self._turns = None
-            self.llm.collective_rpc("verl_log_probs")
+            self.llm.collective_rpc("verl_end")
 
     def sleep(self) -> None:
         """Free GPU memory, which discards the weights and the key-value cache."""

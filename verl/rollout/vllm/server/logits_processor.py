@@ -17,7 +17,9 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
+from verl.model_paths.expert_routing import UNKNOWN
 from verl.rollout.token_sampler import TokenSampler
+from verl.rollout.vllm.server.expert_recorder import ExpertRecorder
 
 NOISE_TOKENS = 64  # positions per call of the noise generator, in main memory
 WHOSE = "verl_row"  # in a request's extra_args: its row among the responses, its prompt's, sample's and turn's number
@@ -30,14 +32,35 @@ class ActiveRequests:
 
     Attributes:
         log_probs: [B T], filled as tokens are sampled.
+        recorder: of the experts that routers choose; None if they are not recorded.
+        experts: [B T layers k] int16 in main memory, of the tokens that predict the responses, filled likewise; UNKNOWN
+            elsewhere. None before the first token.
     """
 
     drawing: TokenSampler
     log_probs: Tensor
+    recorder: ExpertRecorder | None = None
+    experts: Tensor | None = None
 
     @classmethod
-    def begin(cls, drawing: TokenSampler, rows: int, width: int, device: torch.device) -> ActiveRequests:
-        return cls(drawing, torch.zeros(rows, width, device=device))
+    def begin(
+        cls,
+        drawing: TokenSampler,
+        rows: int,
+        width: int,
+        device: torch.device,
+        recorder: ExpertRecorder | None = None,
+    ) -> ActiveRequests:
+        return cls(drawing, torch.zeros(rows, width, device=device), recorder)
+
+    def record_experts(self, rows: np.ndarray, positions: Sequence[int]) -> None:
+        """Record the experts of the tokens that predict these positions of these rows; the batch has no others."""
+        if self.recorder is None:
+            return
+        found = self.recorder.of_last_tokens(len(rows))
+        if self.experts is None:
+            self.experts = found.new_full((*self.log_probs.shape, *found.shape[1:]), UNKNOWN)
+        self.experts[torch.from_numpy(rows), torch.tensor(positions)] = found
 
 
 class CounterNoiseProcessor(LogitsProcessor):
@@ -95,6 +118,7 @@ class CounterNoiseProcessor(LogitsProcessor):
         row, positions, bits = self._to_device(drawing, drawn)
         tokens = drawing.pick(logits, bits.view(torch.float64), positions)
         log_probs[row, positions] = drawing.log_probs(logits, tokens)
+        self.under_way.record_experts(self._whose[0, :rows], [len(tokens) for tokens in drawn if tokens is not None])
         return logits.fill_(float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
     def _to_device(self, drawing: TokenSampler, drawn: Sequence[list[int] | None]) -> Tensor:

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.messages import ChunkEntry, FeedPlan, LoadRequest, LoadResult, WantedSlices
+from verl.rollout.vllm.server.expert_recorder import ExpertRecorder
 from verl.rollout.vllm.server.logits_processor import ActiveRequests, CounterNoiseProcessor
 from verl.rollout.vllm.server.weight_loader import InPlaceLoader, UnsupportedLayer, give_back_free_memory
 from verl.rollout.vllm.shm_stream import StreamReader, using_threads
@@ -36,26 +37,32 @@ class WorkerExtension:
     _stream_dtype: torch.dtype
     _found: InPlaceLoader | str | None = None  # of this feed; None before the first load into place
     _reader: StreamReader | None = None
+    _recorder: ExpertRecorder | None = None
     _threads = contextlib.ExitStack()  # while responses are drawn; of this process, whose only worker this is
 
     def verl_begin(self, drawing: TokenSampler, rows: int, width: int, num_threads: int | None) -> None:
         """Prepare for generation, with this number of CPU threads if it is given."""
-        CounterNoiseProcessor.under_way = ActiveRequests.begin(drawing, rows, width, self.device)
+        CounterNoiseProcessor.under_way = ActiveRequests.begin(drawing, rows, width, self.device, self._recorder)
         if num_threads is not None:
             self._threads.enter_context(using_threads(num_threads))
 
-    def verl_log_probs(self) -> Tensor:
-        """The log-probs [B T] of the sampled tokens."""
+    def verl_end(self) -> tuple[Tensor, Tensor | None]:
+        """The log-probs [B T] of the sampled tokens, and the experts [B T layers k] of those that predict them, if they
+        are recorded."""
         self._threads.close()
         under_way, CounterNoiseProcessor.under_way = CounterNoiseProcessor.under_way, None
         assert under_way is not None
-        return under_way.log_probs.cpu()
+        return under_way.log_probs.cpu(), under_way.experts
 
     def verl_rows_of_log_probs(self, rows: list[int], width: int) -> Tensor:
         """The log-probs [rows, width] of some rows, of tokens that were drawn."""
         under_way = CounterNoiseProcessor.under_way
         assert under_way is not None
         return under_way.log_probs[torch.tensor(rows, device=self.device), :width].cpu()
+
+    def verl_record_experts(self) -> None:
+        """Record from here on which experts the routers choose."""
+        self._recorder = ExpertRecorder(self.model_runner)
 
     def verl_prepare_stage(self) -> None:
         """Allocate the buffers for the outputs of the previous pipeline stage. vLLM does that in its warm-up, which it

@@ -26,7 +26,7 @@ from verl.errors import ConfigError
 from verl.models.parallel_info import Autocast, ParallelInfo
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, PlayEpisodes, RolloutEngine, SyncResult, TurnEngine, TurnLimits
-from verl.rollout.vllm.client.client import MIB, GroupVLLMClient, died_twice, rows_of
+from verl.rollout.vllm.client.client import MIB, GroupVLLMClient, died_twice, experts_shape, rows_of
 from verl.rollout.vllm.client.engine_args import DIVIDED, dtype_of, gpu_name
 from verl.rollout.vllm.client.engine_process import EngineDied
 from verl.rollout.vllm.messages import SampleOutput
@@ -95,7 +95,7 @@ class ShardedVLLMClient(RolloutEngine):
         self.options, self.divided = options, with_engine_group(model.divided, options.num_workers)
         self.num_same_rows = len(model.divided.siblings)  # ranks in a row that have the same prompts
         self._own_rows = slice(0, 0)  # of what its engine draws
-        self._pad_id = tokenizer.pad_token_id
+        self._pad_id, self._experts = tokenizer.pad_token_id, experts_shape(model, options)
         self._begun: tuple[DataProto, GenerationRequest] | None = None
         self._drawn: SampleOutput | None = None
         self._played: Sequence[DataProto] = []
@@ -176,7 +176,7 @@ class ShardedVLLMClient(RolloutEngine):
             self.sync()
             self._begin(prompts, request)
         drawn, self._drawn = from_first(self.divided, self._drawn), None
-        rows = rows_of(prompts, request, drawn, self.options.max_new_tokens, self._pad_id)
+        rows = rows_of(prompts, request, drawn, self.options.max_new_tokens, self._pad_id, self._experts)
         return rows if len(rows) == self._own_rows.stop - self._own_rows.start else rows[self._own_rows]
 
     def sync(self) -> SyncResult:
