@@ -66,7 +66,7 @@ def alone(model64, tmp_path_factory):
     return run_course(ppo_run(model64, PPO_ALGORITHM, group_size=1), PROMPTS, tmp_path_factory.mktemp("one"))
 
 
-@names(*SHARDINGS, short=("hsdp", "tp_fsdp"))
+@names(*SHARDINGS, short=("hsdp",))  # tp_fsdp: with an adapter, below
 def test_four_processes_train_as_one_does(name, bench, alone, model64, tmp_path):
     run = ppo_run(
         model64, PPO_ALGORITHM, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40

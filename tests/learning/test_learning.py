@@ -14,7 +14,11 @@ from verl.rollout.hf import HFRollout
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
 
-ALGORITHMS = group_options(conf_dir())["algorithm"]
+IN_SHORT = ("ppo", "grpo", "dapo", "rloo", "reinforce_pp")  # of each kind of advantage one; the others: make exhaustive
+ALGORITHMS = [
+    name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.exhaustive)
+    for name in group_options(conf_dir())["algorithm"]
+]
 LETTERS = ("a", "b", "c", "d")
 # The greedy response soon scores far above the mean of a flat policy, and a baseline so far off costs variance: ReMax
 # draws nearer to the greedy response, and more.

@@ -34,8 +34,8 @@ class VLLMRollout(Rollout):
         enforce_eager: run the model as written; false compiles it first and captures CUDA graphs, which takes a minute
             or more and pays off on GPUs; null: false on a GPU, true on a CPU and with router_replay.
         tensor_parallel_size: GPUs that share each layer of an engine.
-        pipeline_parallel_size: stages of an engine, each of some of the layers on tensor_parallel_size GPUs. Slower
-            than the same GPUs with tensor parallelism; for models whose heads do not divide, and slow links.
+        pipeline_parallel_size: stages of an engine, each with some of the layers on tensor_parallel_size GPUs. A
+            response passes through them in turn, so use it where tensor parallelism cannot divide the model.
         lora: how an adapter is sent to the engine: `merged` into the model's weights, or as an `adapter`.
         sleep: free the engine's GPU memory during training; no effect on a CPU.
         num_threads: threads of the engine, on a CPU; null: as many as the trainer has.

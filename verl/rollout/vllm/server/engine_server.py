@@ -30,7 +30,7 @@ from verl.rollout.vllm.messages import (
     WantedSlices,
 )
 from verl.rollout.vllm.server.logits_processor import NO_TURN
-from verl.rollout.vllm.server.turns import EngineTurns, PrefixCacheCheck, greedy_params
+from verl.rollout.vllm.server.turns import EngineTurns, PrefixCacheCheck, greedy_params, sampling_worker
 from verl.utils.child_process.exit_report import describe_exit, memory_kills
 from verl.utils.progress import report
 from verl.weight_verification.verifier import VerifyRequest
@@ -175,7 +175,7 @@ class EngineServer:
         lengths = np.array([len(line) for line in tokens])
         for prompt, line in zip(asked, tokens, strict=True):
             self._cache_check.note(prompt, line)
-        log_probs, experts = self.llm.collective_rpc("verl_end")[-1]  # a worker of the last stage, which samples
+        log_probs, experts = self.llm.collective_rpc("verl_end")[sampling_worker(self.llm)]
         width = lengths.max()
         return SampleOutput(
             lengths,

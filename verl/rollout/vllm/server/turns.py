@@ -34,6 +34,12 @@ def greedy_params(limit: int, stop_ids: Sequence[int], whose: tuple[int, ...]) -
     )
 
 
+def sampling_worker(llm: Any) -> int:
+    """Number of the worker whose samples vLLM takes: the first of the last pipeline stage."""
+    parallel = llm.llm_engine.vllm_config.parallel_config
+    return parallel.world_size - parallel.tensor_parallel_size
+
+
 class EngineTurns:
     """Turns under way in an engine.
 
@@ -86,7 +92,8 @@ class EngineTurns:
         log_probs: list[list[float]] = []
         if ended:
             rows = [row for _, row in turns]
-            found = self.llm.collective_rpc("verl_rows_of_log_probs", args=(rows, max(map(len, tokens))))[-1]
+            found = self.llm.collective_rpc("verl_rows_of_log_probs", args=(rows, max(map(len, tokens))))
+            found = found[sampling_worker(self.llm)]
             log_probs = [line[: len(own)].tolist() for line, own in zip(found, tokens, strict=True)]
         for (turn, row), own in zip(turns, tokens, strict=True):
             self._free.append(row)
