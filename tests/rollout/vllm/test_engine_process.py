@@ -69,6 +69,7 @@ CASES = {  # processes, sharding, workers of an engine, engines, traffic of a sy
     "tp pp": (4, Parallel(tp=2, pp=2), ONE, 1, 0.75),
     "pp fsdp": (4, Parallel(pp=2, dp_shard=2), ONE, 2, 1.5),
     "pp cp": (4, Parallel(pp=2, cp=2), ONE, 1, 0.75),
+    "fsdp, engines of two stages": (2, FSDP(), STAGES, 2, 1.0),  # each engine is fed whole tensors by its process
     "tp, engine of two stages": (2, TP(), STAGES, 1, 0.5),  # each lacks a half of a stage
     "pp, engine of two stages": (2, Parallel(pp=2), STAGES, 1, 0.0),  # each stage feeds its own
     "tp pp, engine too": (4, Parallel(tp=2, pp=2), HALVES | STAGES, 1, 0.0),

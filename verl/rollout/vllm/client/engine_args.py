@@ -151,7 +151,10 @@ def indivisible(options: VLLMRollout, config: Any) -> str | None:
             f"{fitting}."
         )
     if layers and layers < (size := options.pipeline_parallel_size):
-        return f"rollout.pipeline_parallel_size is {size}: actor.model has {layers} layers, and each stage needs one."
+        return (
+            f"rollout.pipeline_parallel_size is {size}: actor.model has {layers} layers, and each stage needs at least "
+            f"one. Set it to at most {layers}."
+        )
     return None
 
 
