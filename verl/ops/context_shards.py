@@ -21,8 +21,8 @@ from verl.ops.packing import BLOCK_SLACK, GatherIndex, PackedRows, gather_index
 
 PIECE = 1024  # queries; a piece computes all keys of its last query for each of them
 KEPT_MASK = 2**20  # elements of a mask that is cached
-# Scores of pieces that attend together, under a mask that is in memory with them. A larger piece attends alone: its causal
-# kernel on a CPU needs no mask and leaves out half of the piece's own scores.
+# Scores of pieces that attend together, under a mask that is in memory with them. A larger piece attends alone: its
+# causal kernel on a CPU needs no mask and leaves out half of the piece's own scores.
 MASKED_SCORES = 2**21
 
 
