@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+import verl
+
+PACKAGE = Path(verl.__file__).resolve().parent
 aten = torch.ops.aten
 DATA_DEPENDENT = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
 TO_HOST = {"cpu", "numpy", "tolist"}
@@ -91,4 +95,9 @@ def _asked_by_verl() -> bool:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
-    return frame is not None and "/verl/" in frame.f_code.co_filename
+    return frame is not None and is_in_package(frame.f_code.co_filename)
+
+
+def is_in_package(file: str, package: Path = PACKAGE) -> bool:
+    """Whether a file of code belongs to the package: the checkout and its environment may be below a `verl` too."""
+    return Path(file).resolve().is_relative_to(package)

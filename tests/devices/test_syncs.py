@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from devices.device_syncs import DeviceSyncs
+from devices.device_syncs import DeviceSyncs, is_in_package
 from random_models import save_random_model
 from roles import experience, start_actor, start_critic
 
@@ -145,3 +145,15 @@ def test_drawing_from_a_large_vocabulary_asks_the_device_nothing_in_few_operatio
     assert not sum(syncs.counts.values())
     assert syncs.launches <= 45
     assert tokens.tolist() == inverse_cdf(probs, u).tolist()
+
+
+@pytest.mark.parametrize("checkout", ["verl", "a checkout/verl", "verl/verl/verl"])
+def test_an_environment_below_a_checkout_called_verl_is_not_the_package(checkout, tmp_path):
+    package = tmp_path / checkout / "verl"
+    assert is_in_package(str(package / "ops" / "packing.py"), package)
+    for file in (
+        ".venv/lib/python3.11/site-packages/torch/nn/modules/module.py",
+        "tests/batches.py",
+        "verl_rewards.py",
+    ):
+        assert not is_in_package(str(package.parent / file), package)

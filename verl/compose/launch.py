@@ -383,7 +383,7 @@ def _is_user_message(traces: str) -> str | None:
     return traces[found[-1].end() :].strip() if _OF_VERL.search(last) else None
 
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
 def _is_of_code(error: BaseException) -> bool:
