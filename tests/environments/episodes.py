@@ -52,8 +52,10 @@ class ScriptedEnvironment:
 
 
 class ScriptedFactory(EnvironmentFactory):
-    def __init__(self, answer: Callable[..., Any], tools: Mapping[str, Sequence[str]], answers_at_once: bool = False):
-        self.answer, self.tool_names, self.made, self.answers_at_once = answer, tools, 0, answers_at_once
+    def __init__(
+        self, answer: Callable[..., Any], tools: Mapping[str, Mapping[str, Any]], answers_at_once: bool = False
+    ):
+        self.answer, self.tool_parameters, self.made, self.answers_at_once = answer, tools, 0, answers_at_once
 
     def make(self) -> ScriptedEnvironment:
         self.made += 1

@@ -201,7 +201,7 @@ def test_the_tools_of_a_verifiers_task_are_offered_called_and_answered(tasks):
         pool = options.factory(BuildContext())
         await pool.start()
         try:
-            assert pool.tool_names == {"add": ["a", "b"]}
+            assert {name: list(x["properties"]) for name, x in pool.tool_parameters.items()} == {"add": ["a", "b"]}
             environment = pool.make()
             row = {"index": 2, "prompt_id": 2, "prompt_messages": prompts[2]}
             assert await environment.reset(row, 0) is None  # the prompt said it

@@ -246,8 +246,13 @@ def test_the_tools_of_the_environment_stand_in_the_prompts_of_the_users_files(tm
     tools = ["environment=python_tools", f"environment.path={tmp_path / 'tools.py'}"]
     files = ["data=files", f"data.train_files=[{tmp_path / 'rows.jsonl'}]", "reward=exact_match"]
     files += [f"data.eval_files=[{tmp_path / 'rows.jsonl'}]", "trainer.eval_without_tools=true"]
-    files += ["data.max_prompt_length=60", "environment.max_tokens=90", "rollout.max_new_tokens=30"]
-    for given, prompt, is_told in ((template, "population1+1=", False), ("{{ messages[0].content }}", "1+1=", True)):
+    files += [
+        "environment.tool_format=plain",
+        "data.max_prompt_length=60",
+        "environment.max_tokens=90",
+        "rollout.max_new_tokens=30",
+    ]
+    for given, prompt, is_told in ((template, "population1+1=", False), (template.partition("}}")[2], "1+1=", True)):
         caplog.clear()
         run = validate(compose_root("ppo", [*SMALL, *tools, *files, "trainer.prompts_per_step=1"]))
         run = replace(run, data=replace(run.data, chat_template=given))

@@ -21,7 +21,9 @@ openai = pytest.importorskip("openai")
 # Every letter ends a turn: random weights seldom end one by themselves.
 TEMPLATE = (
     "{% if tools %}{{ tools | length }}{% endif %}"
-    "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + ';' }}{% endfor %}"
+    "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] }}{% for c in m['tool_calls'] or [] %}"
+    "<tool_call>{{ {'name': c['function']['name'], 'arguments': c['function']['arguments']} | tojson }}</tool_call>"
+    "{% endfor %};{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 TOOLS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import threading
 from pathlib import Path
@@ -118,7 +119,10 @@ def server_of(
     endpoint = PolicyEndpoint(
         lambda: actor.sampler.turns(request, limits),
         tokenizer, template, stops, rollout.max_new_tokens, row_tokens, record,
+        getattr(trainer.description.environment, "tool_format", "auto"),
     )  # fmt: skip
+    if endpoint.format_fault is not None:
+        logging.getLogger(__name__).warning("Requests with tools are refused: %s", endpoint.format_fault)
     sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
     try:
         return PolicyServer(endpoint, host, port, "policy", sampling, ignore_sampling, timeout_s)

@@ -98,20 +98,39 @@ class ChatTemplate:
                 f"chat_template is null: {place} needs one for its chat messages and the tokenizer has none. "
                 "Set one, or write the prompts as text."
             )
+        known = self.tools_of(tools, place)
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=reply_follows,
-                tools=self.tools_of(tools, place),
-                **pinned_date(self.tokenizer),
-            )
-        except ConfigError:
-            raise
+            try:
+                return self._applied(messages, known, reply_follows)
+            except TypeError:  # some templates add the arguments of calls to a text
+                return self._applied(_with_texts_as_arguments(messages), known, reply_follows)
         except Exception as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ConfigError(f"chat_template refuses the roles {roles} at {place}: {error}.") from error
+
+    def _applied(self, messages: Messages, tools: Any, reply_follows: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=self.template,
+            tokenize=False,
+            add_generation_prompt=reply_follows,
+            tools=tools,
+            **pinned_date(self.tokenizer),
+        )
+
+
+def _with_texts_as_arguments(messages: Messages) -> list[Mapping[str, Any]]:
+    """The messages, with the arguments of tool calls as JSON texts instead of mappings."""
+    changed: list[Mapping[str, Any]] = []
+    for message in messages:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+            if isinstance(arguments := call["function"].get("arguments"), Mapping)
+            else call
+            for call in message.get("tool_calls") or ()
+        ]
+        changed.append({**message, "tool_calls": calls} if calls else message)
+    return changed
 
 
 def today() -> str:

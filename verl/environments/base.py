@@ -119,10 +119,10 @@ class EnvironmentFactory:
     """Creates the environments of one process and owns their shared resources.
 
     Attributes:
-        tool_names: names of the tools that a turn may call, each with the names of its parameters.
+        tool_parameters: JSON schemas of the arguments of the tools that a turn may call, by their names.
     """
 
-    tool_names: Mapping[str, Sequence[str]] = {}
+    tool_parameters: Mapping[str, Mapping[str, Any]] = {}
 
     async def start(self) -> None:
         """Open shared resources, in the event loop that runs the environments."""
@@ -160,8 +160,8 @@ class EnvironmentDescription(Description):
         history: what the model reads before a turn. `append`: the previous token ids and new ones after them, so that
             an episode is one sample. `rerender`: the conversation as the chat template renders it each time, so that
             each turn is a sample of its own; for templates that rewrite earlier turns (Qwen3 removes their thinking).
-        tool_format: format of tool calls: `hermes` (Qwen), `llama`, `plain` for `name(arguments)`; `auto` derives it
-            from the chat template, and is `plain` without one.
+        tool_format: format of tool calls, see `verl.environments.tool_calls.parse`. `auto` is the one that reads back
+            what the chat template renders, and `plain`, a line `name(arguments)`, where it knows no tools.
         journal: record episodes on disk while they are played, beside the checkpoints, so that a run that is killed
             during an episode can continue it.
         kv_cache_gib: size of the key-value cache of unfinished episodes, under rollout=hf. Episodes that wait for their

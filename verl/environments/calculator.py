@@ -57,7 +57,7 @@ class _CalculatorFactory(EnvironmentFactory):
     def __init__(self, options: Calculator):
         self.options = options
         self.tools = {"calc": options.tool()}
-        self.tool_names = {name: tool.parameter_names for name, tool in self.tools.items()}
+        self.tool_parameters = {name: tool.parameters for name, tool in self.tools.items()}
 
     def make(self) -> ToolEnvironment:
         made = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix)

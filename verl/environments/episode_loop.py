@@ -28,7 +28,8 @@ from verl.environments.journal import EpisodeJournal, JournalEntry, PrefixHash, 
 from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.rendered_history import ConversationRenderer
 from verl.environments.rows import rows_of_episodes, rows_of_turns
-from verl.environments.tool_calls import ToolFormat, format_of, parse_calls
+from verl.environments.tool_calls.parse import ToolFormat, parse_calls
+from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import RolloutError
 from verl.ops.counter_rng import EVALUATION
 from verl.protocol import DataProto
@@ -172,8 +173,10 @@ class EpisodeEngine(RolloutEngine):
         self.stop_ids = stop_ids
         template = context.chat_template
         self.chat = ChatTemplate(tokenizer, template)
-        self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, options.max_observation_tokens)
-        self.style: ToolFormat = format_of(self.chat.source, options.tool_format)
+        self.style: ToolFormat = format_of(
+            self.chat, options.tool_format if options.has_tools or context.tools else "plain"
+        )
+        self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, options.max_observation_tokens, self.style)
         self.renderer: ConversationRenderer | None = None
         if options.history == "rerender":
             self.renderer = ConversationRenderer(self.chat, self.encoder, context.tools)
@@ -271,7 +274,7 @@ class _Play:
     def __init__(self, engine: EpisodeEngine, turns: TurnEngine, request: GenerationRequest, episodes: list[Episode]):
         self.engine, self.turns, self.request, self.episodes = engine, turns, request, episodes
         self.options, self.calls = engine.options, engine.calls
-        self.tools = self.calls.factory.tool_names
+        self.tools = self.calls.factory.tool_parameters
         self.num_open = len(episodes)
         self.journal = engine.journal
         self.known: deque[CallResult] = deque()  # answers from the journal

@@ -469,10 +469,7 @@ class ReasoningGymEnvironment(_PackageEnvironment):
 class _VerifiersPool(HostPool):
     async def start(self) -> None:
         await super().start()
-        self.tool_names = {
-            tool["name"]: list((tool.get("parameters") or {}).get("properties") or {})
-            for tool in self.described["tools"]
-        }
+        self.tool_parameters = {tool["name"]: tool.get("parameters") or {} for tool in self.described["tools"]}
 
 
 @component
@@ -534,7 +531,7 @@ class _ToolPool(HostPool):
         await super().start()
         for schema in self.described:
             self.tools[schema["name"]] = Tool(**schema, function=self._caller(schema["name"]))
-        self.tool_names = {name: tool.parameter_names for name, tool in self.tools.items()}
+        self.tool_parameters = {name: tool.parameters for name, tool in self.tools.items()}
 
     def _caller(self, name: str) -> Any:
         async def call(**arguments: Any) -> Any:

@@ -119,7 +119,7 @@ class _Server(EnvironmentFactory):
         for tool in connection.tools:
             schema = getattr(tool, "inputSchema", None) or getattr(tool, "input_schema", {})
             self.tools[tool.name] = Tool(tool.name, tool.description or "", schema, self._caller(tool.name))
-        self.tool_names = {name: tool.parameter_names for name, tool in self.tools.items()}
+        self.tool_parameters = {name: tool.parameters for name, tool in self.tools.items()}
 
     async def _connected(self, timeout_s: float) -> _McpConnection:
         async with self._opening:

@@ -7,18 +7,24 @@ it contains the text of a special token.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from verl.data.chat_template import ChatTemplate
 from verl.environments.base import Observation
+from verl.environments.tool_calls.parse import ToolCall, ToolFormat, find_calls
+from verl.environments.tool_calls.round_trip import PLACE, as_message
 from verl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 STAND_IN = "verlstandin{}x"
+MAX_PIECES = 1024  # combinations of roles and names that are kept
 CUT = "\n[... {} tokens are left out ...]\n"
 
 
@@ -64,6 +70,108 @@ def _without_added_tokens(tokenizer: Any) -> Any:
     return Tokenizer.from_str(json.dumps(plain))
 
 
+@dataclass(frozen=True)
+class TextBetween:
+    """Text of a chat template between two turns of the model.
+
+    Attributes:
+        end: what ends the model's turn if nothing follows.
+        pieces: before the first content, between contents, and after the last one.
+        is_json: of each content, whether the template writes it as a text in JSON.
+    """
+
+    end: str
+    pieces: list[str]
+    is_json: list[bool]
+
+
+@dataclass(frozen=True)
+class _TokensBetween:
+    """`TextBetween` as token ids; `num_end` is the number of those of `end`."""
+
+    num_end: int
+    pieces: list[list[int]]
+    is_json: list[bool]
+
+
+def text_between(chat: ChatTemplate, style: ToolFormat, messages: Sequence[Mapping[str, Any]]) -> TextBetween:
+    """What a chat template writes around messages that follow a turn of the model.
+
+    Results of tools follow a turn with as many calls; with one call where the template allows no more; without any in
+    the format `plain`, and where the template renders no calls.
+
+    Args:
+        messages: with `role`, and `name` for those of the role `tool`.
+    Raises:
+        ConfigError: the template refuses the roles, or changes contents.
+    """
+    tools = itertools.takewhile(lambda message: message["role"] == "tool", messages)
+    names = [] if style == "plain" else [_stand_in_name(message) for message in tools]
+    failure: ConfigError | None = None
+    for count in sorted({len(names), min(1, len(names)), 0}, reverse=True):
+        try:
+            return _text_between(chat, style, messages, names[:count])
+        except ConfigError as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _stand_in_name(message: Mapping[str, Any]) -> str:
+    name = str(message.get("name") or "")
+    return name if re.fullmatch(r"[A-Za-z_][\w.\-]*", name) else "unknown"
+
+
+def _text_between(
+    chat: ChatTemplate, style: ToolFormat, messages: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> TextBetween:
+    asked, reply = STAND_IN.format("asked"), STAND_IN.format("said")
+    turn: dict[str, Any] = {"role": "assistant", "content": "" if names else reply}
+    if names:
+        turn["tool_calls"] = [as_message(ToolCall(name, {}), place) for place, name in enumerate(names)]
+    begin = [{"role": "user", "content": asked}, turn]
+    contents = [STAND_IN.format(place) for place in range(len(messages))]
+
+    def rendered(after: str) -> str:
+        answers = [
+            {"role": message["role"], "content": content + after}
+            | ({"name": _stand_in_name(message)} if message["role"] == "tool" else {})
+            | ({"tool_call_id": f"call{min(place, len(names) - 1):05}"} if message["role"] == "tool" and names else {})
+            for place, (message, content) in enumerate(zip(messages, contents, strict=True))
+        ]
+        return chat.render([*begin, *answers], PLACE, reply_follows=True)
+
+    text, short = rendered(""), chat.render(begin, PLACE, reply_follows=False)
+    turn_end, short_end = (_end_of_turn(x, style, names, reply, contents) for x in (text, short))
+    if turn_end is None or any(text.count(content) != 1 for content in contents):
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise ConfigError(
+            f"chat_template does not render the roles {roles} after the assistant's turn as they are. Set another "
+            "data.chat_template."
+        )
+    rest, pieces = text[turn_end:], []
+    for content in contents:
+        before, _, rest = rest.partition(content)
+        pieces.append(before)
+    is_json = [False] * len(contents)
+    if any(f'"{content}"' in text for content in contents):
+        lines = rendered("\n")
+        is_json = [f'"{content}\\n"' in lines for content in contents]
+    return TextBetween("" if short_end is None else short[short_end:], [*pieces, rest], is_json)
+
+
+def _end_of_turn(text: str, style: ToolFormat, names: Sequence[str], reply: str, contents: Sequence[str]) -> int | None:
+    """Where the model's turn ends in a rendering; None if the turn is not found."""
+    if not names:
+        place = text.find(reply)
+        return place + len(reply) if place >= 0 else None
+    start = text.rfind(STAND_IN.format("asked")) + len(STAND_IN.format("asked"))
+    stop = min((place for content in contents if (place := text.find(content)) >= 0), default=len(text))
+    calls = find_calls(text[start:stop], style, {name: {} for name in names})
+    found = [item for item in calls if isinstance(item.call, ToolCall)]
+    return start + found[-1].end if len(found) == len(names) else None
+
+
 class ObservationEncoder:
     """Encodes the tokens between two turns of the model.
 
@@ -72,16 +180,25 @@ class ObservationEncoder:
         chat: the template of the prompts.
         stop_ids: tokens that end a turn.
         max_tokens: limit for the content of one message.
+        style: format of the model's tool calls, which the results of tools follow.
     Attributes:
         num_cut: number of contents that were too long, since the last `take`.
     """
 
-    def __init__(self, tokenizer: Any, chat: ChatTemplate, stop_ids: Sequence[int], max_tokens: int):
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat: ChatTemplate,
+        stop_ids: Sequence[int],
+        max_tokens: int,
+        style: ToolFormat = "plain",
+    ):
         self.tokenizer, self.chat, self.max_tokens = tokenizer, chat, max_tokens
+        self.style: ToolFormat = style
         self.stop_ids = frozenset(stop_ids)
         self.plain = PlainTextEncoder(tokenizer)
         self.num_cut = 0
-        self._pieces: dict[tuple[str, ...], list[list[int]]] = {}
+        self._pieces: dict[tuple[tuple[str, str], ...], _TokensBetween] = {}
         self._reported = False
 
     def encode(self, observation: Observation, *, is_chat: bool, last: int | None) -> list[int]:
@@ -97,12 +214,13 @@ class ObservationEncoder:
             return [i for message in messages for i in self.content(message["content"])]
         if not messages:
             messages = [{"role": "user", "content": ""}]
-        between = self._between(tuple(message["role"] for message in messages))
-        ids = list(between[0])
-        if last is not None and last in ids[: len(self._end) or 1] and last in self.stop_ids:
+        between = self._between(messages)
+        ids = list(between.pieces[0])
+        if last is not None and last in ids[: between.num_end or 1] and last in self.stop_ids:
             ids = ids[ids.index(last) + 1 :]
-        for message, piece in zip(messages, between[1:], strict=True):
-            ids += self.content(message["content"])
+        for message, is_json, piece in zip(messages, between.is_json, between.pieces[1:], strict=True):
+            text = message["content"]
+            ids += self.content(json.dumps(text, ensure_ascii=False)[1:-1] if is_json else text)
             ids += piece
         return ids
 
@@ -117,29 +235,15 @@ class ObservationEncoder:
         head = (room + 1) // 2
         return ids[:head] + note + (ids[-(room - head) :] if room > head else [])
 
-    def _between(self, roles: tuple[str, ...]) -> list[list[int]]:
-        """Tokens of the template before the first content, between contents, and after the last one."""
-        if roles not in self._pieces:
-            reply = STAND_IN.format("said")
-            begin = [{"role": "user", "content": STAND_IN.format("asked")}, {"role": "assistant", "content": reply}]
-            contents = [STAND_IN.format(i) for i in range(len(roles))]
-            answers = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
-            short = self.chat.render(begin, "a stand-in conversation", reply_follows=False)
-            text = self.chat.render([*begin, *answers], "a stand-in conversation", reply_follows=True)
-            place = text.find(reply)
-            if place < 0 or any(text.count(content) != 1 for content in contents):
-                raise ConfigError(
-                    f"chat_template does not render the roles {', '.join(roles)} after the assistant's turn as they "
-                    "are. Set another data.chat_template."
-                )
-            rest, pieces = text[place + len(reply) :], []
-            for content in contents:
-                before, _, rest = rest.partition(content)
-                pieces.append(before)
-            pieces.append(rest)
-            self._end = self.encoded(short[short.find(reply) + len(reply) :]) if reply in short else []
-            self._pieces[roles] = [self.encoded(piece) for piece in pieces]
-        return self._pieces[roles]
+    def _between(self, messages: Sequence[Mapping[str, Any]]) -> _TokensBetween:
+        key = tuple((str(message["role"]), str(message.get("name") or "")) for message in messages)
+        if key not in self._pieces:
+            if len(self._pieces) >= MAX_PIECES:
+                self._pieces.clear()
+            found = text_between(self.chat, self.style, messages)
+            num_end = len(self.encoded(found.end))
+            self._pieces[key] = _TokensBetween(num_end, [self.encoded(x) for x in found.pieces], found.is_json)
+        return self._pieces[key]
 
     def encoded(self, text: str) -> list[int]:
         """Of words of the template, special tokens included."""

@@ -27,7 +27,7 @@ class _PythonSandboxFactory(EnvironmentFactory):
         self.options, self._context = options, context
         self._runner: CodeRunner | None = None
         self.tools = {"python": options.tool(self._run)}
-        self.tool_names = {name: tool.parameter_names for name, tool in self.tools.items()}
+        self.tool_parameters = {name: tool.parameters for name, tool in self.tools.items()}
 
     async def start(self) -> None:
         assert self.options.sandbox is not None

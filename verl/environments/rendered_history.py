@@ -11,9 +11,45 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.data.chat_template import ChatTemplate
-from verl.environments.base import Observation
-from verl.environments.observation_tokens import ObservationEncoder, as_messages
-from verl.errors import ConfigError
+from verl.environments.base import EnvironmentDescription, Observation
+from verl.environments.observation_tokens import STAND_IN, ObservationEncoder, as_messages, text_between
+from verl.environments.tool_calls.round_trip import PLACE, TOOLS, format_of, stand_in_turn
+from verl.errors import ConfigError, faults_below
+
+
+def check_template(options: EnvironmentDescription, chat: ChatTemplate, has_chats: bool) -> None:
+    """Check that calls of the model and results of tools pass the chat template unchanged.
+
+    Args:
+        has_chats: prompts are chats, so that the template renders the results of tools.
+    Raises:
+        ConfigError: the format of calls is not that of the template, or the template refuses results of tools.
+    """
+    with faults_below("environment"):
+        style = format_of(chat, options.tool_format)
+    if not has_chats:
+        return
+    name = next(iter(TOOLS))
+    with faults_below("data"):
+        text_between(chat, style, [{"role": "tool", "name": name}])
+    if options.history != "rerender":
+        return
+    turn, result = stand_in_turn(chat, style), STAND_IN.format("result")
+    messages = [
+        {"role": "user", "content": STAND_IN.format("asked")},
+        {"role": "assistant", "content": turn},
+        {"role": "tool", "name": name, "content": result},
+    ]
+    with faults_below("environment"):
+        try:
+            rendered = chat.render(messages, PLACE, reply_follows=True)
+        except ConfigError as error:
+            raise ConfigError(f"history is rerender: {error} Set environment.history=append.") from error
+        if turn not in rendered or result not in rendered:
+            raise ConfigError(
+                f"history is rerender, and the chat template does not render a turn {turn!r} and the result of its "
+                "call as they are. Set environment.history=append, or another data.chat_template."
+            )
 
 
 class ConversationRenderer:

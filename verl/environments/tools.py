@@ -35,10 +35,6 @@ class Tool:
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
-    @property
-    def parameter_names(self) -> list[str]:
-        return list(self.parameters.get("properties", {}))
-
 
 class ToolEnvironment(Environment):
     """One episode with tools. The calls of a turn run concurrently; results are returned in the order of the calls.

@@ -145,6 +145,7 @@ class _Programs:
             engine.stop_ids,
             engine.rollout.max_new_tokens,
             limits.row_tokens,
+            tool_format=options.tool_format,
         )
         sampling = {"temperature": engine.rollout.temperature, "top_p": engine.rollout.top_p}
         timeout_s = options.turn_timeout_s

@@ -24,7 +24,8 @@ from typing import Any
 
 from verl.data.chat_template import ChatTemplate
 from verl.environments.observation_tokens import ObservationEncoder
-from verl.environments.tool_calls import ToolCall, ToolFormat, format_of, parse_calls
+from verl.environments.tool_calls.parse import ToolCall, ToolFormat, parse_calls
+from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import DrawnTurn, TurnEngine, TurnRequest
 from verl.serving.conversations import KnownConversation, KnownConversations, Message, RecordedTurn, text_of
@@ -67,8 +68,10 @@ class PolicyEndpoint:
         max_new_tokens: maximum length of a turn.
         row_tokens: maximum length of a conversation.
         record: file to which each request is appended as a line of JSON; None: no file.
+        tool_format: format of the policy's tool calls; `auto` finds that of the chat template.
     Attributes:
         recorded: all answered requests, in the order of the answers.
+        format_fault: why calls of the model cannot be read, so that requests with tools are refused; None if they can.
     """
 
     def __init__(
@@ -80,11 +83,17 @@ class PolicyEndpoint:
         max_new_tokens: int,
         row_tokens: int,
         record: Path | None = None,
+        tool_format: ToolFormat = "auto",
     ):
         self.tokenizer, self.max_new_tokens, self.row_tokens = tokenizer, max_new_tokens, row_tokens
         self.chat = ChatTemplate(tokenizer, chat_template)
-        self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, max_tokens=row_tokens)
-        self.style: ToolFormat = format_of(self.chat.source)
+        self.style: ToolFormat = "plain"
+        self.format_fault: str | None = None
+        try:
+            self.style = format_of(self.chat, tool_format)
+        except ConfigError as error:
+            self.format_fault = str(error)
+        self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, row_tokens, self.style)
         self.recorded: list[RecordedTurn] = []
         self._known, self._lock = KnownConversations(), threading.Lock()
         self._begun: Counter[int] = Counter()
@@ -117,6 +126,8 @@ class PolicyEndpoint:
             ConfigError: the chat template rejects the messages, or they are too long.
             RolloutError: the engine failed, or did not finish the turn within `timeout_s`.
         """
+        if tools and self.format_fault is not None:
+            raise ConfigError(f"tools: {self.format_fault}")
         conversations = self._known if session is None else session.known
         with self._lock:
             before, continues = self._place_of(messages, tools, sample, conversations)
@@ -164,7 +175,7 @@ class PolicyEndpoint:
         """The tokens before the turn, and whether they go on from those of an earlier one."""
         if (found := conversations.find(messages, tools)) is not None:
             known, new = found
-            texts = [{"role": message["role"], "content": text_of(message)} for message in new]
+            texts = _with_tool_names(messages, new)
             ids = self.encoder.encode(texts, is_chat=True, last=known.ids[-1])
             # A number of its own: two requests may go on from one turn, and keys and values belong to one of them.
             number = self._next_number()
@@ -189,8 +200,9 @@ class PolicyEndpoint:
             return {"role": "assistant", "content": text}, "length"
         parsed = parse_calls(text, self.style, _parameters(tools))
         calls = [call for call in parsed if isinstance(call, ToolCall)]
-        if not calls or len(calls) < len(parsed):  # one that cannot be read is the client's to see, as text
-            return {"role": "assistant", "content": text}, "stop"
+        faults = [call.reason for call in parsed if not isinstance(call, ToolCall)]
+        if not calls or faults:  # one that cannot be read is the client's to see, as text
+            return {"role": "assistant", "content": text} | ({"tool_call_errors": faults} if faults else {}), "stop"
         functions = [{"name": call.name, "arguments": json.dumps(dict(call.arguments))} for call in calls]
         made = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": f} for f in functions]
         return {"role": "assistant", "content": text, "tool_calls": made}, "tool_calls"
@@ -244,9 +256,20 @@ class PolicyEndpoint:
             is_idle = False
 
 
-def _parameters(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, list[str]]:
+def _parameters(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
     functions = [tool["function"] for tool in tools or ()]
-    return {f["name"]: list((f.get("parameters") or {}).get("properties") or {}) for f in functions}
+    return {f["name"]: found if isinstance(found := f.get("parameters"), Mapping) else {} for f in functions}
+
+
+def _with_tool_names(messages: Sequence[Message], new: Sequence[Message]) -> list[dict[str, Any]]:
+    """New messages as texts; the result of a tool gets the name of the call that it answers."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    names = {str(call.get("id")): call["function"]["name"] for call in calls}
+    return [
+        {"role": message["role"], "content": text_of(message)}
+        | ({"name": name} if (name := message.get("name") or names.get(str(message.get("tool_call_id")))) else {})
+        for message in new
+    ]
 
 
 def _for_template(message: Message) -> dict[str, Any]:

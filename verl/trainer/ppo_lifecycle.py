@@ -12,6 +12,7 @@ from verl.component import BuildContext, as_plain
 from verl.data.base import report_counts
 from verl.data.chat_template import ChatTemplate
 from verl.data.sampler import EpochSampler, Mixture
+from verl.environments.rendered_history import check_template
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
 from verl.monitoring.nonfinite import NonFiniteGuard
@@ -99,6 +100,9 @@ class PPOLifecycle(ABC):
             self.date = run_date(context, context.chat_template)
             self._load_data(run, context)
             self._refuse_missing_columns(run.reward)
+            if run.environment is not None and (run.environment.has_tools or context.tools):
+                chat = ChatTemplate(context.tokenizer, context.chat_template)
+                check_template(run.environment, chat, "prompt_messages" in getattr(self.train_data, "columns", ()))
             if run.reward_as_role is None:
                 with faults_below("reward"):
                     self.reward = in_time(run.reward.build(context))

@@ -1,0 +1,158 @@
+"""The format in which a chat template writes tool calls, proven: calls are rendered and parsed back.
+
+Models are trained on what their chat template renders, so a format that reads it back reads what the model writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from verl.data.chat_template import ChatTemplate, shortened
+from verl.environments.tool_calls.parse import MARKED, ParseFault, ToolCall, ToolFormat, find_calls, parse_calls
+from verl.errors import ConfigError
+
+ASKED = "verlstandinaskedx"
+PLACE = "a stand-in conversation"
+_PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "description": "a text"},
+        "count": {"type": "integer", "description": "a whole number"},
+        "ratio": {"type": "number", "description": "a number"},
+        "flag": {"type": "boolean", "description": "a truth value"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}], "description": "a text or nothing"},
+        "options": {"type": "object", "description": "an object"},
+        "items": {"type": "array", "items": {"type": "object"}, "description": "a list"},
+    },
+    "required": [],
+}
+TOOLS = {"standin_find": _PARAMETERS, "standin_store": _PARAMETERS}
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A turn of the model: what it calls, and what it writes before."""
+
+    name: str
+    calls: Sequence[ToolCall]
+    text: str = ""
+
+
+def _find(**arguments: Any) -> ToolCall:
+    return ToolCall("standin_find", arguments)
+
+
+ONE, TWO = "one call", "two calls"
+CASES = (
+    _Case(ONE, [_find(text="abc", count=3)]),
+    _Case(TWO, [_find(text="abc"), ToolCall("standin_store", {"count": 3})]),
+    _Case("no arguments", [_find()]),
+    _Case("text before the call", [_find(text="abc")], text="First this is looked up."),
+    _Case("quotation marks and backslashes", [_find(text="She said \"no\", it's 'C:\\new\\table' or \\d+")]),
+    _Case("several lines", [_find(text="first\n  second\n\nlast")]),
+    _Case("other scripts", [_find(text="Zürich 東京 🙂")]),
+    _Case("numbers, truth values and null", [_find(count=-3, ratio=2.5, flag=False, maybe=None)]),
+    _Case("texts that look like numbers", [_find(text="75001", maybe="007", flag=True)]),
+    _Case(
+        "nested objects",
+        [_find(options={"a": [1, True, None, {"b": "c, d=1) {"}]}, items=[{"e": 'it\'s "f"'}, {"g": -0.5}])],
+    ),
+)
+
+
+def format_of(chat: ChatTemplate, chosen: ToolFormat = "auto") -> ToolFormat:
+    """The format of tool calls.
+
+    `auto` is the first format that reads back every call that the template renders; `plain` where there is no
+    template, or none that knows tools. A chosen format is proven likewise, except `plain`, which no template writes,
+    and where the template renders no calls.
+
+    Raises:
+        ConfigError: the format does not read back what the template renders, or the template shows tools and no calls.
+    """
+    if chosen == "plain" or chat.source is None:
+        return "plain" if chosen == "auto" else chosen
+    rendered = {case.name: _rendered(chat, case) for case in CASES}
+    if not any(isinstance(text, str) and "standin_find" in text for text in rendered.values()):
+        return _without_calls(chat, chosen)
+    candidates: list[ToolFormat] = [*MARKED, "llama"] if chosen == "auto" else [chosen]
+    nearest: tuple[int, str] = (-1, "")
+    for style in candidates:
+        if (found := _difference(rendered, style)) is None:
+            return style
+        nearest = max(nearest, (found[0], f"{found[1]} (read as {style})"))
+    raise ConfigError(
+        f"tool_format is {chosen}, and calls that the chat template renders cannot be read back: {nearest[1]}. "
+        f"Calls of the model would be lost. Set {'' if chosen == 'auto' else 'tool_format=auto, '}another "
+        "data.chat_template, or tool_format=plain and describe in the prompts that a call is a line `name(arguments)`."
+    )
+
+
+def _without_calls(chat: ChatTemplate, chosen: ToolFormat) -> ToolFormat:
+    if chosen != "auto":
+        return chosen
+    if chat.reads_tools or "tool_calls" in (chat.source or ""):
+        raise ConfigError(
+            "tool_format is auto, and the chat template knows tools but renders no calls of the assistant, so their "
+            f"format is unknown. Set tool_format to one of {', '.join(get_args(ToolFormat)[1:])}, or another "
+            "data.chat_template."
+        )
+    return "plain"
+
+
+def _rendered(chat: ChatTemplate, case: _Case) -> str | ConfigError:
+    """What the model would write, or why the template refuses it."""
+    schemas = [
+        {"type": "function", "function": {"name": name, "description": "a stand-in", "parameters": parameters}}
+        for name, parameters in TOOLS.items()
+    ]
+    tools = schemas if chat.reads_tools else None
+    asked = [{"role": "user", "content": ASKED}]
+    turn = {"role": "assistant", "content": case.text, "tool_calls": [as_message(call) for call in case.calls]}
+    try:
+        prompt = chat.render(asked, PLACE, reply_follows=True, tools=tools)
+        text = chat.render([*asked, turn], PLACE, reply_follows=False, tools=tools)
+    except ConfigError as error:
+        return error
+    return text.removeprefix(prompt) if text.startswith(prompt) else text[text.rfind(ASKED) + len(ASKED) :]
+
+
+def stand_in_turn(chat: ChatTemplate, style: ToolFormat) -> str:
+    """A turn of the model that ends with a call, as the template renders it."""
+    text = "standin_find(1)" if style == "plain" else _rendered(chat, CASES[0])
+    found = find_calls(text, style, TOOLS) if isinstance(text, str) else []
+    return text[: found[-1].end] if found and isinstance(text, str) else ""
+
+
+def as_message(call: ToolCall, number: int = 0) -> dict[str, Any]:
+    """A call in an assistant's message."""
+    function = {"name": call.name, "arguments": dict(call.arguments)}
+    return {"id": f"call{number:05}", "type": "function", "function": function}
+
+
+def _difference(rendered: Mapping[str, str | ConfigError], style: ToolFormat) -> tuple[int, str] | None:
+    """(number of cases that are read back, the first that is not); None if all are.
+
+    A template may refuse a second call in a turn, or leave it out: the model then writes one.
+    """
+    found: list[str] = []
+    for case in CASES:
+        text = rendered[case.name]
+        if isinstance(text, ConfigError):
+            if case.name != TWO:
+                found.append(f"{case.name}: {text}")
+            continue
+        calls = _comparable(parse_calls(text, style, TOOLS))
+        if calls != _comparable(case.calls) and not (case.name == TWO and calls == _comparable(case.calls[:1])):
+            found.append(f"{case.name} rendered as {shortened(text)}")
+    return (len(CASES) - len(found), found[0]) if found else None
+
+
+def _comparable(calls: Sequence[ToolCall | ParseFault]) -> list[str]:
+    """Of calls; `False` and 0 differ."""
+    return [
+        json.dumps([call.name, call.arguments], sort_keys=True) if isinstance(call, ToolCall) else "" for call in calls
+    ]
