@@ -222,3 +222,24 @@ def test_tools_that_no_template_reads_or_that_are_none_are_refused_by_name(tools
     conversations_with = [{"messages": [USER, ANSWER], "tools": tools}]
     with pytest.raises(ConfigError, match=fault):
         SFTDataset.from_rows(conversations_with, TOKENIZER, {"messages_key": "messages"})
+
+
+# Tokenizers that put special tokens around a text
+
+
+@pytest.mark.parametrize(
+    "layout", ["<bos>:0 $A:0 <eos>:0", "<bos>:0 $A:0 <sep>:0 <eos>:0", "$A:0 <eos>:0", "<bos>:0 $A:0"]
+)
+def test_no_token_that_a_tokenizer_puts_after_a_text_ends_a_prompt(layout):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<bos>", "sep_token": "<sep>"})
+    special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<bos>", "<sep>", "<eos>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=layout, special_tokens=special)
+    begin = "<bos>" if layout.startswith("<bos>") else ""
+    rows = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "5<eos>", "completion": "6"}]
+    prompts = RLHFDataset.from_rows(rows, tokenizer, {"prompt_key": "prompt"})
+    assert [tokenizer.decode(prompts[i]["prompts"]) for i in range(2)] == [f"{begin}1+1=", f"{begin}5<eos>"]
+    answers = SFTDataset.from_rows(rows, tokenizer, {"prompt_key": "prompt"})
+    assert tokenizer.decode(answers[0]["input_ids"]) == f"{begin}1+1=2<eos>"

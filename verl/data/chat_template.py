@@ -152,8 +152,8 @@ def pinned_date(tokenizer: Any) -> dict[str, Any]:
 def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors) -> tuple[list[str], list[list[int]]]:
     """Render and tokenise every prompt.
 
-    A text is tokenised with the special tokens that the tokenizer puts before a text. Chat messages are rendered by the
-    chat template, which writes its own special tokens, and end with the generation prompt.
+    A text is tokenised with the special tokens that the tokenizer puts before a text, but none after it. Chat messages
+    are rendered by the chat template, which writes its own special tokens, and end with the generation prompt.
 
     Args:
         rows: the data.
@@ -288,9 +288,17 @@ def _tokens(texts: list[str], is_chat: list[bool], tokenizer: Any) -> list[list[
         chosen = [index for index, text in enumerate(texts) if text and is_chat[index] is not special]
         if chosen:
             encoded = tokenizer([texts[index] for index in chosen], add_special_tokens=special)["input_ids"]
+            end = _tokens_after_text(tokenizer) if special else []
             for index, ids in zip(chosen, encoded, strict=True):
-                tokens[index] = list(ids)
+                tokens[index] = list(ids[: -len(end)] if end and list(ids[-len(end) :]) == end else ids)
     return tokens
+
+
+def _tokens_after_text(tokenizer: Any) -> list[int]:
+    """Special tokens that the tokenizer puts after a text (EOS, or `[SEP]`), which would end a prompt at once."""
+    bare, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    starts = [place for place in range(len(whole) - len(bare) + 1) if whole[place : place + len(bare)] == bare]
+    return whole[starts[0] + len(bare) :] if bare and starts else []
 
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
