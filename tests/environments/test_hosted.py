@@ -147,7 +147,10 @@ def test_public_functions_of_a_file_are_tools_with_schemas_and_typed_outcomes(tm
     assert schemas["add"]["description"] == "Add two numbers."
     assert schemas["add"]["parameters"] == {
         "type": "object",
-        "properties": {"a": {"type": "integer", "description": "the first one"}, "b": {"type": "integer"}},
+        "properties": {
+            "a": {"type": "integer", "description": "the first one"},
+            "b": {"type": "integer", "default": 2},
+        },
         "required": ["a"],
     }
     json.dumps(schemas)
@@ -188,7 +191,8 @@ def test_public_functions_of_a_file_are_tools_with_schemas_and_typed_outcomes(tm
     lines = found.observation.splitlines()
     assert lines[:2] == ["waited", "3"]  # in the order of the calls, though the first came last
     assert lines[2].startswith("error: ZeroDivisionError")
-    assert lines[3] == "error: argument 'a' of add is 'x': expected integer"
+    assert "argument 'a' of add: Input should be a valid integer" in lines[3]
+    assert lines[3].endswith("It takes a, b")
     assert lines[4] == "error: wait gave no answer within 1 s"
     assert lines[5] == "error: the parenthesis is not closed"
     assert lines[-1] == "later"

@@ -46,13 +46,6 @@ def _value(node: ast.AST, max_digits: int) -> int:
     raise ValueError("not arithmetic")
 
 
-CALC = {
-    "type": "object",
-    "properties": {"expression": {"type": "string", "description": "such as 12*34"}},
-    "required": ["expression"],
-}
-
-
 class _CalculatorFactory(EnvironmentFactory):
     def __init__(self, options: Calculator):
         self.options = options
@@ -81,9 +74,13 @@ class Calculator(EnvironmentDescription):
 
     def tool(self) -> Tool:
         def calc(expression: str) -> str:
-            return calculate(str(expression), self.max_digits)
+            """Compute a sum, difference or product of whole numbers.
 
-        return Tool("calc", "Compute a sum, difference or product of whole numbers.", CALC, calc)
+            expression: such as 12*34
+            """
+            return calculate(expression, self.max_digits)
+
+        return Tool.of(calc)
 
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
         return (self.tool().schema,)

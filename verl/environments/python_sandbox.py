@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import PositiveInt
@@ -14,11 +14,6 @@ from verl.environments.tools import Tool, ToolEnvironment
 from verl.errors import faults_below
 from verl.sandbox.base import CodeRunner, ExecutionResult, Sandbox
 
-PARAMETERS = {
-    "type": "object",
-    "properties": {"code": {"type": "string", "description": "a Python program; what it prints is the answer"}},
-    "required": ["code"],
-}
 SPARE_S = 10.0  # for a place in the sandbox, beside a program's own time
 
 
@@ -95,8 +90,16 @@ class PythonSandbox(EnvironmentDescription):
                 "more."
             )
 
-    def tool(self, function: Any) -> Tool:
-        return Tool("python", "Run a Python program and read what it prints.", PARAMETERS, function)
+    def tool(self, run: Callable[[str], Awaitable[str]] | None) -> Tool:
+        async def python(code: str) -> str:
+            """Run a Python program and read what it prints.
+
+            code: a Python program; what it prints is the answer
+            """
+            assert run is not None
+            return await run(code)
+
+        return Tool.of(python)
 
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
         return (self.tool(None).schema,)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.environments.adapters.python_tools import PythonTool, as_text
 from verl.environments.base import Action, CallRecord, Environment, InfraError, Outcome, StepResult, ToolError
 from verl.environments.tool_calls import ParseFault, ToolCall
 
@@ -20,14 +20,20 @@ class Tool:
 
     Attributes:
         parameters: the JSON schema of its arguments.
-        function: a function or coroutine function, called with keyword arguments; raises `ToolError` for errors that
-            the model caused.
+        function: a function or coroutine function, called with keyword arguments, which it validates (`Tool.of`);
+            raises `ToolError` for errors that the model caused.
     """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
     function: Callable[..., Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Tool:
+        """A function with its name, docstring and annotations as a tool that validates its arguments."""
+        made = PythonTool(function, function.__name__)
+        return cls(made.name, made.description, made.parameters, made)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -73,8 +79,6 @@ class ToolEnvironment(Environment):
         if isinstance(call, ParseFault):
             return CallRecord(call_id, "", "tool_error", 0.0, call.reason), f"error: {call.reason}"
         tool, begin = self.tools[call.name], time.monotonic()
-        if fault := argument_fault(tool, call.arguments):
-            return _answer(call, call_id, begin, "tool_error", f"error: {fault}")
         try:
             found = tool.function(**call.arguments)
             if inspect.isawaitable(found):
@@ -106,41 +110,3 @@ class ToolEnvironment(Environment):
 def _answer(call: ToolCall, call_id: str, begin: float, outcome: Outcome, text: str) -> tuple[CallRecord, str]:
     error = text if outcome != "ok" else ""
     return CallRecord(call_id, call.name, outcome, time.monotonic() - begin, error[:300]), text
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list, tuple),
-    "object": (dict,),
-    "null": (type(None),),
-}
-
-
-def argument_fault(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
-    """Why the arguments of a call are invalid, as a message for the model; None if they are valid."""
-    properties: Mapping[str, Any] = tool.parameters.get("properties", {})
-    unknown = [name for name in arguments if name not in properties]
-    if unknown and not tool.parameters.get("additionalProperties"):
-        return f"{tool.name} has no argument {unknown[0]!r}; it takes {', '.join(properties) or 'none'}"
-    required: Sequence[str] = tool.parameters.get("required", ())
-    if missing := [name for name in required if name not in arguments]:
-        return f"{tool.name} needs the argument {missing[0]!r}"
-    for name, value in arguments.items():
-        kind = properties.get(name, {}).get("type")
-        known = _TYPES.get(kind, ()) if isinstance(kind, str) else ()
-        if known and (not isinstance(value, known) or (isinstance(value, bool) and kind in ("integer", "number"))):
-            return f"argument {name!r} of {tool.name} is {value!r}: expected {kind}"
-    return None
-
-
-def as_text(value: Any) -> str:
-    """A tool's return value as text."""
-    if isinstance(value, str):
-        return value
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(value)

@@ -1,4 +1,5 @@
-"""The process that runs environments: requests as JSON lines on stdin, replies on stdout; standard library only.
+"""The process that runs environments: requests as JSON lines on stdin, replies on stdout; standard library only, except
+that tools need pydantic.
 
     {"id": 7, "op": "step", "env": 3, "action": {"text": "..."}}   ──>   {"id": 7, "value": {...}}
                                                                   or    {"id": 7, "error": "...", "kind": "infra"}
@@ -130,31 +131,14 @@ class World:
                 return
 
 
-def tool_schema(function):
-    """The JSON schema of a public function, from its annotations and docstring."""
-    kinds = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-    properties, required = {}, []
-    hints = inspect.signature(function, eval_str=True).parameters
-    document = inspect.getdoc(function) or ""
-    for name, parameter in hints.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise TypeError(f"{function.__name__} takes *{name}: a tool names its arguments")
-        origin = getattr(parameter.annotation, "__origin__", parameter.annotation)
-        found = {"type": kinds[origin]} if origin in kinds else {}
-        for line in document.splitlines():
-            if line.strip().startswith(f"{name}:"):
-                found["description"] = line.strip()[len(name) + 1 :].strip()
-        properties[name] = found
-        if parameter.default is parameter.empty:
-            required.append(name)
-    schema = {"type": "object", "properties": properties, "required": required}
-    text = document.split("\n\n")[0].replace("\n", " ").strip()
-    return {"name": function.__name__, "description": text, "parameters": schema}
-
-
-def public_functions(module):
+def tools_of(module):
+    """The public functions of a module by name, each a `PythonTool`."""
+    try:
+        from python_tools import PythonTool
+    except ImportError as error:
+        raise RuntimeError(f"tools need the package pydantic in {sys.executable} ({error})") from error
     found = {
-        name: x
+        name: PythonTool(x, name)
         for name, x in vars(module).items()
         if inspect.isfunction(x) and not name.startswith("_") and x.__module__ == module.__name__
     }
@@ -193,8 +177,11 @@ def main():
     try:
         if options["kind"] == "tools":
             module = located(options["path"])
-            functions = public_functions(module)
-            schemas = [tool_schema(function) for function in functions.values()]
+            functions = tools_of(module)
+            schemas = [
+                {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+                for tool in functions.values()
+            ]
             replies.send({"id": 0, "value": schemas, "recovery": recovery_of(module)})
         else:
             kind = located(options["path"])

@@ -1,0 +1,130 @@
+"""Functions as tools: JSON schemas from annotations, validated arguments, and results as text.
+
+It runs in the process of the tools as well, whose interpreter needs the package pydantic, and imports nothing of verl.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError, validate_call
+from pydantic.errors import PydanticUserError
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+
+class PythonTool:
+    """A function that a model may call, with arguments as JSON values.
+
+    Args:
+        function: or coroutine function, with annotated arguments; its docstring describes it, and in lines
+            `name: text` its arguments.
+        name: by which the model calls it.
+    Attributes:
+        description: the first paragraph of the docstring.
+        parameters: JSON schema of the arguments.
+    Raises:
+        TypeError: it has another name or none, or an argument that no JSON value can stand for; says which.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str):
+        self.name = name
+        if function.__name__ != name:
+            kind = "a lambda" if function.__name__ == "<lambda>" else f"the function {function.__name__!r}"
+            raise TypeError(f"{name} is {kind}: write a tool as `def {name}(...)`")
+        for argument, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+                raise TypeError(f"{name} takes *{argument}: a tool names its arguments")
+        document = inspect.getdoc(function) or ""
+        self.description = document.split("\n\n")[0].replace("\n", " ").strip()
+        try:
+            adapter: TypeAdapter[Any] = TypeAdapter[Any](function)  # pyright: ignore[reportArgumentType]
+            self.parameters = _without_titles(adapter.json_schema())
+            self._call = validate_call(function)
+        except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
+            reason = str(error).split("\n\nFor further")[0].replace("\n", " ")
+            raise TypeError(f"{name} has an argument without a JSON schema: {reason}") from error
+        for line in document.splitlines():
+            argument, colon, text = line.strip().partition(":")
+            if colon and argument in self.parameters["properties"]:
+                self.parameters["properties"][argument]["description"] = text.strip()
+        self.parameters.setdefault("required", [])
+        del self.parameters["additionalProperties"]  # so it is of every function
+
+    def __call__(self, **arguments: Any) -> Any:
+        """The result as text, or a coroutine that gives it.
+
+        Raises:
+            ValueError: an argument is missing, unknown or of another type.
+            TypeError: the result is no text.
+        """
+        try:
+            found = self._call(**arguments)
+        except ValidationError as error:
+            raise ValueError(self._fault(error)) from None
+        return self._awaited(found) if inspect.isawaitable(found) else as_text(found)
+
+    async def _awaited(self, found: Any) -> str:
+        try:
+            return as_text(await found)
+        except ValidationError as error:  # coroutine functions validate when they are awaited
+            raise ValueError(self._fault(error)) from None
+
+    def _fault(self, error: ValidationError) -> str:
+        faults = [
+            f"argument {'.'.join(map(str, fault['loc']))!r} of {self.name}: {fault['msg']}"
+            for fault in error.errors(include_url=False, include_context=False)
+        ]
+        return f"{'; '.join(faults)}. It takes {', '.join(self.parameters['properties']) or 'no arguments'}"
+
+
+_VALUES = ("default", "const", "enum", "examples")  # of a schema: no schemas in them
+
+
+def _without_titles(schema: Any) -> Any:
+    """A schema without the titles that pydantic makes of names."""
+    if isinstance(schema, Mapping):
+        return {
+            key: value if key in _VALUES else _without_titles(value)
+            for key, value in schema.items()
+            if key != "title" or not isinstance(value, str)
+        }
+    return [_without_titles(item) for item in schema] if isinstance(schema, list) else schema
+
+
+def _jsonable(value: Any) -> Any:
+    """NumPy's scalars and arrays, and tensors, as numbers and lists."""
+    for method in ("tolist", "item"):
+        if callable(getattr(value, method, None)):
+            return getattr(value, method)()
+    raise TypeError(f"a {type(value).__name__} is no text")
+
+
+def as_text(value: Any) -> str:
+    """A tool's return value as text: a text as it is, anything else as JSON.
+
+    Dates, decimals, sets, bytes, enums, dataclasses, pydantic models and NumPy's values are converted. What UTF-8
+    cannot hold becomes a question mark.
+
+    Raises:
+        TypeError: it has a value that is none of these.
+    """
+    if isinstance(value, (bytes, bytearray)):
+        value = bytes(value).decode(errors="replace")
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=repr)  # the same in every process
+    try:
+        text = value if isinstance(value, str) else _json(value)
+    except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
+        raise TypeError(f"the tool returned a {type(value).__name__} that cannot be written as JSON: {error}") from None
+    return str(text).encode(errors="replace").decode()
+
+
+def _json(value: Any) -> str:
+    try:
+        plain = to_jsonable_python(value, fallback=_jsonable)
+    except (PydanticSerializationError, UnicodeDecodeError):  # bytes in it that are no UTF-8
+        plain = to_jsonable_python(value, fallback=_jsonable, bytes_mode="base64")
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
