@@ -39,6 +39,7 @@ class PlainTextEncoder:
         self._plain = _without_added_tokens(tokenizer)
 
     def __call__(self, text: str) -> list[int]:
+        text = text.encode(errors="replace").decode()  # lone surrogates, which no tokenizer takes
         if self._plain is not None:
             ids = list(self._plain.encode(text, add_special_tokens=False).ids)
         else:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.data.chat_template import text_fault
+
 Message = Mapping[str, Any]
 
 
@@ -146,13 +148,15 @@ def text_of(message: Message) -> str:
     """The text of a message, whose content may be a list of texts.
 
     Raises:
-        ValueError: it contains something else, such as an image.
+        ValueError: it contains something else, such as an image, or text that UTF-8 cannot hold.
     """
     content = message.get("content")
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(x, dict) and x.get("type") == "text" for x in content):
-        return "".join(part["text"] for part in content)
-    raise ValueError("messages: a content is not a text; only texts are supported")
+    if isinstance(content, list) and all(
+        isinstance(x, dict) and x.get("type") == "text" and isinstance(x.get("text"), str) for x in content
+    ):
+        content = "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise ValueError("messages: a content is not a text; only texts are supported")
+    if content and text_fault(content) is not None:
+        raise ValueError("messages: a content is not valid Unicode (a lone surrogate)")
+    return content or ""
