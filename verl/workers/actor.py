@@ -162,10 +162,14 @@ class ActorWorker(TrainedWorker):
         self.sampler.rest()
         self.first_batch.look(batch)
         self._unreplayed = self._gap_without_replay(batch)
-        found = self.engine.infer(batch, self.micro_batch_scores)
-        if found and (is_on_policy := self._is_on_policy(batch.batch)) is not None:
-            found["is_on_policy"] = is_on_policy
-        return DataProto.from_dict(found)
+        return self._with_origin(self.engine.infer(batch, self.micro_batch_scores), batch)
+
+    @by_rows
+    def plain_log_probs(self, batch: DataProto) -> DataProto:
+        """`old_log_probs` [B T] and `is_on_policy` [B] by a forward pass of each row alone, without padding or cache."""
+        self.sampler.rest()
+        found = self.engine.infer(batch, self._score_plainly, alone=True)
+        return self._with_origin({"old_log_probs": x for x in found.values()}, batch)
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -265,6 +269,11 @@ class ActorWorker(TrainedWorker):
     @property
     def _num_tokens(self) -> int:
         return self.model.config.get_text_config().vocab_size
+
+    def _with_origin(self, found: dict[str, Tensor], batch: DataProto) -> DataProto:
+        if found and (is_on_policy := self._is_on_policy(batch.batch)) is not None:
+            found["is_on_policy"] = is_on_policy
+        return DataProto.from_dict(found)
 
     def _is_on_policy(self, rows: Mapping[str, Tensor]) -> Tensor | None:
         """Whether the present weights drew each row [B]; None where nothing tells what drew it."""
