@@ -174,6 +174,16 @@ def without_weights() -> Iterator[None]:
         yield
 
 
+def _recompute_buffers(model: Any) -> None:
+    """Compute the buffers that no file holds as `from_pretrained` does: in float32, then cast to their own type.
+
+    `from_config` computes them in the type of the model, which is too coarse for tables of positions in bfloat16.
+    """
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # read from a file later; transformers leaves such tensors alone
+    model.initialize_weights()
+
+
 WARM_START = "warm-start://"
 
 
@@ -243,6 +253,7 @@ class Pretrained(ModelSource):
                 model = auto_class.from_config(config, dtype=self._torch_dtype(), **self._implementations())
             except (ValueError, ImportError):
                 return None  # loading the whole model reports the fault
+        _recompute_buffers(model)
         model.tie_weights()
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -413,7 +424,26 @@ class Pretrained(ModelSource):
                 raise ConfigError(f"attention is {self.attention!r}: {error} Set attention=eager.") from error
         self._refuse_holes(report)
         self._refuse_lost_caps(model.config.get_text_config())
+        self._fill_attributes(model, auto_class)
         return _in_own_memory(without_dropout(model)).to(device).eval()
+
+    def _fill_attributes(self, model: Any, auto_class: Any) -> None:
+        """Compute tensors that are plain attributes of a module (TrOCR's positions): transformers leaves them without
+        data.
+        """
+        import torch
+
+        empty = [
+            (name, key)
+            for name, module in model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and value.is_meta
+        ]
+        if empty:
+            with quiet_transformers(), without_weights():
+                computed = auto_class.from_config(model.config, dtype=self._torch_dtype())
+            for name, key in empty:
+                setattr(model.get_submodule(name), key, getattr(computed.get_submodule(name), key))
 
     def _implementations(self) -> dict[str, str]:
         """Implementations that transformers selects for attention and experts."""
