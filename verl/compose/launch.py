@@ -40,7 +40,7 @@ from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, com
 from verl.compose.overrides import Overrides
 from verl.compose.print_config import print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
-from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError
+from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError, root_cause
 from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG, setup_logging
 from verl.utils import torchrun
@@ -353,9 +353,7 @@ def end_message(error: BaseException, log: Path | None = None) -> str:
         error: the error.
         log: path of run.log, which has all tracebacks.
     """
-    cause = error
-    while (below := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)) is not None:
-        cause = below
+    cause = root_cause(error)
     sentence, _, detail = str(error).strip().partition("\n")
     if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the traceback of the worker
         if (message := _is_user_message(detail)) is not None:
