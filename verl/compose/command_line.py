@@ -472,5 +472,9 @@ _WORDS = (  # message of Hydra, replacement
     (r"Multiple values for ([\w/@.]+)", "{0} is chosen twice. In a file, write `override /{0}: OPTION`."),
     (r"Cannot find primary config '([^']+)'", "--config-name is {0}: there is no such file. Leave it out."),
     (r"Additional config directory '([^']+)' not found", "--config-dir is {0}: no such directory."),
+    (
+        r"maximum recursion depth exceeded",
+        "a file of options names itself in its list of defaults, directly or through others. Remove it from there.",
+    ),
     (r"Primary config directory not found", "--config-path names no directory. Leave it out."),
 )

@@ -252,9 +252,11 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
     except (HydraException, OmegaConfBaseException) as error:  # composition failed
         raise ConfigError([*faults, *composition_faults(root, error)]) from error
-    except (OSError, AssertionError, TypeError, ValueError) as error:
+    except (OSError, AssertionError, TypeError, ValueError, RecursionError) as error:
         if is_composed:
             raise
+        if isinstance(error, RecursionError):
+            raise ConfigError([*faults, *composition_faults(root, error)]) from None
         raise ConfigError([*faults, _of_hydra_itself(error)]) from error
     if any(statuses):
         sys.exit(max(statuses))
