@@ -67,7 +67,7 @@ def install_command(package: str) -> str:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first error of a chain of causes; of a chain that is a ring (`raise e from e`), the last before it repeats."""
+    """The first error of a chain of causes; of a ring (`raise e from e`), the last before it repeats."""
     seen = [error]
     while True:
         last = seen[-1]

@@ -123,7 +123,7 @@ def test_two_processes_come_to_the_gap_of_one(algorithm, model32, tmp_path):
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2], ids=["told by the update", "known before"])
-def test_a_fault_of_long_rows_alone_stops_the_run_before_the_first_of_them_is_trained_on(mini_batches, model32, tmp_path):
+def test_a_fault_of_long_rows_stops_the_run_before_the_first_of_them_is_trained_on(mini_batches, model32, tmp_path):
     algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=mini_batches)
     run = faulty(model32, "long rows", algorithm, prompts_per_step=8)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:

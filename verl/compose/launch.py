@@ -41,8 +41,9 @@ from verl.compose.overrides import Overrides
 from verl.compose.print_config import print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
 from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError, root_cause
-from verl.tracking.console import reader_may_leave, set_command, shown_path
+from verl.tracking.console import print_line, reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG, setup_logging
+from verl.trainer.plan.unused_settings import unused_settings
 from verl.utils import torchrun
 from verl.utils.component_exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
@@ -129,11 +130,16 @@ class LaunchedRun:
         """The build context of the trainer."""
         return BuildContext(run_dir=self.run_dir, job=self.name, swept=self.swept)
 
-    def record(self) -> None:
+    def record(self, run: Any = None) -> None:
         """Print the differences from the defaults and the run directory, save the redacted configuration there, and
         start run.log. If the run is refused later, `withdraw` removes these files.
+
+        Args:
+            run: the validated run; the differences that it never reads are told.
         """
-        print_start(self.config, self.root, self.choices, self.run_dir, self.console)
+        changed = print_start(self.config, self.root, self.choices, self.run_dir, self.console)
+        if run is not None and (line := unused_settings(run, changed)) is not None:
+            print_line(self.console, line)
         self.is_recorded = True
         self.is_new = not self.run_dir.exists() or not any(self.run_dir.iterdir())
         save_config(self.config, self.overrides, self.run_dir)

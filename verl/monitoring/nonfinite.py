@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from verl.component import hint, nearest
 from verl.errors import LogProbGapError, NonFiniteError, NonFiniteRewardError
 from verl.model_paths.row_check import WINDOW, chosen_rows, longest_row, row_gaps
 from verl.models.parallel_info import Numerics
 from verl.monitoring.batch_dump import Attribution, BatchDump, blame_for, described, non_finite_fields
-from verl.monitoring.config import Monitoring
+from verl.monitoring.config import WATCHED, Monitoring
 from verl.monitoring.log_prob_gap import GAP, Excess, GapWatch, where_gaps_lie
 from verl.monitoring.spike_detector import SpikeDetector
 from verl.protocol import DataProto
@@ -51,6 +52,7 @@ class NonFiniteGuard:
         self.numerics: Numerics | None = None
         self._gap = None if settings.log_prob_gap is None else GapWatch(settings.log_prob_gap)
         self._longest_compared = 0  # tokens of a row
+        self._has_watched = False
         self._tokenizer, self._ranking = tokenizer, ranking
         self._anomalies = BatchDump(run_dir, settings.max_dumps)
         self._in_a_row: Counter[str] = Counter()
@@ -179,6 +181,11 @@ class NonFiniteGuard:
 
     def _watch_bands(self, metrics: Mapping[str, float], batch: DataProto) -> None:
         """Take the metrics into their bands; tell of each that left its band, with the rows behind it."""
+        if not self._has_watched:
+            self._has_watched = True
+            for key in self._bands.keys() - metrics.keys() - set(WATCHED):
+                found = hint(nearest(key, metrics))
+                _log.warning("trainer.safety.watched has %r: the first step has no such metric.%s", key, found)
         added = [self._bands[key].add(metrics[key]) for key in self._bands if key in metrics]
         spikes = [spike for spike in added if spike is not None]
         if not spikes:

@@ -43,6 +43,14 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
     return metrics
 
 
+def evaluation_keys(k: int, has_episodes: bool) -> list[str]:
+    """The keys that `evaluation_metrics` may have, for k responses per prompt."""
+    keys = ["eval/accuracy", "eval/score", "eval/response_length_tokens"]
+    keys += [f"eval/{name}@{k}" for name in ("mean", "best") if k]
+    of_episodes = ("turns", "call_share", "accuracy_with_call", "accuracy_without_call", "accuracy_without_tools")
+    return keys + [f"eval/{name}" for name in of_episodes if has_episodes]
+
+
 def evaluation_metrics(
     greedy: DataProto, drawn: DataProto | None, k: int, success: float, without_tools: DataProto | None = None
 ) -> dict[str, float]:

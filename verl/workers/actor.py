@@ -166,10 +166,10 @@ class ActorWorker(TrainedWorker):
 
     @by_rows
     def plain_log_probs(self, batch: DataProto) -> DataProto:
-        """`old_log_probs` [B T] and `is_on_policy` [B] by a forward pass of each row alone, without padding or cache."""
+        """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone."""
         self.sampler.rest()
         found = self.engine.infer(batch, self._score_plainly, alone=True)
-        return self._with_origin({"old_log_probs": x for x in found.values()}, batch)
+        return self._with_origin({"old_log_probs": found["log_probs"]} if found else {}, batch)
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
