@@ -90,6 +90,11 @@ class Algorithm(Description):
         """Whether the run needs a reference."""
         return self.kl.needs_reference
 
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether some update of the run has an entropy bonus; all of them then have its metric."""
+        return self.entropy_coef > 0 or bool(self.final_entropy_coef)
+
     def entropy_coef_at(self, update: int, total_updates: int) -> float:
         """Loss per nat of entropy at an optimizer step, counted from 0, of so many in the run."""
         if self.final_entropy_coef is None:

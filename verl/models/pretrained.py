@@ -108,6 +108,8 @@ def without_dropout(model: _Model) -> _Model:
     return model
 
 
+# Names of the context length; MPT has no position beyond `max_seq_len`
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -356,7 +358,9 @@ class Pretrained(ModelSource):
 
     def max_positions(self) -> int | None:
         config = self._config()
-        return config.get("max_position_embeddings") or config.get("n_positions")
+        texts = (config, config.get("text_config") or {})
+        found = (text.get(key) for text in texts for key in CONTEXT_KEYS)
+        return next((length for length in found if isinstance(length, int) and length > 0), None)
 
     def attention_heads(self) -> tuple[int, int] | None:
         config = self._config()

@@ -86,9 +86,13 @@ def sample_rows(batch: DataProto, count: int) -> list[dict[str, Any]]:
 
 
 def mean_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of one training step: those that were made, or all where none was."""
+    """Means over the optimizer steps of one training step: those that were made, or all where none was.
+
+    A metric that some of them lack, such as one of a user's loss, is the mean of the others.
+    """
     metrics = [m for m in metrics if is_finite(m)] or metrics
-    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+    values = {name: [m[name] for m in metrics if name in m] for one in metrics for name in one}
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def _scores(batch: DataProto) -> Tensor:

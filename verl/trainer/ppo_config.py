@@ -193,11 +193,20 @@ def _context_faults(run: Any) -> Iterator[str]:
     for role in ("actor", "critic"):
         described = getattr(run, role) if role in run.roles else None  # one that is not built holds nothing
         limit = None if described is None else described.model.max_positions()
-        if limit is None or prompt is None or prompt + response <= limit:
+        if limit is None or (prompt or 1) + response <= limit:
             continue
+        if prompt is None:
+            yield (
+                f"{run.response_key} is {response}: {role}.model holds {limit} tokens, prompt and response together. "
+                f"Set {run.response_key}={max(1, limit // 2)}."
+            )
+            continue
+        fitting = f"{run.response_key}={limit - prompt}"
+        if prompt > limit // 2:
+            fitting = f"data.max_prompt_length={max(1, limit // 2)} {run.response_key}={max(1, limit - limit // 2)}"
         yield (
             f"data.max_prompt_length is {prompt}: with {run.response_key} {response} that makes "
-            f"{prompt + response} tokens, and {role}.model holds {limit}. Lower one of them."
+            f"{prompt + response} tokens, and {role}.model holds {limit}. Set {fitting}."
         )
 
 

@@ -237,13 +237,13 @@ class ActorWorker(TrainedWorker):
         algorithm, x = self.algorithm, dict(micro.tensors)
         mask, is_first = x["response_mask"], "old_log_probs" not in x
         entropy_coef = algorithm.entropy_coef_at(self.engine.updates, self.engine.total_updates)
-        has_entropy_bonus = entropy_coef > 0
+        needs_entropy = is_first or algorithm.has_entropy_bonus
         scores = token_log_probs(
             model,
             self.head,
             micro,
             self.temperature,
-            entropy="grad" if has_entropy_bonus else "value" if is_first else None,
+            entropy="grad" if entropy_coef > 0 else "value" if needs_entropy else None,
         )
         if is_first:  # the only update of a step: the weights are still those that sampled
             x["old_log_probs"] = scores.log_probs.detach()
@@ -258,9 +258,10 @@ class ActorWorker(TrainedWorker):
             stats["rollout/entropy_nats"] = scores.entropies
             if (kl := algorithm.kl.measure(x["old_log_probs"], x)) is not None:
                 stats["kl/reference_nats"] = kl
-        if has_entropy_bonus:
+        if algorithm.has_entropy_bonus:
             assert scores.entropies is not None
-            per_token = per_token - entropy_coef * scores.entropies
+            if entropy_coef > 0:
+                per_token = per_token - entropy_coef * scores.entropies
             stats["entropy"] = scores.entropies
         of_episodes = x.get("episode_tokens")
         loss = aggregate(per_token, mask, algorithm.aggregation, totals, algorithm.norm_length, of_episodes)
