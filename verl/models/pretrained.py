@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.models.experts import expert_count
+from verl.models.model_files import directory_faults
 from verl.resharding.layout import Box
 from verl.utils.external_input import ExternalInputError, checked_path, parse_mapping
 
@@ -221,6 +222,17 @@ class Pretrained(ModelSource):
             and not Path(self.tokenizer_path).is_dir()
         ):
             yield f"tokenizer_path is {self.tokenizer_path!r}: no such directory."
+        elif self.tokenizer_path is not None and _is_local(self.tokenizer_path):
+            faults = directory_faults(Path(self.tokenizer_path), needs_weights=False)
+            yield from (f"tokenizer_path is {self.tokenizer_path!r}: {fault}" for fault in faults)
+
+    def machine_faults(self) -> Iterator[str]:
+        packages = ("flash_attn", "kernels")  # transformers takes either
+        if self.attention.startswith("flash") and not any(map(importlib.util.find_spec, packages)):
+            yield (
+                f"attention is {self.attention!r}: needs the package flash_attn, which is not installed. Run: "
+                "pip install flash-attn, or set attention=sdpa."
+            )
 
     def load_causal_lm(self, device: str) -> Any:
         from transformers import AutoModelForCausalLM
@@ -326,12 +338,12 @@ class Pretrained(ModelSource):
 
         path = self.tokenizer_path or self.path
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                path, revision=self.revision, trust_remote_code=self.trust_remote_code, padding_side="left"
-            )
-        except OSError as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"path is {path!r}: {reason} Or give a directory made by save_pretrained.") from error
+            with _damage_told("path", path):
+                tokenizer = AutoTokenizer.from_pretrained(
+                    path, revision=self.revision, trust_remote_code=self.trust_remote_code, padding_side="left"
+                )
+        except ConfigError:
+            raise
         except ValueError as error:
             raise self._own_code_fault(path, error) from error
         if tokenizer.pad_token_id is None:
@@ -343,7 +355,12 @@ class Pretrained(ModelSource):
 
         path = (self._adapter() or {}).get("base_model_name_or_path", self.path)
         try:
-            return AutoConfig.from_pretrained(path, revision=self.revision, trust_remote_code=self.trust_remote_code)
+            with _damage_told("path", path):
+                return AutoConfig.from_pretrained(
+                    path, revision=self.revision, trust_remote_code=self.trust_remote_code
+                )
+        except ConfigError:
+            raise
         except ValueError as error:
             raise self._own_code_fault(path, error) from error
 
@@ -403,7 +420,7 @@ class Pretrained(ModelSource):
         return self._load_whole(auto_class, device)
 
     def _load_whole(self, auto_class: Any, device: str) -> Any:
-        with quiet_transformers():
+        with quiet_transformers(), _damage_told("path", self.path):
             try:
                 model, report = auto_class.from_pretrained(
                     self.path,
@@ -514,6 +531,25 @@ def _in_own_memory(model: Any) -> Any:
     return model
 
 
+@contextlib.contextmanager
+def _damage_told(field: str, path: str) -> Iterator[None]:
+    """Around reading a model's directory: an error is one about the files, if some of them are damaged or absent."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        faults = list(directory_faults(Path(path))) if Path(path).is_dir() else []
+        if faults:
+            raise ConfigError([f"{field} is {path!r}: {fault}" for fault in faults]) from None
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"{field} is {path!r}: {(str(error).splitlines() or [repr(error)])[0]} "
+                "Or give a directory made by save_pretrained."
+            ) from error
+        raise
+
+
 def _is_local(path: str) -> bool:
     """Whether a path is local: it exists, or does not have the form `name` or `owner/name`."""
     return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
@@ -533,7 +569,13 @@ def _path_faults(field: str, path: str) -> Iterator[str]:
             f"{field} is {path!r}: a part of an incremental checkpoint, whose weights are stored as deltas. Export "
             f"them with `verl checkpoint export {directory.parent} OUT --component {directory.name}`, and use OUT."
         )
+    else:
+        yield from (f"{field} is {path!r}: {fault}" for fault in directory_faults(directory, needs_weights=False))
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text()) if file.is_file() else None
+    """The content of a JSON file; None without one, and for a damaged one, which `directory_faults` tells of."""
+    try:
+        return parse_mapping(file.read_bytes()) if file.is_file() else None
+    except ExternalInputError:
+        return None
