@@ -32,6 +32,7 @@ FAMILIES = {
     "gemma2": {"head_dim": 8},
     "gemma3_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "qwen2_moe": {

@@ -66,6 +66,17 @@ def install_command(package: str) -> str:
     return f"pip install {package}" if extra is None else f'pip install "verl[{extra}]"'
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """The first error of a chain of causes; of a ring (`raise e from e`), the last before it repeats."""
+    seen = [error]
+    while True:
+        last = seen[-1]
+        below = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if below is None or any(below is known for known in seen):
+            return last
+        seen.append(below)
+
+
 class VerlError(Exception):
     """Base class of all errors that verl raises."""
 

@@ -220,6 +220,14 @@ def test_groups_of_ones_own_are_judged_and_composed_like_those_of_the_package(tm
     assert "no such option" in fault
 
 
+def test_an_option_that_names_itself_in_its_defaults_is_told_in_one_sentence(tmp_path, fork_server):
+    (tmp_path / "conf/algorithm").mkdir(parents=True)
+    (tmp_path / "conf/algorithm/ring.yaml").write_text("defaults:\n  - ring\n")
+    done = fork_server.run([conf_dir().parent / "main_ppo.py", "--config-dir", "conf", "algorithm=ring"], tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("a file of options names itself in its list of defaults")
+
+
 @pytest.mark.parametrize(
     ("words", "path", "kind"),
     [

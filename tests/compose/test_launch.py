@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from faults.fork_server import ForkServer
 
+from verl.compose.launch import end_message
 from verl.compose.schema import conf_dir
+from verl.errors import ConfigError
 
 ROOT = conf_dir().parent
 HELP = """
@@ -274,3 +276,24 @@ def test_a_job_that_fails_does_not_end_the_sweep(tmp_path, run_script):
     assert done.returncode == 2
     assert done.stderr.count("group_sise is not a known key") == 2
     assert "Job 0 of the sweep ended with status 2" in done.stderr
+
+
+class _Link(Exception):
+    """An error in a chain of causes."""
+
+
+def _ring(length: int) -> BaseException:
+    links = [_Link(f"link {number}") for number in range(length)]
+    for link, below in zip(links, [*links[1:], links[0]], strict=True):
+        link.__cause__ = below
+    return links[0]
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_chain_of_causes_that_is_a_ring_ends_in_a_message(length):
+    message = end_message(_ring(length))
+    assert message.startswith("_Link: link 0")
+    assert f"link {length - 1}" in message
+    wrapped = ConfigError("actor.model.path is 'x': no such model.")
+    wrapped.__cause__ = _ring(length)
+    assert end_message(wrapped).startswith("actor.model.path is 'x'")

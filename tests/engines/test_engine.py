@@ -128,7 +128,7 @@ def test_gradient_checkpointing_changes_nothing(model64, batch):
 def test_layers_run_in_training_mode_and_twice_if_they_recompute(model64, batch, checkpointing):
     actor = start_actor(model64, micro_batch_tokens=10**6, gradient_checkpointing=checkpointing)
     modes: list[bool] = []
-    actor.first_batch.is_done = True
+    actor.first_batch.longest = 10**6
     actor.model.model.layers[0].self_attn.register_forward_hook(lambda module, *given: modes.append(module.training))
     actor.update(batch)
     assert modes == [True] * (2 if checkpointing else 1)

@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.rollout.hf import HFRollout, HFSampler
 
-Fault = Literal["none", "stale", "temperature", "padding", "positions", "narrow", "other model"]
+Fault = Literal["none", "stale", "temperature", "padding", "positions", "narrow", "other model", "long rows"]
 
 
 @component
@@ -24,7 +24,8 @@ class FaultyRollout(HFRollout):
     Args:
         fault: `stale`: no sync after the first is carried out; `temperature`: it draws by twice the temperature;
             `padding`: attention sees padding; `positions`: those of the response count from 0 again; `narrow`: it
-            computes in bfloat16 and does not say so; `other model`: one weight is another's.
+            computes in bfloat16 and does not say so; `other model`: one weight is another's; `long rows`: from the
+            third step on, responses are longer, and their positions count from 0 again.
         says: the type that it claims to compute in.
     """
 
@@ -45,6 +46,7 @@ class FaultySampler(HFSampler):
         temperature = options.temperature * (2 if fault == "temperature" else 1)
         narrow = "bfloat16" if fault == "narrow" else autocast
         super().__init__(replace(options, temperature=temperature), copy.deepcopy(model), tokenizer, seed, narrow)
+        self.longest_compared = 10**6  # an engine elsewhere compares nothing by itself
         self.trained, self.fault, self.syncs, self.compute_type = model, fault, 0, options.says
 
     def sync(self) -> SyncResult:
@@ -58,6 +60,11 @@ class FaultySampler(HFSampler):
                 self.model.model.layers[1].mlp.down_proj.weight.mul_(-1)
         return SyncResult("copied")
 
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        if self.fault == "long rows":
+            self.options = replace(self.options, max_new_tokens=3 if request.step < 3 else 7)
+        return super().generate(prompts, request)
+
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         self._begun = self.generate(prompts, request)
 
@@ -66,7 +73,8 @@ class FaultySampler(HFSampler):
 
     def decoder(self, longest_prompt: int) -> Decoder:
         decoder = super().decoder(longest_prompt)
-        return replace(decoder, model=_Disturbed(decoder.model, self.fault))
+        fault = "positions" if self.fault == "long rows" and self.options.max_new_tokens > 3 else self.fault
+        return replace(decoder, model=_Disturbed(decoder.model, fault))
 
 
 class _Disturbed:

@@ -73,7 +73,7 @@ def faulty(model, fault, algorithm=ONE_UPDATE, says=None, **options):
     [
         ("stale", 2, "FaultySampler did not take over the last weights"),
         ("temperature", 1, "FaultySampler holds another model"),
-        ("padding", 1, "FaultySampler holds another model"),
+        ("padding", 1, "one of the two computes positions"),
         ("positions", 1, "FaultySampler holds another model"),
         ("other model", 1, "FaultySampler holds another model"),
         ("narrow", 1, "rounding: FaultySampler computes in a narrower type than float32"),
@@ -89,13 +89,15 @@ def test_an_engine_that_draws_from_another_policy_stops_the_run_with_the_likely_
     assert caught.value.gap_nats > caught.value.limit_nats == LIMITS["float32"]
     assert len(steps_of(tmp_path)) == step - 1
     assert f"step_{step}_log_prob_gap" in str(caught.value)
-    assert len(DataProto.load(tmp_path / f"anomalies/step_{step}_log_prob_gap/batch.safetensors")) == 6
+    rows = DataProto.load(tmp_path / f"anomalies/step_{step}_log_prob_gap/batch.safetensors")
+    assert 1 < len(rows) <= 6
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
-def test_where_log_probs_are_known_before_the_update_the_tokens_at_fault_are_named(model32, tmp_path):
+@pytest.mark.parametrize("algorithm", [ONE_UPDATE, GRPO_ALGORITHM], ids=["told by the update", "known before"])
+def test_the_tokens_at_fault_are_named(algorithm, model32, tmp_path):
     with pytest.raises(LogProbGapError, match="It is in rows with a padded prompt") as caught:
-        fit(faulty(model32, "padding", GRPO_ALGORITHM), tmp_path)
+        fit(faulty(model32, "padding", algorithm), tmp_path)
     assert "the likeliest first: one of the two computes positions, attention windows, padding" in str(caught.value)
     rows = read_lines(tmp_path / "anomalies/step_1_log_prob_gap/rows.jsonl")
     assert rows[0]["weight"] > 0.05 > rows[-1]["weight"]
@@ -118,6 +120,16 @@ def test_two_processes_come_to_the_gap_of_one(algorithm, model32, tmp_path):
     for key in (GAP, LARGEST):
         assert one[key] > 0.1
         assert two[key] == pytest.approx(one[key], rel=1e-5)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2], ids=["told by the update", "known before"])
+def test_a_fault_of_long_rows_stops_the_run_before_the_first_of_them_is_trained_on(mini_batches, model32, tmp_path):
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=mini_batches)
+    run = faulty(model32, "long rows", algorithm, prompts_per_step=8)
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        with pytest.raises(LogProbGapError, match=f"Step 3: {GAP} is"):
+            trainer.fit()
+        assert trainer.cluster.worker("actor").version == 2 * mini_batches
 
 
 def test_a_server_that_draws_by_a_temperature_of_its_own_stops_the_run(model32, dir32, tmp_path):

@@ -23,11 +23,11 @@ def generate(model64, prompts):
 
     def run(batch=None, request=None, seed=0, **options):
         rollout = HFRollout(**{"max_new_tokens": 9, "stop_token_ids": DIGITS, **options})
-        return rollout.attach(model, tokenizer, seed).generate(
-            batch or prompts(*TEXTS), request or GenerationRequest(3, 4)
-        )
+        engine = rollout.attach(model, tokenizer, seed)
+        engine.longest_compared = run.longest_compared
+        return engine.generate(batch or prompts(*TEXTS), request or GenerationRequest(3, 4))
 
-    run.model, run.tokenizer = model, tokenizer
+    run.model, run.tokenizer, run.longest_compared = model, tokenizer, 0
     return run
 
 
@@ -200,7 +200,7 @@ def test_no_prompts_give_no_rows(generate, prompts):
 
 
 def test_decoding_ends_when_every_row_has(generate, monkeypatch):
-    calls = []
+    calls, generate.longest_compared = [], 10**6
     forward = generate.model.forward
     monkeypatch.setattr(
         generate.model, "forward", lambda *a, **k: calls.append(k["input_ids"].shape) or forward(*a, **k)
@@ -211,7 +211,7 @@ def test_decoding_ends_when_every_row_has(generate, monkeypatch):
 
 
 def test_finished_rows_leave_the_batch(generate, monkeypatch):
-    calls = []
+    calls, generate.longest_compared = [], 10**6
     forward = generate.model.forward
     monkeypatch.setattr(
         generate.model, "forward", lambda *a, **k: calls.append(k["input_ids"].shape) or forward(*a, **k)

@@ -127,10 +127,13 @@ def test_the_coefficient_of_an_adaptive_kl_moves_from_step_to_step(model32, tmp_
     assert len(set(coefs)) == 3
 
 
-def test_the_entropy_bonus_of_an_update_is_that_of_its_place_in_the_run(model32, tmp_path):
-    algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1, entropy_coef=0.0, final_entropy_coef=0.1)
+@pytest.mark.parametrize("coefs", [(0.0, 0.1), (0.01, 0.0)])
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_every_update_of_a_run_with_an_entropy_bonus_has_its_entropy(mini_batches, coefs, model32, tmp_path):
+    bonus = dict(zip(("entropy_coef", "final_entropy_coef"), coefs, strict=True))
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=mini_batches, **bonus)
     tracker = Trackers(jsonl=JsonLines())
     with ppo_run(model32, algorithm, tracker=tracker, total_steps=2).build(BuildContext(run_dir=tmp_path)) as trainer:
         trainer.fit()
     lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "actor/loss" in line]
-    assert ["actor/entropy" in line for line in lines] == [False, True]  # reported where it is part of the loss
+    assert ["actor/entropy" in line for line in lines] == [True, True]

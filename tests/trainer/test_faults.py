@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any, ClassVar
@@ -95,6 +96,24 @@ def test_texts_longer_than_the_context_of_the_models_are_refused(model32):
     assert "actor.model holds 64" in actor
     assert "critic.model holds 64" in critic
     ppo_run(model32, data=Prompts(max_prompt_length=59), rollout=HFRollout(max_new_tokens=5))
+
+
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions"])
+@pytest.mark.parametrize(("prompt", "response"), [(20, 50), (60, 20), (64, 1), (200, 300)])
+def test_lengths_beyond_the_context_are_refused_with_numbers_to_paste(prompt, response, key, model32, tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").write_text(json.dumps({"text_config": {key: 64}}))
+    (fault,) = faults_of(
+        Pretrained(path=str(tmp_path / "m")),
+        GRPO_ALGORITHM,
+        data=Prompts(max_prompt_length=prompt),
+        rollout=HFRollout(max_new_tokens=response),
+    )
+    pasted = dict(re.findall(r"([\w.]+)=(\d+)", fault.partition(" Set ")[2]))
+    prompt = int(pasted.get("data.max_prompt_length", prompt))
+    response = int(pasted["rollout.max_new_tokens"])
+    settings = {"data": Prompts(max_prompt_length=prompt), "rollout": HFRollout(max_new_tokens=response)}
+    ppo_run(model32, GRPO_ALGORITHM, **settings)
 
 
 def test_a_critic_that_is_never_built_is_asked_for_nothing(model32, tmp_path):

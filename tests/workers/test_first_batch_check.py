@@ -12,9 +12,9 @@ from roles import experience, start_actor, start_critic
 from torch import Tensor
 
 from verl.model_paths.paths import FAST
+from verl.model_paths.row_check import chosen_rows
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
-from verl.workers.first_batch_check import chosen_rows
 
 LONGER = ("1+2=", "what is 6*7? what is 6*7? what is 6*7? ")
 

@@ -7,4 +7,5 @@ dynamic_sampling        Dynamic sampling (DAPO): selects the groups of responses
 importance_sampling     Truncated importance weights
 kl                      KL control: none, through the reward, or through the loss
 losses                  Policy and value losses, per token
+own_state               Finds estimators and losses of users that keep state of their own
 """

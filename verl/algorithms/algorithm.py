@@ -13,6 +13,7 @@ from verl.algorithms.dynamic_sampling import DynamicSampling
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.kl import KLControl, NoKL
 from verl.algorithms.losses import ClippedValueLoss, PolicyLoss, ValueLoss
+from verl.algorithms.own_state import state_fault
 from verl.component import Description, component
 from verl.ops.loss_aggregation import Aggregation
 
@@ -89,6 +90,11 @@ class Algorithm(Description):
         """Whether the run needs a reference."""
         return self.kl.needs_reference
 
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether some update of the run has an entropy bonus; all of them then have its metric."""
+        return self.entropy_coef > 0 or bool(self.final_entropy_coef)
+
     def entropy_coef_at(self, update: int, total_updates: int) -> float:
         """Loss per nat of entropy at an optimizer step, counted from 0, of so many in the run."""
         if self.final_entropy_coef is None:
@@ -101,3 +107,6 @@ class Algorithm(Description):
             yield f"norm_length is {self.norm_length}: only aggregation={NORMED} uses it. Set it to null."
         if self.aggregation == NORMED and self.norm_length is None:
             yield f"norm_length is {self.norm_length}: aggregation={NORMED} needs a number of tokens, at least 1."
+        for name in ("advantage", "policy_loss", "value_loss"):
+            if (fault := state_fault(getattr(self, name), name)) is not None:
+                yield fault

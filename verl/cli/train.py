@@ -32,7 +32,7 @@ def train(job: LaunchedRun) -> None:
     with rare_garbage_collection():
         run = validate(job.config, job.faults)  # all faults at once, before weights are loaded
         refuse_here(run, job.context)  # faults of this machine and of servers
-        job.record()  # prints differences from the defaults, saves the configuration, starts run.log
+        job.record(run)  # prints differences from the defaults, saves the configuration, starts run.log
         run = resolve_warm_starts(run, job.console)  # trains missing warm starts
         trainer = run.build(job.context)
     try:

@@ -25,6 +25,7 @@ from verl.component import hint, nearest
 from verl.compose.compose import compose_root, readable
 from verl.compose.overrides import Overrides, assign, divided, options_in, with_copies
 from verl.compose.schema import CHOOSERS, conf_dir, group_options, own_conf_dirs, root_keys, set_own_conf_dirs
+from verl.errors import root_cause
 
 _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[^\W\d]\w*(\.\w+)*)=(?P<value>.*)$", re.DOTALL)
 _LOOSE = re.compile(r"^(?P<dashes>-*)(?P<prefix>[+~]{0,2})(?P<key>[^=]*)(?P<sign>=?)(?P<value>.*)$", re.DOTALL)
@@ -411,9 +412,7 @@ def _of_other_root(root: str, text: str) -> str | None:
 def _in_brief(root: str, error: BaseException) -> str:
     """The override at which Hydra failed, and the reason, from the innermost of its chained errors."""
     first = _first_line(error)
-    cause = error
-    while (below := cause.__cause__ or cause.__context__) is not None:
-        cause = below
+    cause = root_cause(error)
     reason = "" if cause is error else f" ({_first_line(cause).rstrip('.')})"
     what = first.removeprefix("Error merging override ").rstrip(".").lstrip("+")
     words = (
@@ -473,5 +472,9 @@ _WORDS = (  # message of Hydra, replacement
     (r"Multiple values for ([\w/@.]+)", "{0} is chosen twice. In a file, write `override /{0}: OPTION`."),
     (r"Cannot find primary config '([^']+)'", "--config-name is {0}: there is no such file. Leave it out."),
     (r"Additional config directory '([^']+)' not found", "--config-dir is {0}: no such directory."),
+    (
+        r"maximum recursion depth exceeded",
+        "a file of options names itself in its list of defaults, directly or through others. Remove it from there.",
+    ),
     (r"Primary config directory not found", "--config-path names no directory. Leave it out."),
 )

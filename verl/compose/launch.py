@@ -40,9 +40,10 @@ from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, com
 from verl.compose.overrides import Overrides
 from verl.compose.print_config import print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
-from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError
-from verl.tracking.console import reader_may_leave, set_command, shown_path
+from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError, root_cause
+from verl.tracking.console import print_line, reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG, setup_logging
+from verl.trainer.plan.unused_settings import unused_settings
 from verl.utils import torchrun
 from verl.utils.component_exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
@@ -129,11 +130,16 @@ class LaunchedRun:
         """The build context of the trainer."""
         return BuildContext(run_dir=self.run_dir, job=self.name, swept=self.swept)
 
-    def record(self) -> None:
+    def record(self, run: Any = None) -> None:
         """Print the differences from the defaults and the run directory, save the redacted configuration there, and
         start run.log. If the run is refused later, `withdraw` removes these files.
+
+        Args:
+            run: the validated run; the differences that it never reads are told.
         """
-        print_start(self.config, self.root, self.choices, self.run_dir, self.console)
+        changed = print_start(self.config, self.root, self.choices, self.run_dir, self.console)
+        if run is not None and (line := unused_settings(run, changed)) is not None:
+            print_line(self.console, line)
         self.is_recorded = True
         self.is_new = not self.run_dir.exists() or not any(self.run_dir.iterdir())
         save_config(self.config, self.overrides, self.run_dir)
@@ -252,9 +258,11 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
     except (HydraException, OmegaConfBaseException) as error:  # composition failed
         raise ConfigError([*faults, *composition_faults(root, error)]) from error
-    except (OSError, AssertionError, TypeError, ValueError) as error:
+    except (OSError, AssertionError, TypeError, ValueError, RecursionError) as error:
         if is_composed:
             raise
+        if isinstance(error, RecursionError):
+            raise ConfigError([*faults, *composition_faults(root, error)]) from None
         raise ConfigError([*faults, _of_hydra_itself(error)]) from error
     if any(statuses):
         sys.exit(max(statuses))
@@ -353,9 +361,7 @@ def end_message(error: BaseException, log: Path | None = None) -> str:
         error: the error.
         log: path of run.log, which has all tracebacks.
     """
-    cause = error
-    while (below := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)) is not None:
-        cause = below
+    cause = root_cause(error)
     sentence, _, detail = str(error).strip().partition("\n")
     if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the traceback of the worker
         if (message := _is_user_message(detail)) is not None:

@@ -17,8 +17,10 @@ from verl.tracking.console import end_cut, print_line, shown_path, visible
 from verl.utils.redact import redact, redact_tree
 
 
-def print_start(config: DictConfig, root: str, choices: Mapping[str, str | None], run_dir: Path, console: Any) -> None:
-    """Print the name of a run, its directory, and its differences from the defaults.
+def print_start(
+    config: DictConfig, root: str, choices: Mapping[str, str | None], run_dir: Path, console: Any
+) -> list[str]:
+    """Print the name of a run, its directory, and its differences from the defaults; returns the paths of these.
 
     Args:
         config: a composed and validated root.
@@ -36,6 +38,7 @@ def print_start(config: DictConfig, root: str, choices: Mapping[str, str | None]
     for path, (_, before) in found.items():
         line = f"  {names[path]:<{column}}  was {visible(_text(before))}"
         print_line(console, line if len(line) <= console.width else end_cut(f"  {names[path]}", console.width))
+    return list(found)
 
 
 def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]) -> dict[str, tuple[Any, Any]]:

@@ -135,8 +135,11 @@ def read_slices(model: nn.Module, files: SafetensorsReader) -> None:
         if own.numel():
             own.copy_(files.read(name, own_box(parameter)).view_as(own))
         report()
+    transient = {
+        f"{place}.{name}".lstrip(".") for place, x in model.named_modules() for name in x._non_persistent_buffers_set
+    }
     for name, buffer in model.named_buffers():
-        if files.name_of(name) is not None:
+        if name not in transient and files.name_of(name) is not None:
             buffer.copy_(files.read(name))
 
 

@@ -74,6 +74,18 @@ DECODING = (  # from the fastest way to the plainest: whether it pads prompts, r
 _log = logging.getLogger(__name__)
 
 
+def plainer_decoding(paths: ModelPaths) -> ModelPaths | None:
+    """The next plainer way of decoding that these paths allow; None if there is none."""
+    ways = [_decoding_as(paths, option) for option in DECODING if paths.own_attention or not option.shares_prefix]
+    plainer = ways[ways.index(paths) + 1 :] if paths in ways else []
+    return plainer[0] if plainer else None
+
+
+def _decoding_as(paths: ModelPaths, option: ModelPaths) -> ModelPaths:
+    names = ("cache", "pads_prompts", "repeats_rows", "drops_rows", "shares_prefix")
+    return replace(paths, **{name: getattr(option, name) for name in names})
+
+
 def paths_for(model: Any, row_tokens: int, name: str = "model", *, shares_tokens: bool = False) -> ModelPaths:
     """The verified execution paths of a model for rows up to a length; checked once, and cached.
 
@@ -357,15 +369,7 @@ class Examination:
                 option.cache == "none" and option.pads_prompts and paths.scoring not in ("padded", "packed")
             ):
                 continue
-            whole = replace(
-                paths,
-                cache=option.cache,
-                pads_prompts=option.pads_prompts,
-                repeats_rows=option.repeats_rows,
-                drops_rows=option.drops_rows,
-                shares_prefix=option.shares_prefix,
-            )
-            name = _name_of(option)
+            whole, name = _decoding_as(paths, option), decoding_name(option)
             why = self._tried(
                 name,
                 lambda whole=whole: [
@@ -393,7 +397,8 @@ class Examination:
         return None if far <= TOLERANCE else f"its numbers differ by {far:.2g} nats"
 
 
-def _name_of(option: ModelPaths) -> str:
+def decoding_name(option: ModelPaths) -> str:
+    """How these paths decode, in words."""
     parts = {
         "in_place": "decoding with a cache in place",
         "own": "decoding with the model's own cache",

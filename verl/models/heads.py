@@ -7,6 +7,7 @@ of tokens.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from verl.errors import ConfigError
-from verl.models.call import call_model
+from verl.models.call import call_model, unwrapped
 from verl.models.parallel_info import compute_device, layers_gathered, release_gathered
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
 from verl.ops.masking import last_true
@@ -143,6 +144,30 @@ def head_of(model: Any) -> ModelHead | NoHead:
     return model if isinstance(model, ModelHead) else NoHead(model)
 
 
+@torch.no_grad()
+def state_size(backbone: Any) -> int:
+    """The size of the last hidden states of a backbone.
+
+    In some models, such as OPT-350m, it is not that of the states between layers, `hidden_size`. Where the model's
+    language-model head reads states of another size, one layer is tried.
+    """
+    from transformers import AutoModelForCausalLM
+
+    base = unwrapped(backbone)
+    hidden: int = base.config.get_text_config().hidden_size
+    try:
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            with torch.device("meta"):
+                head = AutoModelForCausalLM.from_config(copy.deepcopy(base.config)).get_output_embeddings()
+            if head.weight.shape[1] == hidden:
+                return hidden
+            config = copy.deepcopy(base.config)
+            config.num_hidden_layers = 1
+            return type(base)(config).eval()(input_ids=torch.ones(1, 2, dtype=torch.int64))[0].shape[-1]
+    except Exception:  # noqa: BLE001 - a class without a language model, or one that needs more than its configuration
+        return hidden
+
+
 _BELOW, _OWN = "backbone.", "head."  # prefixes in the state dict; the file of a head omits the second
 
 
@@ -155,12 +180,11 @@ class ValueHeadModel(ModelHead):
 
     def __init__(self, backbone: Any):
         super().__init__(backbone)
-        config = backbone.config.get_text_config()
         dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
         device = (
             "cpu" if backbone.device.type == "meta" else backbone.device
         )  # the backbone may still be on the meta device
-        self.head = nn.Linear(config.hidden_size, 1, device=device, dtype=dtype)
+        self.head = nn.Linear(state_size(backbone), 1, device=device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

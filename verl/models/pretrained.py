@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.models.experts import expert_count
+from verl.models.model_files import directory_faults
 from verl.resharding.layout import Box
 from verl.utils.external_input import ExternalInputError, checked_path, parse_mapping
 
@@ -108,6 +109,8 @@ def without_dropout(model: _Model) -> _Model:
     return model
 
 
+# Names of the context length; MPT has no position beyond `max_seq_len`
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -174,6 +177,16 @@ def without_weights() -> Iterator[None]:
         yield
 
 
+def _recompute_buffers(model: Any) -> None:
+    """Compute the buffers that no file holds as `from_pretrained` does: in float32, then cast to their own type.
+
+    `from_config` computes them in the type of the model, which is too coarse for tables of positions in bfloat16.
+    """
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # read from a file later; transformers leaves such tensors alone
+    model.initialize_weights()
+
+
 WARM_START = "warm-start://"
 
 
@@ -209,6 +222,17 @@ class Pretrained(ModelSource):
             and not Path(self.tokenizer_path).is_dir()
         ):
             yield f"tokenizer_path is {self.tokenizer_path!r}: no such directory."
+        elif self.tokenizer_path is not None and _is_local(self.tokenizer_path):
+            faults = directory_faults(Path(self.tokenizer_path), needs_weights=False)
+            yield from (f"tokenizer_path is {self.tokenizer_path!r}: {fault}" for fault in faults)
+
+    def machine_faults(self) -> Iterator[str]:
+        packages = ("flash_attn", "kernels")  # transformers takes either
+        if self.attention.startswith("flash") and not any(map(importlib.util.find_spec, packages)):
+            yield (
+                f"attention is {self.attention!r}: needs the package flash_attn, which is not installed. Run: "
+                "pip install flash-attn, or set attention=sdpa."
+            )
 
     def load_causal_lm(self, device: str) -> Any:
         from transformers import AutoModelForCausalLM
@@ -243,6 +267,7 @@ class Pretrained(ModelSource):
                 model = auto_class.from_config(config, dtype=self._torch_dtype(), **self._implementations())
             except (ValueError, ImportError):
                 return None  # loading the whole model reports the fault
+        _recompute_buffers(model)
         model.tie_weights()
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -313,12 +338,12 @@ class Pretrained(ModelSource):
 
         path = self.tokenizer_path or self.path
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                path, revision=self.revision, trust_remote_code=self.trust_remote_code, padding_side="left"
-            )
-        except OSError as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"path is {path!r}: {reason} Or give a directory made by save_pretrained.") from error
+            with _damage_told("path", path):
+                tokenizer = AutoTokenizer.from_pretrained(
+                    path, revision=self.revision, trust_remote_code=self.trust_remote_code, padding_side="left"
+                )
+        except ConfigError:
+            raise
         except ValueError as error:
             raise self._own_code_fault(path, error) from error
         if tokenizer.pad_token_id is None:
@@ -330,7 +355,12 @@ class Pretrained(ModelSource):
 
         path = (self._adapter() or {}).get("base_model_name_or_path", self.path)
         try:
-            return AutoConfig.from_pretrained(path, revision=self.revision, trust_remote_code=self.trust_remote_code)
+            with _damage_told("path", path):
+                return AutoConfig.from_pretrained(
+                    path, revision=self.revision, trust_remote_code=self.trust_remote_code
+                )
+        except ConfigError:
+            raise
         except ValueError as error:
             raise self._own_code_fault(path, error) from error
 
@@ -345,7 +375,9 @@ class Pretrained(ModelSource):
 
     def max_positions(self) -> int | None:
         config = self._config()
-        return config.get("max_position_embeddings") or config.get("n_positions")
+        texts = (config, config.get("text_config") or {})
+        found = (text.get(key) for text in texts for key in CONTEXT_KEYS)
+        return next((length for length in found if isinstance(length, int) and length > 0), None)
 
     def attention_heads(self) -> tuple[int, int] | None:
         config = self._config()
@@ -388,7 +420,7 @@ class Pretrained(ModelSource):
         return self._load_whole(auto_class, device)
 
     def _load_whole(self, auto_class: Any, device: str) -> Any:
-        with quiet_transformers():
+        with quiet_transformers(), _damage_told("path", self.path):
             try:
                 model, report = auto_class.from_pretrained(
                     self.path,
@@ -413,7 +445,26 @@ class Pretrained(ModelSource):
                 raise ConfigError(f"attention is {self.attention!r}: {error} Set attention=eager.") from error
         self._refuse_holes(report)
         self._refuse_lost_caps(model.config.get_text_config())
+        self._fill_attributes(model, auto_class)
         return _in_own_memory(without_dropout(model)).to(device).eval()
+
+    def _fill_attributes(self, model: Any, auto_class: Any) -> None:
+        """Compute tensors that are plain attributes of a module (TrOCR's positions): transformers leaves them without
+        data.
+        """
+        import torch
+
+        empty = [
+            (name, key)
+            for name, module in model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and value.is_meta
+        ]
+        if empty:
+            with quiet_transformers(), without_weights():
+                computed = auto_class.from_config(model.config, dtype=self._torch_dtype())
+            for name, key in empty:
+                setattr(model.get_submodule(name), key, getattr(computed.get_submodule(name), key))
 
     def _implementations(self) -> dict[str, str]:
         """Implementations that transformers selects for attention and experts."""
@@ -480,6 +531,25 @@ def _in_own_memory(model: Any) -> Any:
     return model
 
 
+@contextlib.contextmanager
+def _damage_told(field: str, path: str) -> Iterator[None]:
+    """Around reading a model's directory: an error is one about the files, if some of them are damaged or absent."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        faults = list(directory_faults(Path(path))) if Path(path).is_dir() else []
+        if faults:
+            raise ConfigError([f"{field} is {path!r}: {fault}" for fault in faults]) from None
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"{field} is {path!r}: {(str(error).splitlines() or [repr(error)])[0]} "
+                "Or give a directory made by save_pretrained."
+            ) from error
+        raise
+
+
 def _is_local(path: str) -> bool:
     """Whether a path is local: it exists, or does not have the form `name` or `owner/name`."""
     return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
@@ -499,7 +569,13 @@ def _path_faults(field: str, path: str) -> Iterator[str]:
             f"{field} is {path!r}: a part of an incremental checkpoint, whose weights are stored as deltas. Export "
             f"them with `verl checkpoint export {directory.parent} OUT --component {directory.name}`, and use OUT."
         )
+    else:
+        yield from (f"{field} is {path!r}: {fault}" for fault in directory_faults(directory, needs_weights=False))
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text()) if file.is_file() else None
+    """The content of a JSON file; None without one, and for a damaged one, which `directory_faults` tells of."""
+    try:
+        return parse_mapping(file.read_bytes()) if file.is_file() else None
+    except ExternalInputError:
+        return None

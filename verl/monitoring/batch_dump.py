@@ -76,15 +76,16 @@ def blame_for(metric: str, batch: DataProto) -> Attribution:
         return Attribution(
             f"numbers that are not finite in {', '.join(counts)}", torch.stack(list(counts.values())).sum(0)
         )
+    if "log_prob_gap" in metric and "old_log_probs" in batch:
+        mask = batch["response_mask"]
+        gap = (batch["rollout_log_probs"] - batch["old_log_probs"]).abs()
+        own = mask if "is_on_policy" not in batch else mask & batch["is_on_policy"][:, None]
+        return Attribution("mean distance of the engine's log-probs to the trainer's", _mean(gap, own))
     if "advantages" not in batch:
         return Attribution("number of tokens", batch["attention_mask"].sum(dim=1))
     mask = batch["response_mask"]
     if metric.startswith("critic") and "values" in batch:
         return Attribution("mean squared error of the value", _mean((batch["returns"] - batch["values"]) ** 2, mask))
-    if "log_prob_gap" in metric and "old_log_probs" in batch:
-        gap = (batch["rollout_log_probs"] - batch["old_log_probs"]).abs()
-        own = mask if "is_on_policy" not in batch else mask & batch["is_on_policy"][:, None]
-        return Attribution("mean distance of the engine's log-probs to the trainer's", _mean(gap, own))
     if "kl" in metric and "ref_log_probs" in batch:
         policy = batch["old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"]
         gap = (policy - batch["ref_log_probs"]).abs()

@@ -2,6 +2,9 @@
 
     gap of the step  <=  max(limit of the type, min(factor * first gap, CAP_NATS))
 
+Before the first update, and before that of a batch with a row longer than all before it, the gap of single rows from a
+plain forward pass of each is held to the same limit: trainer and engine may be wrong in the same way.
+
 The first gap is that of the first step within the limit of the type, so that a run that is wrong from its first step
 on never becomes its own measure.
 """
@@ -129,6 +132,11 @@ class GapWatch:
         self._of: list[Any] | None = None  # what that one was computed with
         self._is_beyond = False
 
+    @property
+    def stops(self) -> bool:
+        """Whether a gap beyond the limit ends the run."""
+        return self.settings.on_excess == "stop"
+
     def add(self, metrics: Mapping[str, float], numerics: Numerics | None) -> Excess | None:
         """Look at a step; a gap that is not there, or not finite, is none: the latter has a check of its own.
 
@@ -141,15 +149,17 @@ class GapWatch:
         of = None if numerics is None else list(dataclasses.astuple(numerics))
         if of != self._of:  # resumed with another engine or type, whose rounding is another
             self.first, self._of = None, of
+        excess = self.judge(gap, metrics.get(LARGEST, math.nan), numerics)
+        self._is_beyond = excess is not None
+        if excess is None and self.first is None:
+            self.first = gap
+        return excess
+
+    def judge(self, gap: float, largest: float, numerics: Numerics | None) -> Excess | None:
+        """The excess of a gap that no step is measured by; None within the limit."""
         limit, reason = self._limit(numerics)
-        if gap <= limit:
-            self._is_beyond = False
-            if self.first is None:
-                self.first = gap
-            return None
-        is_news, self._is_beyond = not self._is_beyond, True
-        stops = self.settings.on_excess == "stop"
-        return Excess(gap, metrics.get(LARGEST, math.nan), limit, reason, self.first, numerics, is_news, stops)
+        is_news = not self._is_beyond
+        return None if gap <= limit else Excess(gap, largest, limit, reason, self.first, numerics, is_news, self.stops)
 
     def state_dict(self) -> dict[str, Any]:
         """The first gap and what it was computed with, and whether the last one was beyond the limit; plain values."""

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from verl.component import hint, nearest
 from verl.errors import LogProbGapError, NonFiniteError, NonFiniteRewardError
+from verl.model_paths.row_check import WINDOW, chosen_rows, longest_row, row_gaps
 from verl.models.parallel_info import Numerics
 from verl.monitoring.batch_dump import Attribution, BatchDump, blame_for, described, non_finite_fields
-from verl.monitoring.config import Monitoring
+from verl.monitoring.config import WATCHED, Monitoring
 from verl.monitoring.log_prob_gap import GAP, Excess, GapWatch, where_gaps_lie
 from verl.monitoring.spike_detector import SpikeDetector
 from verl.protocol import DataProto
@@ -49,6 +51,8 @@ class NonFiniteGuard:
         self.settings, self.step = settings, 0
         self.numerics: Numerics | None = None
         self._gap = None if settings.log_prob_gap is None else GapWatch(settings.log_prob_gap)
+        self._longest_compared = 0  # tokens of a row
+        self._has_watched = False
         self._tokenizer, self._ranking = tokenizer, ranking
         self._anomalies = BatchDump(run_dir, settings.max_dumps)
         self._in_a_row: Counter[str] = Counter()
@@ -104,6 +108,35 @@ class NonFiniteGuard:
             raise StepSkipped
         raise NonFiniteError(f"Step {self.step}: {found}. The weights are as they were.{_at(place)}")
 
+    def compare(self, rows: DataProto, plain: Callable[[DataProto], DataProto]) -> None:
+        """Compare the engine's log-probs with a plain forward pass of a row, before anything is trained on them.
+
+        Some rows of the first batch are compared, and of each one with a row longer than all that were compared before.
+
+        Args:
+            rows: of a step; those of the replay buffer are left out.
+            plain: gives `old_log_probs` [B T] by a forward pass of each row alone, and `is_on_policy` [B] if known.
+        Raises:
+            LogProbGapError: the difference is beyond the limit, which applies to each row here.
+        """
+        drawn = rows[~rows["is_replayed"]] if "is_replayed" in rows else rows
+        if self._gap is None or not self._gap.stops or longest_row(drawn) <= self._longest_compared:
+            return
+        chosen = drawn[chosen_rows(drawn)]
+        found = plain(chosen)
+        chosen = chosen.union(found)
+        if "is_on_policy" in found:
+            chosen = chosen[found["is_on_policy"]]
+        if not len(chosen):
+            return
+        self._longest_compared = longest_row(drawn)
+        engine, trainer, mask = (chosen[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask"))
+        largest = float((engine - trainer).abs().masked_fill(~mask, 0.0).max())
+        gap = float(row_gaps(engine, trainer, mask, WINDOW).max())
+        excess = self._gap.judge(gap, largest, self.numerics)
+        if excess is not None:
+            self._tell_gap(excess, chosen)
+
     def judge(self, role: str, metrics: Mapping[str, float], batch: Callable[[], DataProto]) -> None:
         """Look at the metrics of one optimizer step, which the engine did not make if one of them is not finite.
 
@@ -148,6 +181,11 @@ class NonFiniteGuard:
 
     def _watch_bands(self, metrics: Mapping[str, float], batch: DataProto) -> None:
         """Take the metrics into their bands; tell of each that left its band, with the rows behind it."""
+        if not self._has_watched:
+            self._has_watched = True
+            for key in self._bands.keys() - metrics.keys() - set(WATCHED):
+                found = hint(nearest(key, metrics))
+                _log.warning("trainer.safety.watched has %r: the first step has no such metric.%s", key, found)
         added = [self._bands[key].add(metrics[key]) for key in self._bands if key in metrics]
         spikes = [spike for spike in added if spike is not None]
         if not spikes:

@@ -43,6 +43,14 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
     return metrics
 
 
+def evaluation_keys(k: int, has_episodes: bool) -> list[str]:
+    """The keys that `evaluation_metrics` may have, for k responses per prompt."""
+    keys = ["eval/accuracy", "eval/score", "eval/response_length_tokens"]
+    keys += [f"eval/{name}@{k}" for name in ("mean", "best") if k]
+    of_episodes = ("turns", "call_share", "accuracy_with_call", "accuracy_without_call", "accuracy_without_tools")
+    return keys + [f"eval/{name}" for name in of_episodes if has_episodes]
+
+
 def evaluation_metrics(
     greedy: DataProto, drawn: DataProto | None, k: int, success: float, without_tools: DataProto | None = None
 ) -> dict[str, float]:
@@ -78,9 +86,13 @@ def sample_rows(batch: DataProto, count: int) -> list[dict[str, Any]]:
 
 
 def mean_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of one training step: those that were made, or all where none was."""
+    """Means over the optimizer steps of one training step: those that were made, or all where none was.
+
+    A metric that some of them lack, such as one of a user's loss, is the mean of the others.
+    """
     metrics = [m for m in metrics if is_finite(m)] or metrics
-    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+    values = {name: [m[name] for m in metrics if name in m] for one in metrics for name in one}
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def _scores(batch: DataProto) -> Tensor:

@@ -1,4 +1,8 @@
-"""`rollout=hf`: generation on the tensors that train, by a decode loop over transformers' key-value cache."""
+"""`rollout=hf`: generation on the tensors that train, by a decode loop over transformers' key-value cache.
+
+The log-probs of drawn tokens are compared with a plain forward pass of their row, in the first call and whenever a row
+is longer than those compared before. Where they differ, the rows are drawn again by a plainer way of decoding.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,14 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from verl.component import BuildContext, component
-from verl.model_paths.check import paths_for
+from verl.errors import LogProbGapError
+from verl.model_paths.check import decoding_name, paths_for, plainer_decoding
 from verl.model_paths.decode import Choose, Decoder, allowed, key_multiple, padded_keys_distance
 from verl.model_paths.expert_routing import routing_of
+from verl.model_paths.row_check import WINDOW, bound_of, chosen_rows, longest_row, row_gaps
+from verl.models.call import call_model, unwrapped
 from verl.models.parallel_info import Autocast, compute_device, computing_in, meet, weights_gathered
+from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
 from verl.rollout.base import (
     ALONE,
@@ -77,6 +85,8 @@ class HFSampler(RolloutEngine):
         self._stops = tuple(self.stop_ids.tolist())
         self.key_multiple: int | None = None  # of lengths of keys, on another device than a CPU; found with the first
         self.keeps_slots: bool | None = None  # whether turns may keep keys and values; found with the first episode
+        self.longest_compared = 0  # tokens of the longest row whose log-probs were compared
+        self._wrong: set[str] = set()  # ways of decoding that gave other log-probs than a plain forward pass
 
     @torch.no_grad()
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
@@ -112,7 +122,51 @@ class HFSampler(RolloutEngine):
         return found
 
     def generate_rows(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """As `generate`, for the prompts of this process alone, with whole weights in the model."""
+        """As `generate`, for the prompts of this process alone, with whole weights in the model.
+
+        Raises:
+            LogProbGapError: no way of decoding gives the log-probs of a plain forward pass.
+        """
+        rows = self._draw(prompts, request)
+        if longest_row(rows) <= self.longest_compared:
+            return rows
+        while (gap := self._decoding_gap(rows)) > bound_of(self.model.dtype, self.autocast):
+            self._fall_back(gap, rows)
+            rows = self._draw(prompts, request)
+        self.longest_compared = max(self.longest_compared, longest_row(rows))
+        return rows
+
+    def _decoding_gap(self, rows: DataProto) -> float:
+        """Distance of the log-probs of some rows from a plain forward pass of each: no other row, no cache."""
+        chosen = rows[chosen_rows(rows)]
+        x, wanted = chosen.batch, torch.zeros_like(chosen["rollout_log_probs"])
+        width = x["input_ids"].shape[1] - wanted.shape[1]
+        for row, is_read in enumerate(x["attention_mask"].bool()):
+            count = int(is_read[width:].sum())
+            if not count:
+                continue
+            tokens = x["input_ids"][row, is_read][None].to(self.device)
+            with computing_in(self.autocast, self.model):
+                out = call_model(self.model, input_ids=tokens, use_cache=False, logits_to_keep=count + 1)
+            states = response_positions(out.logits, count)
+            wanted[row, :count] = log_probs_of(states, tokens[:, -count:], self.options.temperature)[0].to(wanted)
+        return float(row_gaps(x["rollout_log_probs"], wanted, x["response_mask"], WINDOW).max())
+
+    def _fall_back(self, gap: float, rows: DataProto) -> None:
+        """From here on decode by the next plainer way."""
+        before = self.decoder(int(rows["prompt_mask"].sum(dim=1).max())).paths
+        self._wrong.add(decoding_name(before))
+        after = plainer_decoding(before)
+        found = (
+            f"rollout=hf draws from a {type(unwrapped(self.model)).__name__} by {decoding_name(before)}: log-probs of "
+            f"drawn tokens differ by {gap:.2g} nats from those of a plain forward pass of their row, in rows of up to "
+            f"{longest_row(rows)} tokens"
+        )
+        if after is None:
+            raise LogProbGapError(f"{found}. Choose another attention implementation or another model.", gap, 0.0)
+        log.warning("%s. They are drawn again, from here on by %s.", found, decoding_name(after))
+
+    def _draw(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         n, options = request.num_samples, self.options
         shape = (len(prompts) * n, options.max_new_tokens)
         responses = torch.full(shape, self.pad_id, dtype=torch.int64)
@@ -169,9 +223,12 @@ class HFSampler(RolloutEngine):
     def decoder(self, longest_prompt: int) -> Decoder:
         """The decoding loop for prompts of up to so many tokens, on paths checked for the model at this length."""
         options = self.options
+        paths = paths_for(self.model, longest_prompt + options.max_new_tokens)
+        while decoding_name(paths) in self._wrong and (plainer := plainer_decoding(paths)) is not None:
+            paths = plainer
         return Decoder(
             model=self.model,
-            paths=paths_for(self.model, longest_prompt + options.max_new_tokens),
+            paths=paths,
             stop_ids=self.stop_ids,
             pad_id=self.pad_id,
             max_new_tokens=options.max_new_tokens,

@@ -108,13 +108,12 @@ class PPOTrainer(PPOLifecycle):
     def score(self, rollout: DataProto) -> DataProto:
         """Score responses: rewards, log-probs under pi_old and pi_ref, values."""
         rollout = self._rewarded(rollout)
+        self.guard.compare(rollout, self._plain_log_probs)
         sequences = rollout.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
         found = []
         if self.algorithm.needs_old_log_probs:
             with self.stages.stage("old") as note:
-                routed = ROUTED_FIELDS if "routed_experts" in rollout else []
-                drawn = rollout.select([*SEQUENCE_FIELDS, "policy_version", *routed], non_tensor_batch_keys=[])
-                found.append(self.actor.compute_log_probs(drawn).result())
+                found.append(self.actor.compute_log_probs(_drawn_fields(rollout)).result())
                 note.say("log-probs of the responses under the present policy")
         if self.reference is not None:
             with self.stages.stage("ref") as note:
@@ -191,6 +190,9 @@ class PPOTrainer(PPOLifecycle):
         self.tracker.samples(sample_rows(greedy, self.settings.sample_rows), step, "eval")
         return evaluation_metrics(greedy, drawn, k, self.settings.success_score, bare)
 
+    def _plain_log_probs(self, rows: DataProto) -> DataProto:
+        return self.actor.plain_log_probs(_drawn_fields(rows)).result()
+
     def _rewarded(self, rollout: DataProto) -> DataProto:
         if "token_level_scores" in rollout:  # a selection has read them
             return rollout
@@ -258,6 +260,12 @@ class PPOTrainer(PPOLifecycle):
             order = torch.randperm(len(experience if episodes is None else episodes), generator=generator)
             parts = (part for part in order.tensor_split(self.algorithm.mini_batches) if len(part))
             yield from parts if episodes is None else (torch.cat([episodes[i] for i in part]) for part in parts)
+
+
+def _drawn_fields(rollout: DataProto) -> DataProto:
+    """What the actor reads of drawn rows before an update."""
+    routed = ROUTED_FIELDS if "routed_experts" in rollout else []
+    return rollout.select([*SEQUENCE_FIELDS, "policy_version", *routed], non_tensor_batch_keys=[])
 
 
 def _grouped(prompts: DataProto) -> DataProto:

@@ -17,6 +17,7 @@ from verl.environments.base import EnvironmentDescription
 from verl.environments.episode_loop import environment_faults
 from verl.errors import ConfigError
 from verl.models.own_module import ModuleModel
+from verl.monitoring.ppo_metrics import evaluation_keys
 from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription, missing_columns
 from verl.rollout.base import Rollout
@@ -25,7 +26,7 @@ from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import PPOSettings
 from verl.trainer.one_step_off import ahead_faults
-from verl.trainer.setup import RoleSharding, resume_faults, saving_faults, sharding_faults
+from verl.trainer.setup import RoleSharding, metric_faults, resume_faults, saving_faults, sharding_faults
 from verl.utils import torchrun
 from verl.workers.actor import Actor
 from verl.workers.base import TrainedRole
@@ -72,6 +73,7 @@ def faults_between(run: Any) -> Iterator[str]:
         where = "rows of data" if name == "data" else f"rows of data.{name}"
         yield from (f"reward.{fault}" for fault in missing_columns(run.reward, columns, where))
     yield from _model_faults(run)
+    yield from metric_faults(run, evaluation_keys(settings.eval_samples, run.environment is not None))
 
 
 def _sharding_faults(run: Any) -> Iterator[str]:
@@ -191,11 +193,20 @@ def _context_faults(run: Any) -> Iterator[str]:
     for role in ("actor", "critic"):
         described = getattr(run, role) if role in run.roles else None  # one that is not built holds nothing
         limit = None if described is None else described.model.max_positions()
-        if limit is None or prompt is None or prompt + response <= limit:
+        if limit is None or (prompt or 1) + response <= limit:
             continue
+        if prompt is None:
+            yield (
+                f"{run.response_key} is {response}: {role}.model holds {limit} tokens, prompt and response together. "
+                f"Set {run.response_key}={max(1, limit // 2)}."
+            )
+            continue
+        fitting = f"{run.response_key}={limit - prompt}"
+        if prompt > limit // 2:
+            fitting = f"data.max_prompt_length={max(1, limit // 2)} {run.response_key}={max(1, limit - limit // 2)}"
         yield (
             f"data.max_prompt_length is {prompt}: with {run.response_key} {response} that makes "
-            f"{prompt + response} tokens, and {role}.model holds {limit}. Lower one of them."
+            f"{prompt + response} tokens, and {role}.model holds {limit}. Set {fitting}."
         )
 
 

@@ -28,7 +28,7 @@ from verl.cluster.hosts.worker_group import HostsWorkerGroup
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
 from verl.cluster.placement import Placement
 from verl.cluster.rpc import WorkerGroup
-from verl.component import BuildContext, as_plain
+from verl.component import BuildContext, as_plain, hint, nearest
 from verl.engines.sharding import Sharding
 from verl.errors import CheckpointNotFound, ConfigError, WorkerDied, faults_below
 from verl.models.pretrained import WARM_START, ModelSource
@@ -144,6 +144,22 @@ def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collect
         for line in difference_messages(point, redact_tree(config)):
             _log.warning("differs from the resumed run: %s", line)
     return CheckpointSaver(chosen, place, config, identity, loss_key, uses, run_id)
+
+
+def metric_faults(run: Any, evaluated: Sequence[str]) -> Iterator[str]:
+    """Faults of settings that name a metric of evaluations, all of which are known.
+
+    Args:
+        evaluated: keys of the metrics of this run's evaluations.
+    """
+    if run.checkpoint is None:
+        return
+    for name in ("keep_best", "save_best"):
+        key = getattr(run.checkpoint, name)
+        if key is None or key in evaluated or (name == "keep_best" and not key.startswith("eval/")):
+            continue
+        where = "evaluations of this run have" if key.startswith("eval/") else "only evaluations are looked at, with"
+        yield f"checkpoint.{name} is {key!r}: {where} {', '.join(evaluated)}.{hint(nearest(key, evaluated))}"
 
 
 def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -> Iterator[str]:

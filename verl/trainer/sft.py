@@ -26,6 +26,7 @@ from verl.trainer.plan.run_plan import log_plan
 from verl.trainer.setup import (
     ProcessState,
     RoleSharding,
+    metric_faults,
     prepare_context,
     prepare_saving,
     rank_writers_of,
@@ -71,6 +72,7 @@ class SFTRun(Description):
         yield from sharding_faults(
             [RoleSharding(path, own or self.sharding, count, self.actor.model, "actor.model")], self.trainer
         )
+        yield from metric_faults(self, ("eval/loss", "eval/token_accuracy"))
         if (fault := self.actor.model.policy_fault()) is not None:
             yield f"actor.model.{fault}"
         length, limit = getattr(self.data, "max_length", None), self.actor.model.max_positions()

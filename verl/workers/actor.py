@@ -162,10 +162,14 @@ class ActorWorker(TrainedWorker):
         self.sampler.rest()
         self.first_batch.look(batch)
         self._unreplayed = self._gap_without_replay(batch)
-        found = self.engine.infer(batch, self.micro_batch_scores)
-        if found and (is_on_policy := self._is_on_policy(batch.batch)) is not None:
-            found["is_on_policy"] = is_on_policy
-        return DataProto.from_dict(found)
+        return self._with_origin(self.engine.infer(batch, self.micro_batch_scores), batch)
+
+    @by_rows
+    def plain_log_probs(self, batch: DataProto) -> DataProto:
+        """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone."""
+        self.sampler.rest()
+        found = self.engine.infer(batch, self._score_plainly, alone=True)
+        return self._with_origin({"old_log_probs": found["log_probs"]} if found else {}, batch)
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -233,13 +237,13 @@ class ActorWorker(TrainedWorker):
         algorithm, x = self.algorithm, dict(micro.tensors)
         mask, is_first = x["response_mask"], "old_log_probs" not in x
         entropy_coef = algorithm.entropy_coef_at(self.engine.updates, self.engine.total_updates)
-        has_entropy_bonus = entropy_coef > 0
+        needs_entropy = is_first or algorithm.has_entropy_bonus
         scores = token_log_probs(
             model,
             self.head,
             micro,
             self.temperature,
-            entropy="grad" if has_entropy_bonus else "value" if is_first else None,
+            entropy="grad" if entropy_coef > 0 else "value" if needs_entropy else None,
         )
         if is_first:  # the only update of a step: the weights are still those that sampled
             x["old_log_probs"] = scores.log_probs.detach()
@@ -254,9 +258,10 @@ class ActorWorker(TrainedWorker):
             stats["rollout/entropy_nats"] = scores.entropies
             if (kl := algorithm.kl.measure(x["old_log_probs"], x)) is not None:
                 stats["kl/reference_nats"] = kl
-        if has_entropy_bonus:
+        if algorithm.has_entropy_bonus:
             assert scores.entropies is not None
-            per_token = per_token - entropy_coef * scores.entropies
+            if entropy_coef > 0:
+                per_token = per_token - entropy_coef * scores.entropies
             stats["entropy"] = scores.entropies
         of_episodes = x.get("episode_tokens")
         loss = aggregate(per_token, mask, algorithm.aggregation, totals, algorithm.norm_length, of_episodes)
@@ -265,6 +270,11 @@ class ActorWorker(TrainedWorker):
     @property
     def _num_tokens(self) -> int:
         return self.model.config.get_text_config().vocab_size
+
+    def _with_origin(self, found: dict[str, Tensor], batch: DataProto) -> DataProto:
+        if found and (is_on_policy := self._is_on_policy(batch.batch)) is not None:
+            found["is_on_policy"] = is_on_policy
+        return DataProto.from_dict(found)
 
     def _is_on_policy(self, rows: Mapping[str, Tensor]) -> Tensor | None:
         """Whether the present weights drew each row [B]; None where nothing tells what drew it."""

@@ -6,4 +6,5 @@ memory           Bytes in each process, by phase and part, and what of them lies
 memory_estimate  The quick estimate that every run makes at its start, by counts alone
 run_plan         The plan of a run: memory, batch arithmetic, time, disk, and what makes it fit
 step_time        Seconds of a step by stage
+unused_settings  Settings that a user has changed and that the run never reads
 """

@@ -36,6 +36,7 @@ from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_plan import SaveOutcome, SaveReport
 from verl.checkpoint.save.save_request import SaveRequest
+from verl.component import hint, nearest
 from verl.errors import CheckpointError, CheckpointFenced
 from verl.storage.config import Storage
 from verl.trainer.state.distributed_save import RankWriters
@@ -189,6 +190,7 @@ class CheckpointSaver:
         self.losses_before = [loss for _, loss in self._history]
         self._wall_before = float(past.get("wall_clock_s", 0.0))
         self._best = past.get("best")
+        self._looked_for: set[str] = set()  # settings whose metric was looked for
         self._started = self._last_save = time.monotonic()
         self._saved_step: int | None = None if point is None else point.step
 
@@ -301,6 +303,7 @@ class CheckpointSaver:
 
     def is_better(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation is the best so far in the metric that `save_best` names."""
+        self._tell_unknown(metrics)
         name = None if self.settings is None else self.settings.save_best
         value = None if name is None else metrics.get(name)
         if value is None or not math.isfinite(value):
@@ -310,6 +313,20 @@ class CheckpointSaver:
             return False
         self._best = value
         return True
+
+    def _tell_unknown(self, metrics: Mapping[str, float]) -> None:
+        """Tell once of a metric that the settings name and that does not come: after the first evaluation, or after
+        the first step if it is none of evaluations.
+        """
+        has_evaluated = any(key.startswith("eval/") for key in metrics)
+        for name in ("keep_best", "save_best"):
+            key = None if self.settings is None else getattr(self.settings, name)
+            if key is None or name in self._looked_for or not (has_evaluated or not key.startswith("eval/")):
+                continue
+            self._looked_for.add(name)
+            if key not in metrics:
+                found = hint(nearest(key, metrics))
+                _log.warning("checkpoint.%s is %r: there is no such metric, so it has no effect.%s", name, key, found)
 
     def out_of_time(self) -> bool:
         """Whether the next step might exceed the time limit."""
