@@ -37,6 +37,7 @@ REQUIRED = [
     "packaging>=25.0,<27",
     "pydantic>=2.11.0,<2.15",
     "httpx>=0.28.0,<0.29",
+    "markdown-it-py>=3.0.0,<5",
 ]
 OPTIONAL = {
     "wandb": ["wandb>=0.31.0,<1"],

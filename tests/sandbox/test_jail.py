@@ -97,6 +97,27 @@ def test_a_name_that_leads_out_of_the_directory_is_refused(pool, name):
         pool.run("", files={name: ""})
 
 
+@pytest.mark.parametrize("names", [("main.py",), ("main.py/a",), ("a", "a/b"), ("a/b/c", "a"), ("x" * 256,)])
+def test_names_that_collide_or_are_too_long_are_the_callers_fault(pool, names):
+    with pytest.raises(ValueError, match="files has"):
+        pool.run("print(1)", files=dict.fromkeys(names, "x"))
+
+
+@pytest.mark.parametrize("sizes_mib", [[70], [1] * 10], ids=["one", "many"])
+def test_files_that_do_not_fit_are_the_callers_fault_and_those_that_fit_do_not_count_as_its_memory(pool, sizes_mib):
+    files = {str(number): b"x" * (size << 20) for number, size in enumerate(sizes_mib)}
+    with pytest.raises(ValueError, match=r"files has .*No space left.*disk_mib=8"):
+        pool.run("print(1)", files=files)
+    fitting = {"a": b"x" * (7 << 20)}
+    assert pool.run("import os; print(os.path.getsize('a'))", files=fitting, memory_mib=16).stdout == "7340032\n"
+
+
+def test_two_linked_programs_talk_and_see_the_end_of_each_other(pool):
+    echo = "import os\nwhile line := os.read(3, 99):\n    os.write(3, line.upper())"
+    first, second = pool.execute_linked(Program("import os; os.write(3, b'a'); print(os.read(3, 9))"), Program(echo))
+    assert (first.stdout, first.outcome, second.outcome) == ("b'A'\n", "ok", "ok")
+
+
 # Attacks. Each is bounded by the jail; where it is not, by the limits of this test's own process.
 
 

@@ -30,6 +30,26 @@ def test_a_signal_is_told_past_all_buffers_even_while_one_is_being_written(capfd
     assert capfd.readouterr().err == "SIGTERM: stopping once this step is done and saved\n"
 
 
+def test_a_terminal_that_is_closed_sends_its_signal_more_than_once_and_ends_nothing_at_once(capfd):
+    with StopRequest().listening() as request:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert request.signal == signal.SIGHUP
+    assert interruption(request.signal).number == signal.SIGHUP  # type: ignore[attr-defined]
+    assert capfd.readouterr().err == "SIGHUP: stopping once this step is done and saved\n"
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with orderly_termination(), StopRequest().listening() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert not request
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_second_signal_ends_at_once_as_what_it_is(number, kind, capfd):
     def send(*numbers: int) -> None:

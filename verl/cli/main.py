@@ -29,11 +29,11 @@ from verl.utils.env_check import BACKENDS, check_env
 class _Commands(TyperGroup):
     """A command group in which a component's `exit()` does not determine the exit status.
 
-    `ppo` and `sft` handle exits, signals and threads themselves (`entry_point` in compose/launch.py).
+    `ppo`, `sft` and `quickstart` handle exits, signals and threads themselves (`entry_point` in compose/launch.py).
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta["trains"] = args[:1] in (["ppo"], ["sft"])
+        ctx.meta["trains"] = args[:1] in (["ppo"], ["sft"], ["quickstart"])
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

@@ -13,6 +13,7 @@ import typer
 
 from verl.cli.generate import OVERRIDES, PATH, faults_reported, located, running
 from verl.errors import ConfigError
+from verl.utils.signals import termination_signals
 from verl.utils.temporary_directory import TemporaryDirectory
 
 DEFAULT_ROW_TOKENS = 4096
@@ -48,7 +49,7 @@ def serve_policy(
         server = server_of(trainer, host, port, record, max_tokens, kv_cache_gib, ignore_sampling, timeout_s)
         typer.echo(f"{saved.description} at {server.url}")
         # serve_forever cannot be stopped from a handler of its own thread
-        ends = (signal.SIGINT, signal.SIGTERM)
+        ends = (signal.SIGINT, *termination_signals())
         before = [
             signal.signal(number, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
             for number in ends

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,8 +22,6 @@ from verl.compose.launch import LaunchedRun, entry_point
 from verl.compose.validate import refuse_here, validate
 from verl.compose.warm_start import resolve_warm_starts
 from verl.utils.child_process.interpreter import rare_garbage_collection
-
-MODULE = ("-m", "verl.cli")  # `python -m verl.cli` is the console command `verl`
 
 
 def train(job: LaunchedRun) -> None:
@@ -126,11 +123,13 @@ def _make_way(out: Path) -> None:
 
 
 def _run(root: str, directory: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Run `verl ppo` or `verl sft` into a directory and return its summary."""
+    """Run `verl ppo` or `verl sft` into a directory and return its summary.
+
+    In this process, which gets the signals: a run in another one would be ended with this one, or get them twice.
+    """
     words = [root, f"hydra.run.dir={directory}", *overrides]
     typer.echo(f"\n$ verl {' '.join(words)}")
     sys.stdout.flush()
-    status = subprocess.run([sys.executable, *MODULE, *words], check=False).returncode
-    if status != 0:
-        raise typer.Exit(status)
+    sys.argv = [f"verl {root}", *words[1:]]
+    (train_sft if root == "sft" else train_ppo)()
     return json.loads((directory / "summary.json").read_text())

@@ -92,7 +92,7 @@ def take_over(arguments: list[str], assigned: Overrides) -> None:
             arguments.append(f"++{key}={number}")
 
 
-INTERRUPTED, TERMINATED = 130, 143  # 128 + number of the signal, as in shells
+INTERRUPTED, HUNG_UP, TERMINATED = 130, 129, 143  # 128 + number of the signal, as in shells
 THREADS_TIMEOUT_S = 10.0  # wait for threads at the end of the run
 
 
@@ -154,10 +154,9 @@ class LaunchedRun:
 def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[[], None]]:
     """Decorator that makes `main(job)` a command; `root` is `ppo` or `sft`.
 
-    Exit statuses: 2 after a list of configuration faults, 130 for Ctrl-C, 143 for SIGTERM, 1 with a message for any
-        other
-    error, including `exit()` in a component. One traceback is printed if the message does not identify the line;
-    run.log has all tracebacks.
+    Exit statuses: 2 after a list of configuration faults, 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP, 1 with a
+    message for any other error, including `exit()` in a component. One traceback is printed if the message does not
+    identify the line; run.log has all tracebacks.
     """
 
     def decorate(main: Callable[[LaunchedRun], Any]) -> Callable[[], None]:
@@ -249,7 +248,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
                     _remove_if_empty(Path(running.run.dir).parts[0])  # `outputs`, of `outputs/../x`
         except SystemExit as end:
             statuses.append(int(end.code or 0))
-            if running.mode != RunMode.MULTIRUN or statuses[-1] in (INTERRUPTED, TERMINATED):
+            if running.mode != RunMode.MULTIRUN or statuses[-1] in (INTERRUPTED, HUNG_UP, TERMINATED):
                 raise
             _tell(f"Job {running.job.num} of the sweep ended with status {statuses[-1]}; the other jobs continue.")
 
@@ -337,9 +336,9 @@ def _clean_end(run_dir: Path | None = None) -> Iterator[None]:
     except ConfigError as error:
         _tell(str(error))
         sys.exit(2)
-    except Terminated:
+    except Terminated as error:
         _tell("terminated")
-        sys.exit(TERMINATED)
+        sys.exit(128 + error.number)
     except CheckpointError as error:  # the traceback of a failed save is in the log
         _tell(str(error))
         sys.exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -105,6 +105,19 @@ class Reward:
             return call_within(self.call_timeout_s, lambda: self.rate_batch(batch), source_of(self.producer).file)
         except CallFailed as late:
             raise reward_error("a score for each response", str(late), self.producer) from late
+
+    def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Check the rows that a run will score, before weights load.
+
+        Args:
+            name: of the rows, such as `training rows`.
+            rows: mappings of columns.
+        Returns:
+            Sentences to show at the start of the run.
+        Raises:
+            ConfigError: rows that cannot be scored.
+        """
+        return []
 
     def frozen(self) -> AbstractContextManager[None]:
         """Inside this context running statistics of scores, such as their mean, are not updated; used for

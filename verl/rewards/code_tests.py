@@ -7,25 +7,39 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
+from markdown_it import MarkdownIt
 from pydantic import Field
 
 from verl.component import BuildContext, component
-from verl.errors import RewardError, faults_below
+from verl.errors import ConfigError, RewardError, faults_below
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
-from verl.sandbox.base import CodeRunner, ExecutionResult, Outcome, Program, Sandbox
+from verl.sandbox.base import CodeRunner, Program, Sandbox
+from verl.sandbox.unit_tests.execution import Verdict, run_unit_test, try_tests
+from verl.sandbox.unit_tests.test_names import names_of
 
-_FENCED = re.compile(r"^```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+# Only blocks are parsed: inline marks take quadratic time on some texts, and nothing here reads them.
+_MARKDOWN = MarkdownIt("commonmark", {"html": False}).disable("inline")
+_LANGUAGE = re.compile(r"[\s{.]*([\w+#-]*)")
+_PYTHON = ("python", "python3", "py", "py3")
+_END_OF_THOUGHT = "</think>"
+MOST_TRIED = 2000  # unit tests that are tried at the start of a run
+_SHOWN = 3  # rows that a message names
 _UNIT_TEST = """import solution
 globals().update({{name: value for name, value in vars(solution).items() if not name.startswith("__")}})
 {test}
 print({mark!r})
 """
+IN_PROCESS = "the program in the process of the test, where a program can pass without solving it"
+ALLOW = (
+    "Rewrite them to compare numbers, texts, lists, tuples, sets and dicts, leave these rows out, or accept that with "
+    "reward.allow_in_process=true."
+)
 FORMS = (
     'a list of {"stdin": ..., "stdout": ...}, {"inputs": [...], "outputs": [...]}, or unit tests in Python as a text '
     "or a list of texts; or one of them as JSON"
@@ -36,11 +50,12 @@ FORMS = (
 class CodeTests(RewardDescription):
     """Run the program in each response against the tests of its data row.
 
-    The program is the last fenced code block of the response, or the whole response if it has none. Tests are either
-    pairs of standard input and expected output, compared line by line without trailing white space, or Python unit
-    tests, which run with all names of the program imported and pass if they run to their end. A program that exceeds
-    its time, memory or output limit fails the test. A failure of the sandbox itself says nothing about the response: it
-    is retried twice, then the run ends.
+    `program_of` finds the program in the response. Tests are either pairs of standard input and expected output,
+    compared line by line without trailing white space, or Python unit tests, which use the names of the program and
+    pass if they run to their end. A unit test runs in another process than the program, so that the program cannot
+    decide its verdict: its calls are sent to the program's process and return copies of plain values (numbers, texts,
+    bytes, lists, tuples, sets, dicts). A program that exceeds its time, memory or output limit fails the test. A
+    failure of the sandbox itself says nothing about the response: it is retried twice, then the run ends.
 
     Args:
         sandbox: where programs run.
@@ -49,6 +64,8 @@ class CodeTests(RewardDescription):
             otherwise it must pass all.
         correct, wrong: the score if all tests pass, and if none does.
         timeout_s, memory_mib: limits of one test, at most those of the sandbox; null for those of the sandbox.
+        allow_in_process: run unit tests that need objects, classes or generators of the program in the program's
+            process, where it can pass them without solving them; such tests are refused otherwise.
     """
 
     sandbox: Sandbox | None
@@ -58,6 +75,7 @@ class CodeTests(RewardDescription):
     wrong: float = 0.0
     timeout_s: Annotated[float, Field(gt=0, lt=1e6)] | None = None
     memory_mib: Annotated[int, Field(ge=16, lt=2**30)] | None = None
+    allow_in_process: bool = False
 
     def faults(self) -> Iterator[str]:
         if self.sandbox is None:
@@ -95,14 +113,55 @@ class CodeReward(Reward):
 
     def __init__(self, described: CodeTests, runner: CodeRunner):
         self.described, self._runner = described, runner
+        self._needs_object: dict[str, str] = {}  # of tests that were tried, why values are not enough
 
     @property
     def producer(self) -> Callable:
         return self.rate_batch
 
+    def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Read all tests, and try the unit tests without a program.
+
+        Returns:
+            A sentence about unit tests that no program, or every program, passes.
+        Raises:
+            ConfigError: a row has no tests, or unit tests need `allow_in_process`.
+        """
+        key = self.described.tests_key
+        first: dict[str, int] = {}
+        for row in range(len(rows)):
+            try:
+                tests = read_tests(rows[row].get(key), f"column {key!r} of row {row} of the {name}")
+            except RewardError as error:
+                raise ConfigError(f"tests_key is {key!r}: {error}") from error
+            for unit in {test.unit for test in tests if test.unit is not None}:
+                first.setdefault(unit, row)
+        broken = {unit: found for unit in first if (found := names_of(unit).broken) is not None}
+        sound = [unit for unit in first if unit not in broken and self._why_in_process(unit) is None][:MOST_TRIED]
+        for unit, found in zip(sound, try_tests(self._runner, sound), strict=True):
+            if found is not None and found.startswith("object: "):
+                self._needs_object[unit] = found.removeprefix("object: ")
+            elif found is not None:
+                broken[unit] = found
+        reasons = {unit: why for unit in first if (why := self._why_in_process(unit)) is not None}
+        total = f"of {len(first)} unit tests of the {name}"
+        if reasons and not self.described.allow_in_process:
+            raise ConfigError(
+                f"tests_key is {key!r}: {len(reasons)} {total} need {IN_PROCESS}: {_rows(first, reasons)}. {ALLOW}"
+            )
+        told = []
+        if reasons:
+            told.append(f"{len(reasons)} {total} run in {IN_PROCESS} (reward.allow_in_process=true).")
+        if broken:
+            told.append(
+                f"{len(broken)} {total} are broken: no program passes them, or every one: {_rows(first, broken)}."
+            )
+        return told
+
     def rate_batch(self, batch: DataProto) -> RewardResult:
-        """Parts: `tests_passed`, the fraction of a row's tests that pass; `test_timeouts`, 1 if a test ran out of time.
-        Column: `tests`, the outcome of each test that ran.
+        """Parts: `tests_passed`, the fraction of a row's tests that pass; `test_timeouts`, 1 if a test ran out of time;
+        `test_objects`, 1 if a program returned something other than a plain value. Column: `tests`, the outcome of each
+        test that ran.
         """
         _, responses, columns = texts_of(batch)
         key = self.described.tests_key
@@ -110,18 +169,34 @@ class CodeReward(Reward):
             present = ", ".join(columns) or "none"
             raise RewardError(f"tests_key is {key!r}: the data has no such column. Its columns: {present}.")
         tests = [read_tests(value, f"column {key!r} of sample {row}") for row, value in enumerate(columns[key])]
+        self._refuse_in_process(tests)
         threads = self._runner.described.max_concurrency
         with concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="verl code tests") as pool:
             outcomes = list(pool.map(self._run_tests, map(program_of, responses), tests))
         passed = np.array([found.count("pass") / len(row) for found, row in zip(outcomes, tests, strict=True)])
         credit = passed if self.described.partial_credit else (passed == 1.0).astype(float)
         scores = self.described.wrong + credit * (self.described.correct - self.described.wrong)
-        late = np.array([float("timeout" in found) for found in outcomes])
+        late, objects = (np.array([float(kind in found) for found in outcomes]) for kind in ("timeout", "object"))
         texts = np.array([" ".join(found) for found in outcomes], dtype=object)
-        return RewardResult(scores, {"tests_passed": passed, "test_timeouts": late}, {"tests": texts})
+        parts = {"tests_passed": passed, "test_timeouts": late, "test_objects": objects}
+        return RewardResult(scores, parts, {"tests": texts})
 
     def close(self) -> None:
         self._runner.close()
+
+    def _why_in_process(self, unit: str) -> str | None:
+        """Why a test needs the program in its own process; None if plain values are enough."""
+        if not self._runner.described.links_programs:
+            return "its sandbox cannot run program and test apart"
+        return names_of(unit).needs_object or self._needs_object.get(unit)
+
+    def _refuse_in_process(self, tests: Sequence[Sequence[CodeTest]]) -> None:
+        """Refuse forgeable tests of data that were not there at the start."""
+        for row, own in enumerate(tests):
+            for test in own:
+                why = None if test.unit is None else self._why_in_process(test.unit)
+                if why is not None and not self.described.allow_in_process:
+                    raise RewardError(f"A unit test of sample {row} needs {IN_PROCESS}: it {why}. {ALLOW}")
 
     def _run_tests(self, code: str, tests: Sequence[CodeTest]) -> list[str]:
         """Outcome (`pass`, `fail`, ...) of each test; without partial credit it stops at the first that fails."""
@@ -135,28 +210,65 @@ class CodeReward(Reward):
     def _run_test(self, code: str, test: CodeTest) -> str:
         limits = {"timeout_s": self.described.timeout_s, "memory_mib": self.described.memory_mib}
         if test.unit is None:
-            result = self._runner.execute(Program(code, stdin=test.stdin, **limits))
-            passes = result.outcome == "ok" and _lines(result.stdout) == _lines(test.stdout)
+            verdict = self._run_case(Program(code, stdin=test.stdin, **limits), test.stdout)
         else:
-            mark = secrets.token_hex(16)  # printed after the test: a program that exits early does not pass
-            main = _UNIT_TEST.format(test=test.unit, mark=mark)
-            result = self._runner.execute(Program(main, {"solution.py": code}, **limits))
-            passes = result.outcome == "ok" and result.stdout.endswith(f"{mark}\n")
-        return self._named(result, passes)
-
-    def _named(self, result: ExecutionResult, passes: bool) -> str:
-        if result.outcome == "infra":
+            apart = self._why_in_process(test.unit) is None
+            verdict = run_unit_test(self._runner, code, test.unit, **limits) if apart else None
+            if verdict is None or (verdict.outcome == "object" and self.described.allow_in_process):
+                verdict = self._run_in_process(code, test.unit, limits)
+        if verdict.outcome == "infra":
             raise RewardError(
-                f"The sandbox failed, so a response has no score: {result.detail}. This is no fault of the response."
+                f"The sandbox failed, so a response has no score: {verdict.detail}. This is no fault of the response."
             )
-        outcome: Outcome = result.outcome
-        return "pass" if passes else "fail" if outcome == "ok" else outcome
+        return verdict.outcome
+
+    def _run_case(self, program: Program, stdout: str) -> Verdict:
+        result = self._runner.execute(program)
+        if result.outcome != "ok":
+            return Verdict(result.outcome, result.detail)
+        return Verdict("pass" if _lines(result.stdout) == _lines(stdout) else "fail")
+
+    def _run_in_process(self, code: str, unit: str, limits: Mapping[str, Any]) -> Verdict:
+        mark = secrets.token_hex(16)  # printed after the test: a program that exits early does not pass
+        main = _UNIT_TEST.format(test=unit, mark=mark)
+        result = self._runner.execute(Program(main, {"solution.py": code}, **limits))
+        if result.outcome != "ok":
+            return Verdict(result.outcome, result.detail)
+        return Verdict("pass" if result.stdout.endswith(f"{mark}\n") else "fail")
+
+
+def _rows(first: Mapping[str, int], found: Mapping[str, str]) -> str:
+    shown = "; ".join(f"row {first[unit]}, {unit[:40]!r}: {why}" for unit, why in list(found.items())[:_SHOWN])
+    return shown + (f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
 
 def program_of(response: str) -> str:
-    """The last fenced block of a response that is marked as Python or unmarked; the whole response if it has none."""
-    blocks = _FENCED.findall(response)
-    return blocks[-1] if blocks else response
+    """The program in a response: its last fenced code block that is marked as Python; without one, its last that is not
+    marked; without either, the whole response.
+
+    Blocks are those of CommonMark, also in lists and quotations, and within a block that is marked as Markdown. A block
+    without an end goes to the end of the response. What stands before the last `</think>` counts only if there is
+    no block after it.
+    """
+    _, _, answer = response.rpartition(_END_OF_THOUGHT)
+    for text in (answer, response):
+        blocks = list(_fenced_blocks(text))
+        for languages in (_PYTHON, ("",)):
+            if found := [content for language, content in blocks if language in languages]:
+                return found[-1]
+    return response
+
+
+def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language, in lower case, and content of each fenced block."""
+    for token in _MARKDOWN.parse(text):
+        if token.type == "fence":
+            match = _LANGUAGE.match(token.info)
+            language = match[1].lower() if match else ""
+            if language in ("markdown", "md"):
+                yield from _fenced_blocks(token.content)
+            else:
+                yield language, token.content
 
 
 def read_tests(value: Any, where: str) -> list[CodeTest]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,6 +142,10 @@ class ScaledReward(NormalisedReward):
 
     def raw(self, batch: DataProto) -> RewardResult:
         return self.reward.rated(batch)
+
+    def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        with faults_below("reward"):
+            return self.reward.check_rows(name, rows)
 
     def take(self) -> dict[str, float]:
         return self.reward.take()

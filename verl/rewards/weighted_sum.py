@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -88,6 +88,13 @@ class SumOfRewards(Reward):
         found = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         for name, rating in ratings.items():
             found += self.weights[name] * token_scores_of(rating, mask)
+        return found
+
+    def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        found = []
+        for part, reward in self.parts.items():
+            with faults_below(f"parts.{part}"):
+                found += reward.check_rows(name, rows)
         return found
 
     def take(self) -> dict[str, float]:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
 from verl.component import BuildContext, Description, component
 from verl.errors import SandboxError
+
+MAIN = "main.py"  # name of a program in its directory
+MAX_NAME_BYTES = 255
+CHANNEL_FD = 3
 
 # ok:       the program ended with exit status 0
 # error:    it ended with another status, or by a signal that it raised itself
@@ -32,6 +37,7 @@ class Program:
         files: created in that directory, by relative name.
         stdin: content of its standard input.
         timeout_s, memory_mib: its own limits; None: those of the sandbox, which are also upper bounds.
+        channel: a socket that it has as file descriptor 3. `execute` closes it here; set by `execute_linked`.
     """
 
     code: str
@@ -39,15 +45,27 @@ class Program:
     stdin: str = ""
     timeout_s: float | None = None
     memory_mib: int | None = None
+    channel: socket.socket | None = None
 
     def __post_init__(self) -> None:
+        taken = {MAIN, *self.files}
         for name in self.files:
             parts = name.split("/")
             if not name or "\0" in name or name.startswith("/") or any(part in ("", ".", "..") for part in parts):
                 raise ValueError(f"files has {name!r}: expected a relative name such as data/cases.txt.")
+            if any(len(part.encode()) > MAX_NAME_BYTES for part in parts):
+                raise ValueError(f"files has {name[:20] + '...'!r}: a name has at most {MAX_NAME_BYTES} bytes.")
+            above = ["/".join(parts[:count]) for count in range(1, len(parts))]
+            if name == MAIN or taken.intersection(above):
+                other = "the program itself" if MAIN in (name, *above) else repr(min(taken.intersection(above)))
+                raise ValueError(f"files has {name!r}, which collides with {other}. Choose another name.")
         for name, limit in (("timeout_s", self.timeout_s), ("memory_mib", self.memory_mib)):
             if limit is not None and not (math.isfinite(limit) and limit > 0):
                 raise ValueError(f"{name} is {limit!r}: must be above 0.")
+
+    def contents(self) -> dict[str, bytes]:
+        """The files as bytes; lone surrogates, which a model can write, give invalid UTF-8."""
+        return {name: x.encode("utf-8", "surrogatepass") if isinstance(x, str) else x for name, x in self.files.items()}
 
 
 @dataclass(frozen=True)
@@ -80,6 +98,7 @@ class Sandbox(Description):
         max_concurrency: the most concurrent programs.
     Attributes:
         protects: whether programs are isolated from this machine.
+        links_programs: whether `execute_linked` works.
     """
 
     timeout_s: Annotated[float, Field(gt=0, lt=1e6)] = 10.0
@@ -87,6 +106,7 @@ class Sandbox(Description):
     max_output_kib: Annotated[int, Field(ge=1, lt=2**20)] = 256
     max_concurrency: PositiveInt = 4
     protects: ClassVar[bool] = True
+    links_programs: ClassVar[bool] = True
 
     def build(self, context: BuildContext) -> CodeRunner:
         raise NotImplementedError
@@ -109,7 +129,8 @@ class CodeRunner:
         """Run a program and wait for its end. May be called from several threads.
 
         Raises:
-            ValueError: a name in `files` leads out of the program's directory, or a limit is not positive.
+            ValueError: a name in `files` leads out of the program's directory or collides with another, the files do
+                not fit into the sandbox, or a limit is not positive.
             SandboxError: the sandbox was closed.
         """
         return self.execute(Program(code, files or {}, stdin, timeout_s, memory_mib))
@@ -126,6 +147,12 @@ class CodeRunner:
         """Run one program."""
         raise NotImplementedError
 
+    def execute_linked(self, first: Program, second: Program) -> tuple[ExecutionResult, ExecutionResult]:
+        """Run two programs concurrently, as one of `max_concurrency`. Each has one end of a stream socket as file
+        descriptor 3; it reads its end when the other program has ended.
+        """
+        raise NotImplementedError
+
     def close(self) -> None:
         """Kill running programs and reject further ones."""
 
@@ -136,6 +163,25 @@ class CodeRunner:
             min(program.timeout_s or described.timeout_s, described.timeout_s),
             min(program.memory_mib or described.memory_mib, described.memory_mib),
         )
+
+
+def run_linked(
+    run: Callable[[Program], ExecutionResult], first: Program, second: Program
+) -> tuple[ExecutionResult, ExecutionResult]:
+    """Run two programs with the ends of a socket as their channels.
+
+    Args:
+        run: runs one program; closes its channel in this process when the program has it.
+    """
+
+    def run_with(program: Program, end: socket.socket) -> ExecutionResult:
+        with end:
+            return run(replace(program, channel=end))
+
+    ends = socket.socketpair()
+    with ends[0], ends[1], concurrent.futures.ThreadPoolExecutor(1, "verl sandbox") as pool:
+        later = pool.submit(run_with, second, ends[1])
+        return run_with(first, ends[0]), later.result()
 
 
 _OUT_OF_MEMORY = re.compile(r"(?:[\w.]*\.)?_?\w*MemoryError\b")

@@ -3,28 +3,62 @@
 It runs inside the jail, where this package is not installed: its source is passed to an interpreter, so it imports only
 the standard library. Process 1 is protected from the program: signals do not reach it, and seccomp forbids ptrace.
 
-    driver <── R: ready ── this process <── program ── driver
+    driver <── R: ready ── this process <── program, files, channel ── driver
                            this process ── fork ──> limits, then the program as __main__
     driver <── wait status and CPU seconds ──┘
 """
 
+import _socket  # `socket` imports much more, and each jail would take that time
 import marshal
 import os
 import resource
 import signal
 import sys
 
+CONTROL_FD, CHANNEL_FD = 9, 3
+
+
+def pieces(fd: int, size: int):
+    """Yield `size` bytes of what is sent; the driver is gone where there are no more."""
+    while size:
+        piece = os.read(fd, min(size, 1 << 20))
+        if not piece:
+            os._exit(0)
+        size -= len(piece)
+        yield piece
+
 
 def receive(fd: int) -> dict:
     """Receive the program, which is preceded by its length in 8 bytes."""
-    left, pieces = int.from_bytes(os.read(fd, 8), "little"), []
-    while left:
-        piece = os.read(fd, min(left, 1 << 20))
-        if not piece:
+    length = int.from_bytes(b"".join(pieces(fd, 8)), "little")
+    return marshal.loads(b"".join(pieces(fd, length)))
+
+
+def receive_files(fd: int, files: list) -> None:
+    """Write the files, whose contents follow one another. Where one does not fit, say so and end this jail: the program
+    is not at fault.
+    """
+    for name, size in files:
+        try:
+            if os.path.dirname(name):
+                os.makedirs(os.path.dirname(name), exist_ok=True)
+            with open(name, "wb") as file:
+                for piece in pieces(fd, size):
+                    file.write(piece)
+        except OSError as error:
+            os.write(fd, b"F" + f"{name!r} of {size} bytes: {error.strerror}".encode("utf-8", "replace"))
             os._exit(0)
-        pieces.append(piece)
-        left -= len(piece)
-    return marshal.loads(b"".join(pieces))
+
+
+def receive_channel(fd: int) -> None:
+    """Receive a socket and give it the file descriptor 3; keeps `fd`."""
+    control = _socket.socket(fileno=os.dup(fd))
+    _, ancillary, _, _ = control.recvmsg(1, _socket.CMSG_LEN(4))
+    control.close()
+    channel = int.from_bytes(ancillary[0][2], sys.byteorder)
+    if channel != CHANNEL_FD:
+        os.dup2(channel, CHANNEL_FD)
+        os.close(channel)
 
 
 def serve(fd: int) -> dict:
@@ -32,9 +66,16 @@ def serve(fd: int) -> dict:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.closerange(3, fd)
     os.closerange(fd + 1, 1024)
+    if fd != CONTROL_FD:
+        os.dup2(fd, CONTROL_FD)
+        os.close(fd)
+        fd = CONTROL_FD
     try:
         os.write(fd, b"R")
         program = receive(fd)
+        receive_files(fd, program["files"])
+        if program["has_channel"]:
+            receive_channel(fd)
     except (OSError, EOFError, ValueError):
         os._exit(0)  # the driver is gone, or has no use for this jail
     child = os.fork()
@@ -42,7 +83,7 @@ def serve(fd: int) -> dict:
         os.close(fd)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return program
-    for stream in (0, 1, 2):
+    for stream in (0, 1, 2, CHANNEL_FD) if program["has_channel"] else (0, 1, 2):
         os.close(stream)
     while True:
         ended, status, usage = os.wait4(-1, 0)  # orphans of the program come here too
@@ -60,11 +101,6 @@ def limit(program: dict) -> None:
 
 def begin(program: dict) -> dict:
     """Prepare this process; returns the globals of the program and its code."""
-    for name, content in program["files"].items():
-        if os.path.dirname(name):
-            os.makedirs(os.path.dirname(name), exist_ok=True)
-        with open(name, "wb") as file:
-            file.write(content)
     limit(program)
     sys.argv = ["main.py"]
     sys.path.insert(0, os.getcwd())

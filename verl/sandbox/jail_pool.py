@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from verl.errors import ConfigError
 from verl.sandbox import seccomp
-from verl.sandbox.base import CodeRunner, ExecutionResult, Outcome, Program, closed_error, outcome_of
+from verl.sandbox.base import CodeRunner, ExecutionResult, Outcome, Program, closed_error, outcome_of, run_linked
 from verl.sandbox.cgroup import CgroupError, JailGroup, JailGroups
 
 if TYPE_CHECKING:
@@ -115,14 +115,27 @@ class JailPool(CodeRunner):
         self.close()
 
     def execute(self, program: Program) -> ExecutionResult:
-        started, failure = time.perf_counter(), ""
         with self._slots:
-            for _ in range(ATTEMPTS):
-                try:
-                    return _Execution(self, self._take(), program).result(started)
-                except JailFailed as error:
-                    failure = str(error)
-        return ExecutionResult("infra", detail=failure, seconds=time.perf_counter() - started)
+            result = self._attempt(program)
+            for _ in range(ATTEMPTS - 1):
+                if result.outcome == "infra":
+                    result = self._attempt(program)
+        return result
+
+    def execute_linked(self, first: Program, second: Program) -> tuple[ExecutionResult, ExecutionResult]:
+        with self._slots:
+            results = run_linked(self._attempt, first, second)
+            for _ in range(ATTEMPTS - 1):
+                if any(result.outcome == "infra" for result in results):
+                    results = run_linked(self._attempt, first, second)
+        return results
+
+    def _attempt(self, program: Program) -> ExecutionResult:
+        started = time.perf_counter()
+        try:
+            return _Execution(self, self._take(), program).result(started)
+        except JailFailed as error:
+            return ExecutionResult("infra", detail=str(error), seconds=time.perf_counter() - started)
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -298,14 +311,26 @@ class _Execution:
         return ExecutionResult(outcome, stdout, stderr, status, seconds=time.perf_counter() - started)
 
     def _hand_over(self) -> None:
-        contents = {name: x.encode() if isinstance(x, str) else x for name, x in self._program.files.items()}
-        program = {"code": self._program.code, "files": contents, "limits": self._limits()}
+        channel, control = self._program.channel, self._jail.control
+        contents = self._program.contents()
+        program = {
+            "code": self._program.code,
+            "files": [(name, len(content)) for name, content in contents.items()],
+            "limits": self._limits(),
+            "has_channel": channel is not None,
+        }
         text = marshal.dumps(program, 2)  # the form of any Python 3
         try:
             if self._jail.group is not None:
                 self._jail.group.limit_memory(group_bytes(self._described, self._memory_mib))
-            self._jail.control.sendall(len(text).to_bytes(8, "little") + text)
+            control.sendall(len(text).to_bytes(8, "little") + text)
+            for content in contents.values():
+                control.sendall(content)
+            if channel is not None:
+                socket.send_fds(control, [b"C"], [channel.fileno()])
+                channel.close()
         except (OSError, CgroupError) as error:
+            self._report()
             raise JailFailed(f"a jail ended before it had its program ({error})") from error
 
     def _limits(self) -> dict[str, int]:
@@ -389,15 +414,25 @@ class _Execution:
         return len(text) >= most and len(piece) > 0
 
     def _report(self) -> tuple[int, float] | None:
-        """Wait status and CPU seconds of the program, reported by the first process; None without a report."""
+        """Wait status and CPU seconds of the program, reported by the first process; None without a report.
+
+        Raises:
+            ValueError: the files of the program do not fit.
+        """
         if self._cut is not None:
             return None
         self._jail.control.settimeout(END_TIMEOUT_S)
         try:
-            status, cpu_s = self._jail.control.recv(4096).split()
-            return int(status), float(cpu_s)
-        except (OSError, ValueError):
+            report = self._jail.control.recv(4096)
+        except OSError:
             return None
+        if report.startswith(b"F"):
+            raise ValueError(
+                f"files has {report[1:].decode('utf-8', 'replace')}. The sandbox holds disk_mib="
+                f"{self._described.disk_mib} MiB."
+            )
+        status, _, cpu_s = report.partition(b" ")
+        return (int(status), float(cpu_s)) if cpu_s else None
 
     def _outcome(self, report: tuple[int, float] | None, stderr: str) -> tuple[Outcome, int | None]:
         if self._ran_out:  # a process of it was ended, whatever became of the others

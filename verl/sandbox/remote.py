@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.component import BuildContext, component
 from verl.errors import faults_below
@@ -74,6 +74,7 @@ class RemoteSandbox(Sandbox):
     """
 
     endpoint: Endpoint
+    links_programs: ClassVar[bool] = False  # two processes of one server could reach each other
 
     def faults(self) -> Iterator[str]:
         if self.endpoint.timeout_s <= self.timeout_s:
@@ -122,11 +123,10 @@ class _ExecuteRequest(Request):
     path = "/execute"
 
     def __init__(self, program: Program, timeout_s: float, memory_mib: int, max_output_kib: int):
-        contents = {name: x.encode() if isinstance(x, str) else x for name, x in program.files.items()}
         self._most = max_output_kib * 1024
         self._job = {
-            "code": _base64(program.code.encode()),
-            "files": {name: _base64(content) for name, content in contents.items()},
+            "code": _base64(program.code.encode("utf-8", "surrogatepass")),
+            "files": {name: _base64(content) for name, content in program.contents().items()},
             "stdin": _base64(program.stdin.encode("utf-8", "surrogatepass")),
             "timeout_s": timeout_s,
             "memory_mib": memory_mib,

@@ -15,12 +15,24 @@ from pathlib import Path
 from typing import ClassVar
 
 from verl.component import BuildContext, component
-from verl.sandbox.base import CodeRunner, ExecutionResult, Program, Sandbox, closed_error, outcome_of
+from verl.sandbox.base import (
+    MAIN,
+    CodeRunner,
+    ExecutionResult,
+    Program,
+    Sandbox,
+    closed_error,
+    outcome_of,
+    run_linked,
+)
 
 logger = logging.getLogger(__name__)
 
 _LIMITED = """
-import resource, sys
+import os, resource, sys
+if int(sys.argv[3]) >= 0:
+    os.dup2(int(sys.argv[3]), 3)
+    os.closerange(4, int(sys.argv[3]) + 1)
 def limit(name, value):
     resource.setrlimit(name, (value, value))
 limit(resource.RLIMIT_AS, int(sys.argv[1]))
@@ -58,25 +70,43 @@ class UnprotectedRunner(CodeRunner):
         self._is_closed = True
 
     def execute(self, program: Program) -> ExecutionResult:
+        with self._slots:
+            return self._run(program)
+
+    def execute_linked(self, first: Program, second: Program) -> tuple[ExecutionResult, ExecutionResult]:
+        with self._slots:
+            return run_linked(self._run, first, second)
+
+    def _run(self, program: Program) -> ExecutionResult:
         if self._is_closed:
             raise closed_error()
-        with self._slots, tempfile.TemporaryDirectory(prefix="verl-program-") as directory:
-            return self._run(program, Path(directory))
+        with tempfile.TemporaryDirectory(prefix="verl-program-") as directory:
+            return self._run_in(program, Path(directory))
 
-    def _run(self, program: Program, directory: Path) -> ExecutionResult:
+    def _run_in(self, program: Program, directory: Path) -> ExecutionResult:
         started, (timeout_s, memory_mib) = time.perf_counter(), self.limits(program)
         most = self.described.max_output_kib * 1024
-        for name, content in {"main.py": program.code, **program.files}.items():
+        code = program.code.encode("utf-8", "surrogatepass")
+        for name, content in {MAIN: code, **program.contents()}.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            (directory / name).write_bytes(content.encode() if isinstance(content, str) else content)
-        limits = [str((memory_mib + SPACE_MIB) * 2**20), str(most + 1)]
+            (directory / name).write_bytes(content)
+        channel = () if program.channel is None else (program.channel.fileno(),)
+        limits = [str((memory_mib + SPACE_MIB) * 2**20), str(most + 1), *map(str, channel or (-1,))]
         command = [sys.executable, "-I", "-X", "utf8", "-c", _LIMITED, *limits]
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             given.write(program.stdin.encode("utf-8", "surrogatepass"))
             given.seek(0)
             child = subprocess.Popen(
-                command, cwd=directory, stdin=given, stdout=out, stderr=err, start_new_session=True
+                command,
+                cwd=directory,
+                stdin=given,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                pass_fds=channel,
             )
+            if program.channel is not None:
+                program.channel.close()
             status = None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = child.wait(timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,8 @@ from verl.workers.reward import RemoteRewardModel
 
 if TYPE_CHECKING:
     from verl.trainer.ppo_config import PPORun
+
+log = logging.getLogger(__name__)
 
 
 class PPOLifecycle(ABC):
@@ -115,6 +118,8 @@ class PPOLifecycle(ABC):
                 context = replace(context, day=self.date.day)
                 self.context = replace(self.context, day=self.date.day)
                 self._load_data(run, context)
+            if self.reward is not None:
+                self.saving.messages += self._check_rows(self.reward)
             self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, self.tokenizer)
             self.kl = run.algorithm.kl.build(context)
             self.reuse = ReplayMixing(run, context, self.saving.directory)
@@ -164,6 +169,12 @@ class PPOLifecycle(ABC):
         with faults_below("reward"):
             if faults := [x for name, columns in known.items() for x in missing_columns(reward, columns, name)]:
                 raise ConfigError(faults)
+
+    def _check_rows(self, reward: Reward) -> list[str]:
+        """Let the reward check the rows that it will score; returns sentences to show at the start."""
+        named = {"training rows": self.train_data, "evaluation rows": self.eval_data}
+        with faults_below("reward"):
+            return [x for name, data in named.items() if data is not None for x in reward.check_rows(name, data)]
 
     def _make_sampler(self, size: int, mixture: Mixture | None) -> EpochSampler:
         seed, name = derive_seed(self.settings.seed, "data order"), "trainer.prompts_per_step"
@@ -266,6 +277,8 @@ class PPOLifecycle(ABC):
         self._refuse_missing_columns(described)
         with faults_below("reward"):
             reward = in_time(described.build(self.context))
+        for message in self._check_rows(reward):
+            log.warning("%s", message)
         assert self.reward is not None
         self.reward.close()
         self.reward, self.reward_stats = reward, RewardStats(described, reward)

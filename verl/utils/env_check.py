@@ -54,6 +54,7 @@ REQUIREMENTS = (
     Requirement("packaging", "25.0", "26.3"),
     Requirement("pydantic", "2.11.0", "2.14.3"),
     Requirement("httpx", "0.28.0", "0.28.1"),
+    Requirement("markdown-it-py", "3.0.0", "4.3.0"),
 )
 EXTRAS = (
     Requirement("wandb", "0.31.0", "0.31.0"),

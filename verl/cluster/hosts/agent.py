@@ -50,7 +50,7 @@ def serve_driver(place: TorchrunPlace) -> int:
     Returns:
         An exit status: 0 where the driver has said that it is done.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a job: the driver decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the driver decides
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)
     torchrun.forget()
