@@ -123,15 +123,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor if gather is None else gather()
 
 
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard a tensor that every process has whole, in the layout of `like`, without communication."""
-    if not hasattr(like, "placements"):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
-
-
 Autocast = Literal["bfloat16"] | None
 
 
