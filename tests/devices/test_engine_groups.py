@@ -42,7 +42,7 @@ def groups(monkeypatch):
     """What groups of processes were asked for; there are no processes behind them."""
     found = []
     monkeypatch.setattr(
-        dist, "new_subgroups_by_enumeration", lambda ranks: found.append(ranks) or (f"group {len(found)}", [])
+        dist, "new_subgroups_by_enumeration", lambda ranks, timeout: found.append(ranks) or (f"group {len(found)}", [])
     )
     return found
 
