@@ -31,6 +31,7 @@ from verl.engines import chunked_logprobs, engine
 from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import BLOCK_MULTIPLE, TrainingEngine
 from verl.engines.fsdp import units_of
+from verl.engines.optimizer import AdamW
 from verl.engines.sharding import FSDP
 from verl.model_paths import packed_attention
 from verl.model_paths.micro_batch import cut_into_micro_batches
@@ -38,7 +39,9 @@ from verl.model_paths.paths import FAST
 from verl.model_paths.trial import TrialRow, as_batch
 from verl.models import heads
 from verl.models.heads import LMHead
+from verl.models.lora import LoRA
 from verl.models.parallel_info import compute_device
+from verl.resharding.dtensor import local
 from verl.rollout.vllm import state_dict
 from verl.rollout.vllm.sync.weight_transfer import TransferInProgress, WeightTransfer
 from verl.weight_verification import fingerprint, logprob_probe
@@ -140,12 +143,14 @@ class Checks:
         found: of each check, what was wrong, or nothing.
     """
 
-    def __init__(self, offload: bool):
+    def __init__(self, offload: bool, lora: LoRA | None = None):
         self.found: dict[str, str] = {}
         self.offload = offload
         parallel = FSDP(cpu_offload=offload).build(BuildContext(device=f"{NAME}:0", rank=0, world_size=2))
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32, attn_implementation="sdpa")
+            if lora is not None:
+                self.model = lora.apply(self.model, causal_lm=True)
         self.model.weight_files = NoFiles()
         self.batch = as_batch([TrialRow(torch.arange(4, 24), torch.arange(4, 4 + n)) for n in (9, 20, 14)])
         made = cut_into_micro_batches(self.batch, 1000, FAST, None, BLOCK_MULTIPLE)
@@ -177,6 +182,8 @@ class Checks:
             self(f"weights go to an engine, {number}", self.sends)
             self(f"the probe, {number}", self.probes)
             self(f"nothing stays gathered, {number}", self.rests)
+        self("the optimizer goes on from a checkpoint", self.resumes)
+        self("an adapter is merged", self.merges)
 
     def rests(self) -> None:
         here = {p.device.type for p in self.model.parameters()}
@@ -234,6 +241,35 @@ class Checks:
         assert {x.device.type for x in made.values()} == {NAME}
         assert {name: tuple(x.shape) for name, x in made.items()} == shapes
         assert len(under_way.shards) > 10
+
+    def resumes(self) -> None:
+        with self.device():
+            trained = TrainingEngine(self.model, self.parallel, 1000, AdamW(lr=1e-3))
+            saved = {
+                f"{name}.{key}": torch.ones(() if key == "step" else p.shape)
+                for name, p in trained.parameters.items()
+                for key in ("step", "exp_avg", "exp_avg_sq")
+            }
+            trained.load_optimizer(saved, 1)
+            for parameter in trained.parameters.values():
+                parameter.grad = torch.zeros_like(parameter)
+            trained.optimizer.step()
+            places = {
+                (local(p).device.type, local(x).device.type)
+                for p in trained.parameters.values()
+                for x in trained.optimizer.state[p].values()
+            }
+            trained.optimizer.zero_grad()
+        rests = "cpu" if self.offload else NAME
+        assert places == {(rests, rests)}, places
+
+    def merges(self) -> None:
+        adapted = Checks(self.offload, LoRA(rank=2)).model
+        with self.device():
+            sources = dict(state_dict.live_weights(adapted.get_base_model(), True))
+            places = {name: (local(x.present()).device, local(x.tensor).device) for name, x in sources.items()}
+        assert any(name.endswith("q_proj.weight") for name in places)
+        assert {name: both for name, both in places.items() if both[0] != both[1]} == {}
 
     def probes(self) -> None:
         rows = probe_rows(64)

@@ -3,6 +3,8 @@ the probe by the types of both sides."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,8 @@ from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.errors import ConfigError, WeightSyncError
+from verl.rollout.hf import HFRollout
+from verl.rollout.vllm.client.gpu_memory import CONTEXT_BYTES, NCCL_BYTES
 from verl.trainer.plan import run_plan
 from verl.trainer.plan.devices import device_named
 from verl.trainer.plan.memory import memory_plan
@@ -25,6 +29,22 @@ SLEEPLESS = ("rollout.sleep=false",)
 def run_of(*choices):
     sizes = ["actor=tiny_scratch", "critic=none", "algorithm=grpo", "rollout=vllm", "rollout.kv_cache_gib=2"]
     return validate(compose_root("ppo", [*sizes, *choices]))
+
+
+@pytest.mark.parametrize("workers", [1, 2], ids=["one GPU", "two GPUs"])
+def test_a_sleeping_engine_keeps_its_context_and_communicators_in_every_phase_but_its_own(workers):
+    fsdp = ("sharding=fsdp", "trainer.n_gpus_per_node=2", f"rollout.tensor_parallel_size={workers}")
+    phases = {phase.name: phase.parts for phase in memory_plan(run_of(*fsdp), device_named("h100")).phases}
+    kept = CONTEXT_BYTES + (workers - 1) * NCCL_BYTES
+    others = phases.keys() - {"generate"}
+    assert {"rest", "score", "update actor", "sync", "save"} <= others
+    assert {phases[name]["sleeping engine"] for name in others} == {kept}
+    assert phases["generate"]["engine working"] > kept
+    assert "sleeping engine" not in phases["generate"]
+    for kind in ("cpu", "h100"):
+        alone = memory_plan(replace(run_of(), rollout=HFRollout(max_new_tokens=16)), device_named(kind))
+        assert not any("sleeping engine" in phase.parts for phase in alone.phases)
+    assert not any("sleeping engine" in p.parts for p in memory_plan(run_of(*SLEEPLESS), device_named("h100")).phases)
 
 
 @pytest.mark.parametrize("choices", [SLEEPLESS, AHEAD], ids=["sleepless", "ahead"])

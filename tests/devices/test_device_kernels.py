@@ -10,30 +10,36 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices.device_syncs import DeviceSyncs
-from random_models import save_random_classifier
+from random_models import save_random_classifier, save_random_model
 from rewards.rated import built, rollout
 from roles import start_actor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from verl.cluster import placement
 from verl.cluster.placement import DeviceMesh
 from verl.component import BuildContext
 from verl.compose import warm_start
+from verl.engines import engine as engine_module
+from verl.engines.parallel_dims import Parallelism
 from verl.model_paths import context_attention
 from verl.model_paths.context_attention import ContextGroup
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.model_paths.packed_attention import attend_line
 from verl.model_paths.paths import FAST
 from verl.model_paths.trial import TrialRow, as_batch
+from verl.model_paths.twin import operations_without_deterministic_form
 from verl.models.tiny import TinyModel
-from verl.ops import attention
+from verl.ops import attention, sampling
 from verl.ops.attention import attend_heads
 from verl.ops.packing import AttentionBlock, pack
 from verl.ops.sampling import inverse_cdf_by_blocks
 from verl.rewards import reward_model
 from verl.rollout.base import GenerationRequest, TurnLimits, TurnRequest
 from verl.rollout.hf import HFRollout
+from verl.utils import seeding
 from verl.utils.memory import on_current_device
 from verl.workers import colocated
 from verl.workers.colocated import RoleProcess
@@ -235,3 +241,66 @@ def test_the_key_of_a_warm_start_names_the_gpu_without_opening_a_context(monkeyp
     names = iter(["NVIDIA H100", "NVIDIA A100"])
     monkeypatch.setattr(warm_start, "gpu_name_from_outside", lambda index: next(names))
     assert warm_start.cache_key(None) != warm_start.cache_key(None)
+
+
+@pytest.fixture
+def deterministic():
+    """Deterministic algorithms, as a run on a GPU demands them; afterwards as before."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_on_a_gpu_kernels_that_are_not_deterministic_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with torch.random.fork_rng(devices=[]), seeding.kept_generators():
+        seeding.seed_everything(0)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+class RefusingDevice(TorchDispatchMode):
+    """Raises where a GPU would: cumulative sums of floating-point numbers while deterministic algorithms are demanded."""
+
+    refused = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.cumsum.default and found.is_floating_point():
+            self.refused += 1
+            assert not torch.are_deterministic_algorithms_enabled()
+        return found
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_sampling_on_a_device_exempts_its_cumulative_sums_and_nothing_else():
+    probs, noise = torch.empty(3, 1000, device="meta"), torch.empty(3, device="meta")
+    with RefusingDevice() as device:
+        sampling.inverse_cdf(probs, noise)
+        sampling._nucleus_floor(probs[:, :200], 0.9)
+    assert device.refused == 3
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+MAMBA2 = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "operations"),
+    [("qwen2", {}, set()), ("qwen3_moe", {}, set()), ("mamba2", MAMBA2, {"cumsum"})],
+)
+@pytest.mark.usefixtures("deterministic")
+def test_families_with_operations_that_a_gpu_refuses_are_found_before_the_first_step(
+    family, options, operations, tmp_path, monkeypatch, caplog
+):
+    model = AutoModelForCausalLM.from_pretrained(save_random_model(tmp_path, family, torch.float32, **options))
+    assert operations_without_deterministic_form(model) == operations
+    monkeypatch.setattr(engine_module, "compute_device", lambda model: torch.device("meta"))
+    engine_module.TrainingEngine(model, Parallelism(), 100)
+    assert torch.is_deterministic_algorithms_warn_only_enabled() is bool(operations)
+    assert bool([text for text in caplog.messages if "cumsum" in text]) is bool(operations)

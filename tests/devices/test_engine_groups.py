@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +18,21 @@ from verl.cluster.placement import ROLES, DeviceMesh
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.models.parallel_info import ParallelInfo
+from verl.models.tiny import TinyModel
+from verl.resharding.dtensor import local, tensor_layout
 from verl.resharding.layout import Mesh
 from verl.rollout.vllm.client.engine_args import gpu_name
-from verl.rollout.vllm.sync import sharded_client
+from verl.rollout.vllm import shm_stream
+from verl.rollout.vllm.client import client as client_module
+from verl.rollout.vllm.client.client import VLLMClient
+from verl.rollout.vllm.messages import EngineInfo, SyncOffer, SyncRound
+from verl.rollout.vllm.shm_stream import StreamReader
+from verl.rollout.vllm.sync import sharded_client, weight_sync
 from verl.rollout.vllm.sync.sharded_client import ShardedVLLMClient, with_engine_group
+from verl.rollout.vllm.sync.weight_sync import WeightSync
+from verl.rollout.vllm.sync.weight_transfer import FeedAssignment
+from verl.weight_verification.fingerprint import ProbeVectors
+from verl.weight_verification.verifier import VerificationResult, VerifyRequest
 
 RANKS = 4
 
@@ -29,7 +42,7 @@ def groups(monkeypatch):
     """What groups of processes were asked for; there are no processes behind them."""
     found = []
     monkeypatch.setattr(
-        dist, "new_subgroups_by_enumeration", lambda ranks: found.append(ranks) or (f"group {len(found)}", [])
+        dist, "new_subgroups_by_enumeration", lambda ranks, timeout: found.append(ranks) or (f"group {len(found)}", [])
     )
     return found
 
@@ -125,3 +138,131 @@ def test_the_prompts_of_a_group_go_to_its_engine_and_each_rank_finds_its_own_row
         assert whole["prompt_ids"].tolist() == list(range(starts[RANKS // same]))  # no prompt twice
         asked = whole["prompt_ids"].repeat_interleave(samples)[rows]
         assert asked.tolist() == own[rank]["prompt_ids"].repeat_interleave(samples).tolist()
+
+
+class RecordedEngine:
+    """Takes the place of `GroupVLLMClient`: a thread reads the stream; what would allocate on a GPU is written down."""
+
+    def __init__(self, events):
+        self.events, self.reading = events, threading.Thread()
+
+    def begin_sync(self):
+        self.events.append("weights")
+        return SyncRound(VerifyRequest(ProbeVectors(3), ((1, 2, 3),)), (1, True))
+
+    def offer(self, shapes):
+        return SyncOffer(None, 1, 1, "", 60.0, torch.get_num_threads())
+
+    def begin_load(self, feeds):
+        self.reading = threading.Thread(target=self._read, args=feeds, daemon=True)
+        self.reading.start()
+
+    def _read(self, feed):
+        reader = StreamReader(feed.handle)
+        for number, places in enumerate(feed.chunks):
+            assert list(reader.chunk(number, places, torch.float32))
+            reader.leave(number)
+        reader.close()
+
+    def end_load(self):
+        self.reading.join()
+        return 0.0
+
+    def wake_cache(self):
+        self.events.append("kv_cache")
+
+    def end_proof(self, parts, seconds):
+        return VerificationResult({}, 0.0, 1, 0)
+
+    def is_reading(self):
+        return True
+
+    def note(self, name, tensor):
+        pass
+
+    begin_proof = look = lambda self, *_: None
+
+
+def test_an_engine_over_two_gpus_allocates_after_all_its_ranks_have_met_without_cached_memory(monkeypatch, tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    events: list[str] = []
+    meet = weight_sync.meet
+    monkeypatch.setattr(weight_sync, "release_cached", lambda device: events.append("release"))
+    monkeypatch.setattr(weight_sync, "meet", lambda divided: events.append("meet") or meet(divided))
+    model = TinyModel(hidden_size=32, intermediate_size=64).load_causal_lm("cpu")
+    alone = ParallelInfo(
+        device=torch.device("cpu"), mesh=Mesh((("shard", 1),)), rank=0, siblings=(0,), sibling_group=None,
+        layout_of=tensor_layout, local=local,
+    )  # fmt: skip
+    sync = WeightSync(
+        model, alone, RecordedEngine(events), torch.float32, None, 1 << 20,
+        may_slice=True, may_repeat=lambda error: False,
+    )  # fmt: skip
+    try:
+        for _ in range(2):
+            events.clear()
+            sync.run()
+            assert events == ["release", "meet", "weights", "release", "meet", "kv_cache"]
+    finally:
+        sync.close()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("own", "others"), [(0, [1, 2]), (1, [0, 2]), (2, [0, 1])])
+def test_a_worker_opens_memory_of_other_gpus_where_each_gives_it_peer_access(own, others, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: asked.append(pair) or True)
+    assert shm_stream.reads_peers(torch.device("cuda", own))
+    assert asked == [(own, other) for other in others]
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other != others[-1])
+    assert not shm_stream.reads_peers(torch.device("cuda", own))
+    assert shm_stream.reads_peers(torch.device("cpu"))
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """The devices of the streams that are made, in order."""
+    found = []
+
+    class Stream(SimpleNamespace):
+        def __init__(self, chunk_bytes, readers, device):
+            found.append(str(device))
+            super().__init__(chunk_bytes=chunk_bytes, handle=None, begin=lambda *_: None, close=lambda: None)
+
+    monkeypatch.setattr(weight_sync, "StreamWriter", Stream)
+    monkeypatch.setattr(client_module, "StreamWriter", Stream)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("readers", "reads_peers", "device"),
+    [
+        ((0, 1), True, "cuda:1"),  # of a mixture, one process feeds all workers
+        ((0, 1), False, "cpu"),
+        ((1,), False, "cuda:1"),  # the worker on its own GPU
+        ((0,), False, "cpu"),
+        ((0,), True, "cuda:1"),
+    ],
+)
+def test_workers_without_peer_access_read_weights_from_main_memory(readers, reads_peers, device, streams, monkeypatch):
+    monkeypatch.setattr(weight_sync, "among_siblings", lambda divided, value: [None, None])
+    sync = WeightSync(
+        torch.nn.Linear(2, 2), divided_of(1, 2), None, torch.float32, None, 1 << 20,
+        may_slice=True, may_repeat=lambda error: False,
+    )  # fmt: skip
+    share = FeedAssignment({}, readers, [[]], 1 << 20, {})
+    sync._opened([FeedAssignment({}, (), [], 0, {}), share], SyncOffer(None, 2, 1, "", 60.0, 1, reads_peers))
+    assert streams == [device]
+
+
+@pytest.mark.parametrize(("reads_peers", "device"), [(True, "cuda:0"), (False, "cpu")])
+def test_a_single_process_feeds_an_engine_of_two_gpus_by_main_memory_too(reads_peers, device, streams, monkeypatch):
+    monkeypatch.setattr(client_module, "compute_device", lambda model: torch.device("cuda:0"))
+    engine = object.__new__(VLLMClient)
+    engine.model, engine.setting = None, SimpleNamespace(dtype=torch.float32)
+    engine.connection = engine.stream = None
+    engine.in_place, engine.chunk_bytes, engine.engine_info = True, 1 << 20, EngineInfo(64, 2, reads_peers)
+    engine.connect([])
+    assert streams == [device]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -20,12 +21,14 @@ from verl.checkpoint.save.snapshot import Snapshot, pin_memory
 from verl.component import BuildContext
 from verl.engines import engine as engine_module
 from verl.engines.parallel_dims import DataParallelism
+from verl.engines.sharding import DDP, FSDP, HSDP, Parallel
 from verl.models.tiny import TinyModel
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.client import client as client_module
 from verl.rollout.vllm.client.client import VLLMClient
 from verl.rollout.vllm.client.engine_args import environment
 from verl.rollout.vllm.config import VLLMRollout
+from verl.rollout.vllm.sync.sharded_client import grouped
 from verl.trainer.plan import memory_estimate
 from verl.trainer.setup import prepare_context
 from verl.utils import memory, seeding
@@ -343,3 +346,45 @@ def test_a_snapshot_copies_on_a_stream_of_its_own_after_what_was_asked_for_and_w
     assert found.tolist() == [*range(8), *range(8), 7, 7, 7, 7]
     assert bytes(memory[144:148]) == b"text"
     buffer.release()
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        DDP(timeout_s=77.0),
+        FSDP(timeout_s=77.0),
+        HSDP(replicas=2, timeout_s=77.0),
+        Parallel(cp=2, dp_shard=4, timeout_s=77.0),
+        Parallel(tp=2, dp_shard=4, timeout_s=77.0),
+        Parallel(pp=2, dp_shard=2, tp=2, timeout_s=77.0),
+        Parallel(ep=4, dp_shard=8, timeout_s=77.0),
+        Parallel(dp_replicate=2, ep=2, dp_shard=4, timeout_s=77.0),
+    ],
+    ids=["ddp", "fsdp", "hsdp", "cp", "tp", "pp", "ep", "ep and replicas"],
+)
+def test_every_group_of_processes_has_the_time_limit_of_the_sharding(sharding, monkeypatch):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    limits = []
+    made = dist.distributed_c10d._new_process_group_helper
+
+    def recorded(*args, timeout, **options):
+        limits.append(timeout)
+        return made(*args, timeout=timeout, **options)
+
+    init = dist.init_process_group
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", recorded)
+    monkeypatch.setattr(
+        dist, "init_process_group",
+        lambda timeout, rank, world_size, **_: init(
+            "fake", store=FakeStore(), rank=rank, world_size=world_size, timeout=timeout
+        ),
+    )  # fmt: skip
+    parallel = sharding.build(BuildContext(rank=0, world_size=8))
+    try:
+        if hasattr(parallel, "_info"):
+            grouped(parallel._info(), 4)  # of an engine
+        assert set(limits) == {timedelta(seconds=77)}
+        assert len(limits) > (0 if isinstance(sharding, DDP) else 3)
+    finally:
+        parallel.close()

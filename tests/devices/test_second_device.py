@@ -32,8 +32,8 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("weights", ["on the device", "offloaded"])
-def test_packing_log_probs_two_syncs_and_the_probe_run_on_a_device_of_their_own(found, weights):
-    assert len(found[weights]) == 11
+def test_scoring_syncs_a_resumed_optimizer_and_a_merged_adapter_run_on_a_device_of_their_own(found, weights):
+    assert len(found[weights]) == 13
     assert {name: wrong for name, wrong in found[weights].items() if wrong} == {}
 
 

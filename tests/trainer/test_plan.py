@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 
 from verl.cli.main import app
 from verl.cli.train import train_sft
+from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.hf import HFRollout
+from verl.trainer.plan import run_plan
 from verl.trainer.plan.activations import LiveBytes, trace_activations
 from verl.trainer.plan.devices import DEVICES, device_named
 from verl.trainer.plan.memory import micro_batch_limit
@@ -283,6 +285,27 @@ def test_the_command_ends_with_1_where_a_run_does_not_fit(llama_8b):
     found = CliRunner().invoke(app, [*arguments, "--device", "rtx4090"])
     assert found.exit_code == 1
     assert "It does not fit" in found.stdout
+
+
+@pytest.mark.parametrize("device", [*DEVICES, "cpu"])
+@pytest.mark.parametrize("fits", [True, False])
+def test_fine_tuning_is_planned_on_every_device(llama_8b, device, fits):
+    large = ["actor=llama8b", f"actor.model.path={llama_8b}", "actor.micro_batch_tokens=262144"]
+    run = validate(compose_root("sft", [] if fits else [*large, "trainer.batch_size=4096"]))
+    plan = plan_run(run, device_named(device))
+    assert device == "cpu" or plan.fits is fits
+    assert [phase.name for phase in plan.memory.phases] == ["rest", "update actor", "save"]
+    assert plan.device.name in "\n".join([*plan.lines(), *plan.warnings(0, 0), plan.summary()])
+
+
+def test_fine_tuning_that_starts_on_a_gpu_has_a_plan_and_no_warning(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(run_plan, "free_memory", lambda device, processes: 70 * GIB)
+    monkeypatch.setattr(run_plan, "gpu_here", lambda: device_named("h100"))
+    run = validate(compose_root("sft", ["checkpoint=off"]))
+    plan = run_plan.log_plan(run, BuildContext(device="cuda:0", run_dir=tmp_path), tmp_path)
+    assert plan is not None
+    assert caplog.messages == []
+    assert "update actor" in (tmp_path / "plan.txt").read_text()
 
 
 def test_a_main_script_plans_in_place_of_training(tmp_path, monkeypatch, capsys):

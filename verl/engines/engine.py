@@ -21,6 +21,7 @@ from verl.model_paths.check import paths_for
 from verl.model_paths.expert_routing import ExpertLoad, defines_balance_loss, routing_of
 from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, empty_micro_batch
 from verl.model_paths.paths import PLAIN, ModelPaths, Scoring
+from verl.model_paths.twin import exempt_from_determinism
 from verl.models.call import call_model, unwrapped
 from verl.models.heads import LMHead
 from verl.models.parallel_info import Autocast, compute_device, computing_in
@@ -74,6 +75,8 @@ class TrainingEngine:
         self._elsewhere = {name: p for name, p in named.items() if is_elsewhere(p)}
         self.optimizer = None if optimizer is None else optimizer.attach(self.parameters.values())
         self.device = compute_device(model)
+        if self.device.type != "cpu":
+            exempt_from_determinism(unwrapped(getattr(model, "backbone", model)))
         self.autocast: Autocast = autocast
         self.packing = packing
         if parallel.context is not None and packing == "off":

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -160,6 +160,7 @@ class DataParallelism(Parallelism):
         self.device = torch.device(context.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self.timeout = timedelta(seconds=timeout_s)
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group(
@@ -168,7 +169,7 @@ class DataParallelism(Parallelism):
                 init_method=os.environ.get("VERL_RENDEZVOUS", "env://"),
                 rank=self.rank,
                 world_size=self.world_size,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=self.timeout,
             )
         self.dist = dist
         self.data_group: Any = None  # the processes with different rows: all of them
@@ -265,8 +266,6 @@ class ShardedParallelism(DataParallelism):
         cp_style: ContextStyle = "allgather",
     ):
         super().__init__(context, timeout_s)
-        from torch.distributed.device_mesh import init_device_mesh
-
         assert degrees.world_size == self.world_size, (degrees, self.world_size)
         self.degrees = degrees
         names = (STAGE, REPLICATE, SHARD, TENSOR)
@@ -276,12 +275,11 @@ class ShardedParallelism(DataParallelism):
             by_expert = ((EXPERT_SHARD, degrees.expert_shards), (EXPERT, degrees.ep))
             dims = (*self.mesh.dims[:2], *by_expert, *self.mesh.dims[3:])
             self.mesh = Mesh(dims, joined=((SHARD, (EXPERT_SHARD, EXPERT)),))
-            extents, own = tuple(size for _, size in dims), tuple(name for name, _ in dims)
-            self._expert_mesh = init_device_mesh(self.device.type, extents, mesh_dim_names=own)
+            self._expert_mesh = self._new_mesh(dims)
         self.fully, self.reshard, self.offload = fully, reshard, offload
         self.in_step = fully
         self.routers_are_whole = degrees.tp == 1 and degrees.pp == 1
-        self._device_mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        self._device_mesh = self._new_mesh(tuple(zip(names, sizes, strict=True)))
         self._sibling_group = self._device_mesh[TENSOR].get_group()
         stage = self.world_size // degrees.pp  # ranks of a stage are consecutive
         if degrees.tp > 1 or degrees.pp > 1:
@@ -298,12 +296,26 @@ class ShardedParallelism(DataParallelism):
             self.module_place = ModulePlace(tensors.get_local_rank(), degrees.tp, tensors.get_group())
         self._own_modules: dict[int, OwnModuleParts] = {}  # by id of the model
 
+    def _new_mesh(self, dims: Sequence[tuple[str, int]]) -> Any:
+        """The device mesh with these dimensions. Its groups have the time limit of this run: those that
+        `init_device_mesh` creates have that of torch."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        ranks = torch.arange(self.world_size).view([size for _, size in dims])
+        groups = []
+        for dim, (_, size) in enumerate(dims):
+            lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+            line_of = {rank: number for number, line in enumerate(lines) for rank in line}
+            groups.append(self.dist.group.WORLD if size == self.world_size else self._group(line_of.__getitem__))
+        names = tuple(name for name, _ in dims)
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
+
     def _group(self, key: Callable[[int], Any]) -> Any:
         """The process group of all ranks with the same key as this one. Collective: all processes create all groups."""
         ranks: dict[Any, list[int]] = {}
         for rank in range(self.world_size):
             ranks.setdefault(key(rank), []).append(rank)
-        return self.dist.new_subgroups_by_enumeration(list(ranks.values()))[0]
+        return self.dist.new_subgroups_by_enumeration(list(ranks.values()), timeout=self.timeout)[0]
 
     def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
         """See `Parallelism.shard_model`. A head on a backbone (a critic's) is small and is not sharded."""
@@ -357,6 +369,7 @@ class ShardedParallelism(DataParallelism):
             layout_of=tensor_layout,
             local=local,
             generation_groups=() if self.context is None else (self.context.group,),
+            timeout=self.timeout,
         )
 
     def _lay_out(self, model: OwnModule) -> None:

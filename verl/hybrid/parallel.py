@@ -202,15 +202,11 @@ class HybridParallelism(ShardedParallelism):
             grad = grad.redistribute(placements=parameter.placements)
         if self.groups == 1:
             return grad
-        mean = local(grad).clone(memory_format=torch.contiguous_format)
-        self.dist.all_reduce(mean, group=self.data_group)
-        mean /= self.groups
-        if not is_divided(grad):
-            return mean
-        from torch.distributed.tensor import DTensor
-
-        layout = {"device_mesh": grad.device_mesh, "placements": grad.placements}
-        return DTensor.from_local(mean, run_check=False, shape=grad.shape, stride=grad.stride(), **layout)
+        mean = grad.clone(memory_format=torch.contiguous_format)
+        part = local(mean)
+        self.dist.all_reduce(part, group=self.data_group)
+        part /= self.groups
+        return mean
 
     @contextmanager
     def same_random_numbers(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ Whether the small model has what the large one has is looked at afterwards, on t
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.models.call import call_model, layers_around, unwrapped
 from verl.models.pretrained import quiet_transformers, without_dropout
+
+log = logging.getLogger(__name__)
 
 ROW_TOKENS = 512
 BEYOND = ROW_TOKENS + 64  # a length that no row of the trial reaches, but a packed line of several does
@@ -337,6 +341,62 @@ def make_twin(model: Any, row_tokens: int, moved: tuple[int, int] | None = None,
                 return twin
             reasons.append("its kinds of layers differ")
     raise NoTwin(reasons[0])
+
+
+class _RefusedOperations(TorchDispatchMode):
+    """Notes operations that raise on a GPU, in themselves or in their backward pass, where deterministic algorithms are
+    demanded. Source: documentation of torch.use_deterministic_algorithms."""
+
+    always = re.compile(r"(_?adaptive_\w+_pool\dd|avg_pool3d|fractional_max_pool\dd|max_unpool\dd|reflection_pad\dd"
+                        r"|upsample_(linear|bilinear|bicubic|trilinear)\w*|grid_sampler\w*|_?ctc_loss|kthvalue|put_?)$")  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
+        is_refused = {
+            "cumsum": lambda: (kwargs.get("dtype") or args[0].dtype).is_floating_point,
+            "bincount": lambda: len(args) > 1 or kwargs.get("weights") is not None,
+            "median": lambda: len(args) > 1,
+            "scatter_reduce": lambda: "prod" in args,
+        }.get(name, lambda: self.always.match(name))
+        if is_refused():
+            self.found.add(name)
+        return func(*args, **kwargs)
+
+
+def operations_without_deterministic_form(model: Any) -> set[str]:
+    """Names of the operations of a model that raise on a GPU where deterministic algorithms are demanded, found on its
+    twin.
+
+    Raises:
+        NoTwin: none can be made.
+    """
+    twin = make_twin(model, ROW_TOKENS)
+    with torch.no_grad(), _RefusedOperations() as seen:
+        _try_out(twin)
+    return seen.found
+
+
+def exempt_from_determinism(model: Any) -> None:
+    """Let operations of a model that have no deterministic form on a GPU warn in place of raising, in this process.
+
+    No effect where deterministic algorithms are not demanded, or where all operations have such a form.
+    """
+    if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
+        return
+    try:
+        refused = ", ".join(sorted(operations_without_deterministic_form(model)))
+    except Exception as error:  # noqa: BLE001 - whatever a model's own code has against a twin
+        refused = f"some, perhaps, since no small copy of it could be tried ({type(error).__name__}: {error})"
+    if refused:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        log.warning(
+            "model is a %s: operations without a deterministic form on a GPU: %s. Two equal runs may differ.",
+            type(model).__name__, refused,
+        )  # fmt: skip
 
 
 def model_class(model: Any) -> type:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -37,6 +38,7 @@ class ParallelInfo:
         sibling_group: process group of the siblings.
         layout_of: layout of a tensor of the model over the mesh.
         local: the local part of such a tensor.
+        timeout: time limit of a collective operation, for more groups of its processes; None for that of torch.
     """
 
     device: torch.device
@@ -52,6 +54,7 @@ class ParallelInfo:
     stage_group: Any = None
     through_stages: Callable[[Tensor, Callable[[], Tensor]], Tensor] | None = None
     generation_groups: tuple[Any, ...] = ()
+    timeout: timedelta | None = None
 
 
 _MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of calls of `meet` so far, by store
@@ -121,15 +124,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor. Collective: all processes must call it in the same order."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
-
-
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard a tensor that every process has whole, in the layout of `like`, without communication."""
-    if not hasattr(like, "placements"):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
 
 
 Autocast = Literal["bfloat16"] | None

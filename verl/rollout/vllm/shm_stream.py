@@ -4,8 +4,8 @@
              └ waits until every reader has left the chunk          └ wait until it is filled
 
 No file and no second copy of the model is needed, only two chunks. On a CPU a chunk is unnamed shared memory, which is
-freed when the last process that maps it ends; on a GPU it is device memory, opened by its CUDA IPC handle. The counters
-of both kinds are in shared memory.
+freed when the last process that maps it ends; on a GPU it is device memory, opened by its CUDA IPC handle, unless a
+reader on another GPU has no peer access to it. The counters of both kinds are in shared memory.
 """
 
 from __future__ import annotations
@@ -266,9 +266,19 @@ def _ipc_handle(chunks: Tensor) -> tuple[Any, ...]:
     return reduce_tensor(chunks)
 
 
+def reads_peers(device: torch.device) -> bool:
+    """Whether a process on this device can open memory of all GPUs that it sees: the machine gives it peer access (over
+    NVLink, or PCIe without isolation)."""
+    if device.type != "cuda":
+        return True
+    own = device.index or 0
+    others = (other for other in range(torch.cuda.device_count()) if other != own)
+    return all(torch.cuda.can_device_access_peer(own, other) for other in others)
+
+
 def _opened(handle: tuple[Any, ...]) -> Tensor:
     """A tensor of another process, opened on this process's current GPU, since device indices differ between
-    processes."""
+    processes. Memory of another GPU is read over peer access, which `reads_peers` has confirmed."""
     rebuild, arguments = handle
     arguments = list(arguments)
     arguments[DEVICE_ARGUMENT] = torch.cuda.current_device()

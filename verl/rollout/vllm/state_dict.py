@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from verl.models.parallel_info import full_tensor, shard_like
-from verl.resharding.dtensor import is_elsewhere
+from verl.models.parallel_info import full_tensor
+from verl.resharding.dtensor import is_elsewhere, read_slice_like
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _delta(layer: Any, adapter: str, like: Tensor) -> Tensor:
     if factors[0] is a and factors[1] is b:
         return layer.get_delta_weight(adapter)
     delta = factors[1] @ factors[0] * layer.scaling[adapter]
-    return shard_like(delta.T if layer.fan_in_fan_out else delta, like)
+    return read_slice_like(like, delta.T if layer.fan_in_fan_out else delta)
 
 
 def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:

@@ -53,12 +53,12 @@ class DeviceRates:
         return self.bandwidth * self.bandwidth_share
 
 
-def _gpu(name: str, gib: float, half: float, single: float, bandwidth: float, link: float, host: float) -> DeviceRates:
-    """Memory in GiB, operations in 10^12 per second, the rest in 10^9 bytes per second."""
+def _gpu(name: str, mib: int, half: float, single: float, bandwidth: float, link: float, host: float) -> DeviceRates:
+    """Memory in MiB, operations in 10^12 per second, the rest in 10^9 bytes per second."""
     rates = {"bfloat16": half * TERA, "float16": half * TERA, "float32": single * TERA, "float64": single * TERA / 2}
     return DeviceRates(
         name=name,
-        memory=int(gib * GIB),
+        memory=mib << 20,
         products=rates,
         bandwidth=bandwidth * GB,
         link=link * GB,
@@ -67,18 +67,20 @@ def _gpu(name: str, gib: float, half: float, single: float, bandwidth: float, li
     )
 
 
-# From the vendors' data sheets: dense rates of the SXM form where there is one; links in one direction.
+# Memory as nvidia-smi (rocm-smi) reports it, less than on the data sheet. Rates are those of the vendors' data sheets:
+# dense ones of the SXM form where there is one; links in one direction.
 DEVICES = {
     device.name: device
     for device in (
-        _gpu("a100-40", 40, 312, 19.5, 1555, 300, 25),
-        _gpu("a100", 80, 312, 19.5, 2039, 300, 25),
-        _gpu("l4", 24, 121, 30.3, 300, 25, 25),
-        _gpu("l40s", 48, 362, 91.6, 864, 25, 25),
-        _gpu("rtx4090", 24, 165, 82.6, 1008, 25, 25),
-        _gpu("h100", 80, 989, 67, 3350, 450, 50),
-        _gpu("h200", 141 * GB / GIB, 989, 67, 4800, 450, 50),
-        _gpu("b200", 180 * GB / GIB, 2250, 80, 8000, 900, 50),
+        _gpu("a100-40", 40960, 312, 19.5, 1555, 300, 25),
+        _gpu("a100", 81920, 312, 19.5, 2039, 300, 25),
+        _gpu("l4", 23034, 121, 30.3, 300, 25, 25),
+        _gpu("l40s", 46068, 362, 91.6, 864, 25, 25),
+        _gpu("rtx4090", 24564, 165, 82.6, 1008, 25, 25),
+        _gpu("h100", 81559, 989, 67, 3350, 450, 50),
+        _gpu("h200", 143771, 989, 67, 4800, 450, 50),
+        _gpu("b200", 183359, 2250, 80, 8000, 900, 50),
+        _gpu("mi300x", 196592, 1307, 163.4, 5300, 448, 50),
     )
 }
 

@@ -19,6 +19,7 @@ from verl.utils.memory import DeviceMemory
 
 EXPERT_LOADS = 1.0, 2.0  # times its share of the tokens that the experts of a process get
 WORTH_PACKING = 0.85  # of the tokens of padded rows, from which down the rows are packed
+ASLEEP = "sleeping engine"  # what its process keeps on a GPU, outside of generation
 _HEADS = {"critic": "backbone", "reward": "classifier"}  # models that give no logits over the vocabulary
 
 
@@ -254,8 +255,10 @@ def _phases(
             resting[f"{role.name} optimizer"] = role.memory.optimizer
     if not device.is_gpu and estimate.copied:
         resting["copy for the writer"] = estimate.copied // max(1, estimate.processes)
-    sleeps = device.is_gpu and not estimate.stays_awake and getattr(run.rollout, "sleep", False)
-    beside = {} if sleeps or "engine weights" not in engine else {k: v for k, v in engine.items() if k != "sampling"}
+    asleep = {part: size for part, size in engine.items() if part == ASLEEP}
+    engine = {part: size for part, size in engine.items() if part != ASLEEP}
+    is_awake = "engine weights" in engine and not asleep
+    beside = {k: v for k, v in engine.items() if k != "sampling"} if is_awake else asleep
     yield PhaseMemory("rest", names, {**resting, **beside})
     actor = next((role for role in members if role.name == "actor"), None)
     if engine and actor is not None:
@@ -282,7 +285,7 @@ def _phases(
     if "engine weights" in engine and actor is not None:
         chunks = 2 * getattr(run.rollout, "chunk_mib", 0) * 2**20
         moving = {"chunks": chunks, "gathered weights": actor.memory.gathered}
-        yield PhaseMemory("sync", names, {**resting, "engine weights": engine["engine weights"], **moving})
+        yield PhaseMemory("sync", names, {**resting, **asleep, "engine weights": engine["engine weights"], **moving})
     if estimate.saving:
         yield PhaseMemory("save", names, {**resting, **beside})
 
@@ -304,6 +307,8 @@ def _engine_parts(
     memory = None
     if device.is_gpu:
         found = {"engine working": shape.overhead}
+        if getattr(rollout, "sleep", False) and not estimate.stays_awake:
+            found[ASLEEP] = shape.asleep
         memory = DeviceMemory(device.memory, min(device.memory - device.context, limit))
     try:
         cache = cache_bytes(rollout, shape, memory, beside)

@@ -356,7 +356,8 @@ class VLLMClient(RolloutEngine):
             if self.stream is None or self.stream.chunk_bytes < chunk_bytes:
                 if self.stream is not None:
                     self.stream.close()
-                self.stream = StreamWriter(chunk_bytes, self.engine_info.num_workers, compute_device(self.model))
+                device = compute_device(self.model) if self.engine_info.reads_peers else torch.device("cpu")
+                self.stream = StreamWriter(chunk_bytes, self.engine_info.num_workers, device)
             feeds = [FeedPlan(self.stream.handle, reader, chunks) for reader in range(self.engine_info.num_workers)]
             self.connection = _Connection(key, chunks, self.stream, feeds, size)
         return self.connection
@@ -378,6 +379,7 @@ class VLLMClient(RolloutEngine):
             self.process.kill()
             raise
         loading, size = self.end_load(), connection.num_bytes
+        self.wake_cache()
         metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
         return SyncResult(f"{len(weights)} tensors, {size / MIB:.1f} MiB to vLLM", metrics)
 
@@ -395,9 +397,12 @@ class VLLMClient(RolloutEngine):
         if anew is not None and self.in_place:
             self.in_place = False
             log.info("vLLM reloads its model at each sync: %s", anew)
+        return seconds
+
+    def wake_cache(self) -> None:
+        """Allocate keys and values, after the weights have been loaded."""
         self.wake("kv_cache")
         self.is_asleep = False
-        return seconds
 
     def wake(self, what: str) -> None:
         """Restore the `weights` or the `kv_cache` of a sleeping engine."""
@@ -541,6 +546,7 @@ class GroupVLLMClient(VLLMClient):
             self.process.progress_path,
             self.options.call_timeout_s,
             self._threads_while_both_work,
+            self.engine_info.reads_peers,
         )
 
     def is_reading(self) -> bool:

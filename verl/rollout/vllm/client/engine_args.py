@@ -85,6 +85,8 @@ class EngineArgs:
             "pipeline_parallel_size": options.pipeline_parallel_size,
             "enable_sleep_mode": self.is_on_gpu and options.sleep,
         }
+        if arguments["enable_sleep_mode"]:  # frees CUDA graphs and buffers of NCCL too
+            arguments |= {"sleep_mode_offload_cudagraph": True, "enable_nccl_comm_suspend": True}
         if self.utilization is not None:
             arguments["gpu_memory_utilization"] = self.utilization
         if self.lora_rank is not None:

@@ -32,6 +32,7 @@ SHARE = 0.9  # of what is left, for keys and values; the rest is for fragments, 
 SHARE_BESIDE_UNKNOWN = 0.5  # where it is not known what else the trainer will need
 CONTEXT_BYTES = 600 << 20  # of a process that uses a GPU: kernels, cuBLAS workspaces
 GRAPH_BYTES = 1 << 30  # CUDA graphs, where the model is compiled
+NCCL_BYTES = 512 << 20  # buffers of communicators, where an engine has several GPUs
 BLOCK_TOKENS = 128  # of the cache, at most
 
 
@@ -43,12 +44,15 @@ class EngineShape:
         weights: bytes in each of its processes.
         row: bytes of the keys and values of one token, in each of its processes.
         overhead: bytes beside weights, keys and values.
+        asleep: bytes that remain while it sleeps. Its CUDA graphs are in main memory then; that NCCL gives back its
+            buffers is experimental in vLLM, and not counted on.
         max_model_len: tokens of the longest row; None if not known.
     """
 
     weights: int
     row: int
     overhead: int
+    asleep: int
     max_model_len: int | None
 
     def rows(self, cache_bytes: int) -> int:
@@ -68,10 +72,12 @@ def engine_shape(options: VLLMRollout, config: Any, dtype: torch.dtype, is_on_gp
     layer = options.max_num_batched_tokens * (stats.hidden * 6 + 3 * stats.mlp // siblings) * dtype.itemsize * 2
     logits = 3 * 4 * options.max_num_seqs * stats.vocabulary
     compiled = 0 if options.runs_eager(is_on_gpu) else GRAPH_BYTES
+    asleep = CONTEXT_BYTES + (NCCL_BYTES if options.num_workers > 1 else 0)
     return EngineShape(
         weights=_largest_stage(stats, stages) * dtype.itemsize // siblings,
         row=stats.cache_elements * dtype.itemsize * _layers_share(stats, stages) // siblings,
-        overhead=CONTEXT_BYTES + compiled + layer + logits,
+        overhead=asleep + compiled + layer + logits,
+        asleep=asleep,
         max_model_len=options.max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None),
     )
 

@@ -22,7 +22,7 @@ from verl.rollout.vllm.messages import ChunkEntry, FeedPlan, LoadRequest, LoadRe
 from verl.rollout.vllm.server.expert_recorder import ExpertRecorder
 from verl.rollout.vllm.server.logits_processor import ActiveRequests, CounterNoiseProcessor
 from verl.rollout.vllm.server.weight_loader import InPlaceLoader, UnsupportedLayer, give_back_free_memory
-from verl.rollout.vllm.shm_stream import StreamReader, using_threads
+from verl.rollout.vllm.shm_stream import StreamReader, reads_peers, using_threads
 from verl.utils.progress import report
 from verl.weight_verification.vllm_probe import run_on_worker
 
@@ -83,6 +83,10 @@ class WorkerExtension:
     def prove_on_rank(self, task: str, *args: Any) -> Any:
         """This rank's part of a weight verification."""
         return run_on_worker(self, task, *args)
+
+    def verl_reads_peers(self) -> bool:
+        """Whether this worker can open memory of all GPUs of the engine."""
+        return reads_peers(self.device)
 
     def verl_wants(self, shapes: dict[str, tuple[int, ...]]) -> WantedSlices | None:
         """The slices of these tensors that this rank loads; None if vLLM has to reload its whole model."""

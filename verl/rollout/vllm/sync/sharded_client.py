@@ -76,7 +76,7 @@ def grouped(divided: ParallelInfo, size: int) -> ParallelInfo:
     import torch.distributed as dist
 
     groups = [list(range(first, first + size)) for first in range(0, divided.mesh.size, size)]
-    own, _ = dist.new_subgroups_by_enumeration(groups)
+    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=divided.timeout)
     return replace(divided, siblings=tuple(groups[divided.rank // size]), sibling_group=own)
 
 

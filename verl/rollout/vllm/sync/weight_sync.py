@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.parallel_info import Autocast, ParallelInfo
+from verl.models.parallel_info import Autocast, ParallelInfo, meet
 from verl.rollout.base import SyncResult
 from verl.rollout.vllm.client.client import GroupVLLMClient
 from verl.rollout.vllm.client.engine_process import EngineDied
@@ -34,6 +34,7 @@ from verl.rollout.vllm.sync.weight_transfer import (
     formed,
     may_be_sliced,
 )
+from verl.utils.memory import release_cached
 from verl.utils.progress import Progress, ProgressWatch
 from verl.weight_verification.fingerprint import FingerprintShards, sideways_names
 from verl.weight_verification.logprob_probe import trainer_log_probs
@@ -125,6 +126,7 @@ class RankSync:
             return None
         failure = None
         try:
+            self.engine.wake_cache()
             self.engine.begin_proof(self.question)
         except EngineDied as death:
             failure = death
@@ -251,6 +253,7 @@ class WeightSync:
             ConsensusFailed: that failed, here or elsewhere.
         """
         weights = list(weights_of(self.model))
+        self._meet_without_cache()
         rounds = consensus(self.divided, self._begin, self._may_repeat)
         key = tuple(None if one is None else one.engine for one in rounds), tuple(w.name for w in weights)
         if self.connection is None or self.connection.key != key:
@@ -264,6 +267,7 @@ class WeightSync:
             made.stream, made.feeds,
         )  # fmt: skip
         moved = self.push(part)
+        self._meet_without_cache()
         proofs = self.verify(part, moved)
         return _synced(moved, made.delivery, len(weights), proofs[0])
 
@@ -292,6 +296,11 @@ class WeightSync:
             self.stream.close()
             self.stream = None
 
+    def _meet_without_cache(self) -> None:
+        """Before an engine allocates memory, on all the GPUs that it spans: their ranks give back what torch keeps."""
+        release_cached(self.divided.device)
+        meet(self.divided)
+
     def _begin(self) -> SyncRound | None:
         """The siblings' information about this sync; readers may open this process's stream once all ranks have it."""
         found = None if self.engine is None else self.engine.begin_sync()
@@ -319,7 +328,9 @@ class WeightSync:
         mine = shares[self.divided.siblings.index(self.divided.rank)]
         if mine.chunks and (self.stream is None or self.stream.chunk_bytes < mine.chunk_bytes):
             self.close()
-            self.stream = StreamWriter(mine.chunk_bytes, offer.num_workers, self.divided.device)
+            feeds_itself = mine.readers == (self.divided.siblings.index(self.divided.rank),)  # the worker on its GPU
+            device = self.divided.device if offer.reads_peers or feeds_itself else torch.device("cpu")
+            self.stream = StreamWriter(mine.chunk_bytes, offer.num_workers, device)
         stream = self.stream if mine.chunks else None
         if stream is not None:
             stream.begin(len(mine.readers))
