@@ -1,5 +1,6 @@
 """Attention over packed rows, for any Hugging Face model that takes its attention function by name.
 
+    line [1 H N D] ── variable-length flash attention (`verl.ops.varlen_attention`), where the device has it ──> line
     line [1 H N D] ── take ──> blocks of padded segments [count H queries D] ── attention ──> take ──> line
 
 The model runs on one row that holds all tokens (see `verl.ops.packing`); this function alone knows which of them
@@ -26,6 +27,7 @@ from verl.model_paths.context_attention import ContextLine
 from verl.models.pretrained import quiet_transformers
 from verl.ops.attention import attend_heads
 from verl.ops.packing import AttentionBlock, PackedRows, gather_rows
+from verl.ops.varlen_attention import attend_varlen, layout_of, takes_varlen
 
 NAME = "verl_line"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -264,6 +266,10 @@ def attend_line(
     query: Tensor, key: Tensor, value: Tensor, packing: PackedRows, window: int | None, scaling: float | None
 ) -> Tensor:
     """[N H D] of the queries of a line over its keys and values [N K D]."""
+    if takes_varlen(query, value):
+        line = [(0, len(query))]
+        layout = layout_of(packing.layouts, packing.segments, line, window, query.device)
+        return attend_varlen(query, key, value, layout, scaling)
     q, k, v = (gather_rows(x, how) for x, how in ((query, packing.queries), (key, packing.keys), (value, packing.keys)))
     queries = q.split([block.count * block.queries for block in packing.blocks])
     keys = [x.split([block.count * block.keys for block in packing.blocks]) for x in (k, v)]
