@@ -5,6 +5,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices.attention_cost import (
+    BYTES,
+    KINDS,
+    AttentionCost,
+    by_kernel,
+    group_of,
+    needed,
+    under_masks,
+)
+from devices.attention_cost import WIDTH as HEAD_SIZE
 from devices.flash_kernel import flash_on_cpu
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -17,6 +27,7 @@ from verl.ops.packing import pack
 PROMPTS, RESPONSES = torch.tensor([5, 4, 5, 5, 2, 1, 9]), torch.tensor([14, 1, 3, 1, 7, 2, 30])
 PROMPT_OF = torch.tensor([0, 4, 0, 0, 1, 2, 3])  # the prompt of row 1 has a response of one token, which is left out
 HEADS, WIDTH = 4, 8
+BYTES_OF_KEYS = 2 * KINDS * HEAD_SIZE * BYTES  # and of values, of a token
 
 
 def line(share):
@@ -76,6 +87,26 @@ def test_ranks_that_share_the_tokens_of_a_line_come_to_its_outputs_and_gradients
     found[2:] = [sum(parts) for parts in zip(*sums, strict=True)]
     for x, y in zip(found, wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_kernel_computes_the_scores_that_queries_need_and_no_others(share, monkeypatch):
+    packing = line(share)
+    with flash_on_cpu(monkeypatch) as calls:
+        attend_line(*heads_of(packing, 2)[0], packing, None, None)
+    assert calls.scores == needed(packing)
+
+
+@pytest.mark.parametrize("longest", [1024, 8192, 32768])
+def test_scores_and_bytes_of_a_group_of_long_responses(longest):
+    """One layer of Llama 8B; the figures are those of docs/gpu.md."""
+    packing = group_of(longest)
+    masks, kernel = under_masks(packing), by_kernel(packing)
+    assert kernel == AttentionCost(scores=needed(packing), key_bytes=0, mask_bytes=0)
+    assert masks.scores > 1.6 * kernel.scores
+    keys = by_kernel(packing, window=4096).key_bytes
+    assert keys <= 1.2 * len(packing.tokens) * BYTES_OF_KEYS
+    assert masks.key_bytes > 5 * len(packing.tokens) * BYTES_OF_KEYS
 
 
 def joined_by_autograd(query, key, value, packing):

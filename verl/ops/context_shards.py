@@ -186,9 +186,10 @@ def _blocks(packing: PackedRows, own: Tensor) -> Iterator[PieceBlock]:
 
 def _pieces(packing: PackedRows, own: Tensor) -> Iterator[_Piece]:
     """Split the tokens of a rank at segment ends, at gaps, and by `PIECE`."""
-    slots = packing.out.index[own]
+    layout = packing.slots()
+    slots = layout.out.index[own]
     first = 0
-    for number, block in enumerate(packing.blocks):
+    for number, block in enumerate(layout.blocks):
         inside = ((slots >= first) & (slots < first + block.count * block.queries)).nonzero()[:, 0]
         if len(inside):
             slot = slots[inside] - first
@@ -229,8 +230,9 @@ def _block(packing: PackedRows, pieces: list[_Piece]) -> PieceBlock:
 
 def _keys(packing: PackedRows, piece: _Piece, width: int) -> Tensor:
     """[width] indices into the line: the row's tokens up to the last query, which is repeated as padding."""
-    block = packing.blocks[piece.block]
-    before = sum(other.count * other.keys for other in packing.blocks[: piece.block])
-    slots = packing.keys.index[before + piece.row * block.keys : before + (piece.row + 1) * block.keys]
+    layout = packing.slots()
+    block = layout.blocks[piece.block]
+    before = sum(other.count * other.keys for other in layout.blocks[: piece.block])
+    slots = layout.keys.index[before + piece.row * block.keys : before + (piece.row + 1) * block.keys]
     row = torch.cat([slots[: piece.prefix], slots[block.prefix : block.prefix + piece.high]])
     return torch.cat([row, row[-1:].expand(width - len(row))])

@@ -9,6 +9,7 @@ similar length; everything else runs on the line. The last token of a response p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,40 +72,63 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class BlockSlots:
+    """Segments of a line in blocks of slots, for attention under masks.
+
+    Attributes:
+        blocks: in the order of their slots.
+        queries, keys: gathers from the line to the slots of all blocks, concatenated.
+        out: gather from the query slots back to the line.
+        masks: cache by block and window, for all layers and their recomputation.
+    """
+
+    blocks: tuple[AttentionBlock, ...]
+    queries: GatherIndex
+    keys: GatherIndex
+    out: GatherIndex
+    masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def to(self, device: torch.device | str) -> BlockSlots:
+        return BlockSlots(self.blocks, *(x.to(device) for x in (self.queries, self.keys, self.out)))
+
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
 class PackedRows:
     """The layout of rows [b S] as a line of N tokens.
 
     Attributes:
         tokens: [N], index of each token in the flattened rows [b * S].
         positions: [N], position of each token in its row.
-        blocks: attention blocks, in the order of their slots.
-        queries, keys: gathers from the line to the slots of all blocks, concatenated.
-        out: gather from the query slots back to the line.
         predictors: gather from the line to the states that predict the response tokens on the mask, in the order of
             mask.nonzero().
         segments: those with tokens, in the order of the line: prompts of several rows, those without a response at the
             end, then their responses, prompt by prompt.
-        masks: cached attention masks by block, window and device, for all layers and their recomputation.
+        multiple: of which the lengths of blocks are.
         layouts: cached calls of variable-length attention by window and device (`verl.ops.varlen_attention`).
     """
 
     tokens: Tensor
     positions: Tensor
-    blocks: tuple[AttentionBlock, ...]
-    queries: GatherIndex
-    keys: GatherIndex
-    out: GatherIndex
     predictors: GatherIndex
     segments: tuple[Segment, ...]
-    masks: dict[tuple[int, int | None, torch.device], Tensor | None] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    multiple: int = 1
     layouts: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    _slots: dict[torch.device, BlockSlots] = field(default_factory=dict, compare=False, repr=False)
 
     def to(self, device: torch.device | str) -> PackedRows:
-        takes = {name: getattr(self, name).to(device) for name in ("queries", "keys", "out", "predictors")}
         tokens, positions = (x.to(device, non_blocking=True) for x in (self.tokens, self.positions))
-        return replace(self, tokens=tokens, positions=positions, **takes)
+        return replace(self, tokens=tokens, positions=positions, predictors=self.predictors.to(device))
+
+    def slots(self, device: torch.device = HOST) -> BlockSlots:
+        """Blocks on a device, made and moved at first use: variable-length attention needs none."""
+        if HOST not in self._slots:
+            self._slots[HOST] = block_slots(self.segments, self.multiple)
+        if device not in self._slots:
+            self._slots[device] = self._slots[HOST].to(device)
+        return self._slots[device]
 
 
 def pack(
@@ -156,22 +180,7 @@ def pack(
     segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     tokens, positions = source[segment] + within, before[segment] + within
 
-    blocks, queries, keys = [], _Slots(), _Slots()
-    prompts = len(owner)
-    for members in [*_cut(prefixes, 0), *_cut(own, prompts)]:
-        count, reach, real = len(members), 0, torch.zeros(len(members), dtype=torch.int64)
-        grid, is_real = _padded(starts[members], lengths[members], multiple)
-        queries.add(grid, is_real)
-        if share and int(members[0]) >= prompts:
-            mine = prompt_of[order[members - prompts]]
-            head, is_head = _padded(starts[mine], real := prefixes[mine], multiple)
-            grid, is_real, reach = torch.cat([head, grid], 1), torch.cat([is_head, is_real], 1), head.shape[1]
-        keys.add(grid, is_real)
-        blocks.append(AttentionBlock(count, grid.shape[1] - reach, grid.shape[1], reach, real))
-    size, cut = len(tokens), int(prefixes.sum())
-    slot_of = torch.empty(size, dtype=torch.int64)
-    slot_of[queries.index[queries.is_real]] = queries.is_real.nonzero()[:, 0]
-
+    size, cut, prompts = len(tokens), int(prefixes.sum()), len(owner)
     place = torch.empty_like(order)
     place[order] = torch.arange(rows)
     own_start = starts[prompts + place]
@@ -184,12 +193,38 @@ def pack(
     return PackedRows(
         tokens,
         positions,
+        _take(predictor, size, cut),
+        _segments(starts, lengths, prompt_of[order] if share else None),
+        multiple,
+    )
+
+
+def block_slots(segments: Sequence[Segment], multiple: int = 1) -> BlockSlots:
+    """Blocks of the segments of a line, whose lengths are rounded up to a multiple."""
+    starts = torch.tensor([segment.start for segment in segments])
+    lengths = torch.tensor([segment.length for segment in segments])
+    prompt_of = torch.tensor([-1 if segment.prompt is None else segment.prompt for segment in segments])
+    behind = (prompt_of >= 0).nonzero()[:, 0]
+    prompts = len(segments) - len(behind)
+    blocks, queries, keys = [], _Slots(), _Slots()
+    for members in [*_cut(lengths[:prompts], 0), *_cut(lengths[prompts:], prompts)]:
+        count, reach, real = len(members), 0, torch.zeros(len(members), dtype=torch.int64)
+        grid, is_real = _padded(starts[members], lengths[members], multiple)
+        queries.add(grid, is_real)
+        if int(members[0]) >= prompts:
+            mine = prompt_of[members]
+            head, is_head = _padded(starts[mine], real := lengths[mine], multiple)
+            grid, is_real, reach = torch.cat([head, grid], 1), torch.cat([is_head, is_real], 1), head.shape[1]
+        keys.add(grid, is_real)
+        blocks.append(AttentionBlock(count, grid.shape[1] - reach, grid.shape[1], reach, real))
+    size, cut = int(lengths.sum()), int(lengths[:prompts].sum()) if len(behind) else 0
+    slot_of = torch.empty(size, dtype=torch.int64)
+    slot_of[queries.index[queries.is_real]] = queries.is_real.nonzero()[:, 0]
+    return BlockSlots(
         tuple(blocks),
         queries=_take(queries.index, size, cut, queries.is_real),
         keys=_take(keys.index, size, cut, keys.is_real),
         out=_take(slot_of, len(queries.index), 0),
-        predictors=_take(predictor, size, cut),
-        segments=_segments(starts, lengths, prompt_of[order] if share else None),
     )
 
 
@@ -207,13 +242,11 @@ def _segments(starts: Tensor, lengths: Tensor, prompt_of: Tensor | None) -> tupl
 
 
 def _cut(lengths: Tensor, offset: int) -> list[Tensor]:
-    """Numbers of the segments of each block, longest first; segments without tokens are left out."""
+    """Numbers of the segments of each block, longest first."""
     by_length = torch.argsort(lengths, descending=True, stable=True)
     longest_first = lengths[by_length].tolist()
     blocks: list[list[int]] = []
     for length, segment in zip(longest_first, by_length.tolist(), strict=True):
-        if not length:
-            break
         if not blocks or length < BLOCK_SLACK * int(lengths[blocks[-1][0]]):
             blocks.append([])
         blocks[-1].append(segment)

@@ -116,7 +116,7 @@ def takes_varlen(query: Tensor, value: Tensor) -> bool:
     return reason is None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _warn_once(reason: str) -> None:
     _log.warning(
         "Packed rows are computed under masks, not by variable-length flash attention: %s. Responses behind a shared "
@@ -188,7 +188,7 @@ def _join(out: Tensor, sums: Tensor, found: Tensor, of_part: Tensor, is_joined: 
         sums.copy_(of_part)
         return
     share = torch.sigmoid(of_part - sums).t().unsqueeze(-1)  # of the further keys in the softmax
-    out.copy_(torch.addcmul(out * (1 - share), found, share))
+    out.addcmul_(found - out, share)
     torch.logaddexp(sums, of_part, out=sums)
 
 
