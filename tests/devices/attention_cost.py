@@ -1,4 +1,4 @@
-"""What attention of a packed line takes on a GPU, from its layout: `python -m devices.attention_cost` in tests/.
+"""What attention of a packed line takes on a GPU, from its layout.
 
 Of one layer of Llama 8B in bfloat16, forward: scores, bytes of copied keys and values, bytes of masks.
 """
@@ -64,17 +64,3 @@ def by_kernel(packing: PackedRows, window: int | None = None) -> AttentionCost:
             scores += int(seen.clamp(max=layout.window).sum() if layout.window else seen.sum())
     copied = 0 if layout.gathered is None else len(layout.gathered.index)
     return AttentionCost(scores, 2 * copied * KINDS * WIDTH * BYTES)
-
-
-if __name__ == "__main__":
-    for longest in (1024, 8192, 32768):
-        packing = group_of(longest)
-        for window in (None, 4096):
-            line = 2 * len(packing.tokens) * KINDS * WIDTH * BYTES
-            wanted = by_kernel(packing, window).scores if window else needed(packing)
-            for name, found in (("masks", under_masks(packing, window)), ("kernel", by_kernel(packing, window))):
-                print(
-                    f"{longest:6} window {window} {name:6} scores {found.scores / wanted:5.2f} keys "
-                    f"{found.key_bytes / 2**20:8.1f} MiB ({found.key_bytes / line:4.1f} lines) masks "
-                    f"{found.mask_bytes / 2**20:7.1f} MiB"
-                )
