@@ -27,9 +27,9 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         options = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and options.get("dtype") == torch.bfloat16:
-            if (name := self.names.get(args[0].data_ptr())) is not None:
-                self.found[name] += 1
+        casts = func is torch.ops.aten._to_copy.default and options.get("dtype") == torch.bfloat16
+        if casts and (name := self.names.get(args[0].data_ptr())) is not None:
+            self.found[name] += 1
         return func(*args, **options)
 
 

@@ -78,7 +78,7 @@ def enable(model: Any) -> str | None:
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or LAYER_TYPES)
     if others := sorted(kinds - LAYER_TYPES):
         return f"it has layers of the kind {', '.join(others)}"
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, _registered)
     AttentionMaskInterface.register(NAME, make_mask)
     try:
         with quiet_transformers():
@@ -215,6 +215,18 @@ def attend(
 
     plain = AttentionInterface._global_mapping["sdpa"]
     return plain(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others)
+
+
+_registered: Callable[..., tuple[Tensor, None]] = attend
+
+
+def leave_uncompiled() -> None:
+    """From here on compiled layers call this attention as it is: compiled it would serve a single packing."""
+    global _registered
+    from transformers import AttentionInterface
+
+    _registered = torch.compiler.disable(attend)
+    AttentionInterface.register(NAME, _registered)
 
 
 def unknown_keywords(given: dict[str, Any]) -> list[str]:
