@@ -155,6 +155,8 @@ class Checks:
         self.batch = as_batch([TrialRow(torch.arange(4, 24), torch.arange(4, 4 + n)) for n in (9, 20, 14)])
         made = cut_into_micro_batches(self.batch, 1000, FAST, None, BLOCK_MULTIPLE)
         self.micros = [replace(micro, places=micro.on_mask) for micro in made]
+        for micro in self.micros:
+            micro.packing.slots()  # reads numbers
         with self.device():
             parallel.shard_model(self.model, "bfloat16")
             self.engine = TrainingEngine(self.model, parallel, 1000, None, autocast="bfloat16")
@@ -209,7 +211,8 @@ class Checks:
             for micro in self.micros:
                 packing = micro.to(self.engine.device).packing
                 assert packing is not None
-                taken = [packing.queries, packing.keys, packing.out, packing.predictors]
+                slots = packing.slots(self.engine.device)
+                taken = [slots.queries, slots.keys, slots.out, packing.predictors]
                 devices = {x.device.type for how in taken for x in (how.index, *how.uses)}
                 assert devices | {packing.tokens.device.type, packing.positions.device.type} == {NAME}, devices
 

@@ -31,7 +31,7 @@ def blocks_of(seed: int, multiple: int):
     responses = torch.randint(1, LONGEST, (128,), generator=generator)
     mask = torch.arange(LONGEST) < responses[:, None]
     of = torch.arange(32).repeat_interleave(4)
-    return pack(prompts, responses, of, mask, LONGEST, multiple=multiple).blocks
+    return pack(prompts, responses, of, mask, LONGEST, multiple=multiple).slots().blocks
 
 
 def test_shapes_of_many_steps_are_few_and_multiples_of_64():

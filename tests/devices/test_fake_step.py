@@ -87,8 +87,9 @@ def rows(prompts, samples, length):
 
 def ready(micro):
     """With all that is looked up in numbers: places of tokens, and masks."""
-    for number in range(len(micro.packing.blocks)):
-        packed_attention.mask_of_block(micro.packing, number, None, torch.device("cpu"))
+    slots = micro.packing.slots()
+    for number in range(len(slots.blocks)):
+        packed_attention.mask_of_block(slots, number, None, torch.device("cpu"))
     return replace(micro, places=micro.on_mask)
 
 

@@ -15,7 +15,6 @@ from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import TinyModel
 from verl.ops import sampling
-from verl.ops.packing import PackedRows
 from verl.ops.sampling import inverse_cdf, inverse_cdf_by_blocks
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
@@ -32,17 +31,16 @@ def pretended(monkeypatch):
     def to(micro, device):
         packing = micro.packing
         if packing is not None:
-            names = ("tokens", "positions", "queries", "keys", "out", "predictors")
-            parts = {name: getattr(packing, name) for name in names}
-            moved = {
-                name: part.clone()
-                if isinstance(part, torch.Tensor)
-                else replace(part, index=part.index.clone(), uses=tuple(x.clone() for x in part.uses))
-                for name, part in parts.items()
-            }
-            syncs.on_device([moved["tokens"], moved["positions"]])
-            syncs.on_device([(moved[name].index, *moved[name].uses) for name in names[2:]])
-            packing = PackedRows(blocks=packing.blocks, **moved)
+            how, slots = packing.predictors, packing.slots()
+            packing = replace(
+                packing,
+                tokens=packing.tokens.clone(),
+                positions=packing.positions.clone(),
+                predictors=replace(how, index=how.index.clone(), uses=tuple(x.clone() for x in how.uses)),
+            )
+            syncs.on_device([packing.tokens, packing.positions])
+            for taken in (packing.predictors, slots.queries, slots.keys, slots.out):
+                syncs.on_device((taken.index, *taken.uses))
         places = tuple(syncs.on_device(x.clone()) for x in micro.on_mask)
         tensors = {name: syncs.on_device(x.clone()) for name, x in micro.tensors.items()}
         return replace(micro, tensors=tensors, packing=packing, places=places)

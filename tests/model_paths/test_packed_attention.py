@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices.flash_kernel import flash_on_cpu
 from random_models import save_random_model
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
@@ -63,6 +64,28 @@ def test_packed_and_padded_rows_agree(family, share, tmp_path):
         torch.testing.assert_close(packed_gradients[name], gradient, rtol=1e-4, atol=1e-4)
 
 
+WINDOWS = {"sliding_window": 5, "head_dim": 8}
+OF_GPU = [("qwen3", {}), ("mistral", WINDOWS), ("gemma3_text", {**WINDOWS, "num_key_value_heads": 1})]
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("family", "options"), OF_GPU, ids=[family for family, _ in OF_GPU])
+def test_rows_packed_for_the_kernel_of_a_gpu_agree_with_padded_ones(family, options, share, tmp_path, monkeypatch):
+    save_random_model(tmp_path, family, torch.float64, **options)
+    model, rows = Pretrained(path=str(tmp_path), dtype="float64").load_causal_lm("cpu").train(), padded_rows()
+    weight = torch.randn(model.config.vocab_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected, gradients = run(model, rows, weight)
+    assert packed_attention.enable(model) is None
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with flash_on_cpu(monkeypatch) as calls:
+        found, packed_gradients = run(model, rows, weight, share)
+    layers = model.config.num_hidden_layers
+    assert 2 * layers <= calls.forward <= (4 if share else 2) * layers  # again going backward
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # norms pass through float32
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(packed_gradients[name], gradient, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_mask_is_made_once_for_all_layers_and_for_their_recomputation(recomputed, tmp_path, monkeypatch):
     save_random_model(tmp_path, "llama", torch.float64, num_hidden_layers=3)
@@ -73,7 +96,7 @@ def test_a_mask_is_made_once_for_all_layers_and_for_their_recomputation(recomput
     made, make = [], packed_attention.make_block_mask
     monkeypatch.setattr(packed_attention, "make_block_mask", lambda *given: made.append(given) or make(*given))
     run(model, rows, torch.ones(model.config.vocab_size, dtype=torch.float64), share=True)
-    blocks = pack(PROMPTS, RESPONSES, PROMPT_OF, rows["mask"], P, True).blocks
+    blocks = pack(PROMPTS, RESPONSES, PROMPT_OF, rows["mask"], P, True).slots().blocks
     assert len(made) == len(blocks)
 
 

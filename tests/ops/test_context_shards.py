@@ -20,11 +20,12 @@ def line(share):
 
 def seen_by(packing, query):
     """The entries of the line that a token of it sees, by the blocks of the whole line."""
-    slot, first, key = int(packing.out.index[query]), 0, 0
-    for block in packing.blocks:
+    slots = packing.slots()
+    slot, first, key = int(slots.out.index[query]), 0, 0
+    for block in slots.blocks:
         if slot < first + block.count * block.queries:
             row, place = divmod(slot - first, block.queries)
-            keys = packing.keys.index[key + row * block.keys : key + (row + 1) * block.keys]
+            keys = slots.keys.index[key + row * block.keys : key + (row + 1) * block.keys]
             prefix = int(block.prefix_lengths[row]) if block.prefix else 0
             return [*keys[:prefix].tolist(), *keys[block.prefix : block.prefix + place + 1].tolist()]
         first, key = first + block.count * block.queries, key + block.count * block.keys

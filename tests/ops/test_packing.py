@@ -62,15 +62,15 @@ def test_what_each_token_sees_is_its_own_row_up_to_itself(made, share):
 
 def visible(packing: PackedRows) -> dict[int, list[int]]:
     """Token -> tokens that it sees, read off the blocks as attention reads them."""
-    seen, first_query, first_key = {}, 0, 0
-    for block in packing.blocks:
+    seen, first_query, first_key, slots = {}, 0, 0, packing.slots()
+    for block in slots.blocks:
         for i in range(block.count):
-            keys = packing.keys.index[first_key + i * block.keys :][: block.keys].tolist()
+            keys = slots.keys.index[first_key + i * block.keys :][: block.keys].tolist()
             prefix = keys[: int(block.prefix_lengths[i])]
             for j in range(block.queries):
                 slot = first_query + i * block.queries + j
-                token = int(packing.queries.index[slot])
-                if int(packing.out.index[token]) == slot:
+                token = int(slots.queries.index[slot])
+                if int(slots.out.index[token]) == slot:
                     seen[token] = prefix + keys[block.prefix : block.prefix + j + 1]
         first_query += block.count * block.queries
         first_key += block.count * block.keys

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -120,9 +121,8 @@ class TrainingEngine:
                 if len(rows):
                     whole[rows, : x.shape[1]] = x
 
-        with computing_in(self.autocast, self.model):
-            micros = self.micro_batches(batch, alone)
-            self.parallel.run_micro_batches(micros, infer_one, contextlib.nullcontext, model=self.model)
+        micros = self.micro_batches(batch, alone)
+        self.parallel.run_micro_batches(micros, infer_one, self._computing, model=self.model)
         self.parallel.settle(self.model)
         if self.routing is not None:
             self.routing.end(self.device)
@@ -163,11 +163,7 @@ class TrainingEngine:
             return value
 
         self.parallel.run_micro_batches(
-            self.micro_batches(batch),
-            loss_of_one,
-            lambda: computing_in(self.autocast, self.model),
-            model=self.model,
-            trains=True,
+            self.micro_batches(batch), loss_of_one, self._computing, model=self.model, trains=True
         )
         self.parallel.sum_gradients(self.parameters.values())
         own = torch.stack(list(shares.values())).tolist() if shares else []  # one transfer from the device
@@ -328,15 +324,16 @@ class TrainingEngine:
             with head.left_out() if head.is_separable else contextlib.nullcontext():
                 micro.predict(last_states)
 
-        with computing_in(self.autocast, self.model):
-            micros = self.micro_batches(batch)
-            self.parallel.run_micro_batches(micros, count_one, contextlib.nullcontext, model=self.model)
+        self.parallel.run_micro_batches(self.micro_batches(batch), count_one, self._computing, model=self.model)
         self.parallel.settle(self.model)
         return self.parallel.sum_of_tokens(routing.end(self.device).tensors())
 
     def limit(self, scoring: Scoring) -> None:
         """Restrict the execution paths, after the check on the first batch found a faster one to be wrong."""
         self._limit = scoring
+
+    def _computing(self) -> AbstractContextManager[None]:
+        return computing_in(self.autocast, self.model)
 
     def _totals(self, batch: DataProto) -> LossTotals:
         own = LossTotals.of(batch.batch["response_mask"], batch.batch.get("episode_tokens"))

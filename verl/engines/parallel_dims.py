@@ -112,17 +112,18 @@ class Parallelism:
         Args:
             micros: the micro-batches of one step.
             forward: calls the model once; returns a loss if `trains`.
-            computing: makes a context that each forward and backward pass runs in, such as autocast.
+            computing: makes a context that all forward and backward passes run in: `computing_in`, entered once, since
+                it casts every weight.
             model: the model that `forward` calls.
             trains: also run the backward pass, which accumulates gradients.
         """
-        for micro in micros:
-            with computing():
+        with computing():
+            for micro in micros:
                 value = forward(micro)
                 if trains:
                     assert value is not None
                     value.backward()
-            report()
+                report()
 
     def from_last_stage(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
         """Named tensors of the last pipeline stage, broadcast to all stages."""

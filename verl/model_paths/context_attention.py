@@ -1,8 +1,9 @@
 """Context parallelism: processes that share the tokens of one packed line, and what attention exchanges for it.
 
 allgather  own queries x keys and values of the line, gathered for each layer, and again in its backward pass, which
-           adds their gradients up to parts; nothing gathered is kept in between. On a CPU what attention gave and
-           the sums of its softmax are kept, elsewhere scores are computed again
+           adds their gradients up to parts; nothing gathered is kept in between. Where the kernel gives the sums of
+           its softmax (a CPU's, and variable-length flash attention), they are kept with what attention gave;
+           elsewhere scores are computed again
 ulysses    tokens of all heads ── all-to-all ──> all tokens of some heads ── attention ──> all-to-all back
 
 Everything else of a model works on the tokens that a process has. Source of the exchanges: Liu et al. 2023,
@@ -21,7 +22,15 @@ from torch import Tensor
 
 from verl.ops.attention import attend_heads
 from verl.ops.context_shards import ContextShard, PieceBlock, shard_line
-from verl.ops.packing import GatherIndex, PackedRows, gather_rows
+from verl.ops.packing import GatherIndex, PackedRows, gather_rows, sum_rows
+from verl.ops.varlen_attention import (
+    VarlenLayout,
+    backward_parts,
+    forward_parts,
+    gathered_keys,
+    layout_of,
+    takes_varlen,
+)
 
 ContextStyle = Literal["allgather", "ulysses"]
 AttendLine = Callable[[Tensor, Tensor, Tensor, PackedRows, int | None, float | None], Tensor]
@@ -174,6 +183,12 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, line: ContextLine, *how: Any) -> Tensor:
         keys, values = _gather_line(key, value, line)
+        ctx.line, ctx.how = line, how
+        if takes_varlen(query, value):
+            layout = _layout(line, how[0], query.device)
+            out, sums = forward_parts(query, *(gathered_keys(layout, x) for x in (keys, values)), layout, how[1])
+            ctx.save_for_backward(query, key, value, out, sums)
+            return out
         out, sums = query.new_zeros(*query.shape[:2], value.shape[2]), None
         for block in line.shard.blocks:
             q, k, v = query[block.queries], keys[block.entries], values[block.entries]
@@ -185,7 +200,6 @@ class _GatheredAttention(torch.autograd.Function):
                 found = _attend_block(block, q, k, v, *how)
             out[block.real_queries] = found.flatten(0, 1)[block.real_slots]
         ctx.save_for_backward(query, key, value, *([] if sums is None else [out, sums]))
-        ctx.line, ctx.how = line, how
         return out
 
     @staticmethod
@@ -193,6 +207,13 @@ class _GatheredAttention(torch.autograd.Function):
         query, key, value, *kept = ctx.saved_tensors
         line, (grad,) = ctx.line, grads
         keys, values = _gather_line(key, value, line)
+        if takes_varlen(query, value):
+            layout = _layout(line, ctx.how[0], query.device)
+            given = [gathered_keys(layout, x) for x in (keys, values)]
+            into_query, *into = backward_parts(grad, query, *given, *kept, layout, ctx.how[1])
+            if layout.gathered is not None:
+                into = [sum_rows(x, layout.gathered) for x in into]
+            return into_query, *_scatter_line(into[0], into[1], line), None, None, None
         into_query, into = torch.zeros_like(query), [torch.zeros_like(keys), torch.zeros_like(values)]
         for block in line.shard.blocks:
             given = [query[block.queries], keys[block.entries], values[block.entries]]
@@ -209,6 +230,10 @@ class _GatheredAttention(torch.autograd.Function):
                 whole[block.entries] += part  # each entry once
         of_key, of_value = _scatter_line(into[0], into[1], line)
         return into_query, of_key, of_value, None, None, None
+
+
+def _layout(line: ContextLine, window: int | None, device: torch.device) -> VarlenLayout:
+    return layout_of(line.shard.layouts, line.whole.segments, line.shard.ranges, window, device)
 
 
 def keeps_sums(query: Tensor, value: Tensor) -> bool:

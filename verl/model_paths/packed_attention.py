@@ -1,5 +1,6 @@
 """Attention over packed rows, for any Hugging Face model that takes its attention function by name.
 
+    line [1 H N D] ── variable-length flash attention (`verl.ops.varlen_attention`), where the device has it ──> line
     line [1 H N D] ── take ──> blocks of padded segments [count H queries D] ── attention ──> take ──> line
 
 The model runs on one row that holds all tokens (see `verl.ops.packing`); this function alone knows which of them
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 from verl.model_paths.context_attention import ContextLine
 from verl.models.pretrained import quiet_transformers
 from verl.ops.attention import attend_heads
-from verl.ops.packing import AttentionBlock, PackedRows, gather_rows
+from verl.ops.packing import AttentionBlock, BlockSlots, PackedRows, gather_rows
+from verl.ops.varlen_attention import attend_varlen, layout_of, takes_varlen
 
 NAME = "verl_line"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -76,7 +78,7 @@ def enable(model: Any) -> str | None:
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or LAYER_TYPES)
     if others := sorted(kinds - LAYER_TYPES):
         return f"it has layers of the kind {', '.join(others)}"
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, _registered)
     AttentionMaskInterface.register(NAME, make_mask)
     try:
         with quiet_transformers():
@@ -215,6 +217,18 @@ def attend(
     return plain(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others)
 
 
+_registered: Callable[..., tuple[Tensor, None]] = attend
+
+
+def leave_uncompiled() -> None:
+    """From here on compiled layers call this attention as it is: compiled it would serve a single packing."""
+    global _registered
+    from transformers import AttentionInterface
+
+    _registered = torch.compiler.disable(attend)
+    AttentionInterface.register(NAME, _registered)
+
+
 def unknown_keywords(given: dict[str, Any]) -> list[str]:
     """Which keywords of a call may change what attention gives; of those with a value."""
     known = {**given, "is_causal": None if given.get("is_causal") in (None, True) else False}
@@ -264,13 +278,18 @@ def attend_line(
     query: Tensor, key: Tensor, value: Tensor, packing: PackedRows, window: int | None, scaling: float | None
 ) -> Tensor:
     """[N H D] of the queries of a line over its keys and values [N K D]."""
-    q, k, v = (gather_rows(x, how) for x, how in ((query, packing.queries), (key, packing.keys), (value, packing.keys)))
-    queries = q.split([block.count * block.queries for block in packing.blocks])
-    keys = [x.split([block.count * block.keys for block in packing.blocks]) for x in (k, v)]
+    if takes_varlen(query, value):
+        line = [(0, len(query))]
+        layout = layout_of(packing.layouts, packing.segments, line, window, query.device)
+        return attend_varlen(query, key, value, layout, scaling)
+    slots = packing.slots(query.device)
+    q, k, v = (gather_rows(x, how) for x, how in ((query, slots.queries), (key, slots.keys), (value, slots.keys)))
+    queries = q.split([block.count * block.queries for block in slots.blocks])
+    keys = [x.split([block.count * block.keys for block in slots.blocks]) for x in (k, v)]
     parts = []
     for number, (q, k, v) in enumerate(zip(queries, *keys, strict=True)):
-        block = packing.blocks[number]
-        mask = mask_of_block(packing, number, window, q.device)
+        block = slots.blocks[number]
+        mask = mask_of_block(slots, number, window, q.device)
         heads = attend_heads(
             q.unflatten(0, (block.count, block.queries)).transpose(1, 2),
             k.unflatten(0, (block.count, block.keys)).transpose(1, 2),
@@ -279,7 +298,7 @@ def attend_line(
             scaling,
         )
         parts.append(heads.transpose(1, 2).flatten(0, 1))
-    return gather_rows(torch.cat(parts), packing.out)
+    return gather_rows(torch.cat(parts), slots.out)
 
 
 def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
@@ -336,15 +355,14 @@ def attend_shared(
 
 def _as_line(states: Tensor) -> Tensor:
     """[1 H N D] to [N H D]."""
-    return states[0].transpose(0, 1)
+    return states.squeeze(0).transpose(0, 1)  # going backward a view, where that of `states[0]` is a copy
 
 
-def mask_of_block(packing: PackedRows, number: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Mask of a block of a packing, created at first use."""
-    key = (number, window, device)
-    if key not in packing.masks:
-        packing.masks[key] = make_block_mask(packing.blocks[number], window, device)
-    return packing.masks[key]
+def mask_of_block(slots: BlockSlots, number: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Mask of a block, created at first use."""
+    if (number, window) not in slots.masks:
+        slots.masks[number, window] = make_block_mask(slots.blocks[number], window, device)
+    return slots.masks[number, window]
 
 
 def make_block_mask(block: AttentionBlock, window: int | None, device: torch.device) -> Tensor | None:

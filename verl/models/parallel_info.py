@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -165,9 +166,9 @@ def compute_type(model: nn.Module, autocast: Autocast = None) -> str:
 def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
     """Inside this context `model` computes in `dtype`, weights and activations; None changes nothing.
 
-    Every weight is replaced by a copy in that dtype, and gradients flow through the copy to the weight in its own
-    dtype. Weights are cast once per context, where torch.autocast would cast at every product. The backward pass must
-    be inside too, since gradient checkpointing repeats the forward pass.
+    Every weight is replaced by a copy in that dtype, made once per context, where torch.autocast would cast at every
+    product. A gradient of a copy is added to that of its weight, in the weight's dtype, as soon as a backward pass has
+    it; so there may be several. They must be inside too, since gradient checkpointing repeats the forward pass.
 
     Submodules in `model.computes_in_own_type` (a value head) keep their dtype. A sharded model may cast its weights
     itself when it gathers them.
@@ -185,10 +186,26 @@ def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
                 if weight is None or weight.dtype == narrow or not weight.is_floating_point() or id(weight) in kept:
                     continue
                 if id(weight) not in copies:
-                    copies[id(weight)] = weight.to(narrow)
+                    copies[id(weight)] = _narrow_copy(weight, narrow)
                 replaced.append((module._parameters, name, weight))
                 module._parameters[name] = copies[id(weight)]  # type: ignore[assignment]
         yield
     finally:
         for parameters, name, weight in replaced:
             parameters[name] = weight
+
+
+def _narrow_copy(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    copy = weight.detach().to(dtype)
+    if weight.requires_grad and torch.is_grad_enabled():
+        copy.requires_grad_().register_post_accumulate_grad_hook(functools.partial(_give_gradient, weight))
+    return copy
+
+
+def _give_gradient(weight: nn.Parameter, copy: Tensor) -> None:
+    assert copy.grad is not None
+    gradient, copy.grad = copy.grad, None
+    if weight.grad is None:
+        weight.grad = gradient.to(weight.dtype)
+    else:
+        weight.grad += gradient  # in the dtype of the weight

@@ -40,9 +40,12 @@ class ModelSource(Description):
 
     Args:
         dtype: dtype of the parameters.
+        compile: compile the layers of the model, where it scores and is trained: fewer and larger kernels, and a
+            minute or more at the first start. Changes no result but by rounding.
     """
 
     dtype: Dtype = "float32"
+    compile: bool = False
 
     def load_causal_lm(self, device: str) -> PreTrainedModel:
         """The model with its language-model head, on `device`, in evaluation mode."""
@@ -61,7 +64,7 @@ class ModelSource(Description):
 
     def at(self, path: str) -> ModelSource:
         """This component with the weights of a directory that a run has saved."""
-        return Pretrained(path=path, dtype=self.dtype)
+        return Pretrained(path=path, dtype=self.dtype, compile=self.compile)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, padding on the left, with a pad token."""

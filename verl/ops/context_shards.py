@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,8 @@ class ContextShard:
         predicted: [m], indices of those response tokens, in the order of mask.nonzero().
         counts: m of every rank.
         joined: [M], index of each response token in the concatenation over ranks, padded likewise.
+        ranges: of the line, which `own` is made of.
+        layouts: cached calls of variable-length attention by window and device.
     """
 
     own: Tensor
@@ -95,6 +98,8 @@ class ContextShard:
     predicted: Tensor
     counts: tuple[int, ...]
     joined: Tensor
+    ranges: tuple[tuple[int, int], ...]
+    layouts: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def to(self, device: torch.device | str) -> ContextShard:
         names = ("own", "place", "dense", "predicted", "joined")
@@ -106,8 +111,8 @@ class ContextShard:
 def shard_line(packing: PackedRows, size: int, rank: int) -> ContextShard:
     """The share of a rank in a packed line; a rank without tokens gets the first one, whose result is unused."""
     length = len(packing.tokens)
-    owned = [torch.cat(_chunks(length, size, r)) for r in range(size)]
-    owned = [own if len(own) else torch.zeros(1, dtype=torch.int64) for own in owned]
+    ranges = [_ranges(length, size, r) for r in range(size)]
+    owned = [torch.cat([torch.arange(*ends) for ends in of_rank]) for of_rank in ranges]
     sizes = tuple(len(own) for own in owned)
     place = _places(owned, length)
     holder, counted = place // max(sizes), torch.tensor(sizes)
@@ -126,12 +131,15 @@ def shard_line(packing: PackedRows, size: int, rank: int) -> ContextShard:
         predicting[rank],
         counts,
         _places(predicting, len(packing.predictors.index)),
+        ranges[rank],
     )
 
 
-def _chunks(length: int, size: int, rank: int) -> list[Tensor]:
+def _ranges(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
+    """First token, and the one behind the last, of each chunk of a rank."""
     edges = [length * i // (2 * size) for i in range(2 * size + 1)]
-    return [torch.arange(edges[i], edges[i + 1]) for i in (rank, 2 * size - 1 - rank)]
+    chunks = tuple((edges[i], edges[i + 1]) for i in (rank, 2 * size - 1 - rank))
+    return chunks if any(start < stop for start, stop in chunks) else ((0, 1),)
 
 
 def _places(owned: list[Tensor], length: int) -> Tensor:
@@ -178,9 +186,10 @@ def _blocks(packing: PackedRows, own: Tensor) -> Iterator[PieceBlock]:
 
 def _pieces(packing: PackedRows, own: Tensor) -> Iterator[_Piece]:
     """Split the tokens of a rank at segment ends, at gaps, and by `PIECE`."""
-    slots = packing.out.index[own]
+    layout = packing.slots()
+    slots = layout.out.index[own]
     first = 0
-    for number, block in enumerate(packing.blocks):
+    for number, block in enumerate(layout.blocks):
         inside = ((slots >= first) & (slots < first + block.count * block.queries)).nonzero()[:, 0]
         if len(inside):
             slot = slots[inside] - first
@@ -221,8 +230,9 @@ def _block(packing: PackedRows, pieces: list[_Piece]) -> PieceBlock:
 
 def _keys(packing: PackedRows, piece: _Piece, width: int) -> Tensor:
     """[width] indices into the line: the row's tokens up to the last query, which is repeated as padding."""
-    block = packing.blocks[piece.block]
-    before = sum(other.count * other.keys for other in packing.blocks[: piece.block])
-    slots = packing.keys.index[before + piece.row * block.keys : before + (piece.row + 1) * block.keys]
+    layout = packing.slots()
+    block = layout.blocks[piece.block]
+    before = sum(other.count * other.keys for other in layout.blocks[: piece.block])
+    slots = layout.keys.index[before + piece.row * block.keys : before + (piece.row + 1) * block.keys]
     row = torch.cat([slots[: piece.prefix], slots[block.prefix : block.prefix + piece.high]])
     return torch.cat([row, row[-1:].expand(width - len(row))])

@@ -1,10 +1,10 @@
 """Packing: rows of different length as one line of tokens without padding, in which a shared prompt occurs once.
 
-    rows     p p p a a        tokens   p p p | a a | b b b b | ...       p: a prompt, a and b: two responses to it
-             p p p b b b b             prompts   responses, longest first
+    rows     p p p a a        tokens   p p p | b b b b | a a | ...       p: a prompt, a and b: two responses to it
+             p p p b b b b             prompts   responses by prompt, longest first
 
-Attention is computed on blocks of segments of similar length; everything else runs on the line. The last token of a
-response predicts no needed token and is left out.
+Attention is computed by a kernel for segments of any length (`verl.ops.varlen_attention`), or on blocks of segments of
+similar length; everything else runs on the line. The last token of a response predicts no needed token and is left out.
 """
 
 from __future__ import annotations
@@ -58,35 +58,77 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a line: a prompt, a response behind a shared prompt, or a whole row.
+
+    Attributes:
+        start, length: where it stands in the line.
+        prompt: number of the segment that is its prompt; None if it begins its row.
+    """
+
+    start: int
+    length: int
+    prompt: int | None = None
+
+
+@dataclass(frozen=True)
+class BlockSlots:
+    """Segments of a line in blocks of slots, for attention under masks.
+
+    Attributes:
+        blocks: in the order of their slots.
+        queries, keys: gathers from the line to the slots of all blocks, concatenated.
+        out: gather from the query slots back to the line.
+        masks: cache by block and window, for all layers and their recomputation.
+    """
+
+    blocks: tuple[AttentionBlock, ...]
+    queries: GatherIndex
+    keys: GatherIndex
+    out: GatherIndex
+    masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def to(self, device: torch.device | str) -> BlockSlots:
+        return BlockSlots(self.blocks, *(x.to(device) for x in (self.queries, self.keys, self.out)))
+
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
 class PackedRows:
     """The layout of rows [b S] as a line of N tokens.
 
     Attributes:
         tokens: [N], index of each token in the flattened rows [b * S].
         positions: [N], position of each token in its row.
-        blocks: attention blocks, in the order of their slots.
-        queries, keys: gathers from the line to the slots of all blocks, concatenated.
-        out: gather from the query slots back to the line.
         predictors: gather from the line to the states that predict the response tokens on the mask, in the order of
             mask.nonzero().
-        masks: cached attention masks by block, window and device, for all layers and their recomputation.
+        segments: those with tokens, in the order of the line: prompts of several rows, those without a response at the
+            end, then their responses, prompt by prompt.
+        multiple: of which the lengths of blocks are.
+        layouts: cached calls of variable-length attention by window and device (`verl.ops.varlen_attention`).
     """
 
     tokens: Tensor
     positions: Tensor
-    blocks: tuple[AttentionBlock, ...]
-    queries: GatherIndex
-    keys: GatherIndex
-    out: GatherIndex
     predictors: GatherIndex
-    masks: dict[tuple[int, int | None, torch.device], Tensor | None] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    segments: tuple[Segment, ...]
+    multiple: int = 1
+    layouts: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    _slots: dict[torch.device, BlockSlots] = field(default_factory=dict, compare=False, repr=False)
 
     def to(self, device: torch.device | str) -> PackedRows:
-        takes = {name: getattr(self, name).to(device) for name in ("queries", "keys", "out", "predictors")}
         tokens, positions = (x.to(device, non_blocking=True) for x in (self.tokens, self.positions))
-        return replace(self, tokens=tokens, positions=positions, **takes)
+        return replace(self, tokens=tokens, positions=positions, predictors=self.predictors.to(device))
+
+    def slots(self, device: torch.device = HOST) -> BlockSlots:
+        """Blocks on a device, made and moved at first use: variable-length attention needs none."""
+        if HOST not in self._slots:
+            self._slots[HOST] = block_slots(self.segments, self.multiple)
+        if device not in self._slots:
+            self._slots[device] = self._slots[HOST].to(device)
+        return self._slots[device]
 
 
 def pack(
@@ -116,11 +158,13 @@ def pack(
     if share:
         _, prompt_of = torch.unique(prompt_of, return_inverse=True)
         owner = torch.full((int(prompt_of.max()) + 1,), rows).scatter_reduce(0, prompt_of, torch.arange(rows), "amin")
-        owner = owner[torch.argsort(prompt_lengths[owner], descending=True, stable=True)]
+        is_read = torch.zeros_like(owner).index_add_(0, prompt_of, own_tokens(response_lengths)) > 0
+        owner = owner[torch.argsort(torch.where(is_read, prompt_lengths[owner], 0), descending=True, stable=True)]
         rank_of = torch.empty_like(owner)
         rank_of[prompt_of[owner]] = torch.arange(len(owner))
         prompt_of = rank_of[prompt_of]  # number prompts by their order in the line
         prefixes = prompt_lengths[owner]
+        order = order[torch.argsort(prompt_of[order], stable=True)]
         own = own_tokens(response_lengths)[order]
         first = prompt_width + torch.zeros_like(own)
     else:
@@ -136,22 +180,7 @@ def pack(
     segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     tokens, positions = source[segment] + within, before[segment] + within
 
-    blocks, queries, keys = [], _Slots(), _Slots()
-    prompts = len(owner)
-    for low, high in [*_cut(prefixes.tolist(), 0), *_cut(own.tolist(), prompts)]:
-        count, reach, real = high - low, 0, torch.zeros(high - low, dtype=torch.int64)
-        grid, is_real = _padded(starts[low:high], lengths[low:high], multiple)
-        queries.add(grid, is_real)
-        if share and low >= prompts:
-            mine = prompt_of[order[low - prompts : high - prompts]]
-            head, is_head = _padded(starts[mine], real := prefixes[mine], multiple)
-            grid, is_real, reach = torch.cat([head, grid], 1), torch.cat([is_head, is_real], 1), head.shape[1]
-        keys.add(grid, is_real)
-        blocks.append(AttentionBlock(count, grid.shape[1] - reach, grid.shape[1], reach, real))
-    size, cut = len(tokens), int(prefixes.sum())
-    slot_of = torch.empty(size, dtype=torch.int64)
-    slot_of[queries.index[queries.is_real]] = queries.is_real.nonzero()[:, 0]
-
+    size, cut, prompts = len(tokens), int(prefixes.sum()), len(owner)
     place = torch.empty_like(order)
     place[order] = torch.arange(rows)
     own_start = starts[prompts + place]
@@ -164,11 +193,38 @@ def pack(
     return PackedRows(
         tokens,
         positions,
+        _take(predictor, size, cut),
+        _segments(starts, lengths, prompt_of[order] if share else None),
+        multiple,
+    )
+
+
+def block_slots(segments: Sequence[Segment], multiple: int = 1) -> BlockSlots:
+    """Blocks of the segments of a line, whose lengths are rounded up to a multiple."""
+    starts = torch.tensor([segment.start for segment in segments])
+    lengths = torch.tensor([segment.length for segment in segments])
+    prompt_of = torch.tensor([-1 if segment.prompt is None else segment.prompt for segment in segments])
+    behind = (prompt_of >= 0).nonzero()[:, 0]
+    prompts = len(segments) - len(behind)
+    blocks, queries, keys = [], _Slots(), _Slots()
+    for members in [*_cut(lengths[:prompts], 0), *_cut(lengths[prompts:], prompts)]:
+        count, reach, real = len(members), 0, torch.zeros(len(members), dtype=torch.int64)
+        grid, is_real = _padded(starts[members], lengths[members], multiple)
+        queries.add(grid, is_real)
+        if int(members[0]) >= prompts:
+            mine = prompt_of[members]
+            head, is_head = _padded(starts[mine], real := lengths[mine], multiple)
+            grid, is_real, reach = torch.cat([head, grid], 1), torch.cat([is_head, is_real], 1), head.shape[1]
+        keys.add(grid, is_real)
+        blocks.append(AttentionBlock(count, grid.shape[1] - reach, grid.shape[1], reach, real))
+    size, cut = int(lengths.sum()), int(lengths[:prompts].sum()) if len(behind) else 0
+    slot_of = torch.empty(size, dtype=torch.int64)
+    slot_of[queries.index[queries.is_real]] = queries.is_real.nonzero()[:, 0]
+    return BlockSlots(
         tuple(blocks),
         queries=_take(queries.index, size, cut, queries.is_real),
         keys=_take(keys.index, size, cut, keys.is_real),
         out=_take(slot_of, len(queries.index), 0),
-        predictors=_take(predictor, size, cut),
     )
 
 
@@ -177,16 +233,24 @@ def own_tokens(response_lengths: Tensor) -> Tensor:
     return (response_lengths - 1).clamp_min(0)
 
 
-def _cut(lengths: Sequence[int], offset: int) -> list[tuple[int, int]]:
-    """Ranges of segments, longest first, that form a block; segments without tokens are left out."""
-    ranges: list[tuple[int, int]] = []
-    for i, length in enumerate(lengths):
-        if not length:
-            break
-        if not ranges or length < BLOCK_SLACK * lengths[ranges[-1][0] - offset]:
-            ranges.append((i + offset, i + offset))
-        ranges[-1] = (ranges[-1][0], i + offset + 1)
-    return ranges
+def _segments(starts: Tensor, lengths: Tensor, prompt_of: Tensor | None) -> tuple[Segment, ...]:
+    """Those with tokens. Args: prompt_of: prompt of each response, numbered as in the line; None for whole rows."""
+    behind: list[int | None] = [] if prompt_of is None else list(prompt_of.tolist())
+    prompts: list[int | None] = [None] * (len(starts) - len(behind))
+    made = zip(starts.tolist(), lengths.tolist(), prompts + behind, strict=True)
+    return tuple(Segment(*segment) for segment in made if segment[1])
+
+
+def _cut(lengths: Tensor, offset: int) -> list[Tensor]:
+    """Numbers of the segments of each block, longest first."""
+    by_length = torch.argsort(lengths, descending=True, stable=True)
+    longest_first = lengths[by_length].tolist()
+    blocks: list[list[int]] = []
+    for length, segment in zip(longest_first, by_length.tolist(), strict=True):
+        if not blocks or length < BLOCK_SLACK * int(lengths[blocks[-1][0]]):
+            blocks.append([])
+        blocks[-1].append(segment)
+    return [torch.tensor(block) + offset for block in blocks]
 
 
 class _Slots:
@@ -240,15 +304,20 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        grad = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
-        parts = [
-            grad.index_select(0, uses.flatten()).unflatten(0, uses.shape).sum(dim=1)
-            if uses.shape[1] != 1
-            else grad.index_select(0, uses[:, 0])
-            for uses in ctx.how.uses
-            if len(uses)
-        ]
-        return torch.cat(parts) if len(parts) > 1 else parts[0], None
+        return sum_rows(grad, ctx.how), None
+
+
+def sum_rows(slots: Tensor, how: GatherIndex) -> Tensor:
+    """What slots [M ...] add up to for each entry of the line, [N ...]: the backward pass of `gather_rows`."""
+    slots = torch.cat([slots, slots.new_zeros(1, *slots.shape[1:])])
+    parts = [
+        slots.index_select(0, uses.flatten()).unflatten(0, uses.shape).sum(dim=1)
+        if uses.shape[1] != 1
+        else slots.index_select(0, uses[:, 0])
+        for uses in how.uses
+        if len(uses)
+    ]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def gather_index(index: Tensor, size: int, is_real: Tensor | None = None) -> GatherIndex:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from verl.component import Description, component
 from verl.dispatch import on_all, on_each
 from verl.engines.engine import Packs, TrainingEngine
+from verl.engines.layer_compile import compile_layers
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Sharding
@@ -71,6 +72,8 @@ class TrainedRole(Description):
     sharding: Sharding | None = None
 
     def faults(self) -> Iterator[str]:
+        if self.model.compile and isinstance(self.model, ModuleModel):
+            yield f"model.compile is true: a {type(self.model).__name__} compiles itself. Set model.compile=false."
         if self.lora is not None and isinstance(self.model, ModuleModel):
             yield f"lora is set: a {type(self.model).__name__} has no adapters of peft. Set lora=null."
         if self.lora is None and self.model.dtype in ("bfloat16", "float16"):
@@ -114,7 +117,8 @@ class TrainedRole(Description):
 def load_unsharded(
     source: ModelSource, kind: Literal["causal_lm", "backbone"], device: str, parallel: Parallelism, sliced: bool = True
 ) -> Any:
-    """A model as `parallel.shard_model` wants it: without weights if it can read slices of them, or whole.
+    """A model as `parallel.shard_model` wants it: without weights if it can read slices of them, or whole; its layers
+    are compiled if `source.compile` says so.
 
     Args:
         device: where it is whole if weights are not divided; main memory otherwise.
@@ -124,6 +128,15 @@ def load_unsharded(
         if kind != "causal_lm":
             source.load_backbone(device)
         return source.load_part(str(parallel.device) if parallel.divides_weights else device, parallel.module_place)
+    model = _load(source, kind, device, parallel, sliced)
+    if source.compile:
+        compile_layers(model, parallel)
+    return model
+
+
+def _load(
+    source: ModelSource, kind: Literal["causal_lm", "backbone"], device: str, parallel: Parallelism, sliced: bool
+) -> Any:
     if not parallel.divides_weights:
         return getattr(source, f"load_{kind}")(device)
     model = source.load_skeleton(kind) if sliced else None

@@ -41,10 +41,12 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "algorithm.final_entropy_coef": None,
     "rollout.pipeline_parallel_size": 1,
     "rollout.router_replay": False,
+    "actor.model.compile": False,
 }
 # Settings of a reward that affect how it is called, but not its scores.
 REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}
 REWARD_TRANSPORT_KEYS |= {"micro_batch_tokens", "endpoint", "sharding"}
+SAME_RESULTS = {"actor.model.compile", "critic.model.compile", "reference.model.compile"}  # but for rounding
 FUNCTION = re.compile(r"[^\s:]+:[A-Za-z_]\w*")  # file.py:function or module:function
 DIGEST = "blake3"  # only key of the digest of a file or directory
 
@@ -59,7 +61,7 @@ def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
         tokenizer: None leaves it out.
     """
     flat = dict(_flat(config))
-    parts = {path: value for path, value in flat.items() if _below(path, IDENTITY)}
+    parts = {path: value for path, value in flat.items() if _below(path, IDENTITY) and path not in SAME_RESULTS}
     tokenizer_identity = {} if tokenizer is None else {"tokenizer": tokenizer_digest(tokenizer)}
     return {path: content_of(value) for path, value in parts.items()} | tokenizer_identity
 

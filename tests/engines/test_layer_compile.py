@@ -1,0 +1,139 @@
+"""Compiled layers compute what layers do, for every micro-batch by the same programs, and decode as they are."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from random_models import save_random_model
+from roles import gradients, start_actor, with_experience
+
+from verl.component import BuildContext
+from verl.engines.layer_compile import compile_layers
+from verl.engines.parallel_degrees import ParallelDegrees
+from verl.engines.parallel_dims import ShardedParallelism
+from verl.engines.sharding import FSDP
+from verl.errors import ConfigError
+from verl.model_paths import packed_attention
+from verl.model_paths.trial import TrialRow, as_batch
+from verl.models.pretrained import Pretrained
+from verl.models.tiny import TinyModel
+from verl.rollout.base import GenerationRequest
+from verl.workers import base
+
+EXACT = TinyModel(hidden_size=32, intermediate_size=64, num_layers=3, dtype="float64")
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch):
+    """How many programs were compiled; nothing stays compiled for the next test."""
+    monkeypatch.setattr(packed_attention, "_registered", packed_attention._registered)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    yield lambda: counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Programs are found, and run by torch as they are."""
+    monkeypatch.setattr(base, "compile_layers", lambda model, parallel: compile_layers(model, parallel, "eager"))
+
+
+def rows(longest, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(4, 60, (n,), generator=draw) for n in (20, 11, 7)]
+    lengths = [(longest, longest // 2, 3), (longest - 1, 5, 2), (4, longest // 3, longest)]
+    made = zip(prompts, lengths, strict=True)
+    return as_batch([TrialRow(p, torch.randint(4, 60, (n,), generator=draw)) for p, of in made for n in of])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "packing": "off"}], ids=str)
+def test_an_update_is_that_of_layers_that_are_not_compiled(options, quick, programs):
+    plain, compiled = (
+        start_actor(TinyModel(**{**vars(EXACT), "compile": is_compiled}), micro_batch_tokens=60, **options)
+        for is_compiled in (False, True)
+    )
+    for longest in (17, 30):
+        batch = with_experience(rows(longest), plain)
+        scores = [actor.compute_log_probs(batch)["old_log_probs"] for actor in (plain, compiled)]
+        torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-11)
+        metrics = [actor.update(batch) for actor in (plain, compiled)]
+        assert metrics[0] == pytest.approx(metrics[1], rel=1e-8)
+        found = [gradients(actor.engine.model) for actor in (plain, compiled)]
+        for name, gradient in found[0].items():
+            torch.testing.assert_close(found[1][name], gradient, rtol=0, atol=1e-10)
+    assert programs()
+
+
+def test_other_lengths_and_other_packings_compile_nothing_and_neither_does_decoding(quick, programs, prompts, caplog):
+    plain, actor = (
+        start_actor(TinyModel(**{**vars(EXACT), "compile": is_compiled}), micro_batch_tokens=60)
+        for is_compiled in (False, True)
+    )
+    batch = with_experience(rows(17), actor)
+    wanted = plain.compute_log_probs(batch)["old_log_probs"]
+    torch.testing.assert_close(batch["old_log_probs"], wanted, rtol=0, atol=1e-11)
+    assert actor.update(batch) == pytest.approx(plain.update(batch), rel=1e-8)
+    before = programs()
+    assert 0 < before <= 12  # of one layer: with gradients and without
+    with caplog.at_level(logging.WARNING):
+        for longest in (9, 23, 31, 40):
+            batch = with_experience(rows(longest, seed=longest), actor)
+            actor.update(batch)
+        actor.generate(prompts(), GenerationRequest(0, 2))
+    assert programs() == before
+    assert not [record for record in caplog.records if "recompile" in record.getMessage()]
+
+
+def test_what_was_not_tried_compiled_is_refused(tmp_path):
+    model = Pretrained(path=str(save_random_model(tmp_path, "qwen3_moe", torch.float32)), compile=True)
+    with pytest.raises(ConfigError, match="has experts"):
+        start_actor(model)
+    parallel = object.__new__(ShardedParallelism)
+    parallel.degrees = ParallelDegrees(tp=2, dp_shard=4)
+    with pytest.raises(ConfigError, match=r"sharding.tp is 2"):
+        compile_layers(SimpleNamespace(), parallel)
+
+
+@pytest.mark.exhaustive
+def test_layers_under_fsdp_are_compiled_alike(tmp_path, quick, programs):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        path = save_random_model(tmp_path / "model", "qwen3", torch.float64)
+        found = []
+        for is_compiled in (False, True):
+            model = Pretrained(path=str(path), dtype="float64", compile=is_compiled)
+            parallel = FSDP().build(BuildContext(rank=0, world_size=1))
+            whole = base.load_unsharded(model, "causal_lm", "cpu", parallel)
+            parallel.shard_model(whole, None)
+            ids = torch.randint(4, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+            whole(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum().backward()
+            found.append({name: p.grad.full_tensor() for name, p in whole.named_parameters()})
+        for name, gradient in found[0].items():
+            torch.testing.assert_close(found[1][name], gradient, rtol=1e-6, atol=1e-6)
+        assert programs()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.exhaustive
+def test_programs_of_inductor_agree_within_rounding_and_are_read_from_disk_the_second_time(
+    programs, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = TinyModel(hidden_size=32, intermediate_size=64)
+    plain = start_actor(model, micro_batch_tokens=60)
+    batch = with_experience(rows(17), plain)
+    wanted = plain.compute_log_probs(batch)["old_log_probs"], plain.update(batch)
+    for hits in (False, True):
+        actor = start_actor(TinyModel(**{**vars(model), "compile": True}), micro_batch_tokens=60)
+        torch.testing.assert_close(actor.compute_log_probs(batch)["old_log_probs"], wanted[0], rtol=0, atol=1e-4)
+        assert actor.update(batch) == pytest.approx(wanted[1], rel=1e-3, abs=1e-5)
+        assert bool(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]) == hits
+        torch._dynamo.reset()
