@@ -220,7 +220,7 @@ class Pretrained(ModelSource):
         from transformers import AutoModel
 
         self._refuse_encoder_decoders()
-        if (self._adapter() or {}).get("task_type") == "CAUSAL_LM":
+        if (self.adapter() or {}).get("task_type") == "CAUSAL_LM":
             return self.load_causal_lm(device).base_model
         return self._load(AutoModel, device)
 
@@ -231,7 +231,7 @@ class Pretrained(ModelSource):
         directory = self._directory()
         if directory is None or not (directory / "config.json").is_file():
             return None
-        if self._adapter() is not None or self.trust_remote_code:
+        if self.adapter() is not None or self.trust_remote_code:
             return None
         config = AutoConfig.from_pretrained(directory)
         if getattr(config, "quantization_config", None) is not None:
@@ -269,7 +269,7 @@ class Pretrained(ModelSource):
         """The model with a sequence-classification head, for reward models, in evaluation mode."""
         from transformers import AutoModelForSequenceClassification
 
-        if self._adapter() is not None:
+        if self.adapter() is not None:
             raise ConfigError(
                 f"path is {self.path!r}: an adapter, and its base model has no classification head. Merge it "
                 "into the base model (merge_and_unload of peft) and give that directory."
@@ -328,7 +328,7 @@ class Pretrained(ModelSource):
     def load_config(self) -> Any:
         from transformers import AutoConfig
 
-        path = (self._adapter() or {}).get("base_model_name_or_path", self.path)
+        path = (self.adapter() or {}).get("base_model_name_or_path", self.path)
         try:
             return AutoConfig.from_pretrained(path, revision=self.revision, trust_remote_code=self.trust_remote_code)
         except ValueError as error:
@@ -365,10 +365,10 @@ class Pretrained(ModelSource):
 
     def _config(self) -> dict[str, Any]:
         """config.json of the model, for an adapter that of its base model; empty without one."""
-        adapter = self._adapter()
+        adapter = self.adapter()
         return _read_json(Path(adapter["base_model_name_or_path"] if adapter else self.path) / "config.json") or {}
 
-    def _adapter(self) -> dict[str, Any] | None:
+    def adapter(self) -> dict[str, Any] | None:
         """The configuration of the adapter at `path`; None if it is a model."""
         adapter = _read_json(Path(self.path) / "adapter_config.json")
         if adapter is not None and not adapter.get("base_model_name_or_path"):
@@ -379,7 +379,7 @@ class Pretrained(ModelSource):
         return adapter
 
     def _load(self, auto_class: Any, device: str) -> Any:
-        if (adapter := self._adapter()) is not None:
+        if (adapter := self.adapter()) is not None:
             from peft import PeftModel
 
             base = replace(self, path=adapter["base_model_name_or_path"], revision=adapter.get("revision"))
