@@ -23,6 +23,7 @@ from verl.compose.launch import LaunchedRun, entry_point
 from verl.compose.validate import refuse_here, validate
 from verl.compose.warm_start import resolve_warm_starts
 from verl.utils.child_process.interpreter import rare_garbage_collection
+from verl.utils.external_input import read_text
 
 MODULE = ("-m", "verl.cli")  # `python -m verl.cli` is the console command `verl`
 
@@ -133,4 +134,4 @@ def _run(root: str, directory: Path, overrides: Sequence[str]) -> dict[str, Any]
     status = subprocess.run([sys.executable, *MODULE, *words], check=False).returncode
     if status != 0:
         raise typer.Exit(status)
-    return json.loads((directory / "summary.json").read_text())
+    return json.loads(read_text(directory / "summary.json"))

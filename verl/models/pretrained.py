@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,7 +14,14 @@ from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.models.experts import expert_count
 from verl.resharding.layout import Box
-from verl.utils.external_input import ExternalInputError, checked_path, parse_mapping
+from verl.utils.external_input import (
+    ExternalInputError,
+    checked_path,
+    parse_mapping,
+    read_bytes,
+    read_text,
+    refuse_irregular,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,7 +133,7 @@ class SafetensorsReader:
         self._open: dict[Path, Any] = {}
         if (directory / INDEX).is_file():
             try:
-                index = parse_mapping((directory / INDEX).read_bytes())["weight_map"]
+                index = parse_mapping(read_bytes(directory / INDEX))["weight_map"]
                 self._files = {str(name): directory / checked_path(file) for name, file in index.items()}
             except (LookupError, AttributeError, ExternalInputError) as error:
                 raise ConfigError(f"{directory / INDEX} lists no files: {error}") from error
@@ -489,6 +497,14 @@ def _path_faults(field: str, path: str) -> Iterator[str]:
     if path.startswith(WARM_START) or not _is_local(path):
         return
     directory = Path(path)
+    try:
+        refuse_irregular(directory)
+    except NotADirectoryError:
+        pass
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            yield f"{field} is {path!r}: cannot be loaded: {error.filename}: {error.strerror}."
+            return
     if not directory.is_dir():
         yield f"{field} is {path!r}: no such directory. Give a directory made by save_pretrained, or a hub name."
     elif not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -502,4 +518,4 @@ def _path_faults(field: str, path: str) -> Iterator[str]:
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text()) if file.is_file() else None
+    return json.loads(read_text(file)) if file.is_file() else None

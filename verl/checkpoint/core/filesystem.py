@@ -59,7 +59,7 @@ class FileSystem:
 
     def contain(self, directory: Path) -> None:
         """Follow no symbolic link below a directory."""
-        if directory not in self._contained:
+        if directory not in self._contained and not self._is_inside(directory):
             self._contained = (*self._contained, directory)
 
     def perform(self, operation: str, call: Callable[..., T], *args: Any) -> T:
@@ -200,7 +200,7 @@ class FileSystem:
         if not above:
             yield None, str(path)
             return
-        root = max(above, key=lambda directory: len(directory.parts))
+        root = min(above, key=lambda directory: len(directory.parts))
         fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for part in path.relative_to(root).parts[:-1]:
