@@ -179,3 +179,27 @@ def test_the_record_of_runs_is_left_out_where_it_is_no_file(kind, tmp_path):
     replace(tmp_path / "lineage.jsonl", kind)
     with in_time():
         assert read_events(tmp_path) == []
+
+
+def test_names_do_not_reach_the_terminal_as_commands_to_it(run):
+    (run / "checkpoints/global_step_2/\x1b[31mred\nCOMPLETE").write_text("")
+    (run / "checkpoints/global_step_\x1b]0;title\x07").mkdir()
+    directory = run / "checkpoints"
+    lines = [{"event": "run", "run_id": "\x1b[2J", "time": "1", "run_dir": "\x1b[3J"}]
+    lines += [{"event": "end", "run_id": "\x1b[2J", "time": "2", "status": "\x1b[5m", "step": 1}]
+    (directory / "lineage.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sample = {"prompt_text": "\x1b[8m", "response_text": "\x9b31m", "table": "\x1b[9m", "\x1b[1m": 1}
+    (run / "samples/step_1.jsonl").write_text(json.dumps(sample) + "\n")
+    for words in (
+        ("checkpoint", "ls", directory),
+        ("checkpoint", "verify", directory),
+        ("checkpoint", "health", directory),
+        ("checkpoint", "inspect", directory / "global_step_2"),
+        ("lineage", directory),
+        ("samples", run),
+        ("samples", run, "--turns"),
+        ("samples", run, "--json"),
+    ):
+        said = command(*words)
+        assert not {"\x1b", "\x07", "\x9b"} & set(said), words
+        assert "\nCOMPLETE" not in said, words

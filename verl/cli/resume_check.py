@@ -36,6 +36,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl.cli.console import echo
 from verl.errors import ConfigError
 from verl.utils.child_process.process import reap
 from verl.utils.external_input import read_text
@@ -542,9 +543,9 @@ def resume_check(
                     in_episode=in_episode,
                 )
             found = check.differences()
-            typer.echo("\n".join(f"DIFFERS: {line}" for line in found) if found else f"OK: {check.compared()}")
+            echo("\n".join(f"DIFFERS: {line}" for line in found) if found else f"OK: {check.compared()}")
     except (ConfigError, RunFailed) as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(1 if found else 0)
 

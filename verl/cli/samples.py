@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from verl.checkpoint.read.discovery import LATEST
-from verl.cli.console import one_line_errors, output_width, plain, print_json, print_table
+from verl.cli.console import echo, one_line_errors, output_width, plain, print_json, print_table
 from verl.errors import ConfigError
 from verl.storage.config import is_address
 from verl.tracking.console import end_cut, fitting_columns, visible
@@ -133,7 +133,7 @@ def _of_dumps(directory: Path) -> Iterator[DumpedSample]:
         try:
             lines = read_text(file).split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            typer.echo(f"{str(file)!a} is left out: {error}", err=True)
+            echo(f"{str(file)!a} is left out: {error}", err=True)
             continue
         bad = 0
         for line in filter(str.strip, lines):
@@ -142,7 +142,7 @@ def _of_dumps(directory: Path) -> Iterator[DumpedSample]:
             except (ExternalInputError, ValueError, TypeError, OverflowError):
                 bad += 1
         if bad:
-            typer.echo(f"{str(file)!a}: {bad} lines are not samples, and are left out.", err=True)
+            echo(f"{str(file)!a}: {bad} lines are not samples, and are left out.", err=True)
 
 
 def _dumped(step: int, row: dict[str, Any]) -> DumpedSample:
@@ -409,7 +409,7 @@ def samples(
         shown = found[:limit] if limit else found
         if html is not None:
             html.write_text(page(found, f"Samples of {run}"), encoding="utf-8")
-            typer.echo(f"{html}: {len(found)} rows")
+            echo(f"{html}: {len(found)} rows")
         elif as_json:
             print_json([sample.as_json() for sample in shown])
         elif compare:
@@ -418,7 +418,7 @@ def samples(
             _print_turns(shown)
         else:
             _print_samples(shown)
-            typer.echo(f"{len(shown)} of {len(found)} rows" + ("" if len(shown) == len(found) else " (--limit)"))
+            echo(f"{len(shown)} of {len(found)} rows" + ("" if len(shown) == len(found) else " (--limit)"))
 
 
 def _tests(
@@ -456,7 +456,7 @@ def _compare(found: Sequence[DumpedSample]) -> None:
             f"--compare needs one prompt, but {len(prompts)} are selected ({few}{' ...' if len(prompts) > 3 else ''}). "
             "Choose one with --prompt TEXT or --prompt-id N."
         )
-    typer.echo(f"prompt  {prompts[0]}")
+    echo(f"prompt  {prompts[0]}")
     by_step: dict[int, list[DumpedSample]] = {}
     for sample in found:
         by_step.setdefault(sample.step, []).append(sample)
@@ -510,21 +510,27 @@ def _print_turns(shown: Sequence[DumpedSample]) -> None:
     if not episodes:
         raise ConfigError("--turns: none of the selected rows is an episode. Runs with an environment write episodes.")
     for sample in episodes:
-        record = sample.others[EPISODE]
-        summary = f"step {sample.step}  {sample.source}  reward {_number(sample.score)}  ended by {record['end']}"
-        typer.echo(f"{summary}  {len(record['turns'])} turns  {record['seconds']:.3g} s")
-        rows = [["", "prompt", _line(sample.prompt), "", ""]]
-        for number, turn in enumerate(record["turns"]):
-            cut = "" if turn["is_complete"] else f"{CUT} cut"
-            reward = f"{turn['reward']:g}" if turn["reward"] else ""
-            rows.append([str(number), "model", _line(turn["text"]) + cut, reward, ""])
-            calls = ", ".join(
-                f"{c['name'] or 'unread call'} {c['outcome']} {c['seconds']:.3g} s" for c in turn["calls"]
-            )
-            if turn["observation"] is not None:
-                rows.append(["", "environment", _line(observation_text(turn["observation"])), "", calls])
+        try:
+            record, rows = sample.others[EPISODE], list(_turn_rows(sample))
+            end = f"ended by {record['end']}  {len(record['turns'])} turns  {record['seconds']:.3g} s"
+        except (LookupError, TypeError, ValueError, AttributeError):
+            echo(f"step {sample.step}  {sample.source}  its turns are damaged, and are left out")
+            continue
+        echo(f"step {sample.step}  {sample.source}  reward {_number(sample.score)}  {end}")
         print_table(["turn", "who", "text", "reward", "calls"], rows)
-        typer.echo("")
+        echo("")
+
+
+def _turn_rows(sample: DumpedSample) -> Iterator[list[str]]:
+    record = sample.others[EPISODE]
+    yield ["", "prompt", _line(sample.prompt), "", ""]
+    for number, turn in enumerate(record["turns"]):
+        cut = "" if turn["is_complete"] else f"{CUT} cut"
+        reward = f"{turn['reward']:g}" if turn["reward"] else ""
+        yield [str(number), "model", _line(turn["text"]) + cut, reward, ""]
+        calls = ", ".join(f"{c['name'] or 'unread call'} {c['outcome']} {c['seconds']:.3g} s" for c in turn["calls"])
+        if turn["observation"] is not None:
+            yield ["", "environment", _line(observation_text(turn["observation"])), "", calls]
 
 
 def observation_text(observation: Any) -> str:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from verl.cli.console import fail
+from verl.cli.console import echo, fail
 from verl.cli.plan import PLAN_ONLY, plan_only
 from verl.compose.launch import LaunchedRun, entry_point
 from verl.compose.validate import refuse_here, validate
@@ -106,7 +106,7 @@ def quickstart(
     written = {"curves": "ppo/curves.png", "actor": "ppo/actor", "samples": "ppo/samples"}
     written |= {"metrics": "ppo/metrics.jsonl", "summary": "summary.json"}
     lines = [f"  {name:<8} {out / place}" for name, place in written.items() if (out / place).exists()]
-    typer.echo(
+    echo(
         f"\nGreedy accuracy on held-out problems: {before:.1%} after SFT ({fine_tuning['wall_s']:.0f} s),\n"
         f"{after:.1%} after {training['steps']} steps of PPO ({training['wall_s']:.0f} s, "
         f"{summary['samples_per_s']} samples/s).\n" + "\n".join(lines)
@@ -129,7 +129,7 @@ def _make_way(out: Path) -> None:
 def _run(root: str, directory: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Run `verl ppo` or `verl sft` into a directory and return its summary."""
     words = [root, f"hydra.run.dir={directory}", *overrides]
-    typer.echo(f"\n$ verl {' '.join(words)}")
+    echo(f"\n$ verl {' '.join(words)}")
     sys.stdout.flush()
     status = subprocess.run([sys.executable, *MODULE, *words], check=False).returncode
     if status != 0:

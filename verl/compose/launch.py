@@ -48,7 +48,7 @@ from verl.utils import torchrun
 from verl.utils.component_exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
 from verl.utils.progress import report_to_starter
-from verl.utils.redact import redact
+from verl.utils.redact import redact, redact_output
 from verl.utils.signals import Terminated, orderly_termination
 
 if TYPE_CHECKING:
@@ -178,6 +178,7 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
                 _serve_driver_elsewhere()
                 return
             report_to_starter()
+            redact_output()
             with _without_threads(), _clean_end(), orderly_termination(), _release_hosts():
                 set_kernel_cache()
                 schema.register()

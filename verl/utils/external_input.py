@@ -120,6 +120,18 @@ def parse_as(kind: type[T], data: bytes | bytearray | memoryview | str) -> T:
         raise ExternalInputError("; ".join(faults_text)) from error
 
 
+def printable(text: str, keep: str = "\t") -> str:
+    """Escape characters that a terminal would interpret: a name that was read may hold them.
+
+    >>> printable("a\\x1b[31m")
+    'a\\\\x1b[31m'
+
+    Args:
+        keep: control characters that stay.
+    """
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
 def open_regular(path: str | Path, dir_fd: int | None = None, follow: bool = True) -> int:
     """Open a regular file for reading and return its descriptor. Never waits.
 
