@@ -302,8 +302,15 @@ class FileFault:
     tensors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        shown = ", ".join(self.tensors[:4]) + (f" and {len(self.tensors) - 4} more" if len(self.tensors) > 4 else "")
-        return f"{self.file}: {self.problem}" + (f" (in {shown})" if shown else "")
+        shown = ", ".join(map(_printable, self.tensors[:4])) + (
+            f" and {len(self.tensors) - 4} more" if len(self.tensors) > 4 else ""
+        )
+        return f"{_printable(self.file)}: {_printable(self.problem)}" + (f" (in {shown})" if shown else "")
+
+
+def _printable(text: str) -> str:
+    """Names may come from anybody, and a terminal would interpret their control characters."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class BadCheckpoint(CheckpointError, ValueError):

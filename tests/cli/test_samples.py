@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -173,3 +175,44 @@ def test_the_command_writes_a_page_of_the_run(finished, tmp_path):
     html = (tmp_path / "samples.html").read_text()
     assert "http" not in html.split('<script id="rows"')[0].replace("http-equiv", "")
     assert len(shown(dom(html, tmp_path))) == 18
+
+
+def test_the_page_runs_its_own_script_and_loads_nothing():
+    text = page([DumpedSample("eval", 1, "<script>", "x")], "title")
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    assert policy.startswith("default-src 'none'; ")
+    for tag in ("script", "style"):
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt_text": "a", "resp',
+        "",
+        "[]",
+        "3",
+        "null",
+        '{"score": "x"}',
+        '{"score": []}',
+        '{"score": 1e999}',
+        "[" * 5000,
+        "\x00\xff",
+        '{"table": {"a": 1}, "prompt_text": 3, "response_text": null}',
+        '{"episode": 3}',
+        '{"episode": {"turns": 3}}',
+        '{"episode": {"turns": [3]}}',
+    ],
+)
+def test_a_damaged_line_of_a_sample_table_costs_that_line(line, tmp_path):
+    (tmp_path / "samples").mkdir()
+    good = {"prompt_text": "1+1=", "response_text": "2", "score": 1}
+    (tmp_path / "samples/step_1.jsonl").write_text(json.dumps(good) + "\n" + line + "\n")
+    (tmp_path / "samples/step_x.jsonl").write_text(json.dumps(good) + "\n")
+    for options in ((), ("--json",), ("--turns",), ("--compare",), ("--sort", "-reward"), ("--html", "page.html")):
+        words = [str(tmp_path / text) if text.endswith(".html") else text for text in options]
+        result = CliRunner().invoke(app, ["samples", str(tmp_path), *words])
+        assert result.exit_code in ((0, 2) if words else (0,)), result.output
+        assert result.exception is None or isinstance(result.exception, SystemExit)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from faults.fork_server import ForkServer
 
+from verl.checkpoint.commit.fencing import RunLock
 from verl.compose.launch import end_message
 from verl.compose.schema import conf_dir
 from verl.errors import ConfigError
@@ -111,6 +112,27 @@ def test_a_run_that_is_refused_while_it_is_built_leaves_no_directory(tmp_path, r
     done = run_script(str(script))
     assert (done.returncode, done.stderr) == (2, "data.x is 1: no.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_a_second_run_is_refused_while_another_writes_into_its_directory(tmp_path, run_script):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from verl.compose.launch import entry_point\n@entry_point('sft')\ndef main(job):\n    job.record()\nmain()\n"
+    )
+    words = (str(script), f"hydra.run.dir={tmp_path / 'run'}", "trainer.seed=7")
+    lock = RunLock(tmp_path / "run", "", {}, "hydra.run.dir")
+    assert lock.acquire() is None
+    (tmp_path / "run/config.yaml").write_text("of the first\n")
+    refused = run_script(*words)
+    assert refused.returncode == 2, refused.stderr
+    assert refused.stderr.startswith("hydra.run.dir is run: process ")
+    assert "hydra.run.dir=DIR" in refused.stderr
+    assert (tmp_path / "run/config.yaml").read_text() == "of the first\n"
+    lock.release()
+    later = run_script(*words)
+    assert later.returncode == 0, later.stderr
+    assert "seed: 7" in (tmp_path / "run/config.yaml").read_text()
+    assert not (tmp_path / "run/run.lock").exists()
 
 
 FAILING = """

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.utils.redact import MASK, RedactSecrets, looks_secret, redact, redact_tree
+from verl.utils.redact import MASK, RedactSecrets, looks_secret, redact, redact_output, redact_tree
 
 SECRETS = {
     "https://anna:hunter2@host.example/x": "hunter2",
@@ -20,6 +20,9 @@ SECRETS = {
     "https://b.example/o?X-Amz-Credential=AKX&X-Amz-Signature=feedbeef&n=1": "feedbeef",
     "https://b.example/o?X-Amz-Credential=AKX/2026&n=1": "AKX",
     "https://b.example/o?AWSAccessKeyId=ABCDE&x=1": "ABCDE",
+    "https://hooks.slack.com/services/T00000000/B00000000/a1B2c3D4e5F6g7H8i9J0k1L2": "a1B2c3D4e5F6",
+    "https://api.example/bot123456:AAbbCCddEEffGGhhIIjj/send": "AAbbCCddEEff",
+    "GET http://h.example/v1/0123456789abcdefABCDEF01/x/0123456789abcdefABCDEF02": "cdefABCDEF0",
     "Authorization: Bearer abcd": "abcd",
     "{'Authorization': 'Basic dXNlcjpwYXNz'}": "dXNlcjpwYXNz",
     "curl -H bearer 12345678abc": "12345678abc",
@@ -40,6 +43,8 @@ SECRETS = {
 }
 
 ORDINARY = [
+    "https://huggingface.co/Qwen/Qwen2-0.5B-Instruct/resolve/main/model.safetensors",
+    "https://docs.example/how-to-run-a-very-long-title-of-a-page/index.html",
     "max_tokens=8",
     "max_tokens: 8192000000",
     "micro_batch_tokens=16384000",
@@ -169,3 +174,13 @@ def test_the_filter_cleans_message_arguments_and_traceback():
 def test_redacting_twice_is_redacting_once(text):
     once = redact(f"token={text} https://u:{text}@h {text}")
     assert redact(once) == once
+
+
+def test_what_code_of_others_prints_is_redacted(monkeypatch, capsys):
+    monkeypatch.setenv("JUDGE_API_KEY", "plain-words-secret")
+    out = io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    redact_output()
+    redact_output()
+    print("the key is", "plain-words-secret", "of 3")  # noqa: T201
+    assert out.getvalue() == f"the key is {MASK} of 3\n"

@@ -24,7 +24,18 @@ from verl.checkpoint.remote.resolve import find_at
 from verl.checkpoint.remote.upload import CheckpointUpload
 from verl.checkpoint.retention import Retention, clean, plan
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
-from verl.cli.console import FOUND, command, counted, duration, fail, parse_duration, print_json, print_table, size
+from verl.cli.console import (
+    FOUND,
+    command,
+    counted,
+    duration,
+    echo,
+    fail,
+    parse_duration,
+    print_json,
+    print_table,
+    size,
+)
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, ConfigError
 from verl.storage.config import is_address, storage_at
 
@@ -84,7 +95,7 @@ def add_to(app: typer.Typer) -> None:
         records = tier.records() if all_ and named is None else [named or tier.newest().record]
         for record in records:
             published = pull_one(tier, record, CheckpointStore(directory))
-            typer.echo(f"{published.directory}: step {published.step}, {size(published.num_bytes)}")
+            echo(f"{published.directory}: step {published.step}, {size(published.num_bytes)}")
 
     @command(app, "push")
     def push(
@@ -104,7 +115,7 @@ def add_to(app: typer.Typer) -> None:
             pusher = CheckpointUpload(store, tier.log)
             for published in chosen:
                 pushed = pusher.push(published)
-                typer.echo(f"{published.name} is in {store.address}: {size(pushed.sent_bytes)} sent")
+                echo(f"{published.name} is in {store.address}: {size(pushed.sent_bytes)} sent")
 
 
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Inspect, verify, pin, clean and export checkpoints.")
@@ -125,7 +136,7 @@ def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
         print_json([summary.to_json() for summary in found])
         return
     if not found:
-        typer.echo(f"{path} holds no checkpoint yet")
+        echo(f"{path} holds no checkpoint yet")
         return
     print_table(
         ["", "checkpoint", "step", "epoch", "saved", "size", "adds", "metrics", "state"],
@@ -173,16 +184,16 @@ def verify(
     if json:
         print_json([summary.to_json() for summary in found])
     elif not found:
-        typer.echo(f"{path} holds no checkpoint")
+        echo(f"{path} holds no checkpoint")
     else:
         for summary in found:
             holds = (
                 summary.published and f"{counted(len(summary.published.manifest.contents), 'file')}, {_size(summary)}"
             )
-            typer.echo(f"{summary.name}: {summary.status}" + (f" ({holds})" if holds else ""))
+            echo(f"{summary.name}: {summary.status}" + (f" ({holds})" if holds else ""))
             for fault in summary.faults:
-                typer.echo(f"  {fault}")
-        typer.echo("every byte was hashed" if full else "sizes and headers were checked; --full hashes every byte")
+                echo(f"  {fault}")
+        echo("every byte was hashed" if full else "sizes and headers were checked; --full hashes every byte")
     raise typer.Exit(0 if found and all(summary.status == "complete" for summary in found) else FOUND)
 
 
@@ -231,11 +242,11 @@ def health(
     saved = f"{newest.name}, step {newest.step}, saved {duration(age)} ago"
     if limit_s is not None and age > limit_s:
         _not_ready(f"{saved}, which is more than {duration(limit_s)}")
-    typer.echo(f"ready: {saved}" + (f"; passed over {names}, see verl checkpoint verify" if names else ""))
+    echo(f"ready: {saved}" + (f"; passed over {names}, see verl checkpoint verify" if names else ""))
 
 
 def _not_ready(reason: str) -> NoReturn:
-    typer.echo(f"not ready: {reason}")
+    echo(f"not ready: {reason}")
     raise typer.Exit(FOUND)
 
 
@@ -291,7 +302,7 @@ def pin(
     store = CheckpointStore(where.directory)
     name = store.newest().name if where.name in (None, LATEST) else where.name
     keeping.pin(store, name, reason)
-    typer.echo(f"pinned {store.directory / name}")
+    echo(f"pinned {store.directory / name}")
 
 
 @command(app, "unpin")
@@ -307,7 +318,7 @@ def unpin(path: Path_) -> None:
     store = CheckpointStore(where.directory)
     name = store.newest().name if where.name in (None, LATEST) else where.name
     keeping.unpin(store, name)
-    typer.echo(f"unpinned {store.directory / name}")
+    echo(f"unpinned {store.directory / name}")
 
 
 @command(app, "gc")
@@ -337,15 +348,15 @@ def collect(
         print_json({"dry_run": dry_run, **dataclasses.asdict(cleaning)})
         return
     if keep_last_n is not None and len(cleaning.lineages) > 1:
-        typer.echo(f"{where.directory} holds {len(cleaning.lineages)} trainings; the rules apply to each separately:")
+        echo(f"{where.directory} holds {len(cleaning.lineages)} trainings; the rules apply to each separately:")
         for line in cleaning.lineages:
-            typer.echo(f"  {' -> '.join(line)}")
+            echo(f"  {' -> '.join(line)}")
     would, verb = ("would remove", "would free") if dry_run else ("removed", "freed")
     for name in (*cleaning.removed, *cleaning.leftovers):
-        typer.echo(f"{would} {name}")
+        echo(f"{would} {name}")
     for name, reason in cleaning.kept.items():
-        typer.echo(f"kept {name}: {reason}")
-    typer.echo(f"{verb} {size(cleaning.freed_bytes)}")
+        echo(f"kept {name}: {reason}")
+    echo(f"{verb} {size(cleaning.freed_bytes)}")
 
 
 @command(app, "export")
@@ -360,7 +371,7 @@ def export(
     """Export a model of a checkpoint as a Hugging Face directory; every byte is verified by hash."""
     manager = CheckpointManager(path)
     names = export_component(manager, out, component, pytorch_bin)
-    typer.echo(f"{component} of {manager.name} is in {out}: {counted(len(names), 'file')}")
+    echo(f"{component} of {manager.name} is in {out}: {counted(len(names), 'file')}")
 
 
 @command(app, "materialize")
@@ -371,4 +382,4 @@ def materialize(
     """Write an incremental checkpoint as a full one; every byte is verified by hash."""
     manager = CheckpointManager(path)
     whole = write_out(manager.reader(), out)
-    typer.echo(f"{manager.name} is in {out}: {counted(len(whole.manifest.files), 'file')}, {size(whole.num_bytes)}")
+    echo(f"{manager.name} is in {out}: {counted(len(whole.manifest.files), 'file')}, {size(whole.num_bytes)}")

@@ -17,7 +17,7 @@ from verl.checkpoint.core.manifest import LogicalTensor
 from verl.checkpoint.describe import CheckpointSummary, components
 from verl.checkpoint.read.compare import CheckpointDifference
 from verl.checkpoint.read.discovery import CheckpointDirectory, resolve_path
-from verl.cli.console import FOUND, command, counted, fail, print_json, print_table, size
+from verl.cli.console import FOUND, command, counted, echo, fail, print_json, print_table, size
 
 FIRST_TENSORS = 4  # shown per component without --tensors
 OUTLINE_DEPTH, LARGEST_DICT = 2, 12  # of trainer_state.json without --state
@@ -58,12 +58,12 @@ def print_inspection(
     """
     tensors = _tensors(summary.published, component) if summary.published else []
     for name, value in _head(summary):
-        typer.echo(f"{name:<12}{value}")
+        echo(f"{name:<12}{value}")
     for fault in summary.faults:
-        typer.echo(f"  {fault}")
+        echo(f"  {fault}")
     if summary.published is None:
         return
-    typer.echo("")
+    echo("")
     rows = [
         [
             part.name,
@@ -78,13 +78,13 @@ def print_inspection(
     columns = ["component", "files", "size", "tensors", "elements", "types"]
     print_table(columns, rows, right=["files", "size", "tensors", "elements"])
     _print_tensors(tensors, all_tensors)
-    typer.echo("\ntrainer_state.json" + ("" if all_state else " (--state shows all of it)"))
+    echo("\ntrainer_state.json" + ("" if all_state else " (--state shows all of it)"))
     state = {key: value for key, value in summary.state.items() if key not in SHOWN_ABOVE}
     if points := loss_points(summary.state):
         step, loss = points[-1]
         state["loss_history"] = f"{counted(len(points), 'step')}, the last one step {step}, loss {loss:.6g}"
     for line in outline(state, None if all_state else OUTLINE_DEPTH):
-        typer.echo(f"  {line}")
+        echo(f"  {line}")
 
 
 def print_comparison(
@@ -97,7 +97,7 @@ def print_comparison(
     _print_different([d for d in differences if d.kind == "file"], "files")
     _print_different([d for d in differences if d.kind == "key"], "settings and state")
     same = "the same tensors, files and settings" if not differences else counted(len(differences), "difference")
-    typer.echo(f"\n{same}")
+    echo(f"\n{same}")
 
 
 def outline(value: dict[str, Any], depth: int | None = None) -> Iterator[str]:
@@ -166,7 +166,7 @@ def _print_tensors(tensors: list[LogicalTensor], all_of_them: bool) -> None:
         rows += [[component, t.name, t.dtype, list(t.shape), len(t.slices)] for t in shown]
         if len(shown) < len(own):
             rows.append([component, f"... and {len(own) - len(shown)} more (--tensors)", "", "", ""])
-    typer.echo("")
+    echo("")
     print_table(["component", "tensor", "type", "shape", "slices"], rows, right=["slices"])
 
 
@@ -177,7 +177,7 @@ def _print_different_tensors(tensors: list[CheckpointDifference], with_numbers: 
     for tensor in tensors:
         counts[tensor.component] = counts.get(tensor.component, 0) + 1
     shown = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
-    typer.echo(f"\ntensors that differ ({shown})")
+    echo(f"\ntensors that differ ({shown})")
     columns = ["component", "tensor", "A", "B"] + (["largest difference"] if with_numbers else [])
     rows = [[t.component, t.name, t.first, t.second] + ([_number(t)] if with_numbers else []) for t in tensors]
     print_table(columns, rows, right=["largest difference"])
@@ -185,7 +185,7 @@ def _print_different_tensors(tensors: list[CheckpointDifference], with_numbers: 
 
 def _print_different(differences: list[CheckpointDifference], title: str) -> None:
     if differences:
-        typer.echo(f"\n{title} that differ")
+        echo(f"\n{title} that differ")
         print_table(
             ["in", "name", "A", "B"], [[d.component, d.name, _short(d.first), _short(d.second)] for d in differences]
         )
@@ -242,8 +242,8 @@ def _print(found: list[FormatFinding], old: Version, new: Version) -> None:
         row = format_of(version)
         formats = "has no checkpoints of this kind" if row is None else f"writes format {row.writes}"
         later = f" or a later one; it promises to read what verl {verl.__version__} reads" if is_ahead(version) else ""
-        typer.echo(f"verl {version} {formats}{later}")
-    typer.echo("")
+        echo(f"verl {version} {formats}{later}")
+    echo("")
     rows = [
         [f.name, f.format_version, f.verl_version, f"BREAKS: {f.breaks}" if f.breaks else "can be read", f.note]
         for f in found
@@ -251,7 +251,7 @@ def _print(found: list[FormatFinding], old: Version, new: Version) -> None:
     if rows:
         print_table(["checkpoint", "format", "by verl", f"with verl {new}", ""], rows)
     broken = sum(finding.breaks is not None for finding in found)
-    typer.echo(f"\n{broken} of {counted(len(found), 'checkpoint')} would break")
+    echo(f"\n{broken} of {counted(len(found), 'checkpoint')} would break")
 
 
 if __name__ == "__main__":

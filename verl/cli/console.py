@@ -23,6 +23,7 @@ import typer
 
 from verl.errors import BadCheckpoint, ConfigError, VerlError
 from verl.tracking.console import fitting_columns, reader_may_leave
+from verl.utils.external_input import printable
 
 FOUND, FAILED = 1, 2
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,15 +57,20 @@ def one_line_errors() -> Iterator[None]:
         fail(str(error), FAILED)
 
 
+def echo(text: object, err: bool = False, nl: bool = True) -> None:
+    """Print a text without control characters that a terminal would interpret."""
+    typer.echo(printable(str(text), keep="\n\t"), err=err, nl=nl)
+
+
 def fail(message: str, status: int = FAILED) -> NoReturn:
     """Say what is wrong on standard error, on one line, and end."""
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    echo(f"error: {' '.join(message.split())}", err=True)
     raise typer.Exit(status)
 
 
 def print_json(value: Any) -> None:
     """For scripts. Numbers that JSON does not know become texts."""
-    typer.echo(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    echo(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def output_width() -> int | None:
@@ -96,6 +102,7 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
+    columns = [printable(column) for column in columns]
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else width
     left_out: list[str] = []
@@ -110,15 +117,15 @@ def print_table(
         width = 10_000
     table = Table(box=None, pad_edge=False, header_style="bold" if sys.stdout.isatty() else "")
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        table.add_column(Text(column), justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+        table.add_row(*(Text("" if cell is None else printable(str(cell))) for cell in row))
     drawn = io.StringIO()
     Console(file=drawn, force_terminal=is_terminal, width=width).print(table)
-    for line in drawn.getvalue().splitlines():
-        typer.echo(line.rstrip())
+    for line in drawn.getvalue().split("\n")[:-1]:
+        typer.echo(line.rstrip())  # cells are printable, and rich styles the header
     if left_out:
-        typer.echo(f"not shown, the terminal is too narrow: {', '.join(left_out)}")
+        echo(f"not shown, the terminal is too narrow: {', '.join(left_out)}")
 
 
 def size(num_bytes: int) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl.cli.console import echo
 from verl.errors import CheckpointError, ConfigError, RewardError, StorageError
 from verl.storage.config import is_address
 from verl.utils.temporary_directory import TemporaryDirectory
@@ -43,9 +44,9 @@ def evaluate(
     if as_json:
         origin = path if is_address(path) else str(saved.origin)
         source = {"actor": origin, "step": saved.step, "rows": rows}
-        typer.echo(json.dumps({**source, "metrics": metrics}, indent=2))
+        echo(json.dumps({**source, "metrics": metrics}, indent=2))
         return
-    typer.echo(f"{f'{path}, step {saved.step}' if is_address(path) else saved.description}, on {rows} rows")
+    echo(f"{f'{path}, step {saved.step}' if is_address(path) else saved.description}, on {rows} rows")
     _print_table(metrics)
 
 
@@ -76,7 +77,7 @@ def generate(
         with running(saved, "ppo", [*unrated, *(overrides or []), *settings], data) as trainer:
             rows = _responses(trainer, samples, greedy)
     for row in rows:
-        typer.echo(json.dumps(row) if as_json else f"{row['prompt']}\n  -> {row['response']}")
+        echo(json.dumps(row) if as_json else f"{row['prompt']}\n  -> {row['response']}")
 
 
 def _responses(trainer: Any, samples: int, greedy: bool) -> list[dict[str, Any]]:
@@ -129,7 +130,7 @@ def faults_reported() -> Iterator[None]:
     try:
         yield
     except (ConfigError, CheckpointError, RewardError, StorageError) as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(2) from error
 
 

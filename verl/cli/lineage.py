@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl.cli.console import echo
+from verl.utils.external_input import printable
+
 if TYPE_CHECKING:
     from rich.tree import Tree
 
@@ -26,14 +29,14 @@ def lineage(
     from verl.trainer.state.lineage import forest
 
     if not directory.is_dir():
-        typer.echo(f"{directory}: no such directory. Give the directory of checkpoints, or one above it.", err=True)
+        echo(f"{directory}: no such directory. Give the directory of checkpoints, or one above it.", err=True)
         raise typer.Exit(2)
     roots = forest(directory)
     if as_json:
-        typer.echo(json.dumps([run.as_json() for run in roots], indent=2))
+        echo(json.dumps([run.as_json() for run in roots], indent=2))
         return
     if not roots:
-        typer.echo(f"There are no checkpoints below {directory}.")
+        echo(f"There are no checkpoints below {directory}.")
         return
     import rich
     from rich.console import Console
@@ -78,11 +81,11 @@ def _fill(tree: Tree, run: LineageRun) -> None:
 def _headline(run: LineageRun) -> Any:
     from rich.text import Text
 
-    text = Text(f"run {run.run_id}  ", style="bold")
-    text.append(run.status, style=COLORS.get(run.status, "yellow"))
+    text = Text(printable(f"run {run.run_id}  "), style="bold")
+    text.append(printable(run.status), style=COLORS.get(run.status, "yellow"))
     first = 1 if run.parent is None else run.parent.step + 1
     steps = f"steps {first} to {run.steps}" if run.steps >= first else "no step saved"
-    text.append(f"  {steps}  {run.began[:19]}  {_code(run)}  {run.run_dir}", style="not bold")
+    text.append(printable(f"  {steps}  {run.began[:19]}  {_code(run)}  {run.run_dir}"), style="not bold")
     return text
 
 
@@ -126,4 +129,4 @@ def _unless_there(saved: LineageCheckpoint) -> str:
 def _text(text: str, style: str = "") -> Any:
     from rich.text import Text
 
-    return Text(text, style=style)
+    return Text(printable(text), style=style)

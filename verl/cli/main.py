@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 import verl
 from verl.cli import checkpoint, train
-from verl.cli.console import one_line_errors
+from verl.cli.console import echo, one_line_errors
 from verl.cli.generate import evaluate, generate
 from verl.cli.lineage import lineage
 from verl.cli.models import print_cached, print_families, print_summary
@@ -24,6 +24,7 @@ from verl.tracking.console import reader_may_leave
 from verl.utils.child_process.interpreter import run_main
 from verl.utils.component_exits import component_exits
 from verl.utils.env_check import BACKENDS, check_env
+from verl.utils.redact import redact_output
 
 
 class _Commands(TyperGroup):
@@ -61,7 +62,7 @@ app.command()(samples)
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(verl.__version__)
+        echo(verl.__version__)
         raise typer.Exit
 
 
@@ -86,7 +87,7 @@ def config_schema(
         raise typer.BadParameter(f"{root!r} is not a root: expected {' or '.join(ROOTS)}.", param_hint="ROOT")
     text = json.dumps(json_schema(root), indent=1) + "\n"
     if output is None:
-        typer.echo(text, nl=False)
+        echo(text, nl=False)
         return
     with one_line_errors():
         output.write_text(text)
@@ -130,4 +131,5 @@ def env(
 
 def run() -> NoReturn:
     """Entry point of `verl` and `python -m verl.cli`."""
+    redact_output()
     run_main(lambda: app(prog_name="verl"))

@@ -6,9 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
-import typer
-
-from verl.cli.console import print_table
+from verl.cli.console import echo, print_table
 from verl.errors import ConfigError
 from verl.model_paths import finding_cache
 from verl.model_paths.report import CachedFinding, cached_findings, decoding_of, scoring_of, status_of
@@ -23,22 +21,20 @@ def print_summary() -> None:
     kept = cached_findings()
     found = Counter(one.status for one in kept)
     counts = ", ".join(f"{found[status]} {status}" for status in ("fast", "plain", "refused") if found[status])
-    typer.echo(f"    models checked here: {counts or 'none yet'}; see verl env --models")
+    echo(f"    models checked here: {counts or 'none yet'}; see verl env --models")
     slow = [one for one in kept if one.status != "fast"]
     for one in slow[:MOST_LINES]:
-        typer.echo(_shortened(f"        {_name(one)}: {_in_words(one)}"))
+        echo(_shortened(f"        {_name(one)}: {_in_words(one)}"))
     if len(slow) > MOST_LINES:
-        typer.echo(f"        and {len(slow) - MOST_LINES} more")
+        echo(f"        and {len(slow) - MOST_LINES} more")
 
 
 def print_cached() -> None:
     """Print the table of all models checked on this machine."""
     kept = cached_findings()
     if not kept:
-        typer.echo(
-            "No model has been checked on this machine with the installed libraries. A run checks its own at its"
-        )
-        typer.echo("start; `verl env --models FAMILY`, such as llama, checks the default model of a family now.")
+        echo("No model has been checked on this machine with the installed libraries. A run checks its own at its")
+        echo("start; `verl env --models FAMILY`, such as llama, checks the default model of a family now.")
         return
     rows = [(_name(one), *_cells(one)) for one in kept]
     print_table(("model", "scoring", "decoding"), rows, width=WIDTH)
@@ -57,11 +53,11 @@ def print_families(names: Sequence[str]) -> None:
     for name in names:
         found = examine_family(name)
         if found.finding is None:
-            typer.echo(f"{name}: transformers cannot build its default model")
+            echo(f"{name}: transformers cannot build its default model")
             _print_part("because", found.fault or "")
             continue
         limit = "" if found.tokens is None else f", rows of up to {found.tokens} tokens"
-        typer.echo(f"{name} ({found.model}): {status_of(found.finding)}{limit}, {found.seconds:.1f} s")
+        echo(f"{name} ({found.model}): {status_of(found.finding)}{limit}, {found.seconds:.1f} s")
         if found.finding.refusal is not None:
             _print_part("because", found.finding.refusal)
             continue
@@ -94,4 +90,4 @@ def _shortened(line: str) -> str:
 
 def _print_part(name: str, text: str) -> None:
     start = f"    {name:<9}"
-    typer.echo(textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)))
+    echo(textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from verl.cli.console import FAILED, FOUND
+from verl.cli.console import FAILED, FOUND, echo
 from verl.errors import ConfigError, VerlError
 from verl.utils.redact import redact
 
@@ -53,12 +53,12 @@ def plan(
         rates = _rates(run, device or (named[-1] if named else None), measure)
         found = _planned(run, rates, exact, response_tokens, upload_mib_s)
     except (VerlError, OSError) as error:  # prints all faults as the training commands do
-        typer.echo(redact(str(error)), err=True)
+        echo(redact(str(error)), err=True)
         raise typer.Exit(FAILED) from error
     if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=2))
+        echo(json.dumps(found.to_json(), indent=2))
     else:
-        typer.echo("\n".join(found.lines()))
+        echo("\n".join(found.lines()))
     if not found.fits:
         raise typer.Exit(FOUND)
 

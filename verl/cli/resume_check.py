@@ -36,8 +36,10 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl.cli.console import echo
 from verl.errors import ConfigError
 from verl.utils.child_process.process import reap
+from verl.utils.external_input import read_text
 from verl.utils.progress import STARTER_VARIABLE, Progress, ProgressWatch
 from verl.utils.temporary_directory import TemporaryDirectory
 
@@ -390,7 +392,7 @@ class ResumeCheck:
             RunFailed: they were begun anew, so the runs need not be equal.
         """
         names = ("reused", "replayed", "restarted")
-        lines = [json.loads(text) for text in (resumed / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(text) for text in read_text(resumed / "metrics.jsonl").splitlines()]
         counts = {name: sum(int(line.get(f"episode/journal_{name}", 0)) for line in lines) for name in names}
         told = ", ".join(f"{count} {name}" for name, count in counts.items())
         self.legs.tell(f"  answers of the journal: {told}")
@@ -541,9 +543,9 @@ def resume_check(
                     in_episode=in_episode,
                 )
             found = check.differences()
-            typer.echo("\n".join(f"DIFFERS: {line}" for line in found) if found else f"OK: {check.compared()}")
+            echo("\n".join(f"DIFFERS: {line}" for line in found) if found else f"OK: {check.compared()}")
     except (ConfigError, RunFailed) as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(1 if found else 0)
 

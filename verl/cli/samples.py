@@ -6,9 +6,12 @@ after `#`, so that a view can be shared: `samples.html#sort=-score`.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import itertools
 import json
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,10 +20,11 @@ from typing import Annotated, Any
 import typer
 
 from verl.checkpoint.read.discovery import LATEST
-from verl.cli.console import one_line_errors, output_width, plain, print_json, print_table
+from verl.cli.console import echo, one_line_errors, output_width, plain, print_json, print_table
 from verl.errors import ConfigError
 from verl.storage.config import is_address
 from verl.tracking.console import end_cut, fitting_columns, visible
+from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping, read_text
 
 BUFFER = "buffer"
 EPISODE = "episode"  # the column with the turns of an episode
@@ -69,18 +73,26 @@ def read_samples(run: str | Path) -> list[DumpedSample]:
     path = Path(run)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory. Give the directory of a run, or a checkpoint.")
-    import pyarrow as pa
-
     found = [*_of_dumps(path / "samples")]
     for directory in (path / "replay", path / "replay_buffer", path):
         shards = sorted(file for file in directory.glob("rows_*.arrow") if not file.name.endswith(".index.arrow"))
-        found += [sample for shard in shards for sample in _of_shard(str(shard), pa.memory_map(str(shard)))]
+        found += [sample for shard in shards for sample in _of_shard(str(shard), _mapped(shard))]
     if not found:
         raise ConfigError(
             f"{path} has neither samples/step_N.jsonl nor rows of a replay buffer. Runs write samples with each "
             "evaluation, and have a replay buffer with replay=tiered."
         )
     return sorted(found, key=lambda sample: sample.step)
+
+
+def _mapped(shard: Path) -> Any:
+    import pyarrow as pa
+
+    try:
+        with open(open_regular(shard), "rb") as file:
+            return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        raise ConfigError(f"{shard} is not a replay shard: {error}") from error
 
 
 def _last_sampled() -> Path:
@@ -114,13 +126,33 @@ def within(option: str, text: str, value_of: Callable[[DumpedSample], float | No
 
 
 def _of_dumps(directory: Path) -> Iterator[DumpedSample]:
+    """The rows of sample tables. What cannot be read, such as the half line that a killed run leaves, is left out with
+    a warning."""
     for file in sorted(directory.glob("step_*.jsonl")):
-        step = int(file.stem.removeprefix("step_"))
-        for line in file.read_text().splitlines():
-            row = json.loads(line)
-            source, score = row.pop("table", "samples"), row.pop("score", None)
-            texts = row.pop("prompt_text", ""), row.pop("response_text", "")
-            yield DumpedSample(source, step, *texts, score=None if score is None else float(score), others=row)
+        number = file.stem.removeprefix("step_")
+        try:
+            lines = read_text(file).split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            echo(f"{str(file)!a} is left out: {error}", err=True)
+            continue
+        bad = 0
+        for line in filter(str.strip, lines):
+            try:
+                yield _dumped(int(number), parse_mapping(line))
+            except (ExternalInputError, ValueError, TypeError, OverflowError):
+                bad += 1
+        if bad:
+            echo(f"{str(file)!a}: {bad} lines are not samples, and are left out.", err=True)
+
+
+def _dumped(step: int, row: dict[str, Any]) -> DumpedSample:
+    source, score = str(row.pop("table", "samples")), row.pop("score", None)
+    texts = (_text(row.pop(name, "")) for name in ("prompt_text", "response_text"))
+    return DumpedSample(source, step, *texts, score=None if score is None else float(score), others=row)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _stored_shards(address: str) -> Iterator[tuple[str, Any]]:
@@ -138,25 +170,29 @@ def _stored_shards(address: str) -> Iterator[tuple[str, Any]]:
 def _of_shard(name: str, data: Any) -> Iterator[DumpedSample]:
     """The rows of an Arrow file."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
     try:
         opened = pa.ipc.open_file(data)
-    except pa.ArrowInvalid as error:
-        raise ConfigError(f"{name} is not a complete replay shard: {error}") from error
+        for number in range(opened.num_record_batches):
+            yield from _of_batch(opened.get_batch(number))
+    except (pa.ArrowException, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{name} is not a complete replay shard: {type(error).__name__}: {error}") from error
+
+
+def _of_batch(batch: Any) -> Iterator[DumpedSample]:
+    import pyarrow.compute as pc
+
     names = ["step", "score", "prompt_ids", "sample_ids", "policy_version", "advantage", "columns"]
-    for number in range(opened.num_record_batches):
-        batch = opened.get_batch(number)
-        lengths = pc.list_value_length(  # pyright: ignore[reportAttributeAccessIssue] - made when it is imported
-            batch.column("responses")
-        ).to_pylist()
-        columns = (batch.column(name).to_pylist() for name in names)
-        for length, step, score, prompt, sample, version, advantage, others in zip(lengths, *columns, strict=True):
-            known = json.loads(others)
-            texts = str(known.pop("prompt_text", "")), str(known.pop("response_text", ""))
-            known.pop("score", None)
-            columns = {**dict(zip(OF_BUFFER, (sample, version, advantage), strict=True)), **known}
-            yield DumpedSample(BUFFER, step, *texts, score=score, length=length, prompt_id=prompt, others=columns)
+    lengths = pc.list_value_length(  # pyright: ignore[reportAttributeAccessIssue] - made when it is imported
+        batch.column("responses")
+    ).to_pylist()
+    columns = (batch.column(name).to_pylist() for name in names)
+    for length, step, score, prompt, sample, version, advantage, others in zip(lengths, *columns, strict=True):
+        known = parse_mapping(others)
+        texts = _text(known.pop("prompt_text", "")), _text(known.pop("response_text", ""))
+        known.pop("score", None)
+        columns = {**dict(zip(OF_BUFFER, (sample, version, advantage), strict=True)), **known}
+        yield DumpedSample(BUFFER, step, *texts, score=score, length=length, prompt_id=prompt, others=columns)
 
 
 _STYLE = """
@@ -317,13 +353,20 @@ window.addEventListener("hashchange", show);
 """
 
 
+def _policy() -> str:
+    """The rule of browsers that the page runs its own script and loads nothing."""
+    script, style = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (_SCRIPT, _STYLE))
+    rules = f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; base-uri 'none'"
+    return f'<meta http-equiv="Content-Security-Policy" content="{rules}; form-action \'none\'">\n'
+
+
 def page(samples: Sequence[DumpedSample], title: str) -> str:
     """The HTML page. Responses are embedded as JSON and shown as text, never as markup."""
     data = json.dumps(plain([sample.as_json() for sample in samples]), allow_nan=False)
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     heading = html.escape(title)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n{_policy()}'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
         f'<body><h1>{heading}</h1><form></form><p id="count"></p>\n'
         "<table><thead><tr></tr></thead><tbody></tbody></table>\n"
@@ -366,7 +409,7 @@ def samples(
         shown = found[:limit] if limit else found
         if html is not None:
             html.write_text(page(found, f"Samples of {run}"), encoding="utf-8")
-            typer.echo(f"{html}: {len(found)} rows")
+            echo(f"{html}: {len(found)} rows")
         elif as_json:
             print_json([sample.as_json() for sample in shown])
         elif compare:
@@ -375,7 +418,7 @@ def samples(
             _print_turns(shown)
         else:
             _print_samples(shown)
-            typer.echo(f"{len(shown)} of {len(found)} rows" + ("" if len(shown) == len(found) else " (--limit)"))
+            echo(f"{len(shown)} of {len(found)} rows" + ("" if len(shown) == len(found) else " (--limit)"))
 
 
 def _tests(
@@ -413,7 +456,7 @@ def _compare(found: Sequence[DumpedSample]) -> None:
             f"--compare needs one prompt, but {len(prompts)} are selected ({few}{' ...' if len(prompts) > 3 else ''}). "
             "Choose one with --prompt TEXT or --prompt-id N."
         )
-    typer.echo(f"prompt  {prompts[0]}")
+    echo(f"prompt  {prompts[0]}")
     by_step: dict[int, list[DumpedSample]] = {}
     for sample in found:
         by_step.setdefault(sample.step, []).append(sample)
@@ -467,21 +510,27 @@ def _print_turns(shown: Sequence[DumpedSample]) -> None:
     if not episodes:
         raise ConfigError("--turns: none of the selected rows is an episode. Runs with an environment write episodes.")
     for sample in episodes:
-        record = sample.others[EPISODE]
-        summary = f"step {sample.step}  {sample.source}  reward {_number(sample.score)}  ended by {record['end']}"
-        typer.echo(f"{summary}  {len(record['turns'])} turns  {record['seconds']:.3g} s")
-        rows = [["", "prompt", _line(sample.prompt), "", ""]]
-        for number, turn in enumerate(record["turns"]):
-            cut = "" if turn["is_complete"] else f"{CUT} cut"
-            reward = f"{turn['reward']:g}" if turn["reward"] else ""
-            rows.append([str(number), "model", _line(turn["text"]) + cut, reward, ""])
-            calls = ", ".join(
-                f"{c['name'] or 'unread call'} {c['outcome']} {c['seconds']:.3g} s" for c in turn["calls"]
-            )
-            if turn["observation"] is not None:
-                rows.append(["", "environment", _line(observation_text(turn["observation"])), "", calls])
+        try:
+            record, rows = sample.others[EPISODE], list(_turn_rows(sample))
+            end = f"ended by {record['end']}  {len(record['turns'])} turns  {record['seconds']:.3g} s"
+        except (LookupError, TypeError, ValueError, AttributeError):
+            echo(f"step {sample.step}  {sample.source}  its turns are damaged, and are left out")
+            continue
+        echo(f"step {sample.step}  {sample.source}  reward {_number(sample.score)}  {end}")
         print_table(["turn", "who", "text", "reward", "calls"], rows)
-        typer.echo("")
+        echo("")
+
+
+def _turn_rows(sample: DumpedSample) -> Iterator[list[str]]:
+    record = sample.others[EPISODE]
+    yield ["", "prompt", _line(sample.prompt), "", ""]
+    for number, turn in enumerate(record["turns"]):
+        cut = "" if turn["is_complete"] else f"{CUT} cut"
+        reward = f"{turn['reward']:g}" if turn["reward"] else ""
+        yield [str(number), "model", _line(turn["text"]) + cut, reward, ""]
+        calls = ", ".join(f"{c['name'] or 'unread call'} {c['outcome']} {c['seconds']:.3g} s" for c in turn["calls"])
+        if turn["observation"] is not None:
+            yield ["", "environment", _line(observation_text(turn["observation"])), "", calls]
 
 
 def observation_text(observation: Any) -> str:

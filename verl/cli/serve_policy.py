@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from verl.cli.console import echo
 from verl.cli.generate import OVERRIDES, PATH, faults_reported, located, running
 from verl.errors import ConfigError
 from verl.utils.signals import termination_signals
@@ -47,7 +48,7 @@ def serve_policy(
         if trainer.description.environment is not None:
             raise ConfigError("environment: the endpoint replaces environments. Add environment=null.")
         server = server_of(trainer, host, port, record, max_tokens, kv_cache_gib, ignore_sampling, timeout_s)
-        typer.echo(f"{saved.description} at {server.url}")
+        echo(f"{saved.description} at {server.url}")
         # serve_forever cannot be stopped from a handler of its own thread
         ends = (signal.SIGINT, *termination_signals())
         before = [

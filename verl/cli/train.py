@@ -16,12 +16,13 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from verl.cli.console import fail
+from verl.cli.console import echo, fail
 from verl.cli.plan import PLAN_ONLY, plan_only
 from verl.compose.launch import LaunchedRun, entry_point
 from verl.compose.validate import refuse_here, validate
 from verl.compose.warm_start import resolve_warm_starts
 from verl.utils.child_process.interpreter import rare_garbage_collection
+from verl.utils.external_input import read_text
 
 
 def train(job: LaunchedRun) -> None:
@@ -102,7 +103,7 @@ def quickstart(
     written = {"curves": "ppo/curves.png", "actor": "ppo/actor", "samples": "ppo/samples"}
     written |= {"metrics": "ppo/metrics.jsonl", "summary": "summary.json"}
     lines = [f"  {name:<8} {out / place}" for name, place in written.items() if (out / place).exists()]
-    typer.echo(
+    echo(
         f"\nGreedy accuracy on held-out problems: {before:.1%} after SFT ({fine_tuning['wall_s']:.0f} s),\n"
         f"{after:.1%} after {training['steps']} steps of PPO ({training['wall_s']:.0f} s, "
         f"{summary['samples_per_s']} samples/s).\n" + "\n".join(lines)
@@ -128,8 +129,8 @@ def _run(root: str, directory: Path, overrides: Sequence[str]) -> dict[str, Any]
     In this process, which gets the signals: a run in another one would be ended with this one, or get them twice.
     """
     words = [root, f"hydra.run.dir={directory}", *overrides]
-    typer.echo(f"\n$ verl {' '.join(words)}")
+    echo(f"\n$ verl {' '.join(words)}")
     sys.stdout.flush()
     sys.argv = [f"verl {root}", *words[1:]]
     (train_sft if root == "sft" else train_ppo)()
-    return json.loads((directory / "summary.json").read_text())
+    return json.loads(read_text(directory / "summary.json"))

@@ -34,6 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl import errors
+from verl.checkpoint.commit.fencing import RunLock
 from verl.component import BuildContext
 from verl.compose import schema
 from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_paths
@@ -48,7 +49,7 @@ from verl.utils import torchrun
 from verl.utils.component_exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
 from verl.utils.progress import report_to_starter
-from verl.utils.redact import redact
+from verl.utils.redact import redact, redact_output
 from verl.utils.signals import Terminated, orderly_termination
 
 if TYPE_CHECKING:
@@ -136,14 +137,29 @@ class LaunchedRun:
 
         Args:
             run: the validated run; the differences that it never reads are told.
+        Raises:
+            ConfigError: another run writes into the run directory.
         """
+        self.is_new = not self.run_dir.exists() or not any(self.run_dir.iterdir())
+        self._claim_directory()
         changed = print_start(self.config, self.root, self.choices, self.run_dir, self.console)
         if run is not None and (line := unused_settings(run, changed)) is not None:
             print_line(self.console, line)
         self.is_recorded = True
-        self.is_new = not self.run_dir.exists() or not any(self.run_dir.iterdir())
         save_config(self.config, self.overrides, self.run_dir)
         self.closing.callback(setup_logging(self.run_dir))
+
+    def _claim_directory(self) -> None:
+        """Lock the run directory until this run ends, however it ends."""
+        lock = RunLock(self.run_dir, "", {}, "hydra.run.dir")
+        if (holder := lock.acquire()) is not None:
+            self.is_new = False
+            raise ConfigError(
+                f"hydra.run.dir is {shown_path(self.run_dir)}: process {holder.pid} on {holder.host or '(unknown)'} "
+                f"writes there since {holder.since}, and the metrics, configuration and weights of two runs would mix. "
+                "Wait for its end, stop it, or give this run a directory of its own: hydra.run.dir=DIR."
+            )
+        self.closing.callback(lock.release)
 
     def withdraw(self) -> None:
         """Remove the files of `record` and of a refused build, if the directory has no others."""
@@ -166,6 +182,7 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
                 _serve_driver_elsewhere()
                 return
             report_to_starter()
+            redact_output()
             with _without_threads(), _clean_end(), orderly_termination(), _release_hosts():
                 set_kernel_cache()
                 schema.register()

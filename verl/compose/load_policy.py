@@ -7,7 +7,6 @@ PATH ──> its weights, and the configuration that trained it ──> override
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +20,19 @@ from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, CheckpointDi
 from verl.checkpoint.resume_point import ResumePoint, find
 from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
-from verl.compose.overrides import Overrides, assign
+from verl.compose.overrides import assign
+from verl.compose.saved_config import OF_TRAINING, AllowedConfig, allowed_config
 from verl.compose.validate import validate
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.pretrained import Pretrained
+from verl.rollout.base import Rollout
+from verl.utils.redact import redact
 from verl.workers.load_state import RestoreSource
 
 _log = logging.getLogger(__name__)
 
 UNKNOWN_CONTEXT = 4096  # tokens of prompt and response, for a model without a known context length
 OF_FILES = {"ppo": "verl.data.files.PromptFiles", "sft": "verl.data.files.SFTFiles"}
-KEPT_OF_MODEL = ("dtype", "attention", "tokenizer_path")
-TRUST = "trust_remote_code"
-FUNCTION = re.compile(r"[^\s:]+:[A-Za-z_]\w*")  # package.module:function or file.py:function
 UNTRAINED: dict[str, Any] = {  # replaces the parts that only training needs
     "actor.lora": None,
     "sharding": {"_target_": "verl.engines.sharding.NoSharding"},
@@ -112,8 +111,9 @@ def locate_policy(path: str) -> SavedPolicy:
 
 def root_of(saved: SavedPolicy) -> str:
     """The root that trained a policy, `ppo` or `sft`; `ppo` for plain weights."""
-    target = "" if saved.point is None else str(saved.point.state.get("config", {}).get("_target_"))
-    return "sft" if target.endswith("SFTRun") else "ppo"
+    config = None if saved.point is None else saved.point.state.get("config")
+    target = config.get("_target_") if isinstance(config, dict) else None
+    return "sft" if str(target).endswith("SFTRun") else "ppo"
 
 
 def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), file: Path | None = None) -> Any:
@@ -127,65 +127,48 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
     Returns:
         A `PPORun` or an `SFTRun`.
     Raises:
-        ConfigError: a fault in the configuration, or user code that only the saved configuration names. Checkpoints are
-            not trusted to run code, so the caller must name it in `overrides`.
+        ConfigError: a fault in the configuration, or a value of the saved configuration that is not on the allow-list
+            (`verl.compose.saved_config`) and that `overrides` do not name.
         BadCheckpoint: the weights differ from what was written.
     """
     _verify(saved)
     pairs, faults = parse_overrides(overrides)
     assigned = assign(root, pairs)
-    config = _base(saved, root)
-    apply_values(config, [*UNTRAINED.items(), *UNTRAINED_OF[root].items(), ("actor.model", _model(saved, config))])
-    apply_values(config, [(group, _option(root, group, text)) for group, text in map(_halves, assigned.options)])
+    options = [(group, text) for group, _, text in (option.partition("=") for option in assigned.options)]
+    named = {**dict(options), **dict(assigned.values)}
+    used = AllowedConfig()
+    if saved.point is not None and root_of(saved) == root:
+        replaced = () if file is None else ("data",)
+        used = allowed_config(saved.point.state.get("config"), root, named, saved.description, replaced)
+        _warn_of_own_code(saved, named)
+    if problems := [*used.faults, *_model_faults(saved, named)]:
+        raise ConfigError([*faults, *assigned.faults, *problems])
+    config = compose_root(root, ["actor=pretrained"])
+    apply_values(config, [*UNTRAINED.items(), *UNTRAINED_OF[root].items(), *_flat(used.parts)])
+    apply_values(config, [("actor.model", _model(saved, used.parts.get("actor", {}).get("model", {})))])
+    apply_values(config, [(group, _option(root, group, text)) for group, text in options])
     if file is not None:
         apply_values(config, [("data", _data(config, root, file, dict(assigned.values)))])
     apply_values(config, assigned.values)
-    if saved.point is not None:
-        _trust_nothing(config, saved, assigned, faults)
     return validate(config, [*faults, *assigned.faults])
 
 
-def _trust_nothing(config: DictConfig, saved: SavedPolicy, assigned: Overrides, others: Sequence[str]) -> None:
-    """Refuse code that a saved configuration names and the user does not.
-
-    Args:
-        config: the composed configuration.
-        saved: the policy.
-        assigned: overrides of the user.
-        others: faults to be reported too.
-    Raises:
-        ConfigError: the saved configuration names components or functions outside of verl.
-    """
-    named = {path for path, _ in assigned.values} | {option.partition("=")[0] for option in assigned.options}
-    faults = []
-    for path, value in list(_leaves(OmegaConf.to_container(config, resolve=False))):
-        if any(path == one or path.startswith(f"{one}.") for one in named):
-            continue
-        key, text = path.rpartition(".")[2], value if isinstance(value, str) else ""
-        if key == TRUST and value not in (False, None):
-            apply_values(config, [(path, False)])
-            _log.warning(
-                "%s was true in training and is now false: Python code in a model directory is run only if you set "
-                "%s=true.", path, path,
-            )  # fmt: skip
-        elif (key == "_target_" and not text.startswith("verl.")) or (
-            FUNCTION.fullmatch(text) and not text.startswith("verl.")
-        ):
-            faults.append(
-                f"{path} is {value!r}: the saved configuration of {saved.description} names this code, and "
-                f"checkpoints are not trusted to run code. If you trust it, add: '{path}={value}'."
-            )
-    if faults:
-        raise ConfigError([*others, *assigned.faults, *faults])
+def _flat(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Values by path: components whole, and the single settings of what stays as composed."""
+    for key, node in parts.items():
+        if key not in OF_TRAINING:
+            yield key, node
+        else:
+            yield from ((f"{key}.{name}", value) for name, value in node.items() if name != "model")
 
 
-def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
-    if items is None:
-        yield path, node
-        return
-    for key, value in items:
-        yield from _leaves(value, f"{path}.{key}" if path else str(key))
+def _warn_of_own_code(saved: SavedPolicy, named: Mapping[str, Any]) -> None:
+    model = saved_model(saved)
+    if model.get("trust_remote_code") and "actor.model.trust_remote_code" not in named:
+        _log.warning(
+            "actor.model.trust_remote_code was true in training and is now false: Python code in a model directory is "
+            "run only if you set actor.model.trust_remote_code=true."
+        )
 
 
 def _verify(saved: SavedPolicy) -> None:
@@ -196,22 +179,53 @@ def _verify(saved: SavedPolicy) -> None:
             reader.check(entry.path)
 
 
-def _base(saved: SavedPolicy, root: str) -> DictConfig:
-    if saved.point is None or root_of(saved) != root:
-        return compose_root(root, ["actor=pretrained"])
-    config = OmegaConf.create(saved.point.state["config"])
-    assert isinstance(config, DictConfig)
-    return config
+def saved_model(saved: SavedPolicy) -> Mapping[str, Any]:
+    """The model component of the saved configuration; empty if it holds none."""
+    node: Any = None if saved.point is None else saved.point.state.get("config")
+    for key in ("actor", "model"):
+        node = node.get(key) if isinstance(node, dict) else None
+    return node if isinstance(node, dict) else {}
 
 
-def _model(saved: SavedPolicy, config: DictConfig) -> dict[str, Any]:
+def _model(saved: SavedPolicy, kept: Mapping[str, Any]) -> dict[str, Any]:
     """The model component for the weights, with dtype and attention as in training."""
-    before = OmegaConf.to_container(config.actor.model, resolve=False)
-    assert isinstance(before, dict), "the actor has a model node"
-    kept = {key: before[key] for key in KEPT_OF_MODEL if before.get(key) is not None}
-    if any((saved.actor / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        kept.pop("tokenizer_path", None)
     return {"_target_": f"{Pretrained.__module__}.{Pretrained.__name__}", **kept, "path": str(saved.actor)}
+
+
+def _model_faults(saved: SavedPolicy, named: Mapping[str, Any]) -> Iterator[str]:
+    """Faults of files of the model that name something outside of the checkpoint."""
+    if saved.point is None or "actor.model" in named or "actor.model.path" in named:
+        return
+    tokenizer = saved_model(saved).get("tokenizer_path")
+    has_own = any((saved.actor / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    if tokenizer is not None and not has_own and "actor.model.tokenizer_path" not in named:
+        yield (
+            f"actor.model.tokenizer_path is {redact(repr(tokenizer))}: {saved.description} has no tokenizer of its "
+            "own, and its saved configuration is not trusted to name one. Add actor.model.tokenizer_path=DIRECTORY."
+        )
+    adapter = Pretrained(path=str(saved.actor)).adapter()
+    if adapter is None:
+        return
+    file, kind, base = saved.actor / "adapter_config.json", adapter.get("peft_type"), adapter["base_model_name_or_path"]
+    if kind != "LORA":
+        yield f"peft_type of {file} is {kind!r}: verl saves LORA only."
+    if not isinstance(base, str) or not (Path(base).is_dir() or _is_cached(base)):
+        yield (
+            f"base_model_name_or_path of {file} is {base!r}: neither a directory of this machine nor a model in the "
+            "cache of the hub, and a checkpoint is not trusted to choose what is downloaded. If you trust it, fetch "
+            "the model yourself: hf download NAME."
+        )
+
+
+def _is_cached(name: str) -> bool:
+    """Whether the user has downloaded this model of the hub before."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return False
 
 
 def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,8 +237,8 @@ def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]
     )
     context = Pretrained(path=config.actor.model.path).max_positions() or UNKNOWN_CONTEXT
     if root == "ppo":
-        response = int(assigned.get("rollout.max_new_tokens", config.rollout.max_new_tokens))
-        kept["max_prompt_length"] = max(1, context - response)
+        response = assigned.get("rollout.max_new_tokens", config.rollout.get("max_new_tokens", Rollout.max_new_tokens))
+        kept["max_prompt_length"] = max(1, context - (response if isinstance(response, int) else 0))
     else:
         kept["max_length"] = context
     return {**kept, "_target_": OF_FILES[root], "train_files": [str(file)], "eval_files": [str(file)]}
@@ -233,11 +247,6 @@ def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]
 def _option(root: str, group: str, text: str) -> Any:
     """The configuration node of an option."""
     return OmegaConf.to_container(compose_root(root, [f"{group}={text}"])[group], resolve=True)
-
-
-def _halves(option: str) -> tuple[str, str]:
-    group, _, text = option.partition("=")
-    return group, text
 
 
 def _is_model(directory: Path) -> bool:

@@ -34,6 +34,7 @@ from typing import Any
 
 from verl.environments.base import CallRecord, Observation, StepResult
 from verl.errors import RolloutError
+from verl.utils.external_input import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +252,7 @@ def _shown(value: Any) -> str:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file, up to the first incomplete line."""
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         for line in file:
             checksum, _, text = line.rstrip(b"\n").partition(b" ")
             if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):

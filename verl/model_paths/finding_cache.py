@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.model_paths.paths import ModelPaths, PathFinding
+from verl.utils.external_input import read_text
 
 LIBRARIES = ("torch", "transformers", "numpy")
 IGNORED = ("_name_or_path", "dtype", "transformers_version", "use_cache", "architectures")
@@ -78,7 +79,7 @@ def _own_code() -> bytes:
 
 def _read(file: Path) -> PathFinding | None:
     try:
-        return finding_in(json.loads(file.read_text()))
+        return finding_in(json.loads(read_text(file)))
     except (OSError, ValueError, KeyError, TypeError):
         return None  # missing or invalid: checked again
 

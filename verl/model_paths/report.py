@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from verl.model_paths import finding_cache
 from verl.model_paths.paths import ModelPaths, PathFinding
+from verl.utils.external_input import read_text
 
 Status = Literal["fast", "plain", "refused"]
 Role = Literal["policy", "critic", "reward"]
@@ -86,7 +87,7 @@ def _kept_files() -> Iterator[Mapping[str, Any]]:
         return  # nothing can have been found
     for file in sorted(finding_cache.cache_dir().glob("*.json"), key=_written_at):
         try:
-            cached = json.loads(file.read_text())
+            cached = json.loads(read_text(file))
             name, crossed = cached["key"]
             finding_cache.finding_in(cached)
             if (

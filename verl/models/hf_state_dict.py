@@ -15,6 +15,7 @@ from torch import Tensor
 from verl.models.heads import head_of
 from verl.models.own_module import OwnModule
 from verl.models.pretrained import quiet_transformers
+from verl.utils.external_input import read_bytes
 from verl.utils.temporary_directory import TemporaryDirectory
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -137,7 +138,7 @@ def load_adapter(model: Any, file: Path) -> None:
 def files_in(directory: Path) -> dict[str, bytes]:
     """Content of the files of a directory, by name, sorted."""
     return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
+        path.relative_to(directory).as_posix(): read_bytes(path)
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,7 +15,13 @@ from verl.errors import ConfigError
 from verl.models.experts import expert_count
 from verl.models.model_files import directory_faults
 from verl.resharding.layout import Box
-from verl.utils.external_input import ExternalInputError, checked_path, parse_mapping
+from verl.utils.external_input import (
+    ExternalInputError,
+    checked_path,
+    parse_mapping,
+    read_bytes,
+    refuse_irregular,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +138,7 @@ class SafetensorsReader:
         self._open: dict[Path, Any] = {}
         if (directory / INDEX).is_file():
             try:
-                index = parse_mapping((directory / INDEX).read_bytes())["weight_map"]
+                index = parse_mapping(read_bytes(directory / INDEX))["weight_map"]
                 self._files = {str(name): directory / checked_path(file) for name, file in index.items()}
             except (LookupError, AttributeError, ExternalInputError) as error:
                 raise ConfigError(f"{directory / INDEX} lists no files: {error}") from error
@@ -247,7 +254,7 @@ class Pretrained(ModelSource):
         from transformers import AutoModel
 
         self._refuse_encoder_decoders()
-        if (self._adapter() or {}).get("task_type") == "CAUSAL_LM":
+        if (self.adapter() or {}).get("task_type") == "CAUSAL_LM":
             return self.load_causal_lm(device).base_model
         return self._load(AutoModel, device)
 
@@ -258,7 +265,7 @@ class Pretrained(ModelSource):
         directory = self._directory()
         if directory is None or not (directory / "config.json").is_file():
             return None
-        if self._adapter() is not None or self.trust_remote_code:
+        if self.adapter() is not None or self.trust_remote_code:
             return None
         config = AutoConfig.from_pretrained(directory)
         if getattr(config, "quantization_config", None) is not None:
@@ -297,7 +304,7 @@ class Pretrained(ModelSource):
         """The model with a sequence-classification head, for reward models, in evaluation mode."""
         from transformers import AutoModelForSequenceClassification
 
-        if self._adapter() is not None:
+        if self.adapter() is not None:
             raise ConfigError(
                 f"path is {self.path!r}: an adapter, and its base model has no classification head. Merge it "
                 "into the base model (merge_and_unload of peft) and give that directory."
@@ -356,7 +363,7 @@ class Pretrained(ModelSource):
     def load_config(self) -> Any:
         from transformers import AutoConfig
 
-        path = (self._adapter() or {}).get("base_model_name_or_path", self.path)
+        path = (self.adapter() or {}).get("base_model_name_or_path", self.path)
         try:
             with _damage_told("path", path):
                 return AutoConfig.from_pretrained(
@@ -400,10 +407,10 @@ class Pretrained(ModelSource):
 
     def _config(self) -> dict[str, Any]:
         """config.json of the model, for an adapter that of its base model; empty without one."""
-        adapter = self._adapter()
+        adapter = self.adapter()
         return _read_json(Path(adapter["base_model_name_or_path"] if adapter else self.path) / "config.json") or {}
 
-    def _adapter(self) -> dict[str, Any] | None:
+    def adapter(self) -> dict[str, Any] | None:
         """The configuration of the adapter at `path`; None if it is a model."""
         adapter = _read_json(Path(self.path) / "adapter_config.json")
         if adapter is not None and not adapter.get("base_model_name_or_path"):
@@ -414,7 +421,7 @@ class Pretrained(ModelSource):
         return adapter
 
     def _load(self, auto_class: Any, device: str) -> Any:
-        if (adapter := self._adapter()) is not None:
+        if (adapter := self.adapter()) is not None:
             from peft import PeftModel
 
             base = replace(self, path=adapter["base_model_name_or_path"], revision=adapter.get("revision"))
@@ -562,6 +569,14 @@ def _path_faults(field: str, path: str) -> Iterator[str]:
     if path.startswith(WARM_START) or not _is_local(path):
         return
     directory = Path(path)
+    try:
+        refuse_irregular(directory)
+    except NotADirectoryError:
+        pass
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            yield f"{field} is {path!r}: cannot be loaded: {error.filename}: {error.strerror}."
+            return
     if not directory.is_dir():
         yield f"{field} is {path!r}: no such directory. Give a directory made by save_pretrained, or a hub name."
     elif not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -579,6 +594,6 @@ def _path_faults(field: str, path: str) -> Iterator[str]:
 def _read_json(file: Path) -> dict[str, Any] | None:
     """The content of a JSON file; None without one, and for a damaged one, which `directory_faults` tells of."""
     try:
-        return parse_mapping(file.read_bytes()) if file.is_file() else None
+        return parse_mapping(read_bytes(file)) if file.is_file() else None
     except ExternalInputError:
         return None

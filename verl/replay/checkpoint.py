@@ -24,7 +24,7 @@ from verl.errors import ReplayCorrupt
 from verl.replay.buffer import TieredBuffer
 from verl.replay.checkpoint_state import COMPONENT, FILE, VERSION, ReplayState, SharedShard
 from verl.replay.disk_tier import SUFFIX, MappedShard, ReplayShard, index_name, read_index
-from verl.utils.external_input import ByteCount, ExternalInputError, parse_as
+from verl.utils.external_input import ByteCount, ExternalInputError, parse_as, read_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def buffer_state(buffer: TieredBuffer) -> ReplayState:
         entries.append({**placed.shard.as_json(), "place": "cold" if is_far else "here"})
         name = index_name(placed.shard) if is_far else placed.shard.name
         path = buffer.directory / name
-        leaves = hash_buffers([path.read_bytes()]) if is_far else placed.shard.leaves
+        leaves = hash_buffers([read_bytes(path)]) if is_far else placed.shard.leaves
         shared[name] = SharedShard(path, leaves)
     refused = [(shard, data) for shard, data in refused if shard.name not in shared]
     entries += [{**shard.as_json(), "place": "here"} for shard, _ in refused]
@@ -75,7 +75,7 @@ def restore_buffer(buffer: TieredBuffer, directory: Path, verify: bool) -> None:
         index.append(_lost_rows(shard.first_row - index.end), is_there=False)
         if entry.place == "cold" and buffer.cold is None:
             out_of_reach.append(shard)
-            index.append(read_index((directory / index_name(shard)).read_bytes()))
+            index.append(read_index(read_bytes(directory / index_name(shard))))
         else:
             index.append(_take_over(buffer, directory, shard, entry.place == "cold", verify))
     index.append(_lost_rows(saved.end - index.end), is_there=False)
@@ -131,7 +131,7 @@ class SavedBuffer:
 
 def _read(file: Path) -> SavedBuffer:
     try:
-        saved = parse_as(SavedBuffer, file.read_bytes())
+        saved = parse_as(SavedBuffer, read_bytes(file))
     except ExternalInputError as error:
         raise ReplayCorrupt(f"{file} does not describe a replay buffer ({error})") from error
     if saved.version > VERSION:
@@ -154,7 +154,7 @@ def _take_over(buffer: TieredBuffer, source: Path, shard: ReplayShard, is_far: b
         shutil.copyfile(source / name, path)
     if is_far:
         buffer.disk_tier.add(shard, None, is_stored=True)
-        return read_index(path.read_bytes())
+        return read_index(read_bytes(path))
     if verify and hash_buffers([buffer.disk.map(path)]) != shard.leaves:
         raise ReplayCorrupt(f"{source / name} differs from what was written")
     buffer.disk_tier.add(shard, path)

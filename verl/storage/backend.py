@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from verl.errors import ObjectNotFound, StorageRefused, StorageUnreachable, VerlError
-from verl.utils.external_input import ExternalInputError, checked_path
+from verl.utils.external_input import ExternalInputError, checked_path, open_regular
 from verl.utils.progress import report
 from verl.utils.redact import redact
 
@@ -170,7 +170,7 @@ class LocalBackend(Backend):
             self._sync(self._path(key).parent)
 
     def get(self, key: str, begin: int, end: int) -> bytes:
-        with self._refusals(key), open(self._path(key), "rb") as file:
+        with self._refusals(key), open(open_regular(self._path(key)), "rb") as file:
             file.seek(begin)
             return file.read(end - begin)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageError
 from verl.storage.backend import MIB, AlreadyExists, Backend, Data, RetryPolicy, StoredObject, TransientError
+from verl.utils.external_input import open_regular
 
 if TYPE_CHECKING:
     from verl.storage.config import Storage
@@ -66,7 +67,7 @@ class ObjectStore:
         size = Path(path).stat().st_size
 
         def pieces() -> Iterator[bytes]:
-            with open(path, "rb") as file:
+            with open(open_regular(path), "rb") as file:
                 while piece := file.read(self.part_bytes(size)):
                     yield piece
 

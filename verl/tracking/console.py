@@ -21,6 +21,7 @@ from pydantic import NonNegativeInt
 
 from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription, short, stage_line
+from verl.utils.external_input import printable
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -385,7 +386,7 @@ def fitting_columns(widths: Sequence[int], width: int, drop: Sequence[int]) -> l
 
 def visible(text: str) -> str:
     """Escape control characters, which a model may produce, except line breaks and tabs."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return printable(text, keep="\n\t")
 
 
 class _UnreadOutput:

@@ -20,6 +20,7 @@ from verl.errors import install_command
 from verl.tracking.console import fitting_columns, print_line
 from verl.tracking.plots import COLORS, MetricSeries, draw_series, finish_panel
 from verl.tracking.wandb import RUN_FILE
+from verl.utils.external_input import read_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -200,7 +201,7 @@ def _differs(jobs: Sequence[JobOutcome], key: str) -> bool:
 
 def _overrides(run_dir: Path) -> dict[str, str]:
     file = run_dir / "overrides.yaml"
-    given = yaml.safe_load(file.read_text()) if file.exists() else None
+    given = yaml.safe_load(read_text(file)) if file.exists() else None
     pairs = (text.lstrip("+~").partition("=") for text in given or [])
     return {key: value for key, _, value in pairs}
 
@@ -213,11 +214,11 @@ def _wandb(run_dir: Path) -> str:
 
 
 def _json(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text()) if file.exists() else None
+    return json.loads(read_text(file)) if file.exists() else None
 
 
 def _steps(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [json.loads(line) for line in read_text(file).splitlines()] if file.exists() else []
 
 
 CURVES = {  # panel -> metric, of those that any job has

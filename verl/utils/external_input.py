@@ -1,14 +1,19 @@
 """Validation of untrusted names, paths and JSON that are read from disk or storage.
 
 A name becomes part of a path only by `checked_name` or `checked_path`, and a record becomes an object only by
-`parse_json` or `parse_as`. Any fault is an `ExternalInputError`.
+`parse_json` or `parse_as`. Any fault is an `ExternalInputError`. A file is opened only by `open_regular`, which neither
+waits for the writer of a FIFO nor opens a device.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import stat
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -113,6 +118,83 @@ def parse_as(kind: type[T], data: bytes | bytearray | memoryview | str) -> T:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         faults_text = [f"{'.'.join(map(str, fault['loc'])) or 'it'}: {fault['msg']}" for fault in faults[:5]]
         raise ExternalInputError("; ".join(faults_text)) from error
+
+
+def printable(text: str, keep: str = "\t") -> str:
+    """Escape characters that a terminal would interpret: a name that was read may hold them.
+
+    >>> printable("a\\x1b[31m")
+    'a\\\\x1b[31m'
+
+    Args:
+        keep: control characters that stay.
+    """
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+def open_regular(path: str | Path, dir_fd: int | None = None, follow: bool = True) -> int:
+    """Open a regular file for reading and return its descriptor. Never waits.
+
+    Args:
+        path: relative to `dir_fd` if that is given.
+        follow: whether the file itself may be a symbolic link.
+    Raises:
+        OSError: EINVAL for a FIFO, a device, a socket or a directory; or that of the system.
+    """
+    _require_regular(os.stat(path, dir_fd=dir_fd, follow_symlinks=follow), path)  # opening a device may change it
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    fd = os.open(path, flags, dir_fd=dir_fd)
+    try:
+        _require_regular(os.fstat(fd), path)
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _require_regular(status: os.stat_result, path: str | Path) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed here", str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: see `open_regular`.
+    """
+    with open(open_regular(path), "rb") as file:
+        return file.read()
+
+
+def read_text(path: str | Path, errors: str = "strict") -> str:
+    """The content of a regular file as UTF-8.
+
+    Args:
+        errors: treatment of other bytes, as of `bytes.decode`.
+    Raises:
+        OSError: see `open_regular`.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return read_bytes(path).decode("utf-8", errors)
+
+
+def refuse_irregular(directory: str | Path) -> None:
+    """Refuse a directory for a library that opens its files by name.
+
+    Raises:
+        OSError: EINVAL for an entry that is neither a regular file nor a directory, or a link to one.
+    """
+    for entry in os.scandir(directory):
+        try:
+            mode = entry.stat().st_mode
+        except FileNotFoundError:  # a link to nothing opens nothing
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise OSError(errno.EINVAL, "it is not a regular file", entry.path)
 
 
 def whole_number(value: object, most: int = LARGEST_FILE) -> int:

@@ -7,9 +7,10 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from urllib.parse import quote
 
 MASK = "***"
@@ -42,6 +43,10 @@ _VALUE = re.compile(r"""[^\s"',;&}\])]+""")
 _QUERY = re.compile(r"(?P<head>[?&;](?P<name>[\w.\-]+)=)(?P<value>[^\s&;\"'<>#]+)")
 _URL_PASSWORD = re.compile(r"(?<![\w+.\-])(?P<head>[A-Za-z][\w+.\-]*://[^\s/:@\"']*):[^\s/\"'<>]+@")
 _URL_TOKEN = re.compile(r"(?<![\w+.\-])(?P<head>https?://)[^\s/:@\"']{16,}@", re.IGNORECASE)
+# A part of a web address that only a generator writes, such as that of a webhook: 20 characters and more, with digits.
+_URL_PART = re.compile(
+    r"(?P<head>\bhttps?://[^\s\"'<>?#]*?/)(?P<part>(?=[\w:=+~-]*\d)(?=[\w:=+~-]*[A-Za-z])[\w:=+~-]{20,})"
+)
 _HEADER = re.compile(
     r"""(?P<head>\b(?:proxy-)?authorization["']?\s*[:=]\s*["']?)(?P<value>(?:[A-Za-z]+[ ]+)?[^\s"',]+)""", re.IGNORECASE
 )
@@ -108,6 +113,32 @@ class RedactSecrets(logging.Filter):
         return True
 
 
+class RedactedOutput:
+    """A text stream that redacts what is written, for code of others that prints, such as a reward."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._stream.write(redact(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+
+def redact_output() -> None:
+    """Redact the standard output and error of this process from here on. Idempotent."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, RedactedOutput):
+            setattr(sys, name, RedactedOutput(stream))
+
+
 @functools.lru_cache(maxsize=4096)
 def _words(name: str) -> tuple[str, ...]:
     return tuple(word.lower() for word in _WORDS.findall(name.rsplit(".", 1)[-1]))
@@ -132,6 +163,8 @@ def _redact(text: str, secrets: list[str]) -> str:
     text = _PEM.sub(MASK, text)
     text = _URL_PASSWORD.sub(rf"\g<head>:{MASK}@", text)
     text = _URL_TOKEN.sub(rf"\g<head>{MASK}@", text)
+    while (masked := _URL_PART.sub(rf"\g<head>{MASK}", text)) != text:  # one part of each address at a time
+        text = masked
     text = _QUERY.sub(_mask_query, text)
     text = _HEADER.sub(rf"\g<head>{MASK}", text)
     text = _BEARER.sub(rf"\g<head>{MASK}", text)

@@ -37,7 +37,7 @@ from verl.models.hf_state_dict import (
 from verl.models.pretrained import ModelSource, Pretrained
 from verl.resharding.dtensor import ReadableTensor, local, own_part
 from verl.storage.config import Storage
-from verl.utils.external_input import parse_mapping, whole_number
+from verl.utils.external_input import parse_mapping, read_bytes, whole_number
 from verl.utils.progress import report
 
 
@@ -236,7 +236,7 @@ def load_optimizer(engine: TrainingEngine, component: str, source: CheckpointSel
     assert engine.optimizer is not None
     prefix, divided = f"{component}.", engine.parallel.divides_weights
     found: Mapping[str, ReadableTensor] = source.saved("optimizer") if divided else source.tensors("optimizer")
-    schedule = (source.directory / "scheduler/state.json").read_bytes()
+    schedule = read_bytes(source.directory / "scheduler/state.json")
     engine.optimizer.state.clear()
     own = {name.removeprefix(prefix): found[name] for name in found if name.startswith(prefix)}
     engine.load_optimizer(own, _updates(source.directory, schedule, component))

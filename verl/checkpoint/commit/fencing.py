@@ -160,14 +160,16 @@ class RunLock:
     which is fenced out at its next commit.
 
     Args:
-        directory: of checkpoints; created if missing.
+        directory: of checkpoints, or of a run; created if missing.
         identity: of the training, which other runs compare with theirs.
+        setting: configuration path of the directory, for messages.
     """
 
     _of_this_process: ClassVar[dict[str, RunLock]] = {}
 
-    def __init__(self, directory: Path, run_id: str, identity: Mapping[str, Any]):
+    def __init__(self, directory: Path, run_id: str, identity: Mapping[str, Any], setting: str = "checkpoint.save_dir"):
         self._path = directory / RUN_LOCK
+        self._setting = setting
         self._made: list[Path] = []
         self._fd: int | None = None
         self._is_held = False  # whether it should be held; the file may be missing
@@ -188,7 +190,7 @@ class RunLock:
         Raises:
             CheckpointWriteFailed: the directory cannot be created or written.
         """
-        refuse_inside(self._path.parent, "checkpoint.save_dir")
+        refuse_inside(self._path.parent, self._setting)
         with write_errors(f"claiming {self._path.parent}"):
             for path in (self._path.parent, *self._path.parent.parents):
                 if path.exists():

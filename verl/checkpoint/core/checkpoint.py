@@ -89,6 +89,7 @@ def open_checkpoint(disk: FileSystem, directory: Path) -> Checkpoint:
         CheckpointCorrupt: they cannot be read, or do not match.
         CheckpointTooNew: a later version wrote it.
     """
+    disk.contain(directory)
     commit = _read_own(disk, directory, COMMIT, COMMIT_LIMIT_BYTES)
     data = _read_own(disk, directory, MANIFEST, MANIFEST_LIMIT_BYTES)
     if commit != commit_line(data):

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from verl.checkpoint.core.hashing import Leaf, LeafHasher, blocks, flat_view
 from verl.errors import CheckpointReadFailed, CheckpointWriteFailed, NoSpaceForCheckpoint, VerlError
+from verl.utils.external_input import open_regular
 from verl.utils.progress import report
 
 T = TypeVar("T")
@@ -48,7 +49,18 @@ class FreeSpace:
 
 
 class FileSystem:
-    """The file system. Each method is one operation and raises the system's OSError."""
+    """The file system. Each method is one operation and raises the system's OSError.
+
+    Below a directory given to `contain`, no symbolic link is followed: each directory on the way is opened from the one
+    above it, so that nobody who can write there leads an operation elsewhere. The directory itself may be a link.
+    """
+
+    _contained: tuple[Path, ...] = ()
+
+    def contain(self, directory: Path) -> None:
+        """Follow no symbolic link below a directory."""
+        if directory not in self._contained and not self._is_inside(directory):
+            self._contained = (*self._contained, directory)
 
     def perform(self, operation: str, call: Callable[..., T], *args: Any) -> T:
         """Run one operation, a callable. Tests override this method; all methods below access the file system only
@@ -59,7 +71,7 @@ class FileSystem:
 
     def create(self, path: Path) -> FileHandle:
         """Open a file that must not exist yet."""
-        return self.perform("create", _create, path)
+        return self.perform("create", self._create, path)
 
     def create_direct(self, path: Path) -> FileHandle:
         """Create a file for direct I/O with `write_at`; it must not exist yet.
@@ -67,7 +79,7 @@ class FileSystem:
         Raises:
             OSError: one of NO_DIRECT if the file system has no direct I/O; an empty file may have been created.
         """
-        return self.perform("create_direct", _create_direct, path)
+        return self.perform("create_direct", self._create_direct, path)
 
     def write(self, handle: FileHandle, data: memoryview) -> int:
         """One write call; may write fewer bytes than given."""
@@ -83,7 +95,7 @@ class FileSystem:
 
     def clone(self, handle: FileHandle, source: Path) -> None:
         """Fill a new file with the blocks of another one (reflink)."""
-        self.perform("clone", _clone, handle, source)
+        self.perform("clone", self._clone, handle, source)
 
     def sync(self, handle: FileHandle) -> None:
         """Make the content of a file durable. After a failure the file must be given up: the kernel may have dropped
@@ -96,63 +108,63 @@ class FileSystem:
 
     def sync_directory(self, path: Path) -> None:
         """Make the names in a directory durable."""
-        self.perform("sync_directory", _sync_directory, path)
+        self.perform("sync_directory", self._sync_directory, path)
 
     def make_directory(self, path: Path) -> None:
         """Make a directory that must not exist yet."""
-        self.perform("make_directory", os.mkdir, path)
+        self.perform("make_directory", self._make_directory, path)
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename. A file replaces a file; a directory never replaces one that holds anything."""
-        self.perform("rename", os.rename, source, target)
+        self.perform("rename", self._rename, source, target)
 
     def link(self, source: Path, target: Path) -> None:
         """Give a file a second name."""
-        self.perform("link", _link, source, target)
+        self.perform("link", self._link, source, target)
 
     def symlink(self, pointing_to: str, path: Path) -> None:
         """Make a symbolic link."""
-        self.perform("symlink", os.symlink, pointing_to, path)
+        self.perform("symlink", self._symlink, pointing_to, path)
 
     def unlink(self, path: Path) -> None:
         """Remove the name of a file."""
-        self.perform("unlink", os.unlink, path)
+        self.perform("unlink", self._unlink, path)
 
     def remove_directory(self, path: Path) -> None:
         """Remove an empty directory."""
-        self.perform("remove_directory", os.rmdir, path)
+        self.perform("remove_directory", self._remove_directory, path)
 
     def read(self, path: Path, limit: int) -> bytes:
         """A whole file of at most `limit` bytes.
 
         Raises:
-            OSError: EFBIG if it is larger.
+            OSError: EFBIG if it is larger, EINVAL if it is not a regular file; likewise for the other reads.
         """
-        return self.perform("read", _read, path, limit)
+        return self.perform("read", self._read, path, limit)
 
     def read_range(self, path: Path, begin: int, size: int) -> bytes:
         """A range of a file; fewer than `size` bytes at the end of the file."""
-        return self.perform("read_range", _read_range, path, begin, size)
+        return self.perform("read_range", self._read_range, path, begin, size)
 
     def map(self, path: Path) -> memoryview:
         """Map a whole file read-only."""
-        return self.perform("map", _map, path)
+        return self.perform("map", self._map, path)
 
     def map_private(self, path: Path) -> memoryview:
         """Map a whole file copy-on-write: changes stay in this process and are not written to the file."""
-        return self.perform("map_private", _map_private, path)
+        return self.perform("map_private", self._map_private, path)
 
     def names(self, path: Path) -> list[str]:
         """Sorted names in a directory."""
-        return self.perform("names", _names, path)
+        return self.perform("names", self._names, path)
 
     def status(self, path: Path) -> os.stat_result:
         """Size, kind and number of links of a file; symbolic links are not followed."""
-        return self.perform("status", os.lstat, path)
+        return self.perform("status", self._status, path)
 
     def pointed_to(self, path: Path) -> str:
         """The target of a symbolic link."""
-        return self.perform("pointed_to", _pointed_to, path)
+        return self.perform("pointed_to", self._pointed_to, path)
 
     def space(self, path: Path) -> FreeSpace:
         """Free space for this user on the file system of `path`."""
@@ -165,7 +177,7 @@ class FileSystem:
         Raises:
             OSError: one of NO_LOCK if the file system has no locks.
         """
-        return self.perform("lock", _lock, path)
+        return self.perform("lock", self._lock, path)
 
     def lock_waiting(self, path: Path, shared: bool = False) -> FileHandle:
         """Like `lock`, but wait until the current holder releases it.
@@ -173,22 +185,183 @@ class FileSystem:
         Args:
             shared: take a shared lock instead of an exclusive one.
         """
-        return self.perform("lock_waiting", _lock_waiting, path, shared)
+        return self.perform("lock_waiting", self._lock_waiting, path, shared)
+
+    # -- operations relative to a directory ----------------------------------------------------------------------------
+
+    def _is_inside(self, path: Path) -> bool:
+        """Whether a path is below a contained directory."""
+        return any(directory in path.parents for directory in self._contained)
+
+    @contextlib.contextmanager
+    def _at(self, path: Path) -> Iterator[tuple[int | None, str]]:
+        """The open parent of a path below a contained directory, and its name in there; otherwise None and the path."""
+        above = [directory for directory in self._contained if directory in path.parents]
+        if not above:
+            yield None, str(path)
+            return
+        root = min(above, key=lambda directory: len(directory.parts))
+        fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for part in path.relative_to(root).parts[:-1]:
+                below = _open_below(fd, part, path)
+                os.close(fd)
+                fd = below
+            yield fd, path.name
+        except OSError as error:
+            error.filename = str(path) if error.filename in (path.name, *path.parts) else error.filename
+            raise
+        finally:
+            os.close(fd)
+
+    def _open(self, path: Path, flags: int, mode: int = 0o777) -> int:
+        with self._at(path) as (fd, name):
+            follow = 0 if fd is None else os.O_NOFOLLOW
+            return os.open(name, flags | follow | os.O_CLOEXEC, mode, dir_fd=fd)
+
+    def _open_to_read(self, path: Path) -> int:
+        with self._at(path) as (fd, name):
+            return open_regular(name, fd, follow=fd is None)
+
+    def _create(self, path: Path) -> FileHandle:
+        return FileHandle(path, self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+
+    def _create_direct(self, path: Path) -> FileHandle:
+        if not hasattr(os, "O_DIRECT"):
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(path))
+        return FileHandle(path, self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o644))
+
+    def _clone(self, handle: FileHandle, source: Path) -> None:
+        fd = self._open_to_read(source)
+        try:
+            fcntl.ioctl(handle.fd, FICLONE, fd)
+        finally:
+            os.close(fd)
+
+    def _sync_directory(self, path: Path) -> None:
+        fd = self._open_directory(path)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _open_directory(self, path: Path) -> int:
+        with self._at(path) as (fd, name):
+            if fd is None:
+                return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            return _open_below(fd, name, path, os.O_RDONLY)
+
+    def _make_directory(self, path: Path) -> None:
+        self._by_name(os.mkdir, path)
+
+    def _by_name(self, call: Callable[..., Any], path: Path) -> None:
+        with self._at(path) as (fd, name):
+            call(name, dir_fd=fd)
+
+    def _rename(self, source: Path, target: Path) -> None:
+        with self._at(source) as (from_fd, old), self._at(target) as (to_fd, new):
+            os.rename(old, new, src_dir_fd=from_fd, dst_dir_fd=to_fd)
+
+    def _link(self, source: Path, target: Path) -> None:
+        with self._at(source) as (from_fd, old), self._at(target) as (to_fd, new):
+            os.link(old, new, src_dir_fd=from_fd, dst_dir_fd=to_fd, follow_symlinks=False)
+
+    def _symlink(self, pointing_to: str, path: Path) -> None:
+        with self._at(path) as (fd, name):
+            os.symlink(pointing_to, name, dir_fd=fd)
+
+    def _unlink(self, path: Path) -> None:
+        self._by_name(os.unlink, path)
+
+    def _remove_directory(self, path: Path) -> None:
+        self._by_name(os.rmdir, path)
+
+    def _read(self, path: Path, limit: int) -> bytes:
+        with open(self._open_to_read(path), "rb", buffering=0) as file:
+            data = bytearray()
+            while len(data) <= limit and (piece := file.read(min(2**20, limit + 1 - len(data)))):
+                data += piece
+        if len(data) > limit:
+            raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
+        return bytes(data)
+
+    def _read_range(self, path: Path, begin: int, size: int) -> bytes:
+        with open(self._open_to_read(path), "rb", buffering=0) as file:
+            file.seek(begin)
+            data = bytearray()
+            while len(data) < size and (piece := file.read(size - len(data))):
+                data += piece
+        return bytes(data)
+
+    def _map(self, path: Path) -> memoryview:
+        with open(self._open_to_read(path), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+
+    def _map_private(self, path: Path) -> memoryview:
+        with open(self._open_to_read(path), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else bytearray())
+
+    def _names(self, path: Path) -> list[str]:
+        if not self._is_inside(path):
+            return sorted(os.listdir(path))
+        fd = self._open_directory(path)
+        try:
+            return sorted(os.listdir(fd))
+        finally:
+            os.close(fd)
+
+    def _status(self, path: Path) -> os.stat_result:
+        with self._at(path) as (fd, name):
+            return os.stat(name, dir_fd=fd, follow_symlinks=False)
+
+    def _pointed_to(self, path: Path) -> str:
+        with self._at(path) as (fd, name):
+            return os.readlink(name, dir_fd=fd)
+
+    def _lock_waiting(self, path: Path, shared: bool) -> FileHandle:
+        fd = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCK:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+                raise
+        return FileHandle(path, fd)
+
+    def _lock(self, path: Path) -> FileHandle | None:
+        fd = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+            raise
+        return FileHandle(path, fd)
 
 
-def _create(path: Path) -> FileHandle:
-    return FileHandle(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+def _open_below(fd: int, name: str, path: Path, access: int = os.O_PATH) -> int:
+    """Open a directory in the directory `fd`.
+
+    Raises:
+        OSError: ELOOP for a symbolic link.
+    """
+    try:
+        return os.open(name, access | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+    except NotADirectoryError as error:
+        if stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+            kind = f"{name} is a symbolic link, which is not followed in a directory of checkpoints"
+            raise OSError(errno.ELOOP, kind, str(path)) from error
+        raise
 
 
 def _write(handle: FileHandle, data: memoryview) -> int:
     return os.write(handle.fd, data)
-
-
-def _create_direct(path: Path) -> FileHandle:
-    if not hasattr(os, "O_DIRECT"):
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(path))
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
-    return FileHandle(path, os.open(path, flags, 0o644))
 
 
 def _write_at(handle: FileHandle, data: memoryview, offset: int) -> int:
@@ -199,14 +372,6 @@ def _truncate(handle: FileHandle, size: int) -> None:
     os.ftruncate(handle.fd, size)
 
 
-def _clone(handle: FileHandle, source: Path) -> None:
-    fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.ioctl(handle.fd, FICLONE, fd)
-    finally:
-        os.close(fd)
-
-
 def _sync(handle: FileHandle) -> None:
     os.fsync(handle.fd)
 
@@ -215,86 +380,9 @@ def _close(handle: FileHandle) -> None:
     os.close(handle.fd)
 
 
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _link(source: Path, target: Path) -> None:
-    os.link(source, target, follow_symlinks=False)
-
-
-def _read(path: Path, limit: int) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        data = bytearray()
-        while len(data) <= limit and (piece := file.read(min(2**20, limit + 1 - len(data)))):
-            data += piece
-    if len(data) > limit:
-        raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
-    return bytes(data)
-
-
-def _read_range(path: Path, begin: int, size: int) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        file.seek(begin)
-        data = bytearray()
-        while len(data) < size and (piece := file.read(size - len(data))):
-            data += piece
-    return bytes(data)
-
-
-def _map(path: Path) -> memoryview:
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
-
-
-def _map_private(path: Path) -> memoryview:
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else bytearray())
-
-
-def _names(path: Path) -> list[str]:
-    return sorted(os.listdir(path))
-
-
-def _pointed_to(path: Path) -> str:
-    return os.readlink(path)
-
-
 def _space(path: Path) -> FreeSpace:
     stats = os.statvfs(path)
     return FreeSpace(stats.f_bavail * stats.f_frsize, stats.f_favail if stats.f_files else None)
-
-
-def _lock_waiting(path: Path, shared: bool) -> FileHandle:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in NO_LOCK:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-            raise
-    return FileHandle(path, fd)
-
-
-def _lock(path: Path) -> FileHandle | None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-        raise
-    return FileHandle(path, fd)
 
 
 def write_file(disk: FileSystem, path: Path, buffers: Iterable[Any]) -> tuple[Leaf, ...]:

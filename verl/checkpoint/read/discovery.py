@@ -38,6 +38,7 @@ class CheckpointDirectory:
     def __init__(self, directory: str | Path, disk: FileSystem | None = None):
         self.directory = Path(directory).absolute()
         self.disk = disk or FileSystem()
+        self.disk.contain(self.directory)
         self._said: set[str] = set()
         self._highest_sequence = 0
 

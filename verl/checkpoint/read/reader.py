@@ -33,6 +33,7 @@ class CheckpointReader:
     ):
         self.published, self.verify, self.writable = published, verify, writable
         self._disk = disk or FileSystem()
+        self._disk.contain(published.directory)
         manifest = published.manifest
         self._contents = manifest.contents
         self._entries = {entry.path: entry for entry in manifest.files} | manifest.contents

@@ -19,8 +19,10 @@ from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, STATE, FileEntry, content_digest
 from verl.checkpoint.core.safetensors_format import TensorPlace, header_bytes, read_header
 from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, FileFault
+from verl.utils.external_input import ExternalInputError, parse_mapping
 
 Level = Literal["quick", "full"]
+INDEX_LIMIT_BYTES = 256 << 20
 
 
 def open_verified(disk: FileSystem, directory: Path, level: Level = "quick") -> Checkpoint:
@@ -78,8 +80,26 @@ def quick_faults(disk: FileSystem, published: Checkpoint) -> tuple[list[FileFaul
             others.append(FileFault(entry.path, problem, tensors))
     others += [FileFault(path, "it is foreign: the manifest does not list it") for path in sizes]
     if not missing and not others:
-        others += [*tiling_faults(published)] or [*_header_faults(disk, published)]
+        others += [*tiling_faults(published)] or [*_header_faults(disk, published), *_index_faults(disk, published)]
     return missing, others
+
+
+def _index_faults(disk: FileSystem, published: Checkpoint) -> Iterator[FileFault]:
+    """Files that an index of weights names and the manifest does not, which would be loaded without being hashed."""
+    contents = published.manifest.contents
+    for entry in published.manifest.files:
+        if not entry.path.endswith(".index.json"):
+            continue
+        above = entry.path.rpartition("/")[0]
+        try:
+            weights = parse_mapping(disk.read(published.path(entry.path), INDEX_LIMIT_BYTES)).get("weight_map")
+        except ExternalInputError as error:
+            yield FileFault(entry.path, str(error))
+            continue
+        names = weights.values() if isinstance(weights, dict) else [weights]
+        unknown = {repr(name) for name in names if not isinstance(name, str) or f"{above}/{name}" not in contents}
+        for name in sorted(unknown):
+            yield FileFault(entry.path, f"it names {name[:200]}, which the manifest does not list")
 
 
 def full_faults(disk: FileSystem, published: Checkpoint) -> list[FileFault]:

@@ -46,6 +46,7 @@ from verl.trainer.state.resume import parent_of
 from verl.trainer.state.save_directory import SaveDirectory, ancestors_of
 from verl.trainer.state.train_state import TrainState
 from verl.trainer.state.training_identity import sources_of
+from verl.utils.external_input import read_text
 from verl.utils.redact import redact_tree
 from verl.workers.load_state import RemoteRoleState, SavedRoleState
 
@@ -294,7 +295,11 @@ class CheckpointSaver:
         """
         if self._writer is None or not (file := self._run_dir / ASKED).exists():
             return False, None
-        tag = file.read_text(errors="replace").strip()
+        try:
+            tag = read_text(file, errors="replace").strip()
+        except OSError as error:
+            _log.warning("%s asks for a checkpoint, and its tag cannot be read: %s", file, error)
+            tag = ""
         file.unlink(missing_ok=True)
         if not tag or (TAG.fullmatch(tag) and not tag.startswith("global_step_") and tag not in RESERVED):
             return True, tag or None

@@ -20,6 +20,7 @@ from torch import Tensor
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
+from verl.utils.external_input import read_text
 from verl.utils.saved_targets import current_targets
 
 TIMES = (
@@ -70,7 +71,7 @@ class Tolerance:
 def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
     """The metrics of each step that `metrics.jsonl` holds, evaluations among them, times left out."""
     steps: dict[int, dict[str, float]] = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+    for line in read_text(run_dir / "metrics.jsonl").splitlines():
         record = json.loads(line)
         numbers = {key: float(x) for key, x in record.items() if key != "step" and not key.startswith(TIMES)}
         steps.setdefault(record["step"], {}).update(numbers)

@@ -25,7 +25,7 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.errors import BadCheckpoint
 from verl.trainer.state.training_identity import DIGEST, differences
-from verl.utils.external_input import ExternalInputError, checked_as, checked_name, parse_mapping
+from verl.utils.external_input import ExternalInputError, checked_as, checked_name, parse_mapping, read_text
 from verl.utils.saved_targets import current_targets
 
 FILE = "lineage.jsonl"
@@ -114,7 +114,7 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
     """The events recorded in a directory and all below it, in order of time; half a line is passed over."""
     events = []
     for file in sorted(Path(directory).rglob(FILE)):
-        for line in file.read_text(errors="replace").splitlines():
+        for line in _lines(file):
             try:
                 entry = current_targets(parse_mapping(line))
                 checked_as(_KINDS.get(entry.get("event"), LineageEvent), entry)
@@ -124,6 +124,14 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
             except (ExternalInputError, RecursionError, TypeError):
                 continue
     return sorted(events, key=lambda event: event["time"])
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return read_text(file, errors="replace").splitlines()
+    except OSError as error:
+        _log.warning("%s is not read: %s", file, error)
+        return []
 
 
 def code_version() -> dict[str, Any]:

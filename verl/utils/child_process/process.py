@@ -34,6 +34,7 @@ from verl.utils.child_process.exit_report import LogExcerpt, describe_exit, exce
 from verl.utils.child_process.interpreter import exit_without_freeing, rare_garbage_collection
 from verl.utils.orphan_cleanup import CLEANUP, kill_group
 from verl.utils.progress import STARTER_VARIABLE, Progress, is_stopped, report_to_starter, state_of
+from verl.utils.redact import redact_output
 
 _log = logging.getLogger(__name__)
 
@@ -267,6 +268,7 @@ def run_child(module: str, *, on_parent_end: Callable[[], object] | None = None,
     """
     global _parent
     _parent = int(os.environ.pop(PARENT_VARIABLE))
+    redact_output()
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
