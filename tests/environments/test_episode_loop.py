@@ -299,4 +299,5 @@ def test_what_is_no_answer_of_an_environment_is_a_failure_of_ours(model, answer)
         model, Scripted(answer=lambda *_: answer, retries=0), ["1"], stop_token_ids=tuple(range(6, 100)),
     )  # fmt: skip
     assert all(record["end"] == "dropped" for record in rows["episode"])
-    assert all("InfraError" in record["infra"][0] for record in rows["episode"])
+    assert all("step gave" in record["infra"][0] for record in rows["episode"])
+    assert all("episodes.py, " not in record["infra"][0] for record in rows["episode"])

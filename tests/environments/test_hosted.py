@@ -184,7 +184,7 @@ def test_public_functions_of_a_file_are_tools_with_schemas_and_typed_outcomes(tm
             await pool.stop()
 
     found = asyncio.run(play())
-    records = found.info["calls"]
+    records = found.calls
     assert [record.outcome for record in records] == [
         "ok", "ok", "tool_error", "tool_error", "timeout", "tool_error", "infra", "ok",
     ]  # fmt: skip

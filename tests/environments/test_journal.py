@@ -261,7 +261,7 @@ def _entry(record, text):
     from verl.environments.journal import JournalEntry
 
     calls = [CallRecord("a.0", "calc", "tool_error", 0.25, "no number")]
-    return JournalEntry(record, StepResult([{"role": "tool", "content": text}], 0.1 + 0.2, info={"calls": calls}))
+    return JournalEntry(record, StepResult([{"role": "tool", "content": text}], 0.1 + 0.2, calls=tuple(calls)))
 
 
 def test_steps_before_the_newest_checkpoint_are_removed(tmp_path):

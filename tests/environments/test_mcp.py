@@ -111,7 +111,7 @@ CALLS = (ToolCall("add", {"a": 2, "b": 3}), ToolCall("fail", {}), ToolCall("add"
 
 
 def assert_typed(found):
-    assert [record.outcome for record in found.info["calls"]] == ["ok", "tool_error", "tool_error"]
+    assert [record.outcome for record in found.calls] == ["ok", "tool_error", "tool_error"]
     assert found.observation.splitlines()[0] == "5"
     assert "error: Error executing tool fail" in found.observation
 
@@ -142,7 +142,7 @@ def test_tools_are_called_over_http_with_typed_outcomes_and_headers(http, monkey
         async with started(options) as factory:
             assert_typed(await step(factory, *CALLS))
             found = await step(factory, ToolCall("wait", {"seconds": 60.0}), ToolCall("add", {"a": 1, "b": 1}))
-            assert [record.outcome for record in found.info["calls"]] == ["timeout", "ok"]
+            assert [record.outcome for record in found.calls] == ["timeout", "ok"]
             assert "error: wait gave no answer within 2 s" in found.observation
             assert_typed(await step(factory, *CALLS))  # the session lives on
 
@@ -161,10 +161,10 @@ def test_a_server_over_http_that_is_gone_is_no_fault_of_the_model_and_is_met_aga
             assert_typed(await step(factory, *CALLS))
             await asyncio.to_thread(http.stop)
             gone = await step(factory, ToolCall("add", {"a": 2, "b": 3}))
-            assert [record.outcome for record in gone.info["calls"]] == ["infra"]
+            assert [record.outcome for record in gone.calls] == ["infra"]
             again = await step(factory, ToolCall("add", {"a": 2, "b": 3}))
-            assert [record.outcome for record in again.info["calls"]] == ["infra"]
-            assert http.url in again.info["calls"][0].error
+            assert [record.outcome for record in again.calls] == ["infra"]
+            assert http.url in again.calls[0].error
             await asyncio.to_thread(http.start)
             assert_typed(await step(factory, *CALLS))
             await asyncio.to_thread(http.stop)

@@ -41,7 +41,7 @@ def test_the_calls_of_a_turn_are_answered_in_their_order_by_what_the_programs_wr
     assert "exit status 1" in lines
     assert "error: the program ran out of time" in lines
     assert "the program wrote too much" in lines
-    records = step.info["calls"]
+    records = step.calls
     assert [record.outcome for record in records] == ["ok", "tool_error", "tool_error", "tool_error", "ok"]
     assert [record.call_id for record in records] == [f"0.1.{place}" for place in range(5)]
 
@@ -50,7 +50,7 @@ def test_a_sandbox_that_fails_is_not_the_models_fault(monkeypatch):
     failed = ExecutionResult("infra", detail="no memory for a jail")
     monkeypatch.setattr(CodeRunner, "run", lambda self, code: failed)
     _, step = answered("print(1)")
-    assert [record.outcome for record in step.info["calls"]] == ["infra"]
+    assert [record.outcome for record in step.calls] == ["infra"]
 
 
 def test_no_sandbox_and_too_little_time_are_refused():

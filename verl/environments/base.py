@@ -16,10 +16,21 @@ Observation = str | Sequence[Mapping[str, Any]] | None
 Recovery = Literal["stateless", "deterministic", "restart"]
 History = Literal["append", "rerender"]
 OnInfra = Literal["refill", "drop_member", "drop_group", "stop"]
+Fault = Literal["own", "crash", "suspect", "neighbour", "late"]
 
 
 class InfraError(Exception):
-    """Raised by an environment or a tool for failures that the model did not cause, such as a service that is down."""
+    """Raised by an environment or a tool for failures that the model did not cause, such as a service that is down.
+
+    Attributes:
+        fault: whose failure it is, where several episodes share a process; see `CallRecord.fault`.
+        trace: the traceback of another process; empty if there is none.
+    """
+
+    def __init__(self, message: str, fault: Fault = "own", trace: str = ""):
+        super().__init__(message)
+        self.fault: Fault = fault
+        self.trace = trace
 
 
 class ToolError(Exception):
@@ -50,6 +61,11 @@ class CallRecord:
         call_id: unique in the run: step, prompt, sample, turn and place in the turn.
         name: `reset`, `step`, or the tool's.
         error: in one line; empty if there was none.
+        fault: of an `infra` outcome, which decides how the episode is restarted. `own`: of this call, which counts as
+            one of `environment.retries`. `crash`: this call ended its process, which counts too. `suspect`: one of
+            several calls that were under way when their process ended. `neighbour`: a call of another episode ended
+            the process. `late`: the call took too long beside others; it is scored only if it does so in a process of
+            its own. After two times `crash` or `suspect` an episode gets a process of its own.
     """
 
     call_id: str
@@ -57,6 +73,7 @@ class CallRecord:
     outcome: Outcome
     seconds: float
     error: str = ""
+    fault: Fault = "own"
 
 
 @dataclass(frozen=True)
@@ -65,10 +82,11 @@ class StepResult:
 
     Attributes:
         observation: shown to the model next, a text or chat messages; None if nothing follows.
-        reward: of the turn; assigned to the turn's last token.
+        reward: of the turn, finite in float32; assigned to the turn's last token. A bool counts as 1 or 0.
         terminated: the episode reached its end.
         truncated: the environment ended the episode early.
-        info: any values, for the record of the episode; `calls` holds the records of tool calls.
+        info: any values by name, as in gymnasium; they are not used.
+        calls: records of the tool calls of the turn.
     """
 
     observation: Observation = None
@@ -76,6 +94,7 @@ class StepResult:
     terminated: bool = False
     truncated: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
+    calls: tuple[CallRecord, ...] = ()
 
 
 class Environment:
@@ -91,10 +110,12 @@ class Environment:
             same results, otherwise `restart`.
         answers_at_once: its methods return immediately, so they are called in the thread that generates turns, without
             a deadline. Coroutines among them must not suspend.
+        keeps_deadlines: its methods end their calls at `environment.step_timeout_s` and `reset_timeout_s` themselves.
     """
 
     recovery: Recovery = "restart"
     answers_at_once: bool = False
+    keeps_deadlines: bool = False
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Begin an episode.
@@ -131,8 +152,9 @@ class EnvironmentFactory:
         """A fresh environment."""
         raise NotImplementedError
 
-    async def abandon(self, environment: Any) -> None:
-        """Called when a call of this environment exceeded its deadline: stop its work if possible."""
+    def make_alone(self) -> Any:
+        """A fresh environment in a process of its own, if its environments run in other processes."""
+        return self.make()
 
     async def stop(self) -> None:
         """Close what `start` opened. Idempotent."""

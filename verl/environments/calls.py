@@ -3,6 +3,9 @@
 The episode loop generates tokens in its own thread; calls run in an event loop in another thread, and results arrive
 through a queue. The result of a call that returns after its deadline is dropped. Calls are handed over together, when
 the loop next takes results. An environment that `answers_at_once` is called in the episode loop's thread.
+
+Whatever an environment returns or raises becomes a `CallResult`: values are checked here, and in the process of the
+environment (`adapters.host_main`), where file and line are known.
 """
 
 from __future__ import annotations
@@ -17,21 +20,25 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from verl.environments.adapters.host_main import BadAnswer, as_observation, as_step, failure
 from verl.environments.base import (
     CallRecord,
     Environment,
     EnvironmentDescription,
     EnvironmentFactory,
+    Fault,
     InfraError,
     Outcome,
     StepResult,
 )
+from verl.environments.deadline import MAX_ERROR, DeadlinePassed, within
 from verl.errors import RolloutError
 from verl.http_client.client import EventLoopThread
 
 log = logging.getLogger(__name__)
 
 STUCK_S = 30.0  # that code of an environment may hold the event loop beyond the deadline of its call
+MAX_TRACES = 100  # different tracebacks in the run's log
 
 
 @dataclass(frozen=True)
@@ -78,47 +85,12 @@ def as_step_result(found: Any) -> StepResult:
     """The return value of `step` as a `StepResult`.
 
     Raises:
-        InfraError: it has another form.
+        BadAnswer: it has another form, or a part has another type.
     """
-    if isinstance(found, StepResult):
-        made = found
-    elif isinstance(found, tuple) and len(found) == 5:
-        made = StepResult(*found)
-    else:
-        raise InfraError(
-            f"step gave {type(found).__name__}: expected a StepResult or (observation, reward, terminated, truncated, "
-            "info)"
-        )
-    if isinstance(made.reward, bool) or not isinstance(made.reward, (int, float)) or made.reward != made.reward:
-        raise InfraError(f"step gave the reward {made.reward!r}: expected a finite number")
-    if fault := observation_fault(made.observation):
-        raise InfraError(f"step gave {fault}")
-    if made.observation is None and not (made.terminated or made.truncated):
-        raise InfraError("step gave no observation, and the episode goes on")
-    return made
-
-
-def as_observation(found: Any) -> Any:
-    """The return value of `reset`.
-
-    Raises:
-        InfraError: it has another form.
-    """
-    if fault := observation_fault(found):
-        raise InfraError(f"reset gave {fault}")
-    return found
-
-
-def observation_fault(observation: Any) -> str | None:
-    """Why an observation is invalid; None if it is valid."""
-    if observation is None or isinstance(observation, str):
-        return None
-    if isinstance(observation, (list, tuple)) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in observation
-    ):
-        return None
-    return f"an observation of type {type(observation).__name__}: expected a text, chat messages or None"
+    calls = found.calls if isinstance(found, StepResult) else ()
+    if not isinstance(calls, tuple) or not all(isinstance(call, CallRecord) for call in calls):
+        raise BadAnswer(f"step gave calls of type {type(calls).__name__}: expected a tuple of CallRecord")
+    return StepResult(**as_step(found), calls=calls)
 
 
 class _Call:
@@ -159,17 +131,34 @@ class _Call:
         """The result where the method returned this.
 
         Raises:
-            InfraError: it is not an answer.
+            BadAnswer: it is not an answer.
         """
-        return self.result("ok", as_step_result(found) if self.name == "step" else as_observation(found))
+        return self.result("ok", as_step_result(found) if self.name == "step" else as_observation(found, "reset"))
 
-    def failed(self, failure: BaseException) -> CallResult:
-        """The result where the method raised."""
-        return self.result("infra", None, f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}")
+    def failed(self, error: BaseException) -> CallResult:
+        """The result where the method raised; its traceback goes to the run's log once."""
+        fault: Fault = "own"
+        if isinstance(error, InfraError):
+            text, trace, fault = f"InfraError: {error}", error.trace, error.fault
+        else:
+            told = failure(error, self.method)
+            text, trace = told["error"], told["trace"]
+        text = " ".join("".join(c if c.isprintable() else " " for c in text).split())[:MAX_ERROR]
+        _log_once(text, trace)
+        return self.result("infra", None, text, fault)
 
-    def result(self, outcome: Outcome, value: Any = None, error: str = "") -> CallResult:
-        record = CallRecord(self.call_id, self.name, outcome, time.monotonic() - self.begin, error)
+    def result(self, outcome: Outcome, value: Any = None, error: str = "", fault: Fault = "own") -> CallResult:
+        record = CallRecord(self.call_id, self.name, outcome, time.monotonic() - self.begin, error, fault)
         return CallResult(self.episode, self.attempt, record, value, self.play)
+
+
+_logged: set[str] = set()
+
+
+def _log_once(text: str, trace: str) -> None:
+    if trace and trace not in _logged and len(_logged) < MAX_TRACES:
+        _logged.add(trace)
+        log.warning("environment: %s\n%s", text, trace.rstrip(), extra={"console": False})
 
 
 class CallRunner:
@@ -184,7 +173,11 @@ class CallRunner:
         self._waiting: list[Coroutine[Any, Any, None]] = []  # not handed over yet
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps weak references only
         start = self._loop.begin(self._start())
-        self._loop.wait(start, options.reset_timeout_s + STUCK_S)
+        try:
+            self._loop.wait(start, options.reset_timeout_s + STUCK_S)
+        except (InfraError, TimeoutError) as error:
+            self.close()
+            raise RolloutError(f"environment: it did not start: {error or type(error).__name__}") from error
 
     @property
     def num_pending(self) -> int:
@@ -207,12 +200,8 @@ class CallRunner:
 
     def step(self, episode: int, attempt: int, call_id: str, environment: Any, action: Any) -> None:
         """Take a turn."""
-        arguments, limit_s = (action,), self._step_limit(environment)
+        arguments, limit_s = (action,), self.options.step_timeout_s
         self._begin(_Call(self._play, episode, attempt, call_id, "step", environment, arguments, limit_s))
-
-    def _step_limit(self, environment: Any) -> float:
-        # The calls of a turn have deadlines of their own, and run side by side.
-        return self.options.step_timeout_s * (1.0 if not getattr(environment, "times_calls", False) else 1.5) + 0.05
 
     def end(self, environment: Any) -> None:
         """Close an environment without waiting for it."""
@@ -248,8 +237,8 @@ class CallRunner:
             call.begin = time.monotonic()
             try:
                 self.results.put(call.answered(_at_once(call.method(*call.arguments))))
-            except Exception as failure:  # noqa: BLE001 - code of the environment
-                self.results.put(call.failed(failure))
+            except Exception as error:  # noqa: BLE001 - code of the environment
+                self.results.put(call.failed(error))
             return
         self._waiting.append(self._made(call))
 
@@ -269,20 +258,23 @@ class CallRunner:
 
     async def _made(self, call: _Call) -> None:
         assert self._slots is not None
-        async with self._slots:
-            call.begin = time.monotonic()
-            try:
-                async with asyncio.timeout(call.timeout_s):
-                    found = await called(call.method, *call.arguments)
-                result = call.answered(found)
-            except TimeoutError:
-                result = call.result("timeout", error=f"no answer within {call.timeout_s:g} s")
-                with contextlib.suppress(Exception):
-                    await asyncio.wait_for(self.factory.abandon(call.environment), call.timeout_s)
-            except asyncio.CancelledError:
+        call.begin = time.monotonic()
+        try:
+            if call.name == "reset" and hasattr(call.environment, "acquire_process"):
+                await call.environment.acquire_process()  # may wait for other episodes, whose calls need slots
+            async with self._slots:
+                call.begin = time.monotonic()
+                waiting = called(call.method, *call.arguments)
+                if not getattr(call.environment, "keeps_deadlines", False):
+                    waiting = within(call.timeout_s, waiting)
+                result = call.answered(await waiting)
+        except DeadlinePassed as error:
+            result = call.result("timeout", error=str(error))
+        except BaseException as error:  # whatever code of the user raises
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # by `close`, and not by the environment
                 raise
-            except BaseException as failure:  # noqa: BLE001 - code of the user
-                result = call.failed(failure)
+            result = call.failed(error)
         self.results.put(result)
 
     def close(self) -> None:

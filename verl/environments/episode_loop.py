@@ -22,15 +22,23 @@ import torch
 
 from verl.component import BuildContext
 from verl.data.chat_template import ChatTemplate
-from verl.environments.base import Action, CallRecord, EnvironmentDescription, Observation, StepResult
-from verl.environments.calls import CallResult, CallRunner
+from verl.environments.base import (
+    Action,
+    CallRecord,
+    EnvironmentDescription,
+    EnvironmentFactory,
+    Fault,
+    Observation,
+    StepResult,
+)
+from verl.environments.calls import STUCK_S, CallResult, CallRunner
 from verl.environments.journal import EpisodeJournal, JournalEntry, PrefixHash, refuse_other_answer
 from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.rendered_history import ConversationRenderer
 from verl.environments.rows import rows_of_episodes, rows_of_turns
 from verl.environments.tool_calls.parse import ToolFormat, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
-from verl.errors import RolloutError
+from verl.errors import ConfigError, RolloutError
 from verl.ops.counter_rng import EVALUATION
 from verl.protocol import DataProto
 from verl.rollout.base import (
@@ -51,6 +59,7 @@ log = logging.getLogger(__name__)
 End = Literal["", "terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped"]
 ENDS: tuple[End, ...] = ("terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped")
 IDLE_WAIT_S = 0.5  # between looks at the deadline, while nothing can be drawn
+CRASHES_BESIDE_OTHERS = 2  # of an episode, before it gets a process of its own
 
 
 @dataclass
@@ -89,6 +98,10 @@ class Episode:
             renders them again before each turn.
         end: how it ended; empty while it runs.
         answers: messages written and answered so far, if the template renders them again.
+        tries: restarts that count as one of `environment.retries`.
+        crashes: how often its call ended a process, or may have done so.
+        is_alone: it is played in a process of its own.
+        is_unwanted: too few of its group are left, so that it is dropped when it ends.
         infra: failures that the model did not cause, including retried ones.
         prefix: hash of the tokens so far, for journal keys.
         key: journal key of the current call.
@@ -110,6 +123,9 @@ class Episode:
     attempt: int = 0
     tries: int = 0
     refills: int = 0
+    crashes: int = 0
+    is_alone: bool = False
+    is_unwanted: bool = False
     environment: Any = None
     context: list[int] = field(default_factory=list)
     opening: int = 0
@@ -143,12 +159,54 @@ class Episode:
     def reward(self) -> float:
         return sum(turn.reward for turn in self.turns)
 
-    def begin(self, environment: Any) -> None:
+    def begin(self, factory: EnvironmentFactory) -> None:
         """Start from the prompt in a new environment."""
-        self.environment, self.context, self.turns, self.opening = environment, list(self.prompt), [], 0
+        self.environment = factory.make_alone() if self.is_alone else factory.make()
+        self.context, self.turns, self.opening = list(self.prompt), [], 0
         self.calls, self.answers, self.begun_s, self.is_behind = [], [], time.monotonic(), False
         self.prefix = None
         self.attempt += 1
+
+    def is_restarted(self, why: str, fault: Fault, options: EnvironmentDescription, request: GenerationRequest) -> bool:
+        """Note a failure that the model did not cause; it never becomes a reward.
+
+        Args:
+            fault: see `CallRecord.fault`.
+        Returns:
+            Whether the episode is to be started again, perhaps with other noise or in a process of its own; else it is
+            dropped.
+        Raises:
+            RolloutError: `on_infra` is `stop`, and all retries have failed.
+        """
+        self.infra.append(why)
+        self.crashes += fault in ("crash", "suspect")
+        self.is_alone |= fault == "late" or self.crashes >= CRASHES_BESIDE_OTHERS
+        if self.is_unwanted:
+            return False
+        if fault not in ("own", "crash"):
+            return True
+        if self.tries < options.retries:
+            self.tries += 1
+            return True
+        if options.on_infra == "stop":
+            raise RolloutError(
+                f"environment: prompt {self.prompt_id}, sample {self.sample_id} failed {self.tries + 1} times for "
+                f"reasons outside of the model, the last time with {why}. environment.on_infra is stop."
+            )
+        if options.on_infra == "refill" and request.stream != EVALUATION and self.refills < max(1, options.retries):
+            self.refills, self.tries = self.refills + 1, 0
+            self.sample_key += request.num_samples
+            return True
+        return False
+
+
+def dropped_with(
+    episode: Episode, episodes: Sequence[Episode], options: EnvironmentDescription, request: GenerationRequest
+) -> list[Episode]:
+    """The other episodes of the group that are dropped because this one was."""
+    others = [other for other in episodes if other.group == episode.group and other.end != "dropped"]
+    is_whole = options.on_infra == "drop_group" or request.stream == EVALUATION
+    return others if is_whole or (request.num_samples > 1 and len(others) < 2) else []
 
 
 class EpisodeEngine(RolloutEngine):
@@ -286,16 +344,17 @@ class _Play:
     def run(self) -> None:
         for episode in self.episodes:
             self._start(episode)
-        limit_s = max(self.options.step_timeout_s * 1.5, self.options.reset_timeout_s) * (
-            2 + len(self.episodes) / self.options.max_concurrent
+        limit_s = STUCK_S + 2 * max(self.options.step_timeout_s, self.options.reset_timeout_s) * (
+            1 + len(self.episodes) / self.options.max_concurrent
         )
-        last = time.monotonic()
+        idle_s = 0.0
         while self.num_open:
             while self.known:
                 self._answered(self.known.popleft())
             is_idle = not self.turns.num_pending and bool(self.num_open)
             if self.journal is not None:
                 self.journal.flush()  # turns and ends, before calls are handed over
+            begin = time.monotonic()
             results = self.calls.take(IDLE_WAIT_S if is_idle else 0.0)
             if self.journal is not None:
                 for result in results:
@@ -306,18 +365,19 @@ class _Play:
             for drawn in self.turns.advance():
                 self._drew(self.episodes[drawn.episode], drawn)
             if results or not is_idle:
-                last = time.monotonic()
+                idle_s = 0.0
                 report(f"episodes left: {self.num_open}")
-            elif time.monotonic() - last > limit_s + 30:
+            elif idle_s > limit_s:
                 raise self.calls.stuck_error()
             else:
+                idle_s += min(time.monotonic() - begin, 2 * IDLE_WAIT_S)  # more: this process was suspended
                 report(f"waiting for the environment; episodes left: {self.num_open}")
         self.calls.hand_over()
         if self.journal is not None:
             self.journal.flush()
 
     def _start(self, episode: Episode) -> None:
-        episode.begin(self.calls.factory.make())
+        episode.begin(self.calls.factory)
         call_id = self._call_id(episode, "reset")
         if self._is_known(episode, "reset"):
             return
@@ -335,25 +395,28 @@ class _Play:
         episode.calls.append(record)
         is_timeout = record.outcome == "timeout"
         if record.outcome == "infra" or (is_timeout and record.name == "reset"):
-            self._failed(episode, f"{record.name}: {record.error}")
+            self._failed(episode, f"{record.name}: {record.error}", record.fault)
         elif is_timeout:  # the model's own action takes too long: that is scored
             self._finish(episode, "timeout")
-        elif record.name == "reset":
-            if result.value:
-                before = episode.length
-                episode.context = self._continued(episode, result.value)
-                episode.opening = episode.length - before
-            self._next_turn(episode)
         else:
-            self._stepped(episode, result.value)
+            try:
+                self._opened(episode, result.value) if record.name == "reset" else self._stepped(episode, result.value)
+            except ConfigError as error:  # an observation that the chat template refuses
+                self._failed(episode, f"{record.name}: {error}")
+
+    def _opened(self, episode: Episode, observation: Observation) -> None:
+        if observation:
+            before = episode.length
+            episode.context = self._continued(episode, observation)
+            episode.opening = episode.length - before
+        self._next_turn(episode)
 
     def _stepped(self, episode: Episode, step: StepResult) -> None:
         turn = episode.turns[-1]
         turn.reward = float(step.reward)
-        turn.calls = list(step.info.get("calls", ()))
-        if any(call.outcome == "infra" for call in turn.calls):
-            fault = next(call for call in turn.calls if call.outcome == "infra")
-            self._failed(episode, f"{fault.name}: {fault.error}")
+        turn.calls = list(step.calls)
+        if failed := next((call for call in turn.calls if call.outcome == "infra"), None):
+            self._failed(episode, f"{failed.name}: {failed.error}", failed.fault)
         elif step.terminated or step.truncated:
             turn.observation = step.observation
             self._finish(episode, "terminated" if step.terminated else "truncated")
@@ -421,47 +484,25 @@ class _Play:
         action = Action(text, calls, call_id)
         self.calls.step(episode.number, episode.attempt, call_id, episode.environment, action)
 
-    def _failed(self, episode: Episode, why: str) -> None:
-        """Handle a failure that the model did not cause; it never becomes a reward."""
-        options = self.options
-        episode.infra.append(why)
+    def _failed(self, episode: Episode, why: str, fault: Fault = "own") -> None:
+        """Start an episode again after a failure that the model did not cause, or drop it, perhaps with its group."""
         self.turns.forget(episode.number)
         self.calls.end(episode.environment)
-        if episode.tries < options.retries:
-            episode.tries += 1
+        if episode.is_restarted(why, fault, self.options, self.request):
             log.info("Episode of prompt %d is restarted: %s", episode.prompt_id, why)
-            self._start(episode)
-            return
-        is_evaluation = self.request.stream == EVALUATION
-        if options.on_infra == "stop":
-            raise RolloutError(
-                f"environment: prompt {episode.prompt_id}, sample {episode.sample_id} failed {episode.tries + 1} "
-                f"times for reasons outside of the model, the last time with {why}. environment.on_infra is stop."
-            )
-        if options.on_infra == "refill" and not is_evaluation and episode.refills < max(1, options.retries):
-            episode.refills += 1
-            episode.tries = 0
-            episode.sample_key += self.request.num_samples
             self._start(episode)
             return
         log.warning("An episode of prompt %d is left out: %s", episode.prompt_id, why)
         self._close(episode, "dropped")
-        whole_group = options.on_infra == "drop_group" or is_evaluation
-        group = [other for other in self.episodes if other.group == episode.group]
-        left = [other for other in group if other.end != "dropped"]
-        if whole_group or (self.request.num_samples > 1 and len(left) < 2):
-            self._drop_when_ended(group)
-
-    def _drop_when_ended(self, group: list[Episode]) -> None:
-        for other in group:
-            other.refills = -1  # marks it: its turns are not wanted any more
+        for other in dropped_with(episode, self.episodes, self.options, self.request):
+            other.is_unwanted = True  # its turns are drawn to the end, which frees their memory
             if other.end:
                 other.end = "dropped"
 
     def _finish(self, episode: Episode, end: End) -> None:
         self.turns.forget(episode.number)
         self.calls.end(episode.environment)
-        self._close(episode, "dropped" if episode.refills < 0 else end)
+        self._close(episode, "dropped" if episode.is_unwanted else end)
         if end == "terminated":
             self._tell_difference(episode)
 
@@ -542,7 +583,7 @@ class _Play:
         self.turns.forget(episode.number)
         self.calls.end(episode.environment)
         episode.restarted, episode.reads_journal = True, False
-        episode.begin(self.calls.factory.make())
+        episode.begin(self.calls.factory)
         episode.key = self._key(journal, episode, "reset", episode.attempt)
         call_id = self._call_id(episode, "reset")
         self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)

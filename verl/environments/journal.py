@@ -58,7 +58,7 @@ class JournalEntry:
     @property
     def is_failure(self) -> bool:
         """Whether the call, or a tool in it, failed for a reason that the model did not cause."""
-        calls = self.value.info.get("calls", ()) if isinstance(self.value, StepResult) else ()
+        calls = self.value.calls if isinstance(self.value, StepResult) else ()
         return any(record.outcome == "infra" for record in (self.record, *calls))
 
 
@@ -148,7 +148,7 @@ class EpisodeJournal:
     def write_answer(self, key: str, entry: JournalEntry) -> None:
         value: Any = entry.value
         if isinstance(value, StepResult):
-            calls = [_fields(call) for call in value.info.get("calls", ())]
+            calls = [_fields(call) for call in value.calls]
             step = [_plain(value.observation), value.reward, bool(value.terminated), bool(value.truncated), calls]
             self.unwritten.append({"answer": key, "record": _fields(entry.record), "step": step})
         else:
@@ -234,7 +234,7 @@ def refuse_other_answer(known: JournalEntry, found: JournalEntry, where: str) ->
 def _comparable(entry: JournalEntry) -> Any:
     value = entry.value
     if isinstance(value, StepResult):
-        calls = [(call.name, call.outcome, call.error) for call in value.info.get("calls", ())]
+        calls = [(call.name, call.outcome, call.error) for call in value.calls]
         return [_plain(value.observation), float(value.reward), value.terminated, value.truncated, calls]
     return _plain(value)
 
@@ -265,13 +265,12 @@ def _entry(record: Mapping[str, Any]) -> JournalEntry:
     value: Any = record.get("reset")
     if "step" in record:
         observation, reward, terminated, truncated, calls = record["step"]
-        info = {"calls": [_record(call) for call in calls]} if calls else {}
-        value = StepResult(observation, reward, terminated, truncated, info)
+        value = StepResult(observation, reward, terminated, truncated, calls=tuple(map(_record, calls)))
     return JournalEntry(_record(record["record"]), value)
 
 
 def _fields(record: CallRecord) -> list[Any]:
-    return [record.call_id, record.name, record.outcome, record.seconds, record.error]
+    return [record.call_id, record.name, record.outcome, record.seconds, record.error, record.fault]
 
 
 def _record(found: Any) -> CallRecord:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.environments.adapters.python_tools import PythonTool, as_text
-from verl.environments.base import Action, CallRecord, Environment, InfraError, Outcome, StepResult, ToolError
+from verl.environments.base import Action, CallRecord, Environment, Fault, InfraError, Outcome, StepResult, ToolError
+from verl.environments.deadline import MAX_ERROR, within
 from verl.environments.tool_calls import ParseFault, ToolCall
 
 
@@ -22,12 +23,14 @@ class Tool:
         parameters: the JSON schema of its arguments.
         function: a function or coroutine function, called with keyword arguments, which it validates (`Tool.of`);
             raises `ToolError` for errors that the model caused.
+        keeps_deadline: the function raises TimeoutError at `environment.step_timeout_s` itself.
     """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
     function: Callable[..., Any]
+    keeps_deadline: bool = False
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
@@ -51,7 +54,7 @@ class ToolEnvironment(Environment):
         suffix: appended to each result if the prompt is not a chat.
     """
 
-    times_calls = True
+    keeps_deadlines = True
 
     def __init__(self, tools: Mapping[str, Tool], timeout_s: float, suffix: str = "\n"):
         self.tools, self.timeout_s, self.suffix = tools, timeout_s, suffix
@@ -71,8 +74,8 @@ class ToolEnvironment(Environment):
         records = [record for record, _ in answers]
         if self.is_chat:
             messages = [{"role": "tool", "name": record.name, "content": text} for record, text in answers]
-            return StepResult(messages, info={"calls": records})
-        return StepResult("".join(f"{text}{self.suffix}" for _, text in answers), info={"calls": records})
+            return StepResult(messages, calls=tuple(records))
+        return StepResult("".join(f"{text}{self.suffix}" for _, text in answers), calls=tuple(records))
 
     def _begin(self, call: ToolCall | ParseFault, call_id: str) -> Any:
         """The record and the text of a call, or a coroutine that gives them where its tool has to be awaited."""
@@ -85,16 +88,17 @@ class ToolEnvironment(Environment):
                 return self._finished(call, call_id, begin, found)
             return _answer(call, call_id, begin, "ok", as_text(found))
         except Exception as error:  # noqa: BLE001 - of the tool, on the model's arguments
-            return _answer(call, call_id, begin, *self._said(call, error))
+            return _answer(call, call_id, begin, *self._said(call, error), getattr(error, "fault", "own"))
 
     async def _finished(
         self, call: ToolCall, call_id: str, begin: float, found: Awaitable[Any]
     ) -> tuple[CallRecord, str]:
         try:
-            async with asyncio.timeout(self.timeout_s):
-                return _answer(call, call_id, begin, "ok", as_text(await found))
+            if not self.tools[call.name].keeps_deadline:
+                found = within(self.timeout_s, found)
+            return _answer(call, call_id, begin, "ok", as_text(await found))
         except Exception as error:  # noqa: BLE001 - of the tool
-            return _answer(call, call_id, begin, *self._said(call, error))
+            return _answer(call, call_id, begin, *self._said(call, error), getattr(error, "fault", "own"))
 
     def _said(self, call: ToolCall, error: Exception) -> tuple[Outcome, str]:
         """The outcome of a call that raised, and what the model reads."""
@@ -107,6 +111,8 @@ class ToolEnvironment(Environment):
         return "tool_error", f"error: {type(error).__name__}: {error}"  # of the tool, on the model's arguments
 
 
-def _answer(call: ToolCall, call_id: str, begin: float, outcome: Outcome, text: str) -> tuple[CallRecord, str]:
+def _answer(
+    call: ToolCall, call_id: str, begin: float, outcome: Outcome, text: str, fault: Fault = "own"
+) -> tuple[CallRecord, str]:
     error = text if outcome != "ok" else ""
-    return CallRecord(call_id, call.name, outcome, time.monotonic() - begin, error[:300]), text
+    return CallRecord(call_id, call.name, outcome, time.monotonic() - begin, error[:MAX_ERROR], fault), text

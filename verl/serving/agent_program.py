@@ -23,13 +23,12 @@ from typing import Any, ClassVar
 from pydantic import PositiveFloat
 
 from verl.component import BuildContext, component
-from verl.environments.base import Observation
+from verl.environments.base import Fault, Observation
 from verl.environments.calls import CallResult, CallRunner
-from verl.environments.episode_loop import End, Episode, EpisodeEngine, Turn
+from verl.environments.episode_loop import End, Episode, EpisodeEngine, Turn, dropped_with
 from verl.environments.hosted import ADAPTERS, HostedDescription
 from verl.environments.rows import EpisodeSample, episode_record, rows_of_samples
 from verl.errors import RolloutError
-from verl.ops.counter_rng import EVALUATION
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnLimits
 from verl.serving.conversations import RecordedTurn, merge_turns
@@ -79,6 +78,9 @@ class AgentProgram(HostedDescription):
         if file.endswith(".py") and not Path(file).is_file():
             yield f"path is {self.path!r}: there is no file {file}."
 
+    def preflight(self, context: BuildContext) -> Iterator[str]:
+        yield from self.start_faults(f"path is {self.path!r}" if self.path else "command", **{"try": "make"})
+
     def host_options(self) -> dict[str, Any]:
         arguments = {"path": self.path, "command": list(self.command), "timeout_s": self.program_timeout_s}
         return {"kind": "class", "path": f"{ADAPTERS / 'program_adapter.py'}:ProgramEpisode", "arguments": arguments}
@@ -99,7 +101,7 @@ class AgentProgramEngine(EpisodeEngine):
         """The processes of the programs, started with the first episode."""
         if self._calls is None:
             options = replace(self.options, reset_timeout_s=self.options.program_timeout_s)
-            self._calls = CallRunner(self.options.factory(self._context), options)
+            self._calls = CallRunner(options.factory(self._context), options)
         return self._calls
 
     def play_parts(self, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
@@ -194,7 +196,7 @@ class _Programs:
 
     def _start(self, server: PolicyServer, episode: Episode) -> None:
         calls = self.engine.calls
-        episode.begin(calls.factory.make())
+        episode.begin(calls.factory)
         session = Session(episode.prompt_id, episode.sample_key, self.options.max_turns)
         self.sessions[episode.number] = session
         name = secrets.token_hex(8)
@@ -225,7 +227,7 @@ class _Programs:
         elif session.cut and session.recorded:  # a limit of the run, and not a fault of ours
             self._close(episode, session, session.cut, 0.0)  # type: ignore[arg-type]
         else:
-            self._failed(server, episode, f"program: {record.error}")
+            self._failed(server, episode, f"program: {record.error}", record.fault)
 
     def _close(self, episode: Episode, session: Session, end: End, reward: float) -> None:
         decode = self.engine.tokenizer.decode
@@ -250,38 +252,21 @@ class _Programs:
         episode.end, episode.seconds = end, time.monotonic() - episode.begun_s
         self.num_open -= 1
 
-    def _failed(self, server: PolicyServer, episode: Episode, why: str) -> None:
-        """A failure that is not the model's: never a reward."""
-        options = self.options
-        episode.infra.append(why)
-        if episode.tries < options.retries:
-            episode.tries += 1
+    def _failed(self, server: PolicyServer, episode: Episode, why: str, fault: Fault = "own") -> None:
+        """Start the program of an episode again after a failure that is not the model's, or drop the episode."""
+        if episode.is_restarted(why, fault, self.options, self.request):
             log.info("The program of prompt %d is begun anew: %s", episode.prompt_id, why)
-            self._start(server, episode)
-            return
-        if options.on_infra == "stop":
-            raise RolloutError(
-                f"environment: the program of prompt {episode.prompt_id}, sample {episode.sample_id} failed "
-                f"{episode.tries + 1} times, the last time with {why}. environment.on_infra is stop."
-            )
-        is_evaluation = self.request.stream == EVALUATION
-        if options.on_infra == "refill" and not is_evaluation and not episode.refills:
-            episode.refills, episode.tries = 1, 0
-            episode.sample_key += self.request.num_samples
             self._start(server, episode)
             return
         log.warning("An episode of prompt %d is left out: %s", episode.prompt_id, why)
         self._end(episode, "dropped")
-        group = [other for other in self.episodes if other.group == episode.group]
-        left = [other for other in group if other.end != "dropped"]
-        is_whole = options.on_infra == "drop_group" or is_evaluation
-        if is_whole or (self.request.num_samples > 1 and len(left) < 2):
-            for other in left:
-                if not other.end:  # what its program still does is not waited for
-                    self.sessions[other.number].is_closed = True
-                    other.attempt += 1
-                    self._end(other, "dropped")
-                other.end = "dropped"
+        for other in dropped_with(episode, self.episodes, self.options, self.request):
+            if not other.end:  # what its program still does is not waited for
+                self.sessions[other.number].is_closed = True
+                other.attempt += 1
+                self.engine.calls.end(other.environment)
+                self._end(other, "dropped")
+            other.end = "dropped"
 
 
 def _reward_of(value: Observation) -> float:

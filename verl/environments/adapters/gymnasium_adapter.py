@@ -25,7 +25,7 @@ class Text:
             if chosen is None or not self.env.action_space.contains(chosen):
                 return f"error: expected an action of {self.env.action_space}\n", 0.0, False, False, {}
         observation, reward, terminated, truncated, _ = self.env.step(chosen)
-        return self._shown(observation), float(reward), bool(terminated), bool(truncated), {}
+        return self._shown(observation), reward, terminated, truncated, {}
 
     def close(self):
         self.env.close()

@@ -39,7 +39,7 @@ class ProgramEpisode:
         if self.process.returncode:
             raise RuntimeError(f"it ended with {self.process.returncode}: {errors.strip()[-TOLD:]}")
         lines = out.strip().splitlines()
-        return as_text(float(lines[-1])) if lines else None
+        return as_text(number_in(lines[-1])) if lines else None
 
     def step(self, action):
         raise RuntimeError("a program has no steps")
@@ -49,17 +49,22 @@ class ProgramEpisode:
             self.process.kill()
 
 
+def number_in(line):
+    try:
+        return float(line)
+    except ValueError:
+        raise __main__.BadAnswer(
+            f"the last line that the program printed is {line[:60]!r}: expected a number"
+        ) from None
+
+
 async def awaited(found):
     return as_text(await found)
 
 
 def as_text(found):
     """A reward as a text, which any number is."""
-    if found is None:
-        return None
-    if isinstance(found, bool) or not hasattr(found, "__float__"):
-        raise TypeError(f"the program gave {type(found).__name__}: expected a number or None")
-    return repr(float(found))
+    return None if found is None else repr(__main__.as_reward(found, "the program"))
 
 
 def end_with_parent():
