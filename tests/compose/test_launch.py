@@ -274,3 +274,12 @@ def test_a_job_that_fails_does_not_end_the_sweep(tmp_path, run_script):
     assert done.returncode == 2
     assert done.stderr.count("group_sise is not a known key") == 2
     assert "Job 0 of the sweep ended with status 2" in done.stderr
+
+
+def test_a_sweep_with_a_fault_in_its_arguments_is_refused_once_before_any_job(tmp_path, fork_server):
+    words = [ROOT / "main_ppo.py", "-m", "algorithm=grpo,gropo", "trainer.seed=1,2"]
+    done = fork_server.run(words, tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("algorithm=gropo: no such option") == 1
+    assert "of the sweep" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
