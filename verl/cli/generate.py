@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl.cli.console import CONFIG_DIR
 from verl.errors import CheckpointError, ConfigError, RewardError, StorageError
 from verl.storage.config import is_address
 from verl.utils.temporary_directory import TemporaryDirectory
@@ -32,6 +33,7 @@ def evaluate(
     path: Annotated[str, PATH],
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
     data: Annotated[Path | None, DATA] = None,
+    config_dir: Annotated[Path | None, CONFIG_DIR] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One object instead of a table.")] = False,
 ) -> None:
     """Evaluate a saved policy on the evaluation data of its run, with the reward and sampling options of the run.
@@ -60,6 +62,7 @@ def generate(
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A text to continue. Repeatable.")] = None,
     data: Annotated[Path | None, DATA] = None,
+    config_dir: Annotated[Path | None, CONFIG_DIR] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Each --prompt is a user message.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="Greedy decoding.")] = False,
