@@ -221,8 +221,10 @@ def field_types(kind: type[Description]) -> dict[str, Any]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word closest to `word`; None if none is close."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+    """The known word closest to `word`, whatever the case of their letters; None if none is close."""
+    of_lower = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(word.lower(), of_lower, n=1, cutoff=0.6)
+    return of_lower[found[0]] if found else None
 
 
 def hint(found: str | None) -> str:

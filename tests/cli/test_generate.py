@@ -104,6 +104,26 @@ def test_plain_weights_are_evaluated_on_a_file_by_the_default_reward(model32, tm
     assert set(told["metrics"]) == {"eval/accuracy", "eval/score", "eval/response_length_tokens"}
 
 
+def test_rows_of_a_file_that_were_trained_on_are_counted_and_no_others(run, tmp_path, caplog):
+    file = tmp_path / "rows.jsonl"
+    texts = [*Prompts().train[:2], "9+9+9=", "9+9+9=", "8*8*8="]
+    file.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts))
+    arguments = ("eval", run[0] / "checkpoints", "--data", file, "reward=exact_match", "--json")
+    asked(*arguments, OWN[0])
+    assert "2 of 5 evaluation rows are also training rows" in caplog.text
+    assert "1 of 5 evaluation rows repeat another one" in caplog.text
+    asked(*arguments)  # the data of the run is code that is not named
+    assert "whether these rows were trained on is unknown" in caplog.records[-2].getMessage()
+    assert "also training rows" not in caplog.records[-1].getMessage()
+    caplog.clear()
+    asked("generate", run[0] / "checkpoints", "--prompt", "1+1=", "--prompt", "1+1=")
+    assert "rows" not in caplog.text
+
+
+def test_a_class_of_data_that_prompts_replace_may_be_named(run):
+    assert asked("generate", run[0] / "checkpoints", OWN[0], "--prompt", "5+5=").startswith("5+5=")
+
+
 def test_prompts_are_answered_and_greedily_always_the_same(run):
     ask = ("generate", run[0] / "checkpoints", "--prompt", "5+5=", "--prompt", "1", "--max-new-tokens", "4", "--json")
     rows = [json.loads(line) for line in asked(*ask, "--greedy").splitlines()]

@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 
 import verl
 from verl.cli.main import app
+from verl.cli.plan import plan_only
+from verl.cli.resume_check import RunLauncher
 from verl.compose.launch import start_message
+from verl.compose.schema import own_conf_dirs
 
 runner = CliRunner()
 
@@ -105,3 +108,48 @@ def test_the_commands_that_train_take_hydras_words_and_end_with_its_status(monke
 )
 def test_the_command_that_a_run_proposes_is_the_one_that_started_it(script, count, words):
     assert start_message(script, count) == words
+
+
+@pytest.fixture
+def own_groups(tmp_path, monkeypatch):
+    """A directory with an option of one's own, whose component is a module in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "rules_of_mine.py").write_text("from verl.rewards.rules import Length as Mine\n")
+    (tmp_path / "own/reward").mkdir(parents=True)
+    (tmp_path / "own/reward/mine.yaml").write_text("_target_: rules_of_mine.Mine\n")
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize("flag", ["--config-dir", "-cd"])
+def test_groups_of_ones_own_are_planned_as_they_are_trained(flag, own_groups, model32):
+    model = ["actor=pretrained", f"actor.model.path={model32.path}", "reward=mine", "plan.device=cpu"]
+    found = runner.invoke(app, ["plan", flag, str(own_groups), *model])
+    assert found.exit_code == 0, found.output
+    with pytest.raises(SystemExit) as end:
+        plan_only("ppo", [flag, str(own_groups), *model])
+    assert end.value.code == 0
+
+
+def test_groups_of_ones_own_evaluate_a_policy(own_groups, model32, monkeypatch):
+    monkeypatch.syspath_prepend(str(own_groups.parent))
+    file = own_groups / "rows.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = ["eval", model32.path, "--config-dir", str(own_groups), "--data", str(file), "reward=mine"]
+    found = runner.invoke(app, [*words, "rollout.max_new_tokens=2", "trainer.num_threads=1"])
+    assert found.exit_code == 0, found.output
+    assert own_conf_dirs() == ()
+
+
+def test_groups_of_ones_own_reach_the_runs_of_a_resume_check(own_groups, monkeypatch):
+    started = []
+    monkeypatch.setattr(RunLauncher, "run", lambda self, *_: started.extend(self.overrides) or sys.exit(0))
+    runner.invoke(app, ["resume-check", "--config-dir", str(own_groups), "reward=mine"])
+    assert started == [f"--config-dir={own_groups}", "reward=mine"]
+
+
+def test_an_unknown_flag_of_a_plan_is_refused_under_the_name_of_the_command(capsys):
+    with pytest.raises(SystemExit) as end:
+        plan_only("ppo", ["--foo"])
+    assert end.value.code == 2
+    assert "verl plan --help" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cases import each_value_once
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -14,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.compose.command_line import command_line, composition_faults, in_grammar, is_path, parse_overrides
 from verl.compose.compose import compose_root
 from verl.compose.from_yaml import compose_over_default
+from verl.compose.overrides import divided
 from verl.compose.schema import conf_dir
 from verl.compose.validate import validate
 from verl.errors import ConfigError
@@ -158,6 +160,40 @@ def test_a_name_that_is_no_directory_below_that_of_runs_is_refused(name, said):
         with pytest.raises(ConfigError, match=said):
             LoopSettings(**{key: name})
         assert getattr(LoopSettings(**{key: "lr/1e-3, größer"}), key) == "lr/1e-3, größer"
+
+
+@pytest.mark.parametrize(
+    ("values", "pieces"),
+    [
+        ("${processes:${sharding._target_},2},4", ["${processes:${sharding._target_},2}", "4"]),
+        ("3,${divide:${divide:9,3},${divide:2,2}}", ["3", "${divide:${divide:9,3},${divide:2,2}}"]),
+        ("[[1,2],[3]],[4]", ["[[1,2],[3]]", "[4]"]),
+        ("{a:{b:1,c:2},d:[1,2]},null", ["{a:{b:1,c:2},d:[1,2]}", "null"]),
+        ("a(b,c", ["a(b", "c"]),
+        ("'a,b',c", ["'a,b'", "c"]),
+        ("it's,b", ["it's", "b"]),
+    ],
+)
+def test_values_of_a_sweep_are_divided_at_commas_outside_of_brackets_however_deep(values, pieces):
+    assert divided(values) == pieces
+
+
+def test_a_reference_with_arguments_is_one_value_of_a_sweep():
+    words = ["-m", "trainer.n_gpus_per_node=${processes:${sharding._target_},2},4", "sharding=ddp"]
+    arguments, assigned = command_line("ppo", words)
+    assert assigned.faults == []
+    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(arguments[1:]), None)
+    assert [compose_root("ppo", job).trainer.n_gpus_per_node for job in jobs] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [(["algorithm=GRPO"], "grpo"), (["Trainer.seed=1"], "trainer"), (["actor.optimizer.LR=1"], "actor.optimizer.lr")],
+)
+def test_a_name_in_other_letters_case_gets_the_suggestion(words, meant):
+    arguments, assigned = command_line("ppo", words)
+    with pytest.raises(ConfigError, match=f"Did you mean {meant}[?]"):
+        validate(compose_root("ppo", arguments), assigned.faults)
 
 
 def test_whatever_is_wrong_with_arguments_is_told_at_once_without_a_word_of_hydra(fork_server, tmp_path):

@@ -319,3 +319,12 @@ def test_a_chain_of_causes_that_is_a_ring_ends_in_a_message(length):
     wrapped = ConfigError("actor.model.path is 'x': no such model.")
     wrapped.__cause__ = _ring(length)
     assert end_message(wrapped).startswith("actor.model.path is 'x'")
+
+
+def test_a_sweep_with_a_fault_in_its_arguments_is_refused_once_before_any_job(tmp_path, fork_server):
+    words = [ROOT / "main_ppo.py", "-m", "algorithm=grpo,gropo", "trainer.seed=1,2"]
+    done = fork_server.run(words, tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("algorithm=gropo: no such option") == 1
+    assert "of the sweep" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -23,7 +23,7 @@ def test_a_plain_value_is_forced_so_that_our_own_check_sees_it():
     "argument", ["-m", "--cfg job", "hydra.verbose=true", "~critic", "hydra/launcher=basic", "data@held=files"]
 )
 def test_what_is_meant_for_hydra_passes_as_it_is(argument):
-    assert command_line("ppo", argument.split()) == (argument.split(), Overrides())
+    assert command_line("ppo", argument.split()) == (argument.split(), Overrides(is_sweep=argument == "-m"))
 
 
 def test_a_sweep_over_options_passes_and_each_is_known():

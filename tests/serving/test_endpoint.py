@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -15,6 +17,7 @@ from verl.cli.serve_policy import one_prompt, server_of
 from verl.errors import ConfigError
 from verl.ops.logprobs import log_probs_of
 from verl.serving.conversations import RecordedTurn, merge_turns
+from verl.serving.sessions import Session
 
 openai = pytest.importorskip("openai")
 
@@ -142,6 +145,155 @@ def test_bad_requests_and_long_conversations_are_refused(client, trainer):
     with pytest.raises(openai.BadRequestError, match="a conversation has at most"):
         asked(client, [{"role": "user", "content": "1" * 5000}])
     assert asked(client, [{"role": "user", "content": "1"}], temperature=0.9, max_tokens=2).usage.completion_tokens <= 2
+
+
+def body(**fields) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "1"}], **fields}).encode()
+
+
+def tool(**function) -> list:
+    return [{"type": "function", "function": {"name": "f", **function}}]
+
+
+def call(**function) -> bytes:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}", **function}}]
+    return body(messages=[{"role": "assistant", "content": None, "tool_calls": calls}])
+
+
+DEEP = "[" * 20_000 + "]" * 20_000
+MALFORMED = {
+    "no JSON": b"{", "nothing": b"", "no object": b"[]", "not UTF-8": b"\xff\xfe", "deep": DEEP.encode(),
+    "deep in a field": f'{{"messages": [], "metadata": {DEEP}}}'.encode(), "NaN": b'{"messages": NaN}',
+    "a number of many digits": b'{"seed": ' + b"9" * 9000 + b"}", "lone surrogate": body(messages="\ud800"),
+    "surrogate in a content": body(messages=[{"role": "user", "content": "a\udfffb"}]),
+    "surrogate in a tool": body(tools=tool(description="\ud83d")),
+    "no messages": b"{}", "messages of another type": body(messages="hi"), "null in messages": body(messages=[None]),
+    "role": body(messages=[{"role": 3, "content": "1"}]), "no role": body(messages=[{"content": "1"}]),
+    "content": body(messages=[{"role": "user", "content": 3}]),
+    "content of a mapping": body(messages=[{"role": "user", "content": {"text": "1"}}]),
+    "part without a text": body(messages=[{"role": "user", "content": [{"type": "text"}]}]),
+    "part with another text": body(messages=[{"role": "user", "content": [{"type": "text", "text": 3}]}]),
+    "part of another type": body(messages=[{"role": "user", "content": [{"type": ["text"], "text": "1"}]}]),
+    "part that is a text": body(messages=[{"role": "user", "content": ["1"]}]),
+    "name": body(messages=[{"role": "user", "content": "1", "name": {}}]),
+    "tool_call_id": body(messages=[{"role": "tool", "content": "1", "tool_call_id": [1]}]),
+    "tool calls": body(messages=[{"role": "assistant", "tool_calls": {"a": 1}}]),
+    "arguments": call(arguments={"a": 1}), "name of a call": call(name=None), "tools": body(tools={"a": 1}),
+    "tool": body(tools=[3]), "tool without a name": body(tools=[{"type": "function", "function": {}}]),
+    "parameters": body(tools=tool(parameters=[1])), "parameters of a text": body(tools=tool(parameters="object")),
+    "properties": body(tools=tool(parameters={"properties": 3})), "description": body(tools=tool(description=3)),
+    "properties of a list": body(tools=tool(parameters={"properties": [{"a": 1}]})),
+    "max_tokens": body(max_tokens="5"), "max_tokens of a fraction": body(max_tokens=1.5),
+    "max_completion_tokens": body(max_completion_tokens=True), "seed": body(seed="1"), "large seed": body(seed=2**31),
+    "logprobs": body(logprobs="yes"), "model": body(model=3), "n": body(n=[1]), "stop": body(stop="x" * 50_000),
+    "unknown field": body(**{"x" * 50_000: 1}),
+}  # fmt: skip
+
+
+def error_of(answer: bytes) -> dict:
+    """OpenAI's error object in an answer."""
+    error = json.loads(answer)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert len(error["message"]) < 1000
+    return error
+
+
+def test_malformed_requests_are_refused_with_openais_error_object_on_one_connection(server):
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+    for name, content in MALFORMED.items():
+        connection.request("POST", "/v1/chat/completions", content)
+        reply = connection.getresponse()
+        assert reply.status == 400, name
+        assert error_of(reply.read())["type"] == "invalid_request_error", name
+    arguments = '{"a": ' + DEEP + "}"  # a text that is no JSON within limits stays a text
+    for content in (body(), call(arguments=arguments), call(arguments='"\\ud800"')):
+        connection.request("POST", "/v1/chat/completions", content)
+        reply = connection.getresponse()
+        assert (reply.status, json.loads(reply.read())["object"]) == (200, "chat.completion")
+    connection.close()
+
+
+def exchange(server, sent: bytes) -> tuple[int, bytes]:
+    """Status and body of the answer to raw bytes, after which nothing more is sent."""
+    with socket.create_connection(server.server_address[:2], timeout=30) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert b"Content-Type: application/json" in head, answer[:200]
+    return int(head.split()[1]), content
+
+
+POST = b"POST /v1/chat/completions HTTP/1.1\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (POST + "Content-Length: ²\r\n\r\n".encode("latin-1"), 400), (POST + b"Content-Length: -5\r\n\r\n", 400),
+        (POST + b"Content-Length: 1e3\r\n\r\n", 400), (POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n", 413),
+        (POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400), (POST + b"\r\n", 411),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", 411),
+        (POST + b"Content-Length: 200\r\n\r\n{}", 400), (POST + b"Content-Length: 20000000\r\n\r\n" + b"1" * 9**7, 413),
+        (POST + b"".join(b"X-%d: 1\r\n" % n for n in range(200)) + b"\r\n", 431), (b"GET /" + b"x" * 70_000, 414),
+        (POST + b"X: " + b"x" * 70_000 + b"\r\n\r\n", 431), (b"PATCH /v1/models HTTP/1.1\r\n\r\n", 501),
+        (b"GET /v1/models HTTP/9.9\r\n\r\n", 505), (b"GET /v1/models/other HTTP/1.1\r\nConnection: close\r\n\r\n", 404),
+        (b"GET /v1/chat/completions HTTP/1.1\r\nConnection: close\r\n\r\n", 405), (b"nonsense\r\n\r\n", 400),
+        (b"POST /v1/x HTTP/1.1\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}", 404),
+        (b"GET /sessions/x/v1/models HTTP/1.1\r\nConnection: close\r\n\r\n", 404),
+    ],
+)  # fmt: skip
+def test_requests_that_http_or_a_limit_refuses_are_answered_in_json_too(server, sent, status):
+    found, content = exchange(server, sent)
+    assert found == status
+    error_of(content)
+
+
+def test_a_body_longer_than_the_context_ends_the_episode_of_its_session_by_its_tokens(server):
+    server.sessions["one"] = session = Session(0, 0, 4)
+    with (
+        openai.OpenAI(base_url=server.session_url("one"), api_key="none", max_retries=0) as client,
+        pytest.raises(openai.APIStatusError, match="a conversation has at most 64 tokens") as refused,
+    ):
+        asked(client, [{"role": "user", "content": "1" * 3_000_000}])
+    assert refused.value.status_code == 413
+    assert session.cut == "tokens"
+
+
+def test_a_model_is_found_by_its_id(client, server):
+    assert client.models.retrieve("policy").id == "policy"
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt'; there is policy") as refused:
+        client.models.retrieve("gpt")
+    assert refused.value.code == "model_not_found"
+    server.sessions["one"] = Session(0, 0, 4)
+    with openai.OpenAI(base_url=server.session_url("one"), api_key="none", max_retries=0) as of_session:
+        assert of_session.models.list().data[0].id == "policy"
+
+
+def test_a_text_that_is_tokenised_for_long_delays_no_other_request(client, server, monkeypatch):
+    begun, may_end, tokenizer = threading.Event(), threading.Event(), server.endpoint.tokenizer
+
+    class Slow:
+        def __call__(self, text, **options):
+            if "999" in text:
+                begun.set()
+                may_end.wait(60)
+            return tokenizer(text, **options)
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+    monkeypatch.setattr(server.endpoint, "tokenizer", Slow())
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(asked, client, [{"role": "user", "content": "999"}])
+        assert begun.wait(60)
+        try:
+            assert asked(client, [{"role": "user", "content": "1+1="}]).choices
+            assert not slow.done()
+        finally:
+            may_end.set()
+        assert slow.result().choices
 
 
 def test_more_tokens_than_the_model_holds_are_refused(trainer):

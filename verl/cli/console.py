@@ -17,16 +17,37 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import typer
 
+from verl.compose.schema import set_own_conf_dirs
 from verl.errors import BadCheckpoint, ConfigError, VerlError
 from verl.tracking.console import fitting_columns, reader_may_leave
 from verl.utils.external_input import printable
 
 FOUND, FAILED = 1, 2
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _use_groups(context: typer.Context, directory: Path | None) -> Path | None:
+    """Add the groups of a directory to all compositions until the command ends."""
+    if directory is not None:
+        set_own_conf_dirs([directory])
+        context.call_on_close(lambda: set_own_conf_dirs([]))
+    return directory
+
+
+CONFIG_DIR = typer.Option(
+    "--config-dir",
+    "-cd",
+    exists=True,
+    file_okay=False,
+    resolve_path=True,
+    callback=_use_groups,
+    help="A directory with option groups of your own, as for `verl ppo`.",
+)
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 

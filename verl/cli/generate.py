@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.cli.console import echo
+from verl.cli.console import CONFIG_DIR, echo
 from verl.errors import CheckpointError, ConfigError, RewardError, StorageError
 from verl.storage.config import is_address
 from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
     from verl.compose.load_policy import SavedPolicy
+
+log = logging.getLogger(__name__)
 
 PATH = typer.Argument(
     help="A checkpoint, a directory of them, a run, a Hugging Face directory, latest, or an address such as s3://..."
@@ -29,6 +33,7 @@ def evaluate(
     path: Annotated[str, PATH],
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
     data: Annotated[Path | None, DATA] = None,
+    config_dir: Annotated[Path | None, CONFIG_DIR] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One object instead of a table.")] = False,
 ) -> None:
     """Evaluate a saved policy on the evaluation data of its run, with the reward and sampling options of the run.
@@ -40,6 +45,8 @@ def evaluate(
     with faults_reported(), located(path) as saved, running(saved, root_of(saved), overrides or [], data) as trainer:
         if trainer.eval_data is None:
             raise ConfigError("the run has no evaluation data. Give --data FILE, or data.eval_files=[...].")
+        if data is not None and saved.point is not None:
+            _tell_overlap(saved, overrides or [], trainer)
         metrics, rows = trainer.evaluate(saved.step), len(trainer.eval_data)
     if as_json:
         origin = path if is_address(path) else str(saved.origin)
@@ -55,6 +62,7 @@ def generate(
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A text to continue. Repeatable.")] = None,
     data: Annotated[Path | None, DATA] = None,
+    config_dir: Annotated[Path | None, CONFIG_DIR] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Each --prompt is a user message.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="Greedy decoding.")] = False,
@@ -78,6 +86,25 @@ def generate(
             rows = _responses(trainer, samples, greedy)
     for row in rows:
         echo(json.dumps(row) if as_json else f"{row['prompt']}\n  -> {row['response']}")
+
+
+def _tell_overlap(saved: SavedPolicy, overrides: Sequence[str], trainer: Any) -> None:
+    """Warn of rows that the policy was trained on, by the data of its own run, and of rows that repeat others."""
+    from verl.compose.load_policy import policy_run, root_of
+    from verl.data.base import DataSplits, data_counts, duplicates_sentence
+
+    is_of_file = re.compile(r"data(=|\.(?!_target_=))")  # a class of data that is named is that of the run
+    of_run = [text for text in overrides if is_of_file.match(text) is None]
+    counts = data_counts(DataSplits(train=trainer.eval_data))
+    counts = {name.replace("train", "eval"): number for name, number in counts.items()}
+    try:
+        trained = policy_run(saved, root_of(saved), of_run).data.build(trainer.context).train
+        counts["eval_rows_in_train"] = data_counts(DataSplits(trained, trainer.eval_data)).get("eval_rows_in_train", 0)
+    except (ConfigError, OSError) as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        log.warning("Data: whether these rows were trained on is unknown: the data of the run is not read (%s)", reason)
+    if (sentence := duplicates_sentence(counts)) is not None:
+        log.warning("%s", sentence)
 
 
 def _responses(trainer: Any, samples: int, greedy: bool) -> list[dict[str, Any]]:

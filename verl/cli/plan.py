@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from verl.cli.console import FAILED, FOUND, echo
+from verl.cli.console import CONFIG_DIR, FAILED, FOUND, echo
 from verl.errors import ConfigError, VerlError
 from verl.utils.redact import redact
 
@@ -38,6 +39,7 @@ def plan(
     upload_mib_s: Annotated[
         float | None, typer.Option(min=0.001, help="MiB per second to the object storage, for the time of an upload.")
     ] = None,
+    config_dir: Annotated[Path | None, CONFIG_DIR] = None,
     sft: Annotated[bool, typer.Option("--sft", help="Plan a run of `verl sft`.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -49,7 +51,7 @@ def plan(
     named = [one.removeprefix(DEVICE) for one in given if one.startswith(DEVICE)]
     given = [one for one in given if not one.startswith(DEVICE)]
     try:
-        run = _validated("sft" if sft else "ppo", given)
+        run = _validated("sft" if sft else "ppo", given, config_dir)
         rates = _rates(run, device or (named[-1] if named else None), measure)
         found = _planned(run, rates, exact, response_tokens, upload_mib_s)
     except (VerlError, OSError) as error:  # prints all faults as the training commands do
@@ -67,21 +69,23 @@ def plan_only(root: str, arguments: list[str]) -> NoReturn:
     """`verl ppo ... plan=only`: print the plan of the run, and exit with its status."""
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(plan)
-    command([*arguments, *(["--sft"] if root == "sft" else [])])
+    command([*arguments, *(["--sft"] if root == "sft" else [])], prog_name="verl plan")
     raise SystemExit
 
 
-def _validated(root: str, arguments: list[str]) -> Any:
+def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
     """Compose and validate the run of these arguments, as the training commands do."""
     from verl.compose.command_line import command_line, composition_faults
     from verl.compose.compose import compose_root
     from verl.compose.validate import validate
     from verl.compose.warm_start import with_architectures
 
-    given, assigned = command_line(root, arguments)
-    flags = [one for one in given if one.startswith("-")]
-    if flags:
-        raise ConfigError(f"{flags[0]} is a flag of the main scripts: verl plan takes group=option and key=value.")
+    flags = [] if config_dir is None else [f"--config-dir={config_dir}"]
+    given, assigned = command_line(root, [*flags, *arguments])
+    given = given[len(flags) :]
+    if further := [one for one in given if one.startswith("-")]:
+        raise ConfigError(f"{further[0]} is a flag of `verl {root}`: verl plan takes group=option and key=value.")
+    sys.path.append(str(Path.cwd()))  # user modules are in the working directory
     try:
         config = compose_root(root, given)
     except Exception as error:

@@ -36,7 +36,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.cli.console import echo
+from verl.cli.console import CONFIG_DIR, echo
 from verl.errors import ConfigError
 from verl.utils.child_process.process import reap
 from verl.utils.external_input import read_text
@@ -471,6 +471,7 @@ def resume_check(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides of all runs: experiment=..., KEY=VALUE.")
     ] = None,
+    config_dir: Annotated[Path | None, CONFIG_DIR] = None,
     root: Annotated[str, typer.Option(help="ppo or sft.")] = "ppo",
     steps: Annotated[int, typer.Option(help="Steps of the whole run.")] = 4,
     at: Annotated[
@@ -505,6 +506,7 @@ def resume_check(
 
     With --topology a run is resumed under a chain of layouts: each must load exactly what the one before it saved.
     """
+    given = [*([] if config_dir is None else [f"--config-dir={config_dir}"]), *(overrides or ())]
     layout = [] if to_sharding is None else [f"sharding={to_sharding}"]
     layout += [] if processes is None else [f"trainer.n_gpus_per_node={processes}"]
     if root not in ("ppo", "sft"):
@@ -520,7 +522,7 @@ def resume_check(
                     root=root,
                     steps=len(chain),
                     directory=directory,
-                    overrides=overrides or (),
+                    overrides=given,
                     timeout_s=timeout,
                     tell=typer.echo,
                 )
@@ -530,7 +532,7 @@ def resume_check(
                     root=root,
                     steps=steps,
                     directory=directory,
-                    overrides=overrides or (),
+                    overrides=given,
                     timeout_s=timeout,
                     tell=typer.echo,
                 )

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from verl.cli.console import echo
+from verl.cli.console import CONFIG_DIR, echo
 from verl.cli.generate import OVERRIDES, PATH, faults_reported, located, running
 from verl.errors import ConfigError
 from verl.utils.signals import termination_signals
@@ -33,6 +33,7 @@ def serve_policy(
         typer.Option("--ignore-sampling", help="Use those of the run, whatever a request says."),
     ] = False,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of one turn in seconds.")] = 600.0,
+    config_dir: Annotated[Path | None, CONFIG_DIR] = None,
 ) -> None:
     """Serve a saved policy to OpenAI clients at http://HOST:PORT/v1, until Ctrl-C.
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from verl.cli.console import echo, fail
+from verl.cli.console import CONFIG_DIR, echo, fail
 from verl.cli.plan import PLAN_ONLY, plan_only
 from verl.compose.launch import LaunchedRun, entry_point
 from verl.compose.validate import refuse_here, validate
@@ -82,11 +82,13 @@ def quickstart(
     out: Annotated[Path, typer.Option(help="Directory of both runs; replaced if it exists.")] = Path(
         "outputs/quickstart"
     ),
+    config_dir: Annotated[Path | None, CONFIG_DIR] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Two steps of each run, to check the installation.")] = False,
 ) -> None:
     """Train the built-in model by SFT and then PPO, and print its accuracy. Needs no GPU and no network."""
     _make_way(out)
     short = ["debug=smoke"] if smoke else []
+    short += [] if config_dir is None else [f"--config-dir={config_dir}"]
     fine_tuning = _run("sft", out / "sft", ["trainer.experiment_name=quickstart_sft", *short])
     start = ["trainer.experiment_name=quickstart", f"actor.model.path={out / 'sft/actor'}"]
     training = _run("ppo", out / "ppo", [*start, *short, *(overrides or [])])

@@ -73,6 +73,7 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
     is_missing = own is not None and not Path(own).is_dir()  # reported by Hydra
     is_searched = is_missing or any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
     assigned = assign(root, pairs, judge_options=not is_searched)
+    assigned.is_sweep = sweeps
     assigned.values = [(key, in_grammar(key, value, sweeps=sweeps)) for key, value in assigned.values]
     assigned.options = [option for option in assigned.options if not _refuse_file(option, is_searched, faults)]
     if not sweeps:

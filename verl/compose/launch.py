@@ -193,7 +193,8 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
                 take_over(arguments, assigned)
                 for note in assigned.notes:
                     _tell(note)
-                if assigned.faults and any(a.partition("=")[0] in SHOWS_ONLY for a in arguments):
+                only_shown = any(a.partition("=")[0] in SHOWS_ONLY for a in arguments)
+                if assigned.faults and (only_shown or assigned.is_sweep):  # every job would have them
                     raise ConfigError(assigned.faults)
                 sys.argv[1:] = arguments
                 only_shows = any(argument in PRINTS_ONLY for argument in arguments)
@@ -267,7 +268,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
             statuses.append(int(end.code or 0))
             if running.mode != RunMode.MULTIRUN or statuses[-1] in (INTERRUPTED, HUNG_UP, TERMINATED):
                 raise
-            _tell(f"Job {running.job.num} of the sweep ended with status {statuses[-1]}; the other jobs continue.")
+            _tell(f"Job {running.job.num} of the sweep ended with status {statuses[-1]}; this does not end the sweep.")
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `_clean_end` unchanged, which prints them
     try:

@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 UNKNOWN_CONTEXT = 4096  # tokens of prompt and response, for a model without a known context length
 OF_FILES = {"ppo": "verl.data.files.PromptFiles", "sft": "verl.data.files.SFTFiles"}
+EVALUATED = {"ppo": "verl.data.files.EvaluatedPrompts", "sft": "verl.data.files.EvaluatedSequences"}
 UNTRAINED: dict[str, Any] = {  # replaces the parts that only training needs
     "actor.lora": None,
     "sharding": {"_target_": "verl.engines.sharding.NoSharding"},
@@ -148,6 +149,7 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
     apply_values(config, [("actor.model", _model(saved, used.parts.get("actor", {}).get("model", {})))])
     apply_values(config, [(group, _option(root, group, text)) for group, text in options])
     if file is not None:
+        assigned.values = [pair for pair in assigned.values if pair[0] not in ("data", "data._target_")]  # replaced
         apply_values(config, [("data", _data(config, root, file, dict(assigned.values)))])
     apply_values(config, assigned.values)
     return validate(config, [*faults, *assigned.faults])
@@ -241,7 +243,7 @@ def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]
         kept["max_prompt_length"] = max(1, context - (response if isinstance(response, int) else 0))
     else:
         kept["max_length"] = context
-    return {**kept, "_target_": OF_FILES[root], "train_files": [str(file)], "eval_files": [str(file)]}
+    return {**kept, "_target_": EVALUATED[root], "train_files": [str(file)], "eval_files": [str(file)]}
 
 
 def _option(root: str, group: str, text: str) -> Any:

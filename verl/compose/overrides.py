@@ -28,12 +28,14 @@ class Overrides:
         values: by path, in order; texts from a command line are still in Hydra's grammar.
         notes: one line for each alias, with its translation.
         faults: overrides that cannot be composed; they are left out and reported with all other faults.
+        is_sweep: whether these are the overrides of a sweep, of all of its jobs.
     """
 
     options: list[str] = field(default_factory=list)
     values: list[tuple[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    is_sweep: bool = False
 
 
 def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool = True) -> Overrides:
@@ -72,17 +74,38 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
 
 
 def divided(text: str) -> list[str]:
-    """Split at commas outside of quotes and brackets."""
+    """Split at commas outside of quotes and brackets. A bracket or quote that is not closed is an ordinary character.
+
+    >>> divided("${processes:${sharding._target_},2},4")
+    ['${processes:${sharding._target_},2}', '4']
+    """
     pieces, start, place = [], 0, 0
     while place < len(text):
-        end = {"'": "'", '"': '"', "[": "]", "{": "}", "(": ")"}.get(text[place])
-        is_open = end is not None and (end not in "'\"" or not text[start:place].strip())
-        closed = text.find(end, place + 1) if is_open and end is not None else -1
         if text[place] == ",":
             pieces.append(text[start:place])
             start = place + 1
-        place = max(place, closed) + 1
+        elif text[place] in _CLOSING:
+            place = _end_of_bracket(text, place) or place
+        elif text[place] in "'\"" and not text[start:place].strip():
+            place = max(place, text.find(text[place], place + 1))
+        place += 1
     return [*pieces, text[start:]]
+
+
+_CLOSING = {"[": "]", "{": "}", "(": ")"}
+
+
+def _end_of_bracket(text: str, place: int) -> int | None:
+    """The place of the bracket that closes the one at `place`; None if there is none."""
+    awaited: list[str] = []
+    for i in range(place, len(text)):
+        if text[i] in _CLOSING:
+            awaited.append(_CLOSING[text[i]])
+        elif text[i] == awaited[-1]:
+            awaited.pop()
+            if not awaited:
+                return i
+    return None
 
 
 def options_in(choice: str) -> list[str]:

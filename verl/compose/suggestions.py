@@ -12,9 +12,9 @@ from verl.errors import ConfigError, faults_below
 
 def nearest_path(path: str, known: Iterable[str]) -> str | None:
     """The known configuration path closest to `path`, mainly by its last key: `trainer.lr` gives
-    `actor.optimizer.lr`.
+    `actor.optimizer.lr`. The case of letters does not matter.
     """
-    scored = ((_likeness(path, candidate), candidate) for candidate in known)
+    scored = ((_likeness(path.lower(), candidate.lower()), candidate) for candidate in known)
     score, best = max(scored, key=lambda pair: (pair[0], -len(pair[1])), default=(0.0, ""))
     return best if score >= 0.6 else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,22 @@ class SFTFiles(SFTOptions):
 
     def build(self, context: BuildContext) -> DataSplits:
         return _build(self, context, SFTDataset.from_rows, SFTOptions)
+
+
+@component
+class EvaluatedPrompts(PromptFiles):
+    """Prompts that are only evaluated or answered. Nothing is trained, so rows in both lists are no overlap."""
+
+    def build(self, context: BuildContext) -> DataSplits:
+        return replace(super().build(context), may_repeat=True)
+
+
+@component
+class EvaluatedSequences(SFTFiles):
+    """Sequences that are only evaluated. Nothing is trained, so rows in both lists are no overlap."""
+
+    def build(self, context: BuildContext) -> DataSplits:
+        return replace(super().build(context), may_repeat=True)
 
 
 def _split_faults(files: PromptFiles | SFTFiles) -> Iterator[str]:

@@ -4,5 +4,7 @@ conversations  Which tokens a request continues, and which requests make one row
 sessions       Requests of one agent program, for one sample of one prompt
 agent_program  Episodes that agent programs play in training
 endpoint       Generates the turns of all requests as one batch, in a separate thread, and records them
-http_api       Chat completions over HTTP: supported request fields and the form of replies
+chat_request   The body of a request: types and limits, and fields that are refused
+token_bytes    The bytes of a token, also where it is a part of a character
+http_api       Chat completions over HTTP: routes, limits and the form of replies
 """

@@ -8,6 +8,7 @@ conversation.
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,11 +108,12 @@ class KnownConversation:
 
 
 class KnownConversations:
-    """The most recently used conversations, by their messages."""
+    """The latest conversations, by their messages. Thread-safe."""
 
     def __init__(self, limit: int = 4096):
         self._limit = limit
         self._known: OrderedDict[str, KnownConversation] = OrderedDict()
+        self._lock = threading.Lock()
 
     def find(self, messages: Sequence[Message], tools: Any) -> tuple[KnownConversation, list[Message]] | None:
         """The conversation that a request continues, and its new messages."""
@@ -126,9 +128,11 @@ class KnownConversations:
 
     def add(self, messages: Sequence[Message], tools: Any, conversation: KnownConversation) -> None:
         """Remember a conversation, whose last message is the policy's."""
-        self._known[key_of(messages, tools)] = conversation
-        while len(self._known) > self._limit:
-            self._known.popitem(last=False)
+        key = key_of(messages, tools)  # outside of the lock: it takes long for long conversations
+        with self._lock:
+            self._known[key] = conversation
+            while len(self._known) > self._limit:
+                self._known.popitem(last=False)
 
 
 def key_of(messages: Sequence[Message], tools: Any) -> str:

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pydantic_core
+
 from verl.data.chat_template import ChatTemplate
 from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.tool_calls.parse import ToolCall, ToolFormat, parse_calls
@@ -102,6 +104,7 @@ class PolicyEndpoint:
         self._waiting: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._failure: str | None = None
         self._is_closed = False
+        tokenizer("", add_special_tokens=False)  # resets truncation and padding: later calls only read, in any thread
         self._thread = threading.Thread(
             target=on_current_device(self._draw_all), args=(turns,), name="verl policy", daemon=True
         )
@@ -129,8 +132,7 @@ class PolicyEndpoint:
         if tools and self.format_fault is not None:
             raise ConfigError(f"tools: {self.format_fault}")
         conversations = self._known if session is None else session.known
-        with self._lock:
-            before, continues = self._place_of(messages, tools, sample, conversations)
+        before, continues = self._place_of(messages, tools, sample, conversations)
         room = self.row_tokens - len(before.ids)
         if room < 1:
             if session is not None:
@@ -148,8 +150,8 @@ class PolicyEndpoint:
         )
         message, finish_reason = self._message(drawn, tools)
         after = KnownConversation(before.number, before.prompt_id, before.sample_id, turn.ids, before.num_turns + 1)
+        conversations.add([*messages, message], tools, after)
         with self._lock:
-            conversations.add([*messages, message], tools, after)
             (self.recorded if session is None else session.recorded).append(turn)
             if self._record is not None:
                 self._record.write(json.dumps(asdict(turn) | {"continues": continues}) + "\n")
@@ -172,7 +174,10 @@ class PolicyEndpoint:
     def _place_of(
         self, messages: Sequence[Message], tools: Any, sample: int | None, conversations: KnownConversations
     ) -> tuple[KnownConversation, bool]:
-        """The tokens before the turn, and whether they go on from those of an earlier one."""
+        """The tokens before the turn, and whether they go on from those of an earlier one.
+
+        Messages are rendered and tokenised outside of the lock, so that a long one delays no other request.
+        """
         if (found := conversations.find(messages, tools)) is not None:
             known, new = found
             texts = _with_tool_names(messages, new)
@@ -184,15 +189,19 @@ class PolicyEndpoint:
             ), True
         rendered = self.chat.render([_for_template(m) for m in messages], "messages", reply_follows=True, tools=tools)
         ids = tuple(self.tokenizer(rendered, add_special_tokens=False).input_ids)
+        if not ids:
+            raise ConfigError("messages: the chat template renders them to no tokens.")
         prompt_id = int.from_bytes(hashlib.blake2b(array("q", ids).tobytes(), digest_size=4).digest()) >> 1
         if sample is None:
-            sample = self._begun[prompt_id]
-            self._begun[prompt_id] += 1
+            with self._lock:
+                sample = self._begun[prompt_id]
+                self._begun[prompt_id] += 1
         return KnownConversation(self._next_number(), prompt_id, sample, ids, 0), False
 
     def _next_number(self) -> int:
-        self._numbers += 1
-        return self._numbers
+        with self._lock:
+            self._numbers += 1
+            return self._numbers
 
     def _message(self, drawn: DrawnTurn, tools: Any) -> tuple[dict[str, Any], str]:
         text = self.tokenizer.decode(drawn.tokens[:-1] if drawn.is_complete else drawn.tokens)
@@ -203,7 +212,12 @@ class PolicyEndpoint:
         faults = [call.reason for call in parsed if not isinstance(call, ToolCall)]
         if not calls or faults:  # one that cannot be read is the client's to see, as text
             return {"role": "assistant", "content": text} | ({"tool_call_errors": faults} if faults else {}), "stop"
-        functions = [{"name": call.name, "arguments": json.dumps(dict(call.arguments))} for call in calls]
+        try:
+            functions = [
+                {"name": call.name, "arguments": json.dumps(dict(call.arguments), allow_nan=False)} for call in calls
+            ]
+        except (TypeError, ValueError):  # literals of Python that JSON lacks
+            return {"role": "assistant", "content": text}, "stop"
         made = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": f} for f in functions]
         return {"role": "assistant", "content": text, "tool_calls": made}, "tool_calls"
 
@@ -279,7 +293,7 @@ def _for_template(message: Message) -> dict[str, Any]:
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
-        with contextlib.suppress(TypeError, ValueError):
-            arguments = json.loads(arguments)
+        with contextlib.suppress(TypeError, ValueError):  # also of JSON that is nested too deeply, which stays a text
+            arguments = pydantic_core.from_json(arguments)
         calls.append({"type": "function", "function": {"name": call["function"]["name"], "arguments": arguments}})
     return made | ({"tool_calls": calls, "content": ""} if calls else {})

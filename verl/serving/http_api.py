@@ -1,39 +1,37 @@
-"""Chat completions over HTTP for OpenAI's clients: supported request fields and the form of replies.
+"""Chat completions over HTTP for OpenAI's clients: routes, limits of a request, and the form of replies.
 
-    POST /v1/chat/completions     messages, tools, max_tokens, logprobs, seed     GET /v1/models     GET /health
+    POST /v1/chat/completions     GET /v1/models     GET /v1/models/ID     GET /health
 
 Fields that would change the sampling distribution, and unknown fields, are refused by name: recorded log-probs must be
-those of the policy in training.
+those of the policy in training. Every refusal and every failure is OpenAI's error object.
 """
 
 from __future__ import annotations
 
+import contextlib
+import http
 import json
 import logging
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 from verl.errors import ConfigError, RolloutError
-from verl.serving.conversations import text_of
+from verl.serving.chat_request import Refused, parse_request
 from verl.serving.endpoint import Completion, PolicyEndpoint
 from verl.serving.sessions import Session
+from verl.serving.token_bytes import TokenBytes
 
 log = logging.getLogger(__name__)
 
-MAX_BODY = 64 * 2**20
+BODY_BYTES, BODY_BYTES_PER_TOKEN = 64 * 2**10, 32  # of a body: the first, and the second for each token of the context
+READ_TIMEOUT_S = 60.0  # for the next bytes of a client
+LINGER_S, LINGER_IDLE_S = 10.0, 2.0  # to read on after a refusal
 SESSION = "/sessions/"  # before the name of a session, in a path
-UNDERSTOOD = {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "logprobs", "seed"}
-IGNORED = {"user", "metadata", "store", "parallel_tool_calls", "stream_options", "service_tier", "safety_identifier"}
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # values under which a field changes nothing
-    "n": (1,), "stream": (False,), "stop": ([],), "top_logprobs": (0,), "presence_penalty": (0,),
-    "frequency_penalty": (0,), "logit_bias": ({},), "response_format": ({"type": "text"},), "tool_choice": ("auto",),
-}  # fmt: skip
-
-
-class BadRequest(Exception):
-    """A refused request, with the reason."""
+COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
 
 
 class PolicyServer(ThreadingHTTPServer):
@@ -61,6 +59,7 @@ class PolicyServer(ThreadingHTTPServer):
         self.endpoint, self.model, self.sampling = endpoint, model, dict(sampling)
         self.ignores_sampling, self.timeout_s = ignores_sampling, timeout_s
         self.sessions: dict[str, Session] = {}
+        self._token_bytes = TokenBytes(endpoint.tokenizer)
         super().__init__((host, port), _Handler)
 
     @property
@@ -73,65 +72,43 @@ class PolicyServer(ThreadingHTTPServer):
         """The `base_url` for the requests of one session."""
         return f"{self.url.removesuffix('/v1')}{SESSION}{name}/v1"
 
-    def complete(self, body: Any, session: Session | None = None) -> dict[str, Any]:
+    @property
+    def max_body(self) -> int:
+        """Bytes of a body that are read. A longer one cannot fit the context of a conversation."""
+        return BODY_BYTES + BODY_BYTES_PER_TOKEN * self.endpoint.row_tokens
+
+    def complete(self, content: bytes, session: Session | None = None) -> dict[str, Any]:
         """The answer to the body of a request.
 
         Raises:
-            BadRequest: the request is not supported; says why.
+            Refused: the request is not supported; says why.
+            RolloutError: the engine failed.
         """
-        messages, tools = self._checked(body)
+        body = parse_request(content, self.sampling, self.ignores_sampling)
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         try:
-            found = self.endpoint.complete(messages, tools, limit, body.get("seed"), self.timeout_s, session)
+            found = self.endpoint.complete(
+                body["messages"], body.get("tools") or None, limit, body.get("seed"), self.timeout_s, session
+            )
         except (ConfigError, ValueError) as error:
-            raise BadRequest(str(error)) from error
+            raise Refused(400, str(error)) from error
         return self._answer(found, bool(body.get("logprobs")))
 
-    def _checked(self, body: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        if not isinstance(body, dict):
-            raise BadRequest("expected an object")
-        self._refuse_fields(body)
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
-            raise BadRequest("messages: expected a list of objects, each with a text `role`")
-        for message in messages:
-            try:
-                text_of(message)
-            except ValueError as error:
-                raise BadRequest(str(error)) from error
-        tools = body.get("tools") or None
-        if tools is not None and not (isinstance(tools, list) and all(_is_tool(tool) for tool in tools)):
-            raise BadRequest("tools: expected a list of {type: function, function: {name, parameters}}")
-        for name in ("max_tokens", "max_completion_tokens"):
-            value = body.get(name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise BadRequest(f"{name} is {value!r}: expected a whole number above 0")
-        seed = body.get("seed")
-        if seed is not None and (type(seed) is not int or not 0 <= seed < 2**31):
-            raise BadRequest(f"seed is {seed!r}: expected a whole number from 0 to 2^31 - 1")
-        return messages, tools
-
-    def _refuse_fields(self, body: Mapping[str, Any]) -> None:
-        for name, value in body.items():
-            if value is None or name in UNDERSTOOD or name in IGNORED:
-                continue
-            if name in self.sampling:
-                if value != self.sampling[name] and not self.ignores_sampling:
-                    raise BadRequest(
-                        f"{name} is {value!r}: the policy is drawn with {name} {self.sampling[name]:g}, as it is "
-                        "trained. Leave it out, or serve with --ignore-sampling."
-                    )
-            elif value not in NEUTRAL.get(name, ()):
-                raise BadRequest(f"{name} is {str(value)[:80]!r}: this endpoint does not understand it")
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log a failed connection: nearly always a client that has left."""
+        log.info("A connection of %s failed.", client_address, exc_info=True)
 
     def _answer(self, found: Completion, with_logprobs: bool) -> dict[str, Any]:
-        turn, decode = found.turn, self.endpoint.tokenizer.decode
+        turn = found.turn
         choice: dict[str, Any] = {"index": 0, "message": found.message, "finish_reason": found.finish_reason}
         choice["logprobs"] = None
         choice["token_ids"] = list(turn.token_ids)
         if with_logprobs:
-            pairs = [(decode([i]), x) for i, x in zip(turn.token_ids, turn.log_probs, strict=True)]
-            content = [{"token": t, "logprob": x, "bytes": list(t.encode()), "top_logprobs": []} for t, x in pairs]
+            pairs = [(self._token_bytes(i), x) for i, x in zip(turn.token_ids, turn.log_probs, strict=True)]
+            content = [
+                {"token": data.decode(errors="replace"), "logprob": x, "bytes": list(data), "top_logprobs": []}
+                for data, x in pairs
+            ]
             choice["logprobs"] = {"content": content, "refusal": None}
         usage = {"prompt_tokens": len(turn.prompt_ids), "completion_tokens": len(turn.token_ids)}
         return {
@@ -146,78 +123,134 @@ class PolicyServer(ThreadingHTTPServer):
         }
 
 
-def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return False
-    calls = message.get("tool_calls") or []
-    return isinstance(calls, list) and all(
-        isinstance(call, dict)
-        and isinstance(call.get("function"), dict)
-        and isinstance(call["function"].get("name"), str)
-        and isinstance(call["function"].get("arguments"), str)
-        for call in calls
-    )
-
-
-def _is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # of a line that is no request: the answer to 0.9 would have no head
+    timeout = READ_TIMEOUT_S
+    command = ""
+    is_unread = False  # bytes of a refused request may still come
     server: PolicyServer  # pyright: ignore[reportIncompatibleVariableOverride] - the server that made the handler
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0].rstrip("/")
-        if path == "/health":
-            self._send(200, {"status": "ok"})
-        elif path == "/v1/models":
-            model = {"id": self.server.model, "object": "model", "created": 0, "owned_by": "verl"}
-            self._send(200, {"object": "list", "data": [model]})
-        else:
-            self._refuse(404, f"there is no {path}")
+        self._respond(self._get)
 
     def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MAX_BODY:
-            self.close_connection = True
-            self._refuse(413, f"a body of {length or 'unknown'} bytes: at most {MAX_BODY} are read")
-            return
-        content = self.rfile.read(int(length))
-        path, session = self.path.partition("?")[0].rstrip("/"), None
-        if path.startswith(SESSION):
-            name, _, rest = path.removeprefix(SESSION).partition("/")
-            path, session = f"/{rest}", self.server.sessions.get(name)
-            if session is None:
-                self._refuse(404, f"there is no session {name}")
-                return
-        if path != "/v1/chat/completions":
-            self._refuse(404, f"there is no {self.path}: this endpoint has /v1/chat/completions")
-            return
+        self._respond(self._post)
+
+    def _get(self) -> dict[str, Any]:
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self.close_connection = self.is_unread = True  # a body would be taken for the next request
+        path, _ = self._route()
+        model = {"id": self.server.model, "object": "model", "created": 0, "owned_by": "verl"}
+        if path == "/health":
+            return {"status": "ok"}
+        if path == MODELS:
+            return {"object": "list", "data": [model]}
+        if path.startswith(f"{MODELS}/"):
+            name = unquote(path.removeprefix(f"{MODELS}/"))
+            if name == self.server.model:
+                return model
+            raise Refused(
+                404, f"there is no model {name[:80]!r}; there is {self.server.model}", "model", "model_not_found"
+            )
+        if path == COMPLETIONS:
+            raise Refused(405, f"{COMPLETIONS} takes POST")
+        raise Refused(404, f"there is no {path[:80]}: this endpoint has {COMPLETIONS} and {MODELS}")
+
+    def _post(self) -> dict[str, Any]:
+        content = self._content()
+        path, session = self._route()
+        if path != COMPLETIONS:
+            raise Refused(404, f"there is no POST {path[:80]}: this endpoint has {COMPLETIONS}")
+        return self.server.complete(content, session)
+
+    def _route(self) -> tuple[str, Session | None]:
+        """The path below that of the session, if the request has one."""
+        path = self.path.partition("?")[0].rstrip("/")
+        if not path.startswith(SESSION):
+            return path, None
+        name, _, rest = path.removeprefix(SESSION).partition("/")
+        if (session := self.server.sessions.get(name)) is None:
+            raise Refused(404, f"there is no session {name[:80]}")
+        return f"/{rest}", session
+
+    def _content(self) -> bytes:
+        """The body; one that is too long is not read.
+
+        Raises:
+            Refused: its length is not announced or too large, or it does not come.
+        """
+        is_last, self.close_connection = self.close_connection, True  # until it is read
+        self.is_unread = True
+        given, most = self.headers.get_all("Content-Length") or [], self.server.max_body
+        if "Transfer-Encoding" in self.headers or not given:
+            raise Refused(411, "the body needs a Content-Length; chunks are not supported")
+        length = given[0].strip()
+        if len({*given}) > 1 or not (length.isascii() and length.isdigit()):
+            raise Refused(400, f"Content-Length is {', '.join(given)[:80]!r}: expected one number of bytes")
+        if len(length) > len(str(most)) or int(length) > most:
+            with contextlib.suppress(Refused):
+                if (session := self._route()[1]) is not None:
+                    session.cut = "tokens"
+            raise Refused(
+                413,
+                f"the body has {length[:20]} bytes: at most {most} are read, for a conversation has at most "
+                f"{self.server.endpoint.row_tokens} tokens",
+                code="context_length_exceeded",
+            )
         try:
-            body = json.loads(content)
-        except ValueError as error:
-            self._refuse(400, f"the body is not JSON ({error})")
-            return
+            content = self.rfile.read(int(length))
+        except TimeoutError as error:
+            raise Refused(408, f"the body did not come: {READ_TIMEOUT_S:g} s without a byte") from error
+        if len(content) < int(length):
+            raise Refused(400, f"the body ended after {len(content)} of {length} bytes")
+        self.close_connection, self.is_unread = is_last, False
+        return content
+
+    def _respond(self, answer: Callable[[], Mapping[str, Any]]) -> None:
         try:
-            self._send(200, self.server.complete(body, session))
-        except BadRequest as error:
-            self._refuse(400, str(error))
+            status, body = 200, answer()
+        except Refused as error:
+            status, body = error.status, error.body
         except RolloutError as error:
-            self._refuse(500, str(error))
+            status, body = 500, Refused(500, str(error)).body
+        except ConnectionError:
+            raise
+        except Exception as error:
+            log.exception("A request failed.")
+            status, body = 500, Refused(500, f"the request failed: {type(error).__name__}").body
+        self._send(status, body)
+
+    def handle(self) -> None:
+        super().handle()
+        if self.is_unread:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Read on for a while: closing a connection with unread bytes resets it, and the answer could be lost."""
+        deadline = time.monotonic() + LINGER_S
+        with contextlib.suppress(OSError):
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(LINGER_IDLE_S)
+            while time.monotonic() < deadline and self.connection.recv(2**16):
+                pass
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what the HTTP parser refuses, such as too many headers or an unknown method, by JSON."""
+        self.close_connection = self.is_unread = True
+        self._send(code, Refused(code, message or http.HTTPStatus(code).phrase).body)
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
-
-    def _refuse(self, status: int, message: str) -> None:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self._send(status, {"error": {"message": message, "type": kind, "param": None, "code": None}})
 
     def _send(self, status: int, answer: Mapping[str, Any]) -> None:
         content = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)

@@ -102,7 +102,7 @@ class SFTTrainer:
         try:
             context = prepare_context(context, run.trainer)
             with faults_below("actor.model"):
-                context = with_tokenizer(context, run.actor)
+                self.context = context = with_tokenizer(context, run.actor)
             assert context.run_dir is not None
             self.run_dir = context.run_dir
             with faults_below("data"):

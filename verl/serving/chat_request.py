@@ -1,0 +1,134 @@
+"""The body of a chat completion request: parsed within limits, with the types of its fields checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+UNDERSTOOD = {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "logprobs", "seed"}
+IGNORED = {"user", "metadata", "store", "parallel_tool_calls", "stream_options", "service_tier", "safety_identifier"}
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # values under which a field changes nothing
+    "n": (1,), "stream": (False,), "stop": ([],), "top_logprobs": (0,), "presence_penalty": (0,),
+    "frequency_penalty": (0,), "logit_bias": ({},), "response_format": ({"type": "text"},), "tool_choice": ("auto",),
+}  # fmt: skip
+MOST_FAULTS = 3  # of the types of a body, in one message
+
+
+class Refused(Exception):
+    """A request that is refused.
+
+    Args:
+        status: of HTTP.
+        param: the field that is at fault, if one is.
+        code: for clients, such as `model_not_found`.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class _Typed(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _TextPart(_Typed):
+    type: Literal["text"]
+    text: str
+
+
+class _FunctionCall(_Typed):
+    name: str
+    arguments: str
+
+
+class _ToolCall(_Typed):
+    id: str | None = None
+    function: _FunctionCall
+
+
+class _Message(_Typed):
+    role: str
+    content: str | list[_TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Parameters(_Typed):
+    properties: dict[str, Any] | None = None
+
+
+class _Function(_Typed):
+    name: str
+    description: str | None = None
+    parameters: _Parameters | None = None
+
+
+class _Tool(_Typed):
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _ChatRequest(_Typed):
+    model: str | None = None
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: list[_Tool] | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+
+def parse_request(content: bytes, sampling: Mapping[str, float], ignores_sampling: bool) -> dict[str, Any]:
+    """Parse the body of a request.
+
+    Args:
+        content: JSON. Nesting deeper than about 200 levels, and surrogates without a partner, are refused.
+        sampling: temperature and top_p of the rollout.
+        ignores_sampling: accept other values of these, which have no effect then.
+    Returns:
+        The body, with fields of the types of `_ChatRequest`.
+    Raises:
+        Refused: the body is not JSON, a field has another type, or it would change the distribution of the policy.
+    """
+    try:
+        body = pydantic_core.from_json(content, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(400, f"the body is not JSON ({error})") from error
+    if not isinstance(body, dict):
+        raise Refused(400, f"the body is a JSON {type(body).__name__}: expected an object")
+    _refuse_fields(body, sampling, ignores_sampling)
+    try:
+        _ChatRequest.model_validate(body)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        told = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults[:MOST_FAULTS])
+        raise Refused(400, f"{told}. Contents are texts only.", str(faults[0]["loc"][0])) from error
+    return body
+
+
+def _refuse_fields(body: Mapping[str, Any], sampling: Mapping[str, float], ignores_sampling: bool) -> None:
+    for name, value in body.items():
+        if value is None or name in UNDERSTOOD or name in IGNORED:
+            continue
+        field, given = name[:80], repr(value)[:80]
+        if name in sampling:
+            if value != sampling[name] and not ignores_sampling:
+                raise Refused(
+                    400,
+                    f"{field} is {given}: the policy is drawn with {name} {sampling[name]:g}, as it is trained. Leave "
+                    "it out, or serve with --ignore-sampling.",
+                    field,
+                )
+        elif value not in NEUTRAL.get(name, ()):
+            raise Refused(400, f"{field} is {given}: this endpoint does not understand it", field)
