@@ -2,10 +2,10 @@
 
     python benchmarks/rollout.py
 
-Four cases on one model: many and few responses of equal length, responses of long-tailed lengths, several responses to each
-long prompt. `generate` decodes every row to the longest length, as it must where rows end at different times. Prints
-one JSON line: response tokens per second, medians with quartiles, both sides (ours also by MKL and without its two
-savings, `generate` also with our matrix products) taking turns in one process.
+Four cases on one model: many and few responses of equal length, responses of long-tailed lengths, several responses to
+each long prompt. `generate` decodes every row to the longest length, as it must where rows end at different times.
+Prints one JSON line: response tokens per second, medians with quartiles, both sides (ours also by MKL and without its
+two savings, `generate` also with our matrix products) taking turns in one process.
 """
 
 from __future__ import annotations

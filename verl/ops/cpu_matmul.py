@@ -1,12 +1,12 @@
 """Float32 matrix products of a CPU by oneDNN instead of MKL.
 
-PyTorch computes float32 products by MKL, which on AMD processors uses kernels for 256-bit vectors. oneDNN, which is part
-of every PyTorch build for x86, uses the 512-bit ones there: the same arithmetic, summed in another order. While
-`products_by("onednn")` is active, `aten::mm` and `aten::addmm` of float32 matrices on the CPU, and with them linear layers
-and their gradients, are computed by oneDNN where it is faster. Other types, devices and small products are untouched.
+PyTorch computes float32 products by MKL, which on AMD processors uses kernels for 256-bit vectors. oneDNN, which is
+part of every PyTorch build for x86, has kernels for 512-bit vectors there: the same arithmetic in another order. After
+`use_library("onednn")`, `aten::mm` and `aten::addmm` of float32 matrices on the CPU, and with them linear layers and
+their gradients, are computed by oneDNN where it is faster. Other types, devices and small products are untouched.
 
-Which library computes a product depends on shapes alone, so that a run repeats bit by bit. The last bits differ between
-the libraries.
+Which library computes a product depends on its shape alone, so that a run repeats bit by bit. The last bits differ
+between the libraries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 CpuMatmul = Literal["auto", "mkl", "onednn"]
 
-# Multiplications from which down MKL is faster (benchmarks/cpu_matmul.py). Packed weights need no reordering per product.
+# Multiplications below which MKL is faster (benchmarks/matmul_share.py). Packed weights save oneDNN the reordering.
 SMALL = 1 << 22
 SMALL_PACKED = 1 << 20
 
@@ -59,7 +59,7 @@ def active_library() -> Literal["mkl", "onednn"]:
 
 
 def use_library(name: Literal["mkl", "onednn"]) -> None:
-    """Compute float32 products of this process by this library from now on. Idempotent; a forked process inherits it."""
+    """Compute float32 products of this process by this library from now on; a forked process inherits it."""
     global _override
     if name == "mkl":
         if _override is not None:
@@ -74,8 +74,8 @@ def use_library(name: Literal["mkl", "onednn"]) -> None:
 def packed_weights(model: nn.Module) -> Iterator[None]:
     """Within, products with the float32 weights of linear layers use a copy in oneDNN's own order.
 
-    The weights must not change within. With few rows, as in decoding, a product is limited by reading the weights, which
-    is 1.3 to 5 times as fast in that order. Costs one copy of the weights in memory; does nothing while MKL computes.
+    The weights must not change within. With few rows, as in decoding, a product is limited by reading the weights,
+    which is faster in that order. Costs one copy of the weights in memory; does nothing while MKL computes.
     """
     if _override is None:
         yield
@@ -125,9 +125,9 @@ def _registered() -> Any:
         return plain_mm.call_boxed(keys, a, b)
 
     def addmm(keys: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        if beta == 1 and alpha == 1 and bias.dim() == 1 and bias.dtype is torch.float32 and bias.is_contiguous():
-            if bias.shape[0] == b.shape[1] and (product := _product(a, b, bias)) is not None:
-                return product
+        is_bias = bias.dtype is torch.float32 and bias.is_contiguous() and bias.shape == b.shape[1:]
+        if beta == 1 and alpha == 1 and is_bias and (product := _product(a, b, bias)) is not None:
+            return product
         return plain_addmm.call_boxed(keys, bias, a, b, beta=beta, alpha=alpha)
 
     library = torch.library.Library("aten", "IMPL")

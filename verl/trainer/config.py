@@ -29,8 +29,8 @@ class LoopSettings(Description):
         seed: seed of all randomness of the run.
         device: `auto`: a GPU if there is one; or a torch device such as `cpu` or `cuda:1`.
         num_threads: CPU threads of torch, over all processes; null: torch's default.
-        cpu_matmul: library of large float32 matrix products on a CPU: `mkl`, `onednn`, or `auto` by the processor. Their
-            last bits differ.
+        cpu_matmul: library of large float32 matrix products on a CPU: `mkl`, `onednn`, or `auto`: by the processor.
+            Their last bits differ.
         n_gpus_per_node: processes on this machine, each with a GPU where there are GPUs; 1 with sharding=none.
         nnodes: machines.
         total_epochs: passes over the training data.

@@ -12,9 +12,9 @@ from verl.data.chat_template import pin_date
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import NoSharding, Sharding
 from verl.environments.base import EnvironmentDescription
+from verl.ops.cpu_matmul import use_library
 from verl.rewards.reward_model import RewardModel
 from verl.rollout.base import Rollout
-from verl.ops.cpu_matmul import use_library
 from verl.utils.memory import make_current, release_cached
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor, ActorWorker
