@@ -3,7 +3,8 @@
     python benchmarks/matmul_share.py
 
 The rate that counts is that of the operations a step needs (2 per weight and token forward, 6 with backward), over the
-rate of plain products of the sizes at hand, measured in turns with the step. Prints one JSON line.
+rate of products of the sizes at hand by the faster of MKL and oneDNN, measured in turns with the step. `--products`
+prints the rates of both for products of several sizes alone. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ import _workload as work
 import grpo_step
 import torch
 from torch.profiler import profile
+
+from verl.ops.cpu_matmul import active_library, use_library
 
 KINDS = {
     "matrix products": ("mm", "addmm", "bmm", "baddbmm"),
@@ -58,15 +62,32 @@ KINDS = {
 }
 
 
+def matmul_rates(rows: int, inner: int, columns: int, dtype: torch.dtype) -> dict[str, float]:
+    """Operations per second of [rows, inner] x [inner, columns] by each library."""
+    x, weight = torch.randn(rows, inner, dtype=dtype), torch.randn(columns, inner, dtype=dtype)
+    linear, packed = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    ways: dict[str, Callable[[], Any]] = {
+        "pytorch": lambda: torch.mm(x, weight.t()),
+        "onednn": lambda: linear(x, weight, None, "none", [], ""),
+        "onednn_packed": lambda: linear(x, packed, None, "none", [], ""),
+    }
+    best = dict.fromkeys(ways, 0.0)
+    before = active_library()
+    use_library("mkl")  # PyTorch as it comes
+    for _ in range(5):  # in turns, on a machine whose speed changes
+        for name, run in ways.items():
+            start, count = time.perf_counter(), 0
+            while time.perf_counter() - start < 0.02:
+                run()
+                count += 1
+            best[name] = max(best[name], count * 2 * rows * inner * columns / (time.perf_counter() - start))
+    use_library(before)
+    return best
+
+
 def matmul_rate(rows: int, width: int, dtype: torch.dtype) -> float:
-    """Operations per second of [rows, width] x [width, 4 width]."""
-    a, b = torch.randn(rows, width, dtype=dtype), torch.randn(width, 4 * width, dtype=dtype)
-    a @ b
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < 0.2:
-        a @ b
-        count += 1
-    return count * 2 * rows * width * 4 * width / (time.perf_counter() - start)
+    """Operations per second of [rows, width] x [width, 4 width] by the fastest way."""
+    return max(matmul_rates(rows, width, 4 * width, dtype).values())
 
 
 class OneStep:
@@ -134,8 +155,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured steps (default 5)")
     parser.add_argument("--threads", type=int, default=2, help="of torch (default 2)")
     parser.add_argument("--micro-batch-tokens", type=int, default=1280, help="tokens of a micro-batch (default 1280)")
+    parser.add_argument("--products", action="store_true", help="rates of products alone, by both libraries")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.products:
+        rates = {
+            f"{rows}x{inner}x{columns}": {
+                name: round(rate / 1e9) for name, rate in matmul_rates(rows, inner, columns, torch.float32).items()
+            }
+            for inner, columns in ((256, 256), (256, 1024), (1024, 256), (896, 4864), (2048, 2048))
+            for rows in (1, 4, 16, 64, 256, 2048)
+        }
+        print(json.dumps({"benchmark": "matmul_products", "threads": options.threads, "gflops": rates}))
+        return
     found = {}
     for name, bf16 in (("float32", False), ("bfloat16", True)):
         found[name] = measure(argparse.Namespace(**vars(options), lengths="fixed", bf16=bf16))

@@ -2,10 +2,10 @@
 
     python benchmarks/rollout.py
 
-Three cases on one model: many responses of equal length, responses of long-tailed lengths, several responses to each
-long prompt. `generate` decodes every row to the longest length, as it must where rows end at different times. Prints
-one JSON line: response tokens per second, medians with quartiles, both sides (and ours without its two savings)
-taking turns in one process.
+Four cases on one model: many and few responses of equal length, responses of long-tailed lengths, several responses to
+each long prompt. `generate` decodes every row to the longest length, as it must where rows end at different times.
+Prints one JSON line: response tokens per second, medians with quartiles, both sides (ours also by MKL and without its
+two savings, `generate` also with our matrix products) taking turns in one process.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ import torch
 
 from verl.model_paths import packed_attention
 from verl.models.pretrained import Pretrained
+from verl.ops.cpu_matmul import chosen_library, use_library
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 
 CASES = {
-    "fixed": {"prompts": 256, "prompt_length": 8, "samples": 1, "lengths": "fixed", "target": 1.3},
-    "longtail": {"prompts": 128, "prompt_length": 8, "samples": 1, "lengths": "longtail", "target": 3.0},
-    "shared_prefix": {"prompts": 16, "prompt_length": 256, "samples": 8, "lengths": "fixed", "target": 2.5},
+    "fixed": {"prompts": 256, "prompt_length": 8, "samples": 1, "lengths": "fixed", "target": 1.5},
+    "few_rows": {"prompts": 16, "prompt_length": 8, "samples": 1, "lengths": "fixed", "target": 1.5},
+    "longtail": {"prompts": 128, "prompt_length": 8, "samples": 1, "lengths": "longtail", "target": 3.3},
+    "shared_prefix": {"prompts": 16, "prompt_length": 256, "samples": 8, "lengths": "fixed", "target": 5.0},
 }
 
 
@@ -94,22 +96,41 @@ def measure(case: dict[str, Any], directory: str, options: argparse.Namespace) -
     lengths = work.response_lengths(case["lengths"], case["prompts"] * samples, options.new_tokens)
     plain, ours = (Pretrained(path=directory).load_causal_lm("cpu") for _ in range(2))
     assert packed_attention.enable(ours) is None
+    generate, library = transformers_way(plain, prompts, lengths, samples), chosen_library("auto")
+    decode = verl_way(ours, prompts, lengths, samples)
     ways = {
-        "verl": verl_way(ours, prompts, lengths, samples),
-        "without_savings": verl_way(ours, prompts, lengths, samples, share_prefix=False, drop_finished=False),
-        "transformers": transformers_way(plain, prompts, lengths, samples),
+        "verl": (library, decode),
+        "verl_mkl": ("mkl", decode),
+        "without_savings": (
+            library,
+            verl_way(ours, prompts, lengths, samples, share_prefix=False, drop_finished=False),
+        ),
+        "transformers": ("mkl", generate),  # as PyTorch comes
+        "transformers_same_products": (library, generate),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for step in range(options.rounds + 1):
-        for name, run in ways.items():
+        for name, (products, run) in ways.items():
+            use_library(products)
             start = time.perf_counter()
             tokens = run(step)
             assert tokens == sum(lengths)
             if step:
                 rates[name].append(tokens / (time.perf_counter() - start))
-    ratios = [ours / theirs for ours, theirs in zip(rates["verl"], rates["transformers"], strict=True)]
+    use_library("mkl")
     found = {name: work.spread(values, 0) for name, values in rates.items()}
-    return {**found, "ratio": work.spread(ratios, 2), "target": case["target"]}
+
+    def ratio(other: str) -> Any:
+        return work.spread([a / b for a, b in zip(rates["verl"], rates[other], strict=True)], 2)
+
+    return {
+        **found,
+        "products": library,
+        "ratio": ratio("transformers"),
+        "ratio_same_products": ratio("transformers_same_products"),
+        "ratio_mkl": ratio("verl_mkl"),
+        "target": case["target"],
+    }
 
 
 def table_row(name: str, found: dict[str, Any], options: argparse.Namespace) -> list[str]:
@@ -119,7 +140,8 @@ def table_row(name: str, found: dict[str, Any], options: argparse.Namespace) -> 
     return [
         f"rollout with log-probs, {case['prompts']} prompts of {case['prompt_length']} x {case['samples']}, {tokens}",
         f"{rate:.0f} [{rates[0]:.0f}, {rates[1]:.0f}] tokens/s",
-        f"{ratio}x {ratios} transformers `generate` ({found['transformers'][0]:.0f}); target: {case['target']}x",
+        f"{ratio}x {ratios} transformers `generate` ({found['transformers'][0]:.0f}), "
+        f"{found['ratio_same_products'][0]}x with the same matrix products; target: {case['target']}x",
     ]
 
 

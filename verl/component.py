@@ -57,6 +57,7 @@ class BuildContext:
         journal_dir: directory of the journal of episodes, or None.
         swept: configuration paths that differ between the jobs of a sweep.
         shares_device: whether other processes of the run have roles on the same device.
+        cpu_matmul: library of large float32 products on a CPU: mkl or onednn (`verl/ops/cpu_matmul.py`).
     """
 
     device: str = "cpu"
@@ -75,6 +76,7 @@ class BuildContext:
     journal_dir: Path | None = None
     swept: tuple[str, ...] = ()
     shares_device: bool = False
+    cpu_matmul: typing.Literal["mkl", "onednn"] = "mkl"
 
 
 MaybeInfinite = typing.Annotated[float, AllowInfNan()]

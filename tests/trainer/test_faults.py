@@ -26,6 +26,7 @@ from verl.engines.sharding import DDP, FSDP, HSDP, TP, NoSharding, Parallel
 from verl.errors import ConfigError, RewardError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
+from verl.ops.cpu_matmul import active_library
 from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription
 from verl.rewards.function import CallableReward, RewardFunction
@@ -292,12 +293,14 @@ def test_the_first_of_epochs_and_steps_ends_a_run():
 
 def test_what_a_run_changes_in_its_process_is_put_back_when_the_last_one_ends():
     threads = torch.get_num_threads()
-    first = ProcessState(PPOSettings(num_threads=1))
-    second = ProcessState(PPOSettings(num_threads=1, strict_data_check=True))
+    library = active_library()
+    first = ProcessState(PPOSettings(num_threads=1, cpu_matmul="onednn"))
+    assert active_library() == "onednn"
+    second = ProcessState(PPOSettings(num_threads=1, strict_data_check=True, cpu_matmul="mkl"))
     first.restore()
     first.restore()
     assert torch.are_deterministic_algorithms_enabled()
     assert config.strict_data_check
     second.restore()
-    assert torch.get_num_threads() == threads
+    assert (torch.get_num_threads(), active_library()) == (threads, library)
     assert not config.strict_data_check

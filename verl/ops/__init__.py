@@ -2,6 +2,7 @@
 
 batching          Splits rows of different length into micro-batches, and balances them over processes
 counter_rng       Counter-based random numbers: sampling noise as a pure function of its indices
+cpu_matmul        Float32 matrix products of a CPU by oneDNN instead of MKL, and packed weights for decoding
 logprobs          Log-probabilities and entropies of response tokens
 loss_aggregation  Loss aggregation
 masking           Sums, means and whitening over the True entries of a mask, and means within groups of rows

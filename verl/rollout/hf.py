@@ -23,6 +23,7 @@ from verl.model_paths.expert_routing import routing_of
 from verl.model_paths.row_check import WINDOW, bound_of, chosen_rows, longest_row, row_gaps
 from verl.models.call import call_model, unwrapped
 from verl.models.parallel_info import Autocast, compute_device, computing_in, meet, weights_gathered
+from verl.ops.cpu_matmul import packed_weights
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
 from verl.rollout.base import (
@@ -110,7 +111,7 @@ class HFSampler(RolloutEngine):
         self.model.eval()
         divided = getattr(self.model, "divided", None)
         groups = () if divided is None else divided.generation_groups
-        with weights_gathered(self.model):
+        with weights_gathered(self.model), packed_weights(self.model):
             for group in groups:
                 count, place = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
                 prompts = prompts[len(prompts) * place // count : len(prompts) * (place + 1) // count]

@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from verl.cluster.placement import Placement
 from verl.component import Description, component
 from verl.monitoring.config import Monitoring
+from verl.ops.cpu_matmul import CpuMatmul, library_fault
 from verl.trainer.timers import Profile
 from verl.utils import torchrun
 
@@ -28,6 +29,8 @@ class LoopSettings(Description):
         seed: seed of all randomness of the run.
         device: `auto`: a GPU if there is one; or a torch device such as `cpu` or `cuda:1`.
         num_threads: CPU threads of torch, over all processes; null: torch's default.
+        cpu_matmul: library of large float32 matrix products on a CPU: `mkl`, `onednn`, or `auto`: by the processor.
+            Their last bits differ.
         n_gpus_per_node: processes on this machine, each with a GPU where there are GPUs; 1 with sharding=none.
         nnodes: machines.
         total_epochs: passes over the training data.
@@ -49,6 +52,7 @@ class LoopSettings(Description):
     seed: NonNegativeInt = 0
     device: str = "auto"
     num_threads: PositiveInt | None = None
+    cpu_matmul: CpuMatmul = "auto"
     n_gpus_per_node: PositiveInt = 1
     nnodes: PositiveInt = 1
     total_epochs: PositiveInt | None = None
@@ -77,6 +81,8 @@ class LoopSettings(Description):
 
     def machine_faults(self) -> Iterator[str]:
         device = self.device
+        if (fault := library_fault(self.cpu_matmul)) is not None:
+            yield f"cpu_matmul is {self.cpu_matmul!r}: {fault}."
         if device.startswith("cuda") and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
             found = f"{count} GPUs, numbered from 0," if count else "no GPU"
             yield f"device is {device!r}: torch finds {found} here. Set trainer.device=auto."

@@ -26,6 +26,7 @@ from verl.trainer.replay_mixing import ReplayMixing
 from verl.trainer.setup import (
     ProcessState,
     fit_with_restarts,
+    library_messages,
     prepare_context,
     prepare_saving,
     rank_writers_of,
@@ -125,6 +126,7 @@ class PPOLifecycle(ABC):
             self.reuse = ReplayMixing(run, context, self.saving.directory)
             plan = log_plan(run, context, self.saving.directory)
             self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
+            self.saving.messages += library_messages(context)
             beside = None if plan is None else plan.memory.beside_engine
             self.start_roles(run, replace(context, bytes_beside_engine=beside))
             assert self.reward is not None

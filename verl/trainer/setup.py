@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
@@ -32,6 +32,7 @@ from verl.component import BuildContext, as_plain, hint, nearest
 from verl.engines.sharding import Sharding
 from verl.errors import CheckpointNotFound, ConfigError, WorkerDied, faults_below
 from verl.models.pretrained import WARM_START, ModelSource
+from verl.ops.cpu_matmul import active_library, chosen_library, use_library
 from verl.storage.config import is_address
 from verl.trainer.config import LoopSettings
 from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
@@ -52,16 +53,18 @@ class ProcessState:
     """Process-wide settings that a run changes; `restore` resets them when the last run in this process has ended."""
 
     _alive: ClassVar[list[ProcessState]] = []
-    _before: ClassVar[tuple[int, bool, bool, str | None]]
+    _before: ClassVar[tuple[int, Literal["mkl", "onednn"], bool, bool, str | None]]
 
     def __init__(self, settings: LoopSettings):
         if not self._alive:
             variable = os.environ.get("VERL_STRICT_DATA_CHECK")
             deterministic = torch.are_deterministic_algorithms_enabled()
-            type(self)._before = (torch.get_num_threads(), deterministic, config.strict_data_check, variable)
+            before = (torch.get_num_threads(), active_library(), deterministic, config.strict_data_check, variable)
+            type(self)._before = before
         self._alive.append(self)
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
+        use_library(chosen_library(settings.cpu_matmul))
         if settings.strict_data_check:
             config.strict_data_check = True
             os.environ["VERL_STRICT_DATA_CHECK"] = "1"  # workers read it
@@ -74,8 +77,9 @@ class ProcessState:
         self._alive.remove(self)
         if self._alive:
             return
-        threads, deterministic, config.strict_data_check, variable = self._before
+        threads, library, deterministic, config.strict_data_check, variable = self._before
         torch.set_num_threads(threads)
+        use_library(library)
         torch.use_deterministic_algorithms(deterministic)
         if variable is None:
             os.environ.pop("VERL_STRICT_DATA_CHECK", None)
@@ -102,7 +106,15 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     run_dir = context.run_dir or Path("outputs") / settings.project_name / settings.experiment_name
     run_dir.mkdir(parents=True, exist_ok=True)
-    return replace(context, device=device, seed=settings.seed, run_dir=run_dir)
+    library = chosen_library(settings.cpu_matmul)
+    return replace(context, device=device, seed=settings.seed, run_dir=run_dir, cpu_matmul=library)
+
+
+def library_messages(context: BuildContext) -> list[str]:
+    """The start line about matrix products, where they are not computed as PyTorch does by default."""
+    if context.cpu_matmul == "mkl" or context.device != "cpu":
+        return []
+    return ["Large float32 products on the CPU are computed by oneDNN (trainer.cpu_matmul=mkl: by MKL)."]
 
 
 def resume_faults(resume: str | None) -> Iterator[str]:

@@ -26,6 +26,7 @@ from verl.trainer.plan.run_plan import log_plan
 from verl.trainer.setup import (
     ProcessState,
     RoleSharding,
+    library_messages,
     metric_faults,
     prepare_context,
     prepare_saving,
@@ -117,6 +118,7 @@ class SFTTrainer:
             self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
             plan = log_plan(run, context, self.saving.directory)
             self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
+            self.saving.messages += library_messages(context)
             restore = restore_of(self.saving)
             host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
             context = replace(context, row_tokens=getattr(run.data, "max_length", None))

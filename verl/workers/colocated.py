@@ -12,6 +12,7 @@ from verl.data.chat_template import pin_date
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import NoSharding, Sharding
 from verl.environments.base import EnvironmentDescription
+from verl.ops.cpu_matmul import use_library
 from verl.rewards.reward_model import RewardModel
 from verl.rollout.base import Rollout
 from verl.utils.memory import make_current, release_cached
@@ -127,6 +128,7 @@ class RLHost(Description):
     def build(self, context: BuildContext) -> RoleProcess:
         """Load every role. Each is seeded by its own name, so that what one draws never depends on another."""
         make_current(context.device)
+        use_library(context.cpu_matmul)
         host = RoleProcess(shared_device=context.device if context.shares_device else None)
         try:
             here = self if self.restore is None else replace(self, restore=self.restore.here())
@@ -183,6 +185,7 @@ class SFTHost(Description):
     def build(self, context: BuildContext) -> RoleProcess:
         """Load the model."""
         make_current(context.device)
+        use_library(context.cpu_matmul)
         host = RoleProcess()
         parallel = host.parallel(self.shardings()["learner"], context)
         seed_everything(derive_seed(context.seed, "learner"))

@@ -23,6 +23,7 @@ from verl.cli.checkpoint import app
 from verl.component import BuildContext
 from verl.errors import BadCheckpoint, ConfigError
 from verl.monitoring.config import Monitoring
+from verl.ops.cpu_matmul import chosen_library
 from verl.rewards.function import RewardFunction
 from verl.trainer.state.checkpointing import CheckpointSaver
 from verl.trainer.state.save_directory import SaveDirectory
@@ -302,7 +303,7 @@ def test_a_loss_that_an_earlier_version_saved_as_a_text_does_not_end_the_resumed
 # What is told of a resume, and what is not
 
 
-def test_an_edited_source_and_another_number_of_threads_are_told_and_where_a_run_ends_is_not(model32, tmp_path, caplog):
+def test_an_edited_source_other_threads_and_products_are_told_and_where_a_run_ends_is_not(model32, tmp_path, caplog):
     rule = tmp_path / "rule.py"
     rule.write_text("def rate(prompts, responses):\n    return [float(len(r)) for r in responses]\n")
     reward = RewardFunction(path=f"{rule}:rate")
@@ -310,7 +311,8 @@ def test_an_edited_source_and_another_number_of_threads_are_told_and_where_a_run
     fit(course(model32, tmp_path, reward=reward, resume="latest", stop_after=2), tmp_path / "second")
     assert "differs from the resumed run" not in caplog.text
     rule.write_text("def rate(prompts, responses):\n    return [-float(len(r)) for r in responses]\n")
-    file = copied_state(tmp_path / "checkpoints/global_step_2", num_threads=7)
+    other = "mkl" if chosen_library("auto") == "onednn" else "onednn"
+    file = copied_state(tmp_path / "checkpoints/global_step_2", num_threads=7, cpu_matmul=other)
     assert file.is_file()
     fit(course(model32, tmp_path, reward=reward, resume="latest", stop_after=3), tmp_path / "third")
     said = [record.getMessage() for record in caplog.records if "differs from" in record.getMessage()]
@@ -318,6 +320,8 @@ def test_an_edited_source_and_another_number_of_threads_are_told_and_where_a_run
         f"reward.path: the source of {rule}:rate was edited since the save",
         "threads of torch: 7 before, 1 now. Sums may be rounded otherwise; set trainer.num_threads=7 for the same "
         "numbers",
+        f"float32 products on the CPU: by {other} before, by {chosen_library('auto')} now. Last bits differ; set "
+        f"trainer.cpu_matmul={other} for the same numbers",
     ]
 
 

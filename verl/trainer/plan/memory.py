@@ -10,6 +10,7 @@ import torch
 
 from verl.errors import ConfigError
 from verl.models.model_stats import ModelStats, model_stats
+from verl.ops.cpu_matmul import chosen_library
 from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.config import PPOSettings
 from verl.trainer.plan.activations import Activations, num_experts, trace_activations
@@ -263,6 +264,9 @@ def _phases(
     actor = next((role for role in members if role.name == "actor"), None)
     if engine and actor is not None:
         own = {"gathered weights": actor.memory.generating} if actor.memory.generating else {}
+        uses_training_weights = "engine weights" not in engine
+        if uses_training_weights and not device.is_gpu and chosen_library(run.trainer.cpu_matmul) == "onednn":
+            own["packed weights"] = max(actor.memory.weights, actor.memory.generating)
         yield PhaseMemory("generate", names, {**resting, **engine, **own})
     if is_ppo:
         asked = max(members, key=lambda role: role.activations.scoring + role.memory.gathered)

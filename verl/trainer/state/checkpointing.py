@@ -38,6 +38,7 @@ from verl.checkpoint.save.save_plan import SaveOutcome, SaveReport
 from verl.checkpoint.save.save_request import SaveRequest
 from verl.component import hint, nearest
 from verl.errors import CheckpointError, CheckpointFenced
+from verl.ops.cpu_matmul import active_library
 from verl.storage.config import Storage
 from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.driver_state import RNG, PartStates
@@ -520,6 +521,7 @@ class CheckpointSaver:
             "config": self._config,
             "sources": self._sources,
             "num_threads": torch.get_num_threads(),
+            "cpu_matmul": active_library(),
         }
 
     def _jump(self, first: list[float]) -> str | None:

@@ -19,6 +19,7 @@ from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.resume_point import ResumePoint, find
 from verl.component import as_plain
 from verl.errors import CheckpointNotFound, ConfigError
+from verl.ops.cpu_matmul import active_library
 from verl.trainer.state.driver_state import load_parts
 from verl.trainer.state.lineage import ParentCheckpoint
 from verl.trainer.state.training_identity import DIGEST, differences, identity_of, sources_of
@@ -57,6 +58,12 @@ def difference_messages(point: ResumePoint, config: Mapping[str, Any]) -> list[s
         messages.append(
             f"threads of torch: {threads} before, {here} now. Sums may be rounded otherwise; set "
             f"trainer.num_threads={threads} for the same numbers"
+        )
+    library = point.state.get("cpu_matmul", "mkl")
+    if library in ("mkl", "onednn") and library != active_library() and "trainer.cpu_matmul" not in found:
+        messages.append(
+            f"float32 products on the CPU: by {library} before, by {active_library()} now. Last bits differ; set "
+            f"trainer.cpu_matmul={library} for the same numbers"
         )
     return messages
 

@@ -42,6 +42,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "rollout.pipeline_parallel_size": 1,
     "rollout.router_replay": False,
     "actor.model.compile": False,
+    "trainer.cpu_matmul": "mkl",
 }
 # Settings of a reward that affect how it is called, but not its scores.
 REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}

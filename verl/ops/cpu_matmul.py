@@ -1,0 +1,173 @@
+"""Float32 matrix products of a CPU by oneDNN instead of MKL.
+
+PyTorch computes float32 products by MKL, which on AMD processors uses kernels for 256-bit vectors. oneDNN, which is
+part of every PyTorch build for x86, has kernels for 512-bit vectors there: the same arithmetic in another order. After
+`use_library("onednn")`, `aten::mm` and `aten::addmm` of float32 matrices on the CPU, and with them linear layers and
+their gradients, are computed by oneDNN where it is faster. Other types, devices and small products are untouched.
+
+Which library computes a product depends on its shape alone, so that a run repeats bit by bit. The last bits differ
+between the libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import warnings
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+CpuMatmul = Literal["auto", "mkl", "onednn"]
+
+# Multiplications below which MKL is faster (benchmarks/matmul_share.py). Packed weights save oneDNN the reordering.
+SMALL = 1 << 22
+SMALL_PACKED = 1 << 20
+
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_override: Any = None  # the registered kernels, while oneDNN computes
+_packed: dict[
+    tuple[int, tuple[int, ...], tuple[int, ...]], Tensor
+] = {}  # (address, shape, strides) of weight^T -> packed
+
+
+def chosen_library(wanted: CpuMatmul) -> Literal["mkl", "onednn"]:
+    """The library that a setting means on this processor.
+
+    `auto` is oneDNN on AMD processors with AVX-512, and MKL elsewhere: Intel's have all kernels of MKL, and without
+    AVX-512 both libraries are equally fast. It never depends on a measurement, so that a run repeats.
+    """
+    if wanted != "auto":
+        return wanted
+    return "onednn" if _is_amd_with_avx512() and torch.backends.mkldnn.is_available() else "mkl"
+
+
+def library_fault(wanted: CpuMatmul) -> str | None:
+    """Why this setting cannot be used here; None if it can."""
+    if wanted != "onednn" or (torch.backends.mkldnn.is_available() and hasattr(torch.library, "get_kernel")):
+        return None
+    return "this build of PyTorch has no oneDNN. Set mkl or auto"
+
+
+def active_library() -> Literal["mkl", "onednn"]:
+    """The library that computes large float32 products in this process now."""
+    return "mkl" if _override is None else "onednn"
+
+
+def use_library(name: Literal["mkl", "onednn"]) -> None:
+    """Compute float32 products of this process by this library from now on; a forked process inherits it."""
+    global _override
+    if name == "mkl":
+        if _override is not None:
+            _override._destroy()
+            _override = None
+        return
+    if _override is None:
+        _override = _registered()
+
+
+@contextlib.contextmanager
+def packed_weights(model: nn.Module) -> Iterator[None]:
+    """Within, products with the float32 weights of linear layers use a copy in oneDNN's own order.
+
+    The weights must not change within. With few rows, as in decoding, a product is limited by reading the weights,
+    which is faster in that order. Costs one copy of the weights in memory; does nothing while MKL computes.
+    """
+    if _override is None:
+        yield
+        return
+    added = []
+    for module in model.modules():
+        weight = _whole_weight(module)
+        if weight is not None and (key := _key(weight.t())) not in _packed:
+            _packed[key] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+            added.append(key)
+    try:
+        yield
+    finally:
+        for key in added:
+            del _packed[key]
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """Memory that `packed_weights` takes for a model, in bytes."""
+    weights = {_key(weight): weight for module in model.modules() if (weight := _whole_weight(module)) is not None}
+    return sum(weight.numel() * weight.element_size() for weight in weights.values())
+
+
+def _whole_weight(module: nn.Module) -> Tensor | None:
+    """The weight of a linear layer that is worth packing, on this process; None for others."""
+    weight = getattr(module, "weight", None) if isinstance(module, nn.Linear) else None
+    if isinstance(weight, Tensor) and hasattr(weight, "to_local"):
+        weight = weight.to_local()
+    if not isinstance(weight, Tensor) or type(weight.data) is not Tensor or weight.device.type != "cpu":
+        return None
+    is_float32 = weight.dtype == torch.float32 and weight.is_contiguous()
+    return weight if is_float32 and weight.numel() * 64 >= SMALL_PACKED else None
+
+
+def _key(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return x.data_ptr(), tuple(x.shape), x.stride()
+
+
+def _registered() -> Any:
+    """Kernels of `aten::mm` and `aten::addmm` for the CPU, in front of PyTorch's own, which they call for the rest."""
+    plain_mm = torch.library.get_kernel("aten::mm", "CPU")
+    plain_addmm = torch.library.get_kernel("aten::addmm", "CPU")
+
+    def mm(keys: Any, a: Tensor, b: Tensor) -> Tensor:
+        if (product := _product(a, b, None)) is not None:
+            return product
+        return plain_mm.call_boxed(keys, a, b)
+
+    def addmm(keys: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        is_bias = bias.dtype is torch.float32 and bias.is_contiguous() and bias.shape == b.shape[1:]
+        if beta == 1 and alpha == 1 and is_bias and (product := _product(a, b, bias)) is not None:
+            return product
+        return plain_addmm.call_boxed(keys, bias, a, b, beta=beta, alpha=alpha)
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        library.impl("mm", mm, "CPU", with_keyset=True, allow_override=True)
+        library.impl("addmm", addmm, "CPU", with_keyset=True, allow_override=True)
+    return library
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
+    """a @ b + bias, [M K] [K N] -> [M N], by oneDNN; None where the product is left to PyTorch."""
+    if a.dtype is not torch.float32 or b.dtype is not torch.float32 or a.dim() != 2 or b.dim() != 2:
+        return None
+    (rows, inner), (also, columns) = a.shape, b.shape
+    work = rows * inner * columns
+    if inner != also or work < SMALL_PACKED:
+        return None
+    if _packed and (weight := _packed.get(_key(b))) is not None:
+        return _linear(a, weight, bias, "none", [], "")
+    if work < SMALL or not (_is_matrix(a) and _is_matrix(b)):
+        return None
+    if bias is None and a.stride(0) == 1 and b.stride(1) == 1 and rows > columns:
+        # The gradient of a weight. oneDNN copies a transposed first operand: let it be the smaller one.
+        return _linear(b.t(), a, None, "none", [], "").t()
+    return _linear(a, b.t(), bias, "none", [], "")
+
+
+def _is_matrix(x: Tensor) -> bool:
+    """Whether one dimension is contiguous and rows, or columns, do not overlap."""
+    first, second = x.stride()
+    return (second == 1 and first >= x.shape[1]) or (first == 1 and second >= x.shape[0])
+
+
+@lru_cache(maxsize=1)
+def _is_amd_with_avx512() -> bool:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "AuthenticAMD" in text and " avx512f" in text
