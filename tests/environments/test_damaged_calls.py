@@ -13,6 +13,7 @@ from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory
 from verl.environments.episode_loop import EpisodeEngine
 from verl.environments.tools import Tool, ToolEnvironment
+from verl.errors import ConfigError
 from verl.rollout.base import DrawnTurn, GenerationRequest, RolloutEngine, TurnEngine
 from verl.rollout.hf import HFRollout
 from verl.serving.endpoint import PolicyEndpoint
@@ -153,5 +154,18 @@ def test_the_endpoint_answers_whatever_the_model_writes(text, num_faults, model)
         for content in ("\ud800", [{"type": "text", "text": "\udfff"}]):
             with pytest.raises(ValueError, match="not valid Unicode"):
                 endpoint.complete([*more, again.message, {"role": "user", "content": content}], tools, timeout_s=30)
+    finally:
+        endpoint.close()
+
+
+def test_requests_with_tools_are_refused_where_no_format_reads_what_the_template_renders(model):
+    _, tokenizer = model
+    template = HERMES.replace("tojson", "string")
+    endpoint = PolicyEndpoint(lambda: Dictated(tokenizer, []), tokenizer, template, [tokenizer.eos_token_id], 60, 2000)
+    messages = [{"role": "user", "content": "1+1="}]
+    try:
+        assert endpoint.complete(messages, timeout_s=30).message["content"] == "5"
+        with pytest.raises(ConfigError, match="tools: tool_format is auto, and calls .* cannot be read back: one call"):
+            endpoint.complete(messages, [tool.schema for tool in TOOLS.values()], timeout_s=30)
     finally:
         endpoint.close()

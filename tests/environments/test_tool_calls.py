@@ -44,6 +44,9 @@ def parameter(name, value):
         ("hermes", '<think>or <tool_call>{"name": "add", "arguments": {}}</tool_call></think>it is 5', []),
         ("hermes", '<tool_call>{"name": "calc", "arguments": {"expression": "</think>"}}</tool_call>',
          [("calc", {"expression": "</think>"})]),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool_call><tool_call>{"name": "calc", "arguments": '
+         '{"expression": "</think>"}}</tool_call>', [("add", {}), ("calc", {"expression": "</think>"})]),
+        ("hermes", "<think>after </tool_call> I stop</think>the answer is 5", []),
         ("hermes", "the answer is 5", []),
         ("hermes", '{"answer": 5}', []),
         ("hermes", "calc(1+1)", []),
@@ -137,6 +140,8 @@ def test_calls_are_read_in_order(style, text, expected):
         ("lfm", "<|tool_call_start|>add(a=1)<|tool_call_end|>", "expected a list"),
         ("lfm", "<|tool_call_start|>[add(1)]<|tool_call_end|>", "expected argument=value"),
         ("lfm", "<|tool_call_start|>[add(a=1)", "not followed by its end"),
+        ("hermes", 'Yes.\n{"name": "add", "arguments": {}}\n</tool_call>', "</tool_call> ends a call that has no beg"),
+        ("gemma", "call:add{a:1}<tool_call|>", "ends a call that has no beginning"),
         # another format than the configured one
         ("plain", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "in the format hermes"),
         ("llama", "<tool_call>add</tool_call>", "in the format glm"),

@@ -118,6 +118,8 @@ def find_calls(text: str, style: ToolFormat, tools: Tools) -> list[FoundCall]:
     if not found and (other := _other_format(text, style, tools)) is not None:
         reason = f"this is a call in the format {other}; the format of calls is {style}"
         found = [FoundCall(0, len(text), ParseFault(text, reason))]
+    if not found and (end := _CALL_END.search(text, _end_of_reasoning(text))) is not None:
+        found = [FoundCall(0, len(text), ParseFault(text, f"{end[0]} ends a call that has no beginning"))]
     return [_of_known_tool(item, tools, text) for item in found]
 
 
@@ -129,18 +131,27 @@ def _scan(text: str, style: ToolFormat, tools: Tools) -> Iterator[FoundCall]:
     return _scan_marked(text, MARKED[style], tools)
 
 
+_CALL_END = re.compile(
+    r"</tool_call>|<tool_call\|>|<\|tool_call_end\|>|<｜tool▁calls?▁end｜>|</atem:invoke>|<\|call\|>"
+)
 _REASONING_END = re.compile(r"</think>|<channel\|>")
 
 
 def _without_reasoning(text: str, found: list[FoundCall]) -> list[FoundCall]:
-    """Those that do not stand before the end of the model's reasoning; a call that contains that mark is kept."""
-    end = _REASONING_END.search(text)
-    if end is None:
-        return found
-    return [x for x in found if x.start >= end.start() or (x.end > end.start() and isinstance(x.call, ToolCall))]
+    """Those after the model's reasoning, whose end is a mark that is not within a call."""
+    calls = [item for item in found if isinstance(item.call, ToolCall)]
+    for end in _REASONING_END.finditer(text):
+        if not any(call.start <= end.start() < call.end for call in calls):
+            return [item for item in found if item.start >= end.start()]
+    return found
 
 
 _BARE_CALL = re.compile(r'(?:.*<\|python_tag\|>)|\s*\{\s*"name"\s*:\s*"([^"]*)"', re.DOTALL)
+
+
+def _end_of_reasoning(text: str) -> int:
+    end = _REASONING_END.search(text)
+    return 0 if end is None else end.end()
 
 
 def _other_format(text: str, style: ToolFormat, tools: Tools) -> ToolFormat | None:

@@ -52,6 +52,7 @@ CASES = (
     _Case("no arguments", [_find()]),
     _Case("text before the call", [_find(text="abc")], text="First this is looked up."),
     _Case("quotation marks and backslashes", [_find(text="She said \"no\", it's 'C:\\new\\table' or \\d+")]),
+    _Case("white space around", [_find(text="  indented \n")]),
     _Case("several lines", [_find(text="first\n  second\n\nlast")]),
     _Case("other scripts", [_find(text="Zürich 東京 🙂")]),
     _Case("numbers, truth values and null", [_find(count=-3, ratio=2.5, flag=False, maybe=None)]),
