@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import threading
 import time
 
@@ -301,3 +302,54 @@ def test_what_is_no_answer_of_an_environment_is_a_failure_of_ours(model, answer)
     assert all(record["end"] == "dropped" for record in rows["episode"])
     assert all("step gave" in record["infra"][0] for record in rows["episode"])
     assert all("episodes.py, " not in record["infra"][0] for record in rows["episode"])
+
+
+@pytest.mark.parametrize(("how", "retries"), [("refill", 0), ("refill", 1), ("drop_member", 1)])
+def test_after_faults_of_any_kind_a_group_has_two_members_or_none(model, how, retries):
+    """200 groups, in each of which other calls fail."""
+    draw, asked = random.Random(0), [0] * 200
+    failing = {(group, draw.randrange(9)) for group in range(200) for _ in range(draw.randrange(12))}
+
+    def answer(row, turn, action):
+        group = row["prompt_id"]
+        asked[group] += 1
+        if (group, asked[group]) in failing:
+            raise InfraError("no machine")
+        return StepResult(None, 1.0, terminated=True)
+
+    environment = Scripted(answer=answer, retries=retries, on_infra=how, answers_at_once=True)
+    engine = engine_of(environment, model=model, stop_token_ids=tuple(range(6, 100)))
+    try:
+        rows = engine.generate(prompts_of(model[1], ["1="] * 200), GenerationRequest(1, 3))
+    finally:
+        engine.close()
+    kept = kept_rows(rows)
+    sizes = [kept["prompt_ids"].tolist().count(group) for group in range(200)]
+    assert set(sizes) == {0, 2, 3}
+    assert sum(record.get("left_out", 0) for record in kept["episode"]) == 600 - len(kept)
+
+
+def test_what_the_trainer_does_late_is_not_late_of_an_environment(model):
+    """The thread of the calls stands still twice, as in a suspended process, for longer than a call may take."""
+
+    def answer(row, turn, action):
+        async def slow():
+            await asyncio.sleep(0.1)
+            if turn == 2 and row["prompt_id"] == 0:
+                time.sleep(1.5)
+            return StepResult("x", 1.0, terminated=turn >= 3)
+
+        return slow()
+
+    environment = Scripted(answer=answer, step_timeout_s=0.8)
+    rows = played(model, environment, stop_token_ids=tuple(range(6, 100)), request=GenerationRequest(1, 2))
+    assert {(record["end"], record["reward"]) for record in rows["episode"]} == {("terminated", 3.0)}
+
+
+def test_a_time_out_that_an_environment_raises_itself_is_not_a_deadline_of_the_model(model):
+    def answer(row, turn, action):
+        raise TimeoutError("a service gave no answer")
+
+    rows = played(model, Scripted(answer=answer, retries=0), ["1"], stop_token_ids=tuple(range(6, 100)))
+    assert {record["end"] for record in rows["episode"]} == {"dropped"}
+    assert "TimeoutError: a service gave no answer, at line" in rows["episode"][0]["infra"][0]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 from environments import planted_faults
 from environments.episodes import engine_of, prompts_of, tiny
 
+from verl.compose.compose import compose_root
+from verl.compose.validate import refuse_here, validate
 from verl.environments.base import InfraError
 from verl.environments.hosted import FunctionEnvironment, HostPool, PythonTools
 from verl.environments.tool_calls import ToolCall
@@ -70,7 +76,7 @@ def test_a_class_that_is_not_there_is_told_when_the_environment_starts(model, tm
         finally:
             await pool.stop()
 
-    with pytest.raises(InfraError, match="has no attribute 'World'"):
+    with pytest.raises(InfraError, match="world.py has no World. It has: Other"):
         asyncio.run(start(f"{tmp_path}/world.py:World"))
     with pytest.raises(InfraError, match="has no reset and no step"):
         asyncio.run(start(f"{tmp_path}/world.py:Other"))
@@ -79,7 +85,8 @@ def test_a_class_that_is_not_there_is_told_when_the_environment_starts(model, tm
 def test_environments_of_another_process_say_themselves_how_their_state_is_restored(tmp_path):
     kinds = {"None": None, "'stateless'": "stateless", "'deterministic'": "deterministic", "'always'": "always"}
     for number, text in enumerate(kinds):
-        body = f"recovery = {text}\nclass World:\n    recovery = {text}\n    reset = step = None\n"
+        methods = "    def reset(self, row, seed): pass\n    def step(self, action): pass\n"
+        body = f"recovery = {text}\nclass World:\n    recovery = {text}\n{methods}"
         (tmp_path / f"world{number}.py").write_text(body + "def tool():\n    pass\n")
 
     async def made(options):
@@ -179,6 +186,12 @@ def test_public_functions_of_a_file_are_tools_with_schemas_and_typed_outcomes(tm
             again = await environment.step(Action("", (ToolCall("add", {"a": 5, "b": 6}),)))
             assert again.observation == "11\n"
             assert (await environment.step(Action("done", ()))).terminated
+            alone = pool.make_alone()
+            await alone.acquire_process()
+            again = await alone.step(Action("", calls[4:5]))
+            assert again.calls[0].outcome == "timeout"
+            assert again.observation == "error: wait gave no answer within 1 s\n"
+            await alone.close()
             return found
         finally:
             await pool.stop()
@@ -186,13 +199,116 @@ def test_public_functions_of_a_file_are_tools_with_schemas_and_typed_outcomes(tm
     found = asyncio.run(play())
     records = found.calls
     assert [record.outcome for record in records] == [
-        "ok", "ok", "tool_error", "tool_error", "timeout", "tool_error", "infra", "ok",
+        "ok", "ok", "tool_error", "tool_error", "infra", "tool_error", "infra", "ok",
     ]  # fmt: skip
+    assert [record.fault for record in records if record.outcome == "infra"] == ["late", "own"]
     lines = found.observation.splitlines()
     assert lines[:2] == ["waited", "3"]  # in the order of the calls, though the first came last
     assert lines[2].startswith("error: ZeroDivisionError")
     assert "argument 'a' of add: Input should be a valid integer" in lines[3]
     assert lines[3].endswith("It takes a, b")
-    assert lines[4] == "error: wait gave no answer within 1 s"
+    assert lines[4] == "InfraError: no answer within 1 s, beside other episodes"
     assert lines[5] == "error: the parenthesis is not closed"
     assert lines[-1] == "later"
+
+
+SURVIVORS = """
+import os, subprocess, sys
+
+class World:
+    def reset(self, row, seed):
+        daemon = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
+        found = subprocess.run([sys.executable, "-c", daemon], capture_output=True, text=True, start_new_session=True)
+        with open(row["prompt_text"], "a") as file:
+            file.write(found.stdout)
+
+    def step(self, action):
+        if action.text == "dies":
+            os._exit(3)
+        return "ok", 1.0, True, False, {}
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_processes_that_an_environment_started_end_with_it_however_it_ends(tmp_path):
+    """Daemons of it, in sessions of their own, whose parent has ended: it dies, it is closed, its trainer is killed."""
+    (tmp_path / "world.py").write_text(SURVIVORS)
+    script = textwrap.dedent(f"""
+        import asyncio, os, signal, sys
+        from verl.environments.base import Action, InfraError
+        from verl.environments.hosted import FunctionEnvironment
+
+        async def play():
+            pool = FunctionEnvironment(path={str(tmp_path / "world.py")!r} + ":World").factory(None)
+            await pool.start()
+            for name in ("dies", "closed", "killed"):
+                environment = pool.make_alone()
+                await environment.acquire_process()
+                await environment.reset({{"prompt_text": {str(tmp_path)!r} + "/" + name}}, 0)
+                if name == "dies":
+                    try:
+                        await environment.step(Action("dies"))
+                    except InfraError as error:
+                        assert error.fault == "crash", error.fault
+                if name == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                await environment.close()
+
+        asyncio.run(play())
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = [int((tmp_path / name).read_text()) for name in ("dies", "closed", "killed")]
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [is_alive(pid) for pid in pids] == [False, False, False]
+
+
+CLASSES = {
+    "class Other: pass": "world.py has no World. It has: Other",
+    "World = 3": "world.py:World is 3: expected a class",
+    "class World:\n    def reset(self, row, seed): pass": "has no step",
+    "class World:\n    def reset(self, row): pass\n    def step(self, action): pass":
+        r"World.reset is called with \(row, seed\): too many positional arguments, World.reset\(\) at line 2 of",
+    "class World:\n    def reset(self, row, seed): pass\n    def step(self): pass":
+        r"World.step is called with \(action",
+    "class World:\n    def __init__(self, size): pass\n    def reset(self, row, seed): pass\n    step = reset":
+        r"missing a required argument: 'size'",
+    "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module', at line 1 of .*world.py",
+    "class World(:": "SyntaxError",
+    "import os\nos._exit(5)": r"has ended \(exit status 5\)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", CLASSES)
+def test_a_class_that_cannot_be_used_is_refused_by_name_before_anything_is_loaded(source, tmp_path):
+    (tmp_path / "world.py").write_text(source)
+    overrides = ["environment=function", f"environment.path={tmp_path}/world.py:World", "reward=environment"]
+    run = validate(compose_root("ppo", [*overrides, "algorithm=grpo", "critic=none"]))
+    with pytest.raises(ConfigError, match=CLASSES[source]) as found:
+        refuse_here(run)
+    assert "environment.path is" in str(found.value)
+
+
+PACKAGES = {
+    "gymnasium": ("env_id=FrozenLak-v1", "environment.env_id is 'FrozenLak-v1': .*FrozenLak"),
+    "textarena": ("env_id=TicTacToe-v0", "environment.env_id is 'TicTacToe-v0'"),  # for two players
+    "reasoning_gym": ("task=leg_countin", "environment.task is 'leg_countin': .*leg_countin"),
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_task_that_a_package_does_not_have_is_refused_before_anything_is_loaded(package):
+    pytest.importorskip(package)
+    given, words = PACKAGES[package]
+    overrides = [f"environment={package}", f"environment.{given}", "reward=environment", "data=episodes"]
+    run = validate(compose_root("ppo", [*overrides, "algorithm=grpo", "critic=none"]))
+    with pytest.raises(ConfigError, match=words):
+        refuse_here(run)

@@ -66,6 +66,14 @@ def forks():
     return with_reward(1.0)
 
 
+LOCK = threading.Lock()
+
+
+def waits():
+    with LOCK:
+        return with_reward(1.0)
+
+
 class World:
     def reset(self, row, seed):
         self.code, self.turn = row["code"], 0
@@ -153,6 +161,8 @@ SCORED = {
     "sys.stderr.write('y' * 20_000_000) and with_reward(1.0)": ("terminated", 3.0),
     "os.close(0) or os.close(1) or with_reward(1.0)": ("terminated", 3.0),
     "setattr(time, 'monotonic', lambda: 0.0) or with_reward(1.0)": ("terminated", 3.0),
+    "LOCK.acquire() and time.sleep(60)": ("timeout", 1.0),
+    "waits()": ("terminated", 3.0),  # for another episode
     "time.sleep(60)": ("timeout", 1.0),
     "exec('while True: pass')": ("timeout", 1.0),
     "asyncio.sleep(60)": ("timeout", 1.0),
@@ -175,7 +185,7 @@ def played(tmp_path_factory):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     model, found = tiny(), dict[str, list]()
-    environment = FunctionEnvironment(path=f"{file}:World", step_timeout_s=LIMIT_S, retries=0, reset_timeout_s=8.0)
+    environment = FunctionEnvironment(path=f"{file}:World", step_timeout_s=LIMIT_S, retries=0, reset_timeout_s=4.0)
     engine = engine_of(environment, model=model, stop_token_ids=EACH)
     try:
         for codes in ([*NOT_SCORED, *SCORED], [*INNOCENT[:6], *ENDS_ITS_PROCESS, *INNOCENT[6:]]):
@@ -217,5 +227,5 @@ def test_file_line_and_traceback_are_told_and_the_definition_where_a_value_is_wr
     assert f"World.step() at line {defined} of {file}" in records["5"][0]["infra"][-1]
     assert any("Traceback (most recent call last)" in line and "a ring" in line for line in lines)
     printed = [line for line in lines if line.startswith("environment ") and "yyyy" in line]
-    assert 0 < len(printed) < 1000
+    assert 0 < len(printed) < 5000  # of 40,000, in several attempts
     assert max(map(len, printed)) < 1100

@@ -41,7 +41,7 @@ from verl.environments.deadline import DeadlinePassed
 from verl.environments.tools import Tool, ToolEnvironment
 from verl.errors import ConfigError
 from verl.utils.child_process import supervisor
-from verl.utils.child_process.exit_report import describe_exit
+from verl.utils.child_process.exit_report import describe_exit, memory_kills
 from verl.utils.progress import state_of
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class Host:
         self._printed = _PrintedLines()
         self._tasks: list[asyncio.Task[None]] = []
         self._heard, self._why, self._suspects = 0, "", frozenset[str]()
+        self._memory_kills = memory_kills()
 
     async def start(self, limit_s: float) -> Any:
         """Start the process; returns the value of its first reply.
@@ -244,7 +245,8 @@ class Host:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), EXIT_S)
             code = self._process.returncode
-            why = f"the process of the environment has ended ({'?' if code is None else describe_exit(code)})"
+            how = "its pipe is closed" if code is None else describe_exit(code, self._memory_kills)
+            why = f"the process of the environment has ended ({how})"
         self.end(why + self._printed.last())
 
     async def _read_printed(self) -> None:

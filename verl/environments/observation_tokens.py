@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 STAND_IN = "verlstandin{}x"
 MAX_PIECES = 1024  # combinations of roles and names that are kept
-CUT = "\n[... {} tokens are left out ...]\n"
+CUT = "\n[... {} {} are left out ...]\n"
+MAX_CHARACTERS = 32  # for each token that may remain: the rest of a longer text is not even tokenised
 
 
 class PlainTextEncoder:
@@ -227,14 +228,19 @@ class ObservationEncoder:
 
     def content(self, text: str) -> list[int]:
         """Of the content of one message, without special tokens, and without its middle if it is too long."""
-        ids = self.plain(text)
-        if len(ids) <= self.max_tokens:
-            return ids
+        most = MAX_CHARACTERS * self.max_tokens
+        if len(text) > most:
+            first, last = self.plain(text[: most // 2]), self.plain(text[-(most // 2) :])
+            note = self.plain(CUT.format(len(text) - 2 * (most // 2), "characters and more"))
+        else:
+            first = last = self.plain(text)
+            if len(first) <= self.max_tokens:
+                return first
+            note = self.plain(CUT.format(len(first) - self.max_tokens, "tokens"))
         self.num_cut += 1
-        note = self.plain(CUT.format(len(ids) - self.max_tokens))
         room = max(0, self.max_tokens - len(note))
         head = (room + 1) // 2
-        return ids[:head] + note + (ids[-(room - head) :] if room > head else [])
+        return first[:head] + note + (last[-(room - head) :] if room > head else [])
 
     def _between(self, messages: Sequence[Mapping[str, Any]]) -> _TokensBetween:
         key = tuple((str(message["role"]), str(message.get("name") or "")) for message in messages)
