@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from verl.utils.external_input import (
     checked_path,
     parse_mapping,
     read_bytes,
-    read_text,
     refuse_irregular,
 )
 
@@ -353,15 +351,15 @@ class Pretrained(ModelSource):
 
     def max_positions(self) -> int | None:
         config = self._config()
-        return config.get("max_position_embeddings") or config.get("n_positions")
+        return _count(config.get("max_position_embeddings")) or _count(config.get("n_positions"))
 
     def attention_heads(self) -> tuple[int, int] | None:
         config = self._config()
-        heads = config.get("num_attention_heads")
-        return None if heads is None else (heads, config.get("num_key_value_heads") or heads)
+        heads = _count(config.get("num_attention_heads"))
+        return None if heads is None else (heads, _count(config.get("num_key_value_heads")) or heads)
 
     def layer_count(self) -> int | None:
-        return self._config().get("num_hidden_layers")
+        return _count(self._config().get("num_hidden_layers"))
 
     def experts(self) -> tuple[str, int | None] | None:
         config = self._config()
@@ -379,7 +377,8 @@ class Pretrained(ModelSource):
     def adapter(self) -> dict[str, Any] | None:
         """The configuration of the adapter at `path`; None if it is a model."""
         adapter = _read_json(Path(self.path) / "adapter_config.json")
-        if adapter is not None and not adapter.get("base_model_name_or_path"):
+        base = None if adapter is None else adapter.get("base_model_name_or_path")
+        if adapter is not None and not (isinstance(base, str) and base):
             raise ConfigError(
                 f"path is {self.path!r}: an adapter without the name of its base model. Set "
                 "base_model_name_or_path in its adapter_config.json."
@@ -488,6 +487,11 @@ def _in_own_memory(model: Any) -> Any:
     return model
 
 
+def _count(value: Any) -> int | None:
+    """A positive integer of a configuration; None for anything else, which loading the model reports."""
+    return value if type(value) is int and value > 0 else None
+
+
 def _is_local(path: str) -> bool:
     """Whether a path is local: it exists, or does not have the form `name` or `owner/name`."""
     return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
@@ -518,4 +522,12 @@ def _path_faults(field: str, path: str) -> Iterator[str]:
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
-    return json.loads(read_text(file)) if file.is_file() else None
+    """The object in a JSON file; None without the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        return parse_mapping(read_bytes(file)) if file.is_file() else None
+    except (OSError, ExternalInputError) as error:
+        raise ConfigError(f"path is {str(file.parent)!r}: {file.name} cannot be used: {error}.") from error

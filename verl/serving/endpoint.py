@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.chat_template import ChatTemplate
+from verl.environments.base import EnvironmentDescription
 from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.tool_calls import ToolCall, ToolFormat, format_of, parse_calls
 from verl.errors import ConfigError, RolloutError
@@ -67,6 +68,8 @@ class PolicyEndpoint:
         max_new_tokens: maximum length of a turn.
         row_tokens: maximum length of a conversation.
         record: file to which each request is appended as a line of JSON; None: no file.
+        environment: that of the training. Its tools are those of requests without `tools`, in its format; without a
+            chat template, messages are joined as its episodes are. None for none.
     Attributes:
         recorded: all answered requests, in the order of the answers.
     """
@@ -80,11 +83,16 @@ class PolicyEndpoint:
         max_new_tokens: int,
         row_tokens: int,
         record: Path | None = None,
+        environment: EnvironmentDescription | None = None,
     ):
         self.tokenizer, self.max_new_tokens, self.row_tokens = tokenizer, max_new_tokens, row_tokens
         self.chat = ChatTemplate(tokenizer, chat_template)
         self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, max_tokens=row_tokens)
-        self.style: ToolFormat = format_of(self.chat.source)
+        self.style: ToolFormat = format_of(self.chat.source, "auto" if environment is None else environment.tool_format)
+        self.tools = [] if environment is None else [dict(schema) for schema in environment.tool_schemas()]
+        self._is_text = environment is not None and self.chat.source is None
+        self._suffix = str(getattr(environment, "suffix", ""))  # after a tool result in a text
+        self._continues = environment is None or environment.history == "append"
         self.recorded: list[RecordedTurn] = []
         self._known, self._lock = KnownConversations(), threading.Lock()
         self._begun: Counter[int] = Counter()
@@ -118,6 +126,7 @@ class PolicyEndpoint:
             RolloutError: the engine failed, or did not finish the turn within `timeout_s`.
         """
         conversations = self._known if session is None else session.known
+        tools = tools or self.tools or None
         with self._lock:
             before, continues = self._place_of(messages, tools, sample, conversations)
         room = self.row_tokens - len(before.ids)
@@ -162,22 +171,33 @@ class PolicyEndpoint:
         self, messages: Sequence[Message], tools: Any, sample: int | None, conversations: KnownConversations
     ) -> tuple[KnownConversation, bool]:
         """The tokens before the turn, and whether they go on from those of an earlier one."""
-        if (found := conversations.find(messages, tools)) is not None:
+        if self._continues and (found := conversations.find(messages, tools)) is not None:
             known, new = found
-            texts = [{"role": message["role"], "content": text_of(message)} for message in new]
-            ids = self.encoder.encode(texts, is_chat=True, last=known.ids[-1])
+            texts = [{"role": message["role"], "content": self._content(message)} for message in new]
+            ids = self.encoder.encode(texts, is_chat=not self._is_text, last=known.ids[-1])
             # A number of its own: two requests may go on from one turn, and keys and values belong to one of them.
             number = self._next_number()
             return KnownConversation(
                 number, known.prompt_id, known.sample_id, (*known.ids, *ids), known.num_turns
             ), True
-        rendered = self.chat.render([_for_template(m) for m in messages], "messages", reply_follows=True, tools=tools)
-        ids = tuple(self.tokenizer(rendered, add_special_tokens=False).input_ids)
+        ids = self._rendered(messages, tools)
         prompt_id = int.from_bytes(hashlib.blake2b(array("q", ids).tobytes(), digest_size=4).digest()) >> 1
         if sample is None:
             sample = self._begun[prompt_id]
             self._begun[prompt_id] += 1
         return KnownConversation(self._next_number(), prompt_id, sample, ids, 0), False
+
+    def _content(self, message: Message) -> str:
+        is_result = self._is_text and message["role"] == "tool"
+        return text_of(message) + (self._suffix if is_result else "")
+
+    def _rendered(self, messages: Sequence[Message], tools: Any) -> tuple[int, ...]:
+        """The tokens of a new conversation, as in training: by the chat template, or as one text without one."""
+        if self._is_text:
+            return tuple(self.tokenizer("".join(map(self._content, messages))).input_ids)
+        written = None if tools is self.tools and not self.chat.reads_tools else tools
+        text = self.chat.render([_for_template(m) for m in messages], "messages", reply_follows=True, tools=written)
+        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _next_number(self) -> int:
         self._numbers += 1
