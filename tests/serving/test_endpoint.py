@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import http.client
 import json
 import socket
@@ -11,11 +13,18 @@ from itertools import pairwise
 
 import pytest
 import torch
+from trainer.runs import GRPO_ALGORITHM, ppo_run
 
+from verl.checkpoint.config import Checkpointing
 from verl.cli.generate import located, running
-from verl.cli.serve_policy import one_prompt, server_of
+from verl.cli.serve_policy import one_prompt, served, server_of
+from verl.component import BuildContext
+from verl.data.calculator import CalculatorPrompts
+from verl.environments.calculator import Calculator
 from verl.errors import ConfigError
 from verl.ops.logprobs import log_probs_of
+from verl.rewards.rules import ExactMatch
+from verl.rollout.hf import HFRollout
 from verl.serving.conversations import RecordedTurn, merge_turns
 from verl.serving.sessions import Session
 
@@ -330,3 +339,66 @@ def test_turns_are_merged_on_exact_prefixes_alone():
     assert rows[0].mask == (False, True, True, False, True)
     assert rows[0].log_probs == (0.0, -0.5, -0.5, 0.0, -0.5)
     assert rows[2].mask == (False, False, False, False, True)
+
+
+@pytest.fixture(scope="module")
+def with_calculator(model32, tmp_path_factory):
+    """A checkpoint of a run with the tool `calc`, and without a chat template."""
+    directory = tmp_path_factory.mktemp("with_calculator")
+    saving = Checkpointing(save_dir=str(directory / "checkpoints"), save_async=False)
+    run = ppo_run(model32, total_steps=1, reward=ExactMatch())
+    run = dataclasses.replace(
+        run,
+        data=CalculatorPrompts(train_size=4, held_out=2),
+        environment=Calculator(tool_format="plain", max_tokens=32),
+        rollout=HFRollout(max_new_tokens=6, stop_token_ids=tuple(range(12, 40))),
+        checkpoint=saving,
+        critic=None,
+        algorithm=GRPO_ALGORITHM,
+        trainer=dataclasses.replace(run.trainer, group_size=3, eval_without_tools=True),
+    )
+    with run.build(BuildContext(run_dir=directory / "run")) as trainer:
+        trainer.fit()
+    return directory / "checkpoints"
+
+
+@contextlib.contextmanager
+def asked_of(checkpoint, directory, template=None):
+    """A client of `verl serve-policy CHECKPOINT`, and the endpoint."""
+    settings = ["reward=length", "data.prompt_key=prompt"]
+    with located(str(checkpoint)) as saved, served(saved, settings, directory) as (trainer, environment):
+        object.__setattr__(trainer.description.data, "chat_template", template)
+        trainer.tokenizer.chat_template = template
+        server = server_of(trainer, "127.0.0.1", 0, timeout_s=60.0, environment=environment)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
+            yield client, server.endpoint
+        server.shutdown()
+        server.server_close()
+        server.endpoint.close()
+        thread.join(10)
+
+
+def test_a_run_with_an_environment_is_served_without_additions_as_its_episodes_were(with_calculator, tmp_path):
+    with asked_of(with_calculator, tmp_path) as (client, endpoint):
+        messages = [{"role": "user", "content": "12+34="}]
+        first = asked(client, messages)
+        messages += [first.choices[0].message, {"role": "tool", "tool_call_id": "a", "content": "46"}]
+        second = asked(client, messages)
+        encode = endpoint.tokenizer
+        assert first.prompt_token_ids == encode("12+34=").input_ids
+        turn = [*first.prompt_token_ids, *first.choices[0].token_ids]
+        assert second.continues
+        assert second.prompt_token_ids == [*turn, *encode("46\n", add_special_tokens=False).input_ids]
+        assert [tool["function"]["name"] for tool in endpoint.tools] == ["calc"]
+        assert endpoint.style == "plain"
+
+
+def test_schemas_of_the_environment_are_those_of_requests_without_tools(with_calculator, tmp_path):
+    with asked_of(with_calculator, tmp_path, TEMPLATE) as (client, endpoint):
+        messages = [{"role": "user", "content": "1+2="}]
+        assert [tool["function"]["name"] for tool in endpoint.tools] == ["calc"]
+        own, others = asked(client, messages), asked(client, messages, tools=TOOLS * 2)
+        assert endpoint.tokenizer.decode(own.prompt_token_ids).startswith("1u:")  # the template writes their number
+        assert endpoint.tokenizer.decode(others.prompt_token_ids).startswith("2u:")

@@ -76,6 +76,8 @@ def one_line_errors() -> Iterator[None]:
         fail(str(error), FOUND)
     except (VerlError, OSError) as error:
         fail(str(error), FAILED)
+    except MemoryError:
+        fail("there is not enough memory for this; see `ulimit -v`", FAILED)
 
 
 def echo(text: object, err: bool = False, nl: bool = True) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl.cli.console import CONFIG_DIR, echo
-from verl.errors import CheckpointError, ConfigError, RewardError, StorageError
+from verl.errors import ConfigError, VerlError
 from verl.storage.config import is_address
 from verl.utils.temporary_directory import TemporaryDirectory
 
@@ -135,19 +135,31 @@ def located(path: str) -> Iterator[SavedPolicy]:
 
 
 @contextmanager
-def running(saved: SavedPolicy, root: str, overrides: Sequence[str], data: Path | None = None) -> Iterator[Any]:
-    """A trainer for a saved policy that does not train and leaves no files."""
+def running(
+    saved: SavedPolicy,
+    root: str,
+    overrides: Sequence[str],
+    data: Path | None = None,
+    changed: Callable[[Any], Any] = lambda run: run,
+) -> Iterator[Any]:
+    """A trainer for a saved policy that does not train and leaves no files.
+
+    Args:
+        changed: makes the run that is built from the one that was composed.
+    """
     from verl.component import BuildContext
     from verl.compose.load_policy import policy_run
 
-    run = policy_run(saved, root, overrides, None if data is None else data.absolute())
+    run = changed(policy_run(saved, root, overrides, None if data is None else data.absolute()))
     own_reward = root == "ppo" and not any(text.startswith("reward") for text in overrides)
     with (
         TemporaryDirectory("verl-policy-") as directory,
         run.build(BuildContext(run_dir=Path(directory))) as trainer,
     ):
         if own_reward and saved.point is not None:
-            trainer.reward.load_state_dict(saved.point.read_json("scheduler/state.json").get("reward", {}))
+            with saved.point.understanding("scheduler/state.json"):
+                state = saved.point.read_json("scheduler/state.json")
+                trainer.reward.load_state_dict(state.get("reward", {}))
         yield trainer
 
 
@@ -156,8 +168,11 @@ def faults_reported() -> Iterator[None]:
     """Print errors of arguments and of saved files as a message, with status 2."""
     try:
         yield
-    except (ConfigError, CheckpointError, RewardError, StorageError) as error:
+    except (VerlError, OSError) as error:
         echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    except MemoryError as error:
+        echo("There is not enough memory for this; see `ulimit -v`.", err=True)
         raise typer.Exit(2) from error
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.cli.console import echo
+from verl.cli.console import echo, one_line_errors
 from verl.utils.external_input import printable
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ def lineage(
     if not directory.is_dir():
         echo(f"{directory}: no such directory. Give the directory of checkpoints, or one above it.", err=True)
         raise typer.Exit(2)
-    roots = forest(directory)
+    with one_line_errors():
+        roots = forest(directory)
     if as_json:
         echo(json.dumps([run.as_json() for run in roots], indent=2))
         return
@@ -92,7 +93,7 @@ def _headline(run: LineageRun) -> Any:
 def _code(run: LineageRun) -> str:
     commit = run.code.get("commit")
     changed = " and changes" if run.code.get("modified") else ""
-    return f"verl {run.code.get('verl', '?')}" + (f" at {commit[:10]}{changed}" if commit else "")
+    return f"verl {run.code.get('verl', '?')}" + (f" at {str(commit)[:10]}{changed}" if commit else "")
 
 
 def _origin(run: LineageRun) -> str:
@@ -103,9 +104,9 @@ def _origin(run: LineageRun) -> str:
 def _changes(run: LineageRun) -> list[str]:
     """Differences from the parent: configuration, then content of data and models."""
     found = {} if run.parent is None else run.parent.differences
-    lines = [f"{path}: {_value(before)} -> {_value(now)}" for path, (before, now) in list(found.items())[:SHOWN]]
+    lines = [f"{path}: {' -> '.join(map(_value, values))}" for path, values in list(found.items())[:SHOWN]]
     lines += [f"and {len(found) - SHOWN} other differences"] if len(found) > SHOWN else []
-    data = [f"content of {path}: {_value(before)} -> {_value(now)}" for path, (before, now) in run.data_changes.items()]
+    data = [f"content of {path}: {' -> '.join(map(_value, values))}" for path, values in run.data_changes.items()]
     return lines + data
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import logging
 import signal
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +19,9 @@ from verl.cli.generate import OVERRIDES, PATH, faults_reported, located, running
 from verl.errors import ConfigError
 from verl.utils.signals import termination_signals
 from verl.utils.temporary_directory import TemporaryDirectory
+
+if TYPE_CHECKING:
+    from verl.compose.load_policy import SavedPolicy
 
 DEFAULT_ROW_TOKENS = 4096
 
@@ -37,18 +43,19 @@ def serve_policy(
 ) -> None:
     """Serve a saved policy to OpenAI clients at http://HOST:PORT/v1, until Ctrl-C.
 
-    Later turns of a conversation continue from the exact tokens that were sampled before.
+    Later turns of a conversation continue from the exact tokens that were sampled before. A policy that was trained
+    with the tools of an environment is served with their schemas; the client executes the calls.
     """
     settings = ["reward=length", "data.prompt_key=prompt", *(overrides or [])]  # responses are not scored
     with (
         faults_reported(),
         TemporaryDirectory("verl-prompts-") as directory,
         located(path) as saved,
-        running(saved, "ppo", settings, one_prompt(Path(directory))) as trainer,
+        served(saved, settings, Path(directory)) as (trainer, environment),
     ):
-        if trainer.description.environment is not None:
-            raise ConfigError("environment: the endpoint replaces environments. Add environment=null.")
-        server = server_of(trainer, host, port, record, max_tokens, kv_cache_gib, ignore_sampling, timeout_s)
+        server = server_of(
+            trainer, host, port, record, max_tokens, kv_cache_gib, ignore_sampling, timeout_s, environment
+        )
         echo(f"{saved.description} at {server.url}")
         # serve_forever cannot be stopped from a handler of its own thread
         ends = (signal.SIGINT, *termination_signals())
@@ -63,6 +70,27 @@ def serve_policy(
                 signal.signal(number, handler)
             server.server_close()
             server.endpoint.close()
+
+
+@contextlib.contextmanager
+def served(saved: SavedPolicy, settings: Sequence[str], directory: Path) -> Iterator[tuple[Any, Any]]:
+    """A trainer of the policy alone, and the environment that it was trained with or None.
+
+    Args:
+        directory: for a file of prompts that is not used.
+    """
+    environments = []
+
+    def alone(run: Any) -> Any:
+        environments.append(run.environment)
+        if run.environment is None:
+            return run
+        return dataclasses.replace(
+            run, environment=None, trainer=dataclasses.replace(run.trainer, eval_without_tools=False)
+        )
+
+    with running(saved, "ppo", settings, one_prompt(directory), alone) as trainer:
+        yield trainer, environments[0]
 
 
 def one_prompt(directory: Path) -> Path:
@@ -81,6 +109,7 @@ def server_of(
     kv_cache_gib: float = 2.0,
     ignore_sampling: bool = False,
     timeout_s: float = 600.0,
+    environment: Any = None,
 ) -> Any:
     """Make a server for a trainer's policy. It listens, but does not serve yet.
 
@@ -122,7 +151,7 @@ def server_of(
     endpoint = PolicyEndpoint(
         lambda: actor.sampler.turns(request, limits),
         tokenizer, template, stops, rollout.max_new_tokens, row_tokens, record,
-        getattr(trainer.description.environment, "tool_format", "auto"),
+        getattr(environment, "tool_format", "auto"), environment,
     )  # fmt: skip
     if endpoint.format_fault is not None:
         logging.getLogger(__name__).warning("Requests with tools are refused: %s", endpoint.format_fault)

@@ -23,6 +23,7 @@ from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign
 from verl.compose.saved_config import OF_TRAINING, AllowedConfig, allowed_config
 from verl.compose.validate import validate
+from verl.environments.base import EnvironmentDescription
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import Rollout
@@ -239,8 +240,11 @@ def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]
     )
     context = Pretrained(path=config.actor.model.path).max_positions() or UNKNOWN_CONTEXT
     if root == "ppo":
-        response = assigned.get("rollout.max_new_tokens", config.rollout.get("max_new_tokens", Rollout.max_new_tokens))
-        kept["max_prompt_length"] = max(1, context - (response if isinstance(response, int) else 0))
+        after = [assigned.get("rollout.max_new_tokens", config.rollout.get("max_new_tokens", Rollout.max_new_tokens))]
+        if config.get("environment") is not None and assigned.get("environment", "") is not None:
+            episode = config.environment.get("max_tokens", EnvironmentDescription.max_tokens)
+            after.append(assigned.get("environment.max_tokens", episode))
+        kept["max_prompt_length"] = max(1, context - max(number for number in (0, *after) if isinstance(number, int)))
     else:
         kept["max_length"] = context
     return {**kept, "_target_": EVALUATED[root], "train_files": [str(file)], "eval_files": [str(file)]}

@@ -287,11 +287,20 @@ def _tokens(texts: list[str], is_chat: list[bool], tokenizer: Any) -> list[list[
     for special in (True, False):
         chosen = [index for index, text in enumerate(texts) if text and is_chat[index] is not special]
         if chosen:
-            encoded = tokenizer([texts[index] for index in chosen], add_special_tokens=special)["input_ids"]
-            end = _tokens_after_text(tokenizer) if special else []
+            given = [texts[index] for index in chosen]
+            encoded = (
+                text_tokens(given, tokenizer) if special else tokenizer(given, add_special_tokens=False)["input_ids"]
+            )
             for index, ids in zip(chosen, encoded, strict=True):
-                tokens[index] = list(ids[: -len(end)] if end and list(ids[-len(end) :]) == end else ids)
+                tokens[index] = list(ids)
     return tokens
+
+
+def text_tokens(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Tokens of texts with the special tokens that the tokenizer puts before a text, but none after it."""
+    end = _tokens_after_text(tokenizer)
+    encoded = tokenizer(texts, add_special_tokens=True)["input_ids"]
+    return [list(ids[: -len(end)] if end and list(ids[-len(end) :]) == end else ids) for ids in encoded]
 
 
 def _tokens_after_text(tokenizer: Any) -> list[int]:

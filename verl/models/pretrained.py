@@ -385,17 +385,17 @@ class Pretrained(ModelSource):
 
     def max_positions(self) -> int | None:
         config = self._config()
-        texts = (config, config.get("text_config") or {})
-        found = (text.get(key) for text in texts for key in CONTEXT_KEYS)
-        return next((length for length in found if isinstance(length, int) and length > 0), None)
+        texts = (config, config.get("text_config"))
+        found = (_count(text.get(key)) for text in texts if isinstance(text, Mapping) for key in CONTEXT_KEYS)
+        return next(filter(None, found), None)
 
     def attention_heads(self) -> tuple[int, int] | None:
         config = self._config()
-        heads = config.get("num_attention_heads")
-        return None if heads is None else (heads, config.get("num_key_value_heads") or heads)
+        heads = _count(config.get("num_attention_heads"))
+        return None if heads is None else (heads, _count(config.get("num_key_value_heads")) or heads)
 
     def layer_count(self) -> int | None:
-        return self._config().get("num_hidden_layers")
+        return _count(self._config().get("num_hidden_layers"))
 
     def experts(self) -> tuple[str, int | None] | None:
         config = self._config()
@@ -413,7 +413,8 @@ class Pretrained(ModelSource):
     def adapter(self) -> dict[str, Any] | None:
         """The configuration of the adapter at `path`; None if it is a model."""
         adapter = _read_json(Path(self.path) / "adapter_config.json")
-        if adapter is not None and not adapter.get("base_model_name_or_path"):
+        base = None if adapter is None else adapter.get("base_model_name_or_path")
+        if adapter is not None and not (isinstance(base, str) and base):
             raise ConfigError(
                 f"path is {self.path!r}: an adapter without the name of its base model. Set "
                 "base_model_name_or_path in its adapter_config.json."
@@ -560,6 +561,11 @@ def _damage_told(field: str, path: str) -> Iterator[None]:
         raise
 
 
+def _count(value: Any) -> int | None:
+    """A positive integer of a configuration; None for anything else, which loading the model reports."""
+    return value if type(value) is int and value > 0 else None
+
+
 def _is_local(path: str) -> bool:
     """Whether a path is local: it exists, or does not have the form `name` or `owner/name`."""
     return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
@@ -592,8 +598,14 @@ def _path_faults(field: str, path: str) -> Iterator[str]:
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
-    """The content of a JSON file; None without one, and for a damaged one, which `directory_faults` tells of."""
+    """The object in a JSON file; None without one, and for a damaged one, which `directory_faults` tells of.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     try:
         return parse_mapping(read_bytes(file)) if file.is_file() else None
     except ExternalInputError:
         return None
+    except OSError as error:
+        raise ConfigError(f"path is {str(file.parent)!r}: {file.name} cannot be used: {error}.") from error

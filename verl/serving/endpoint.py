@@ -24,7 +24,8 @@ from typing import Any
 
 import pydantic_core
 
-from verl.data.chat_template import ChatTemplate
+from verl.data.chat_template import ChatTemplate, text_tokens
+from verl.environments.base import EnvironmentDescription
 from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.tool_calls.parse import ToolCall, ToolFormat, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
@@ -71,6 +72,8 @@ class PolicyEndpoint:
         row_tokens: maximum length of a conversation.
         record: file to which each request is appended as a line of JSON; None: no file.
         tool_format: format of the policy's tool calls; `auto` finds that of the chat template.
+        environment: that of the training. Its tools are those of requests without `tools`; without a chat template,
+            messages are joined as its episodes are. None for none.
     Attributes:
         recorded: all answered requests, in the order of the answers.
         format_fault: why calls of the model cannot be read, so that requests with tools are refused; None if they can.
@@ -86,6 +89,7 @@ class PolicyEndpoint:
         row_tokens: int,
         record: Path | None = None,
         tool_format: ToolFormat = "auto",
+        environment: EnvironmentDescription | None = None,
     ):
         self.tokenizer, self.max_new_tokens, self.row_tokens = tokenizer, max_new_tokens, row_tokens
         self.chat = ChatTemplate(tokenizer, chat_template)
@@ -96,6 +100,10 @@ class PolicyEndpoint:
         except ConfigError as error:
             self.format_fault = str(error)
         self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, row_tokens, self.style)
+        self.tools = [] if environment is None else [dict(schema) for schema in environment.tool_schemas()]
+        self._is_text = environment is not None and self.chat.source is None
+        self._suffix = str(getattr(environment, "suffix", ""))  # after a tool result in a text
+        self._continues = environment is None or environment.history == "append"
         self.recorded: list[RecordedTurn] = []
         self._known, self._lock = KnownConversations(), threading.Lock()
         self._begun: Counter[int] = Counter()
@@ -132,6 +140,7 @@ class PolicyEndpoint:
         if tools and self.format_fault is not None:
             raise ConfigError(f"tools: {self.format_fault}")
         conversations = self._known if session is None else session.known
+        tools = tools or self.tools or None
         before, continues = self._place_of(messages, tools, sample, conversations)
         room = self.row_tokens - len(before.ids)
         if room < 1:
@@ -178,17 +187,16 @@ class PolicyEndpoint:
 
         Messages are rendered and tokenised outside of the lock, so that a long one delays no other request.
         """
-        if (found := conversations.find(messages, tools)) is not None:
+        if self._continues and (found := conversations.find(messages, tools)) is not None:
             known, new = found
-            texts = _with_tool_names(messages, new)
-            ids = self.encoder.encode(texts, is_chat=True, last=known.ids[-1])
+            texts = [{**text, "content": self._content(text)} for text in _with_tool_names(messages, new)]
+            ids = self.encoder.encode(texts, is_chat=not self._is_text, last=known.ids[-1])
             # A number of its own: two requests may go on from one turn, and keys and values belong to one of them.
             number = self._next_number()
             return KnownConversation(
                 number, known.prompt_id, known.sample_id, (*known.ids, *ids), known.num_turns
             ), True
-        rendered = self.chat.render([_for_template(m) for m in messages], "messages", reply_follows=True, tools=tools)
-        ids = tuple(self.tokenizer(rendered, add_special_tokens=False).input_ids)
+        ids = self._rendered(messages, tools)
         if not ids:
             raise ConfigError("messages: the chat template renders them to no tokens.")
         prompt_id = int.from_bytes(hashlib.blake2b(array("q", ids).tobytes(), digest_size=4).digest()) >> 1
@@ -197,6 +205,18 @@ class PolicyEndpoint:
                 sample = self._begun[prompt_id]
                 self._begun[prompt_id] += 1
         return KnownConversation(self._next_number(), prompt_id, sample, ids, 0), False
+
+    def _content(self, message: Message) -> str:
+        is_result = self._is_text and message["role"] == "tool"
+        return text_of(message) + (self._suffix if is_result else "")
+
+    def _rendered(self, messages: Sequence[Message], tools: Any) -> tuple[int, ...]:
+        """The tokens of a new conversation, as in training: by the chat template, or as one text without one."""
+        if self._is_text:
+            return tuple(text_tokens(["".join(map(self._content, messages))], self.tokenizer)[0])
+        written = None if tools is self.tools and not self.chat.reads_tools else tools
+        text = self.chat.render([_for_template(m) for m in messages], "messages", reply_follows=True, tools=written)
+        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _next_number(self) -> int:
         with self._lock:

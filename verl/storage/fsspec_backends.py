@@ -75,7 +75,13 @@ class S3Backend(Backend):
             if token := page.get("NextContinuationToken"):
                 asked["ContinuationToken"] = token
             page = self._call(prefix, lambda s3, asked=asked: s3.list_objects_v2(**asked))
-            found += [StoredObject(one["Key"][len(self._prefix) :], one["Size"]) for one in page.get("Contents", ())]
+            for one in page.get("Contents", ()):
+                key, size = one.get("Key"), one.get("Size")
+                if not isinstance(key, str) or type(size) is not int or size < 0:
+                    raise ObjectDamaged(
+                        f"{prefix}: the store lists {ascii(key)[:200]} with the size {ascii(size)[:80]}"
+                    )
+                found.append(StoredObject(key[len(self._prefix) :], size))
             if not page.get("IsTruncated"):
                 return found
 

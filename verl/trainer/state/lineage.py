@@ -14,7 +14,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -29,6 +29,7 @@ from verl.utils.external_input import ExternalInputError, checked_as, checked_na
 from verl.utils.saved_targets import current_targets
 
 FILE = "lineage.jsonl"
+MAX_DEPTH = 100  # of a tree of runs, each of which is read and printed within its parent
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
                 checked_as(_KINDS.get(entry.get("event"), LineageEvent), entry)
                 if entry["event"] == "checkpoint":
                     checked_name(entry["checkpoint"])
+                json.dumps(entry)  # nested too deeply to be printed: a RecursionError here
                 events.append({**entry, "directory": str(file.parent)})
             except (ExternalInputError, RecursionError, TypeError):
                 continue
@@ -211,11 +213,15 @@ class LineageRun:
 
 
 def forest(directory: Path) -> list[LineageRun]:
-    """The runs recorded in a directory and below it: those without a parent there, in order of time."""
+    """The runs recorded in a directory and below it: those without a parent there, in order of time.
+
+    A run below `MAX_DEPTH` others, or in a cycle of parents, begins a tree of its own; its `parent` is as recorded.
+    """
     runs = _runs(directory)
+    depths = _depths(runs)
     roots = []
     for run in runs.values():
-        above = None if run.parent is None else runs.get(run.parent.run_id)
+        above = None if run.parent is None or not depths[run.run_id] else runs[run.parent.run_id]
         if above is None:
             roots.append(run)
             continue
@@ -223,6 +229,22 @@ def forest(directory: Path) -> list[LineageRun]:
         changed = differences(above.identity, run.identity)
         run.data_changes = {path: values for path, values in changed.items() if any(map(_is_content, values))}
     return roots
+
+
+def _depths(runs: Mapping[str, LineageRun]) -> dict[str, int]:
+    """The number of runs above each run in its tree."""
+    depths: dict[str, int] = {}
+    for run in runs.values():
+        below: dict[str, LineageRun] = {}
+        node: LineageRun | None = run
+        while node is not None and node.run_id not in depths and node.run_id not in below:
+            below[node.run_id] = node
+            node = None if node.parent is None else runs.get(node.parent.run_id)
+        depth = -1 if node is None or node.run_id in below else depths[node.run_id]
+        for run_id in reversed(below):
+            depth = (depth + 1) % MAX_DEPTH
+            depths[run_id] = depth
+    return depths
 
 
 def _runs(directory: Path) -> dict[str, LineageRun]:
