@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeGuard
 
 from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError
+from verl.utils.child_process.trial import template_fault
 
 FinalAssistant = Literal["error", "drop", "answer"]
 Messages = Sequence[Mapping[str, Any]]
@@ -98,6 +99,7 @@ class ChatTemplate:
                 f"chat_template is null: {place} needs one for its chat messages and the tokenizer has none. "
                 "Set one, or write the prompts as text."
             )
+        _refuse_endless(self.source, messages)
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
@@ -112,6 +114,19 @@ class ChatTemplate:
         except Exception as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ConfigError(f"chat_template refuses the roles {roles} at {place}: {error}.") from error
+
+
+_tried: set[str] = set()  # chat templates that were rendered in a child
+
+
+def _refuse_endless(template: Any, messages: Messages) -> None:
+    """Render a template in a child first, once: in this process nothing could stop it."""
+    if not isinstance(template, str) or template in _tried:
+        return
+    fault = template_fault(template, {"messages": list(messages), "add_generation_prompt": True, "tools": []})
+    if fault is not None:
+        raise ConfigError(f"chat_template cannot be used: {fault}. Set another one, or write the prompts as text.")
+    _tried.add(template)
 
 
 def today() -> str:
