@@ -346,6 +346,7 @@ def _span(chat: ChatTemplate, messages: Messages, turn: int, text: str, place: s
 
 def _as_template_says(chat: ChatTemplate, messages: Messages, place: str, tools: Any) -> tuple[list[int], list[bool]]:
     known = chat.tools_of(tools, place)
+    _refuse_endless(chat.source, messages)
     try:
         encoded: Any = chat.tokenizer.apply_chat_template(
             list(messages),
