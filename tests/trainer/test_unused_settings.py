@@ -15,7 +15,6 @@ from verl.compose.compose import compose_root
 from verl.compose.print_config import choices_of, differences
 from verl.compose.validate import validate
 from verl.monitoring.config import WATCHED, Monitoring
-from verl.trainer.plan.unused_settings import unused_settings
 
 GRPO = ["algorithm=grpo", "trainer.group_size=4"]
 
@@ -42,7 +41,7 @@ GRPO = ["algorithm=grpo", "trainer.group_size=4"]
 )
 def test_a_changed_setting_that_is_never_read_is_told_with_the_reason(overrides, unused):
     config = compose_root("ppo", overrides)
-    told = unused_settings(validate(config), list(differences(config, "ppo", choices_of("ppo", overrides))))
+    told = validate(config).unused_settings(list(differences(config, "ppo", choices_of("ppo", overrides))))
     assert (told is None) == (not unused)
     for part in unused:
         assert part in str(told)

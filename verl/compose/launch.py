@@ -44,7 +44,6 @@ from verl.compose.schema import conf_dir
 from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError, root_cause
 from verl.tracking.console import print_line, reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG, setup_logging
-from verl.trainer.plan.unused_settings import unused_settings
 from verl.utils import torchrun
 from verl.utils.component_exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
@@ -143,7 +142,7 @@ class LaunchedRun:
         self.is_new = not self.run_dir.exists() or not any(self.run_dir.iterdir())
         self._claim_directory()
         changed = print_start(self.config, self.root, self.choices, self.run_dir, self.console)
-        if run is not None and (line := unused_settings(run, changed)) is not None:
+        if run is not None and (line := run.unused_settings(changed)) is not None:
             print_line(self.console, line)
         self.is_recorded = True
         save_config(self.config, self.overrides, self.run_dir)

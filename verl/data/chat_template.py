@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeGuard
 
 from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError
+from verl.utils.child_process.trial import template_fault
 
 FinalAssistant = Literal["error", "drop", "answer"]
 Messages = Sequence[Mapping[str, Any]]
@@ -99,6 +100,7 @@ class ChatTemplate:
                 "Set one, or write the prompts as text."
             )
         known = self.tools_of(tools, place)
+        _refuse_endless(self.source, messages)
         try:
             try:
                 return self._applied(messages, known, reply_follows)
@@ -131,6 +133,19 @@ def _with_texts_as_arguments(messages: Messages) -> list[Mapping[str, Any]]:
         ]
         changed.append({**message, "tool_calls": calls} if calls else message)
     return changed
+
+
+_tried: set[str] = set()  # chat templates that were rendered in a child
+
+
+def _refuse_endless(template: Any, messages: Messages) -> None:
+    """Render a template in a child first, once: in this process nothing could stop it."""
+    if not isinstance(template, str) or template in _tried:
+        return
+    fault = template_fault(template, {"messages": list(messages), "add_generation_prompt": True, "tools": []})
+    if fault is not None:
+        raise ConfigError(f"chat_template cannot be used: {fault}. Set another one, or write the prompts as text.")
+    _tried.add(template)
 
 
 def today() -> str:
@@ -367,6 +382,7 @@ def _span(chat: ChatTemplate, messages: Messages, turn: int, text: str, place: s
 
 def _as_template_says(chat: ChatTemplate, messages: Messages, place: str, tools: Any) -> tuple[list[int], list[bool]]:
     known = chat.tools_of(tools, place)
+    _refuse_endless(chat.source, messages)
     try:
         encoded: Any = chat.tokenizer.apply_chat_template(
             list(messages),

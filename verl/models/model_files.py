@@ -82,8 +82,13 @@ def _safetensors_fault(file: Path) -> str | None:
             return "its header is not JSON"
     header.pop("__metadata__", None)
     try:
-        end = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
-    except (TypeError, KeyError, IndexError, ValueError):
+        places = sorted(tuple(map(int, tensor["data_offsets"])) for tensor in header.values())
+        end = 0
+        for begin, stop in places:
+            if begin != end or stop < begin:
+                return "tensors of its header overlap, or leave a gap"
+            end = stop
+    except (TypeError, KeyError, ValueError):
         return "its header has tensors without a place"
     expected = 8 + length + end
     return None if size == expected else f"it has {size:,} bytes, and its header tells of {expected:,}"

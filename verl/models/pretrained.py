@@ -15,6 +15,7 @@ from verl.errors import ConfigError
 from verl.models.experts import expert_count
 from verl.models.model_files import directory_faults
 from verl.resharding.layout import Box
+from verl.utils.child_process.trial import pattern_fault
 from verl.utils.external_input import (
     ExternalInputError,
     checked_path,
@@ -425,6 +426,7 @@ class Pretrained(ModelSource):
         if (adapter := self.adapter()) is not None:
             from peft import PeftModel
 
+            _refuse_endless_patterns(adapter, self.path)
             base = replace(self, path=adapter["base_model_name_or_path"], revision=adapter.get("revision"))
             adapted = PeftModel.from_pretrained(base._load(auto_class, device), self.path)
             return adapted.merge_and_unload().requires_grad_(True).eval()
@@ -540,6 +542,23 @@ def _in_own_memory(model: Any) -> Any:
         if tensor.device.type == "cpu":
             tensor.data = tensor.data.clone()
     return model
+
+
+LONG_NAME = "model.layers.10.self_attn.q_proj.base_layer.weight"
+PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern", "modules_to_save")
+
+
+def _refuse_endless_patterns(adapter: Mapping[str, Any], path: str) -> None:
+    """Try the regular expressions of an adapter's configuration on names of layers, in a child."""
+    found = [adapter.get(name) for name in PATTERNS]
+    patterns = [text for value in found for text in ([value] if isinstance(value, str) else value or ())]
+    patterns = [text for text in patterns if isinstance(text, str) and not text.replace("_", "").isalnum()]
+    if not patterns:
+        return
+    names = [LONG_NAME, "model.layers.10.mlp.experts.127.down_proj", "a" * 40, "transformer.h.31.attn.c_attn"]
+    fault = pattern_fault([*patterns, *(rf".*\.{text}" for text in patterns)], names)
+    if fault is not None:
+        raise ConfigError(f"path is {path!r}: a regular expression in its adapter_config.json cannot be used: {fault}.")
 
 
 @contextlib.contextmanager

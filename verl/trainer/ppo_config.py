@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import PPOSettings
 from verl.trainer.one_step_off import ahead_faults
+from verl.trainer.plan.unused_settings import unused_settings
 from verl.trainer.setup import RoleSharding, metric_faults, resume_faults, saving_faults, sharding_faults
 from verl.utils import torchrun
 from verl.workers.actor import Actor
@@ -250,6 +251,10 @@ class PPORun(Description):
     def faults(self) -> Iterator[str]:
         """Faults between components, each with its full config path."""
         yield from faults_between(self)
+
+    def unused_settings(self, changed: Sequence[str]) -> str | None:
+        """One line about the changed settings, by path, that this run never reads; None if it reads all."""
+        return unused_settings(self, changed)
 
     def machine_faults(self) -> Iterator[str]:
         if self.trainer.placement is None:  # else the actor may live on another machine

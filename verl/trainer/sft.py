@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import SFTSettings
 from verl.trainer.plan.run_plan import log_plan
+from verl.trainer.plan.unused_settings import unused_settings
 from verl.trainer.setup import (
     ProcessState,
     RoleSharding,
@@ -79,6 +80,10 @@ class SFTRun(Description):
         length, limit = getattr(self.data, "max_length", None), self.actor.model.max_positions()
         if length is not None and limit is not None and length > limit:
             yield f"data.max_length is {length}: actor.model holds {limit} tokens. Lower it."
+
+    def unused_settings(self, changed: Sequence[str]) -> str | None:
+        """One line about the changed settings, by path, that this run never reads; None if it reads all."""
+        return unused_settings(self, changed)
 
     def machine_faults(self) -> Iterator[str]:
         yield from resume_faults(self.resume)

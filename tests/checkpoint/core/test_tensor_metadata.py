@@ -87,6 +87,22 @@ def test_a_thousand_slices_are_checked_in_no_time():
     assert many.faults() == ["[500:501, 0:64] is in no slice (64 elements are missing)"]
 
 
+@pytest.mark.parametrize(
+    ("slices", "said"),
+    [
+        ([((0, 0), (9, 9))] * 3000, "overlap"),
+        ([((0, place % 2), (3000, 1)) for place in range(3000)], "overlap"),
+        ([((0, 0), (3000, 1))] + [((row, 1), (3000 - row, 1)) for row in range(3000)], "overlap"),
+        ([((0, column), (3000, 1)) for column in range(2999)], "[0:3000, 2999:3000] is in no slice"),
+        ([((row % 2, row), (row, 3000 - row)) for row in range(2999)], "overlap"),
+    ],
+)
+def test_thousands_of_slices_in_any_arrangement_are_judged_in_a_few_sentences(slices, said):
+    faults = tensor((3000, 3000), *slices).faults()
+    assert 0 < len(faults) <= 5
+    assert said in faults[0]
+
+
 def test_what_several_writers_hold_is_joined_in_order_of_name():
     def half(name: str, rank: int, shape: tuple[int, ...] = (4,)) -> LogicalTensor:
         part = SavedSlice(file=f"rank_{rank}", offset=0, start=(2 * rank,), extent=(2,))
