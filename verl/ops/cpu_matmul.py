@@ -101,8 +101,8 @@ def packed_bytes(model: nn.Module) -> int:
 
 def _whole_weight(module: nn.Module) -> Tensor | None:
     """The weight of a linear layer that is worth packing, on this process; None for others."""
-    weight = getattr(module, "weight", None) if isinstance(module, nn.Linear) else None
-    if isinstance(weight, Tensor) and hasattr(weight, "to_local"):
+    weight: Any = getattr(module, "weight", None) if isinstance(module, nn.Linear) else None
+    if hasattr(weight, "to_local"):
         weight = weight.to_local()
     if not isinstance(weight, Tensor) or type(weight.data) is not Tensor or weight.device.type != "cpu":
         return None
