@@ -15,6 +15,7 @@ NUMBER, TEXT = {"type": "number"}, {"type": "string"}
 TOOLS = {
     "add": {"properties": {"a": NUMBER, "b": NUMBER}},
     "calc": {"properties": {"expression": TEXT}},
+    "docs/read-file": {},
     "find": {
         "properties": {
             "text": TEXT, "maybe": {"anyOf": [TEXT, {"type": "null"}]}, "flag": {"type": "boolean"},
@@ -80,6 +81,11 @@ def parameter(name, value):
          [("find", {"text": 'a, b: {"c"}', "maybe": None, "any": {"k": [1, True]}})]),
         ("lfm", "<|tool_call_start|>[find(text='it\\'s\\n, flag=1)', flag=True, any={\"k\": null}), add()]"
          "<|tool_call_end|>", [("find", {"text": "it's\n, flag=1)", "flag": True, "any": {"k": None}}), ("add", {})]),
+        ("lfm", "<|tool_call_start|>[docs/read-file(file-name='a', größe=1)]<|tool_call_end|>",
+         [("docs/read-file", {"file-name": "a", "größe": 1})]),
+        ("gemma", "<|tool_call>call:docs/read-file{file-name:<|\"|>a<|\"|>}<tool_call|>",
+         [("docs/read-file", {"file-name": "a"})]),
+        ("harmony", " to=functions.docs/read-file<|channel|>commentary json<|message|>{}", [("docs/read-file", {})]),
         ("lfm_unescaped", "<|tool_call_start|>[find(text='it's C:\\new', any=['a', None])]<|tool_call_end|>",
          [("find", {"text": "it's C:\\new", "any": ["a", None]})]),
     ],
@@ -95,7 +101,7 @@ def test_calls_are_read_in_order(style, text, expected):
         ("hermes", "<tool_call>{name: add}</tool_call>", "no JSON"),
         ("hermes", '<tool_call>[1]</tool_call>', "expected an object"),
         ("hermes", '<tool_call>{"name": "sub", "arguments": {}}</tool_call>',
-         "no tool 'sub'; the tools are add, calc, find"),
+         "no tool 'sub'; the tools are add, calc, docs/read-file, find"),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "expected an object as arguments"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "not a number in JSON"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "not a number in JSON"),

@@ -117,7 +117,7 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if isinstance(declared, (str, list)):
         kinds = {declared} if isinstance(declared, str) else {kind for kind in declared if isinstance(kind, str)}
         return kinds | {"null"} if schema.get("nullable") else kinds
-    for union in ("anyOf", "oneOf"):
+    for union in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(union), list):
             choices = [_kinds(choice, root, depth + 1) for choice in schema[union]]
             return set().union(*choices) if all(choices) else set()
@@ -146,9 +146,10 @@ def gemma_object(text: str) -> Any:
     return from_json(_GEMMA.sub(as_json, text))
 
 
-_CALL = re.compile(r"\s*([A-Za-z_][\w.\-]*)\(\s*")
-_KEYWORD = re.compile(r"([A-Za-z_]\w*)\s*=\s*")
-_VALUE_END = re.compile(r"(?:,\s*(?=[A-Za-z_]\w*\s*=)|\)\s*(?=,\s*[A-Za-z_][\w.\-]*\(|\]?\s*\Z))")
+_NAME = r"[^\W\d][\w.\-/]*"
+_CALL = re.compile(rf"\s*({_NAME})\(\s*")
+_KEYWORD = re.compile(rf"({_NAME})\s*=\s*")
+_VALUE_END = re.compile(rf",\s*(?={_NAME}\s*=)|\)\s*(?=,\s*{_NAME}\(|\]?\s*\Z)")
 
 
 def python_calls(text: str, is_escaped: bool) -> list[tuple[str, dict[str, Any]]]:
