@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_ENDS = 32  # of an argument or a call that are tried
+MAX_BITS = 14_000  # of a whole number: Python writes at most 4300 decimal digits
 MAX_DEPTH = 64  # of nested lists and mappings: deeper ones exceed the recursion limit of what handles them later
 
 
@@ -40,6 +41,8 @@ def json_value(value: Any, depth: int = 0) -> Any:
             raise ValueError("a text is not valid Unicode (a lone surrogate)") from None
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not a number in JSON")
+    elif isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ValueError("a number has too many digits")
     elif value is not None and not isinstance(value, (bool, int, float)):
         raise ValueError(f"a {type(value).__name__} is not a JSON value")
     return value
@@ -164,6 +167,8 @@ def python_calls(text: str, is_escaped: bool) -> list[tuple[str, dict[str, Any]]
     body = text.strip()
     if not (body.startswith("[") and body.endswith("]")):
         raise ValueError("expected a list of calls, [name(argument=value)]")
+    if not body[1:-1].strip():
+        raise ValueError("expected a call, name(argument=value), in the list")
     calls: list[tuple[str, dict[str, Any]]] = []
     position = 1
     while position < len(body) - 1:
