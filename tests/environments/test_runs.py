@@ -17,6 +17,7 @@ from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.errors import ConfigError
+from verl.models.tiny import TinyModel
 from verl.rollout.base import GenerationRequest
 from verl.trainer.ppo import PPOTrainer
 
@@ -234,6 +235,33 @@ def test_the_document_is_followed_word_for_word(section, file, number, tmp_path,
     assert result.steps == 2
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert any(line.get("episode/turns", 0) > 1 for line in lines)
+
+
+def test_a_template_whose_calls_cannot_be_read_is_refused_before_weights_load(tmp_path, monkeypatch):
+    def load(*args, **kwargs):
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr(TinyModel, "load_causal_lm", load)
+    row = {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    files = ["data=files", f"data.train_files=[{tmp_path / 'rows.jsonl'}]", "reward=exact_match"]
+    run = validate(
+        compose_root(
+            "ppo",
+            [
+                *SMALL,
+                "environment=calculator",
+                *files,
+                "trainer.eval_samples=0",
+                "data.max_prompt_length=30",
+                "trainer.prompts_per_step=1",
+            ],
+        )
+    )
+    template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<call {{ c.function.name }}>"
+    run = replace(run, data=replace(run.data, chat_template=f"{template}{{% endfor %}}{{% endfor %}}"))
+    with pytest.raises(ConfigError, match=r"^environment\.tool_format is auto, and calls .* cannot be read back"):
+        PPOTrainer(run, BuildContext(run_dir=tmp_path / "run"))
 
 
 def test_the_tools_of_the_environment_stand_in_the_prompts_of_the_users_files(tmp_path, caplog):

@@ -15,6 +15,7 @@ NUMBER, TEXT = {"type": "number"}, {"type": "string"}
 TOOLS = {
     "add": {"properties": {"a": NUMBER, "b": NUMBER}},
     "calc": {"properties": {"expression": TEXT}},
+    "docs/read-file": {},
     "find": {
         "properties": {
             "text": TEXT, "maybe": {"anyOf": [TEXT, {"type": "null"}]}, "flag": {"type": "boolean"},
@@ -80,6 +81,11 @@ def parameter(name, value):
          [("find", {"text": 'a, b: {"c"}', "maybe": None, "any": {"k": [1, True]}})]),
         ("lfm", "<|tool_call_start|>[find(text='it\\'s\\n, flag=1)', flag=True, any={\"k\": null}), add()]"
          "<|tool_call_end|>", [("find", {"text": "it's\n, flag=1)", "flag": True, "any": {"k": None}}), ("add", {})]),
+        ("lfm", "<|tool_call_start|>[docs/read-file(file-name='a', größe=1)]<|tool_call_end|>",
+         [("docs/read-file", {"file-name": "a", "größe": 1})]),
+        ("gemma", "<|tool_call>call:docs/read-file{file-name:<|\"|>a<|\"|>}<tool_call|>",
+         [("docs/read-file", {"file-name": "a"})]),
+        ("harmony", " to=functions.docs/read-file<|channel|>commentary json<|message|>{}", [("docs/read-file", {})]),
         ("lfm_unescaped", "<|tool_call_start|>[find(text='it's C:\\new', any=['a', None])]<|tool_call_end|>",
          [("find", {"text": "it's C:\\new", "any": ["a", None]})]),
     ],
@@ -95,7 +101,7 @@ def test_calls_are_read_in_order(style, text, expected):
         ("hermes", "<tool_call>{name: add}</tool_call>", "no JSON"),
         ("hermes", '<tool_call>[1]</tool_call>', "expected an object"),
         ("hermes", '<tool_call>{"name": "sub", "arguments": {}}</tool_call>',
-         "no tool 'sub'; the tools are add, calc, find"),
+         "no tool 'sub'; the tools are add, calc, docs/read-file, find"),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "expected an object as arguments"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "not a number in JSON"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "not a number in JSON"),
@@ -122,6 +128,8 @@ def test_calls_are_read_in_order(style, text, expected):
         ("plain", "add('\\ud800', 1)", "expected literals"),
         ("plain", "add(**{'a': 1}, b=1)", "expected literals"),
         ("plain", f"add({'-' * 9999}1, 2)", "expected literals"),
+        ("plain", f"add(0x{'f' * 5000}, 2)", "expected literals"),
+        ("plain", "add(1e999, 2)", "expected literals"),
         ("plain", f"add({'[' * 90}{']' * 90}, 2)", "expected literals"),
         ("plain", f"add(1{'+1' * 9999}, 2)", "expected literals"),
         ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n1\n", "not followed by its end"),
@@ -139,6 +147,7 @@ def test_calls_are_read_in_order(style, text, expected):
         ("lfm", "<|tool_call_start|>[add(a=b)]<|tool_call_end|>", "argument a cannot be read"),
         ("lfm", "<|tool_call_start|>add(a=1)<|tool_call_end|>", "expected a list"),
         ("lfm", "<|tool_call_start|>[add(1)]<|tool_call_end|>", "expected argument=value"),
+        ("lfm", "<|tool_call_start|>[ ]<|tool_call_end|>", "expected a call"),
         ("lfm", "<|tool_call_start|>[add(a=1)", "not followed by its end"),
         ("hermes", 'Yes.\n{"name": "add", "arguments": {}}\n</tool_call>', "</tool_call> ends a call that has no beg"),
         ("gemma", "call:add{a:1}<tool_call|>", "ends a call that has no beginning"),

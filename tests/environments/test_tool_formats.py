@@ -111,7 +111,9 @@ def turn_of(chat, calls, content=""):
 def test_calls_that_a_template_renders_are_read_back_or_the_template_is_refused_at_the_start(path, tokenizer):
     chat, expected = ChatTemplate(tokenizer, path.read_text()), expected_format(path.stem)
     if expected == "refused":
-        with pytest.raises(ConfigError, match=r"renders no calls of the assistant.*Set tool_format to one of hermes"):
+        with pytest.raises(
+            ConfigError, match=r"renders no calls of the assistant.*Set environment.tool_format to one of hermes"
+        ):
             format_of(chat)
         return
     style = format_of(chat)
@@ -182,9 +184,9 @@ HERMES = (
         (
             HERMES.replace("tojson", "string"),
             {},
-            "one call rendered as .* Set another data.chat_template, or tool_format",
+            "one call rendered as .* Set another data.chat_template, or environment.tool_format",
         ),
-        (HERMES, {"tool_format": "xml"}, "tool_format is xml, .* Set tool_format=auto"),
+        (HERMES, {"tool_format": "xml"}, "tool_format is xml, .* Set environment.tool_format=auto"),
         (HERMES.replace("m.tool_calls", "m.others"), {}, "renders no calls of the assistant"),
         (HERMES.replace("m.tool_calls", "m.others"), {"tool_format": "hermes"}, None),
         (HERMES.replace("m.content", "m.content[:40]"), {"history": "rerender"}, "Set environment.history=append"),

@@ -121,7 +121,7 @@ def text_between(chat: ChatTemplate, style: ToolFormat, messages: Sequence[Mappi
 
 def _stand_in_name(message: Mapping[str, Any]) -> str:
     name = str(message.get("name") or "")
-    return name if re.fullmatch(r"[A-Za-z_][\w.\-]*", name) else "unknown"
+    return name if re.fullmatch(r"[^\W\d][\w.\-/]*", name) else "unknown"
 
 
 def _text_between(

@@ -31,7 +31,8 @@ def check_template(options: EnvironmentDescription, chat: ChatTemplate, has_chat
         return
     name = next(iter(TOOLS))
     with faults_below("data"):
-        text_between(chat, style, [{"role": "tool", "name": name}])
+        for count in (1, 2):  # calls of a turn
+            text_between(chat, style, [{"role": "tool", "name": name}] * count)
     if options.history != "rerender":
         return
     turn, result = stand_in_turn(chat, style), STAND_IN.format("result")

@@ -50,8 +50,8 @@ class PythonTool:
             argument, colon, text = line.strip().partition(":")
             if colon and argument in self.parameters["properties"]:
                 self.parameters["properties"][argument]["description"] = text.strip()
-        self.parameters.setdefault("required", [])
         del self.parameters["additionalProperties"]  # so it is of every function
+        self.parameters = {"type": "object", "properties": {}, "required": []} | self.parameters
 
     def __call__(self, **arguments: Any) -> Any:
         """The result as text, or a coroutine that gives it.

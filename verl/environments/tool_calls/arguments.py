@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_ENDS = 32  # of an argument or a call that are tried
+MAX_BITS = 14_000  # of a whole number: Python writes at most 4300 decimal digits
 MAX_DEPTH = 64  # of nested lists and mappings: deeper ones exceed the recursion limit of what handles them later
 
 
@@ -40,6 +41,8 @@ def json_value(value: Any, depth: int = 0) -> Any:
             raise ValueError("a text is not valid Unicode (a lone surrogate)") from None
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not a number in JSON")
+    elif isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ValueError("a number has too many digits")
     elif value is not None and not isinstance(value, (bool, int, float)):
         raise ValueError(f"a {type(value).__name__} is not a JSON value")
     return value
@@ -117,7 +120,7 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if isinstance(declared, (str, list)):
         kinds = {declared} if isinstance(declared, str) else {kind for kind in declared if isinstance(kind, str)}
         return kinds | {"null"} if schema.get("nullable") else kinds
-    for union in ("anyOf", "oneOf"):
+    for union in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(union), list):
             choices = [_kinds(choice, root, depth + 1) for choice in schema[union]]
             return set().union(*choices) if all(choices) else set()
@@ -146,9 +149,10 @@ def gemma_object(text: str) -> Any:
     return from_json(_GEMMA.sub(as_json, text))
 
 
-_CALL = re.compile(r"\s*([A-Za-z_][\w.\-]*)\(\s*")
-_KEYWORD = re.compile(r"([A-Za-z_]\w*)\s*=\s*")
-_VALUE_END = re.compile(r"(?:,\s*(?=[A-Za-z_]\w*\s*=)|\)\s*(?=,\s*[A-Za-z_][\w.\-]*\(|\]?\s*\Z))")
+_NAME = r"[^\W\d][\w.\-/]*"
+_CALL = re.compile(rf"\s*({_NAME})\(\s*")
+_KEYWORD = re.compile(rf"({_NAME})\s*=\s*")
+_VALUE_END = re.compile(rf",\s*(?={_NAME}\s*=)|\)\s*(?=,\s*{_NAME}\(|\]?\s*\Z)")
 
 
 def python_calls(text: str, is_escaped: bool) -> list[tuple[str, dict[str, Any]]]:
@@ -163,6 +167,8 @@ def python_calls(text: str, is_escaped: bool) -> list[tuple[str, dict[str, Any]]
     body = text.strip()
     if not (body.startswith("[") and body.endswith("]")):
         raise ValueError("expected a list of calls, [name(argument=value)]")
+    if not body[1:-1].strip():
+        raise ValueError("expected a call, name(argument=value), in the list")
     calls: list[tuple[str, dict[str, Any]]] = []
     position = 1
     while position < len(body) - 1:

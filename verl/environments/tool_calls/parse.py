@@ -264,7 +264,7 @@ def _deepseek_call(body: str, tools: Tools) -> Calls:
 
 
 _HARMONY = re.compile(
-    r"(?:functions\.)?(?P<name>[\w.\-]+)\s*(?:<\|channel\|>\s*\w+\s*)?(?:<\|constrain\|>)?\s*\w*\s*"
+    r"(?:functions\.)?(?P<name>[^\s<]+)\s*(?:<\|channel\|>\s*\w+\s*)?(?:<\|constrain\|>)?\s*\w*\s*"
     r"<\|message\|>(?P<body>.*)",
     re.DOTALL,
 )
@@ -277,7 +277,7 @@ def _harmony_call(body: str, tools: Tools) -> Calls:
     return [(found["name"], _json_object(from_json(found["body"]), "arguments"))]
 
 
-_GEMMA = re.compile(r"\s*call:(?P<name>[\w.\-]+)\s*(?P<body>\{.*\})\s*", re.DOTALL)
+_GEMMA = re.compile(r"\s*call:(?P<name>[^\s{]+)\s*(?P<body>\{.*\})\s*", re.DOTALL)
 
 
 def _gemma_call(body: str, tools: Tools) -> Calls:
@@ -344,7 +344,7 @@ MARKED: Mapping[ToolFormat, MarkedFormat] = {
     ),
     "harmony": _marked(
         r"(?:\A\s*|<\|start\|>assistant\s*)(?:<\|channel\|>\w+\s*)?to=(?!user\b|self\b|assistant\b|all\b)"
-        r"(?=functions\.|[\w.\-]+\s*<\|)",
+        r"(?=functions\.|[\w.\-/]+\s*<\|)",
         r"<\|call\|>|<\|end\|>|(?=<\|start\|>)|\Z",
         _harmony_call,
     ),

@@ -85,10 +85,11 @@ def format_of(chat: ChatTemplate, chosen: ToolFormat = "auto") -> ToolFormat:
         if (found := _difference(rendered, style)) is None:
             return style
         nearest = max(nearest, (found[0], f"{found[1]} (read as {style})"))
+    other = "" if chosen == "auto" else "environment.tool_format=auto, "
     raise ConfigError(
         f"tool_format is {chosen}, and calls that the chat template renders cannot be read back: {nearest[1]}. "
-        f"Calls of the model would be lost. Set {'' if chosen == 'auto' else 'tool_format=auto, '}another "
-        "data.chat_template, or tool_format=plain and describe in the prompts that a call is a line `name(arguments)`."
+        f"Calls of the model would be lost. Set {other}another data.chat_template, or environment.tool_format=plain "
+        "and describe in the prompts that a call is a line `name(arguments)`."
     )
 
 
@@ -98,8 +99,8 @@ def _without_calls(chat: ChatTemplate, chosen: ToolFormat) -> ToolFormat:
     if chat.reads_tools or "tool_calls" in (chat.source or ""):
         raise ConfigError(
             "tool_format is auto, and the chat template knows tools but renders no calls of the assistant, so their "
-            f"format is unknown. Set tool_format to one of {', '.join(get_args(ToolFormat)[1:])}, or another "
-            "data.chat_template."
+            f"format is unknown. Set environment.tool_format to one of {', '.join(get_args(ToolFormat)[1:])}, or "
+            "another data.chat_template."
         )
     return "plain"
 
