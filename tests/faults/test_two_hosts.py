@@ -22,6 +22,7 @@ pytestmark = [
 ]
 STEPS = 5
 LIMIT_S = 400.0
+END_S = 60.0  # from the loss of a host to the end of the run
 RULE = """
 import time
 
@@ -109,6 +110,25 @@ def test_a_host_that_is_lost_is_named_and_what_resumes_depends_on_where_the_chec
     status, said = cluster.run("lost", "resume=latest")
     assert status == 0, said
     assert first_difference(whole, cluster.taken("lost", tmp_path / "taken")) is None
+
+
+@pytest.mark.parametrize("kind", ["cable", "to b", "to a", "both"])
+def test_hosts_that_lose_each_other_end_within_a_minute_with_the_host_named(kind, cluster):
+    process = cluster.start_until_saved("parted", "global_step_2", f"trainer.total_steps={10 * STEPS}")
+    workers = ["pgrep", "-f", "_RayWorker"]
+    assert cluster.hosts.hosts[1].run(*workers).stdout.split()
+    began = time.monotonic()
+    cluster.hosts.cut(kind)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    took_s = time.monotonic() - began
+    assert process.returncode == 1, said
+    assert re.search(
+        r"rank 1 failed in [\w.]+ at step \d+.*its machine is out of reach, or down: hostb", said, re.DOTALL
+    ), said
+    assert took_s < END_S, said
+    while left := cluster.hosts.hosts[1].run(*workers).stdout.split():
+        assert time.monotonic() < began + END_S, left
+        time.sleep(1.0)
 
 
 def test_with_a_store_hosts_whose_disks_are_lost_go_on_the_driver_s_too(cluster, tmp_path):

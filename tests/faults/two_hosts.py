@@ -132,6 +132,19 @@ class TwoHosts:
             self.hosts[number - 1] = Host(number)
         self._join(1 in numbers)
 
+    def cut(self, kind: str) -> None:
+        """Part the hosts: `cable` takes the link down; `to a`, `to b` and `both` lose all packets in that direction,
+        which are sent to a machine that does not exist.
+        """
+        first, second = self.hosts
+        if kind == "cable":
+            ip(first, "link", "set", "cable", "down")
+        nowhere = ["lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev"]
+        if kind in ("to a", "both"):
+            ip(second, "neigh", "replace", first.address, *nowhere, "cable")
+        if kind in ("to b", "both"):
+            ip(first, "neigh", "replace", second.address, *nowhere, "lan")
+
     def close(self) -> None:
         for host in self.hosts:
             host.power_off()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 LOOPBACK = "127.0.0.1"
+ATTEMPTS, ATTEMPT_S = 6, 5.0  # a machine that accepts no connection in 30 s is lost
+_UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 
 
@@ -16,6 +21,42 @@ def free_address(host: str) -> str:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
+
+
+class ReachabilityWatch:
+    """Calls `on_lost` once if a machine accepts no connection in 6 attempts of 5 seconds, in a thread of its own.
+
+    The kernel of that machine answers, so that a process that is busy or suspended there counts as reachable, and so
+    does a port that nobody listens at.
+
+    Args:
+        address: host and port.
+    """
+
+    def __init__(self, address: tuple[str, int], on_lost: Callable[[], object]):
+        self._address, self._on_lost, self._is_closed = address, on_lost, threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name="verl reachability").start()
+
+    def close(self) -> None:
+        self._is_closed.set()
+
+    def _watch(self) -> None:
+        failures = 0
+        while failures < ATTEMPTS:
+            began = time.monotonic()
+            failures = 0 if self._is_reachable() else failures + 1
+            if self._is_closed.wait(max(0.0, ATTEMPT_S - (time.monotonic() - began))):
+                return
+        self._on_lost()
+
+    def _is_reachable(self) -> bool:
+        try:
+            socket.create_connection(self._address, timeout=ATTEMPT_S).close()
+        except TimeoutError:
+            return False
+        except OSError as error:
+            return error.errno not in _UNREACHABLE
+        return True
 
 
 def interface_of(address: str) -> str:

@@ -26,7 +26,7 @@ from verl.rewards.import_path import (
     takes_batch,
 )
 from verl.rewards.process_pool import ProcessPool, SampleReward
-from verl.rewards.validation import TOKEN_REWARDS, check_columns, checked_token_scores, reward_error
+from verl.rewards.validation import TOKEN_REWARDS, check_columns, checked_scores, checked_token_scores, reward_error
 from verl.utils.component_exits import raised_by_code
 
 
@@ -187,6 +187,8 @@ class CallableReward(Reward):
             if not raised_by_code(error):
                 raise
             raise reward_error(TOKEN_REWARDS, self._words(error), self.function) from error
+        if getattr(result, "ndim", None) == 1:
+            return RewardResult(checked_scores(result, prompts, responses, self.function))
         scores = checked_token_scores(result, batch.batch["response_mask"], prompts, responses, self.function)
         return RewardResult(scores.double().sum(dim=1).cpu().numpy(), token_scores=scores)
 

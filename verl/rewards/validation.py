@@ -48,7 +48,10 @@ def checked_scores(
     return scores
 
 
-TOKEN_REWARDS = "a DataProto with token_level_rewards [B T], finite, and 0 where response_mask is False"
+TOKEN_REWARDS = (
+    "a DataProto with token_level_rewards [B T], or a tensor [B], [B T] or [B T-1], finite, and 0 where response_mask "
+    "is False"
+)
 
 
 def checked_token_scores(
@@ -57,7 +60,8 @@ def checked_token_scores(
     """Check and return the token-level rewards [B T] float32 in the result of a function of the batch.
 
     Args:
-        result: a DataProto with `token_level_rewards`.
+        result: a DataProto with `token_level_rewards`, or that tensor itself. One of [B T-1] is of all tokens but the
+            first.
         mask: response_mask [B T].
         prompts, responses: B texts each, for the message.
         function: the function, for the message.
@@ -65,13 +69,15 @@ def checked_token_scores(
         RewardError: they are missing, have another shape or type, or are not 0 on padding. NonFiniteRewardError where
             they are not finite.
     """
-    tensors = getattr(result, "batch", None)
+    tensors = {"token_level_rewards": result} if isinstance(result, torch.Tensor) else getattr(result, "batch", None)
     if tensors is None:
         raise reward_error(TOKEN_REWARDS, f"{_shortened(result)} of type {type(result).__name__}", function)
     found = tensors["token_level_rewards"] if "token_level_rewards" in tensors.keys() else None  # noqa: SIM118
     if not isinstance(found, torch.Tensor):
         present = ", ".join(sorted(tensors.keys())) or "none"
         raise reward_error(TOKEN_REWARDS, f"no token_level_rewards. Its fields: {present}", function)
+    if found.dim() == 2 and found.shape[0] == mask.shape[0] and found.shape[1] + 1 == mask.shape[1]:
+        found = torch.nn.functional.pad(found, (1, 0))
     if found.shape != mask.shape or found.is_complex():
         wanted = f"expected {list(mask.shape)}, the shape of response_mask"
         raise reward_error(TOKEN_REWARDS, f"a {found.dtype} tensor of shape {list(found.shape)}; {wanted}", function)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +50,13 @@ def test_an_address_where_no_cluster_answers_is_named(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # as in a process that has no Ray yet
     with refusal("trainer.placement.address"):
         RaySession(RaySettings("127.0.0.1:1", 1, 0, None, 5.0))
+
+
+def test_an_address_where_something_else_listens_is_named_when_its_time_is_over():
+    join = "from verl.cluster.ray.ray_init import machines_of; machines_of(sys.argv[1], 3.0)"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        words = [sys.executable, "-c", f"import sys; {join}", f"127.0.0.1:{silent.getsockname()[1]}"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=35, check=False)  # Ray gives up after 40 s
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("verl.errors.ConfigError: trainer.placement.address is '127.0.0.1:"), done.stderr
+    assert "start_timeout_s=3 s" in last

@@ -252,6 +252,22 @@ def batch_of(*lengths: int) -> DataProto:
     return DataProto.from_dict(tensors={"response_mask": mask}, non_tensors=texts)
 
 
+@pytest.mark.parametrize(
+    ("scores", "placed"),
+    [
+        (torch.tensor([2.0, 3.0]), [[0, 0, 2], [3, 0, 0]]),
+        (torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]]), [[1, 2, 3], [4, 0, 0]]),
+        (torch.tensor([[1.0, 2.0], [0.0, 0.0]]), [[0, 1, 2], [0, 0, 0]]),
+    ],
+    ids=["one for each response", "of tokens", "of tokens but the first"],
+)
+def test_a_function_of_the_batch_may_return_its_scores_as_a_tensor(scores, placed):
+    def reward_fn(batch):
+        return scores
+
+    assert CallableReward(reward_fn).score(batch_of(3, 1)).batch["token_level_scores"].tolist() == placed
+
+
 def test_rewards_of_tokens_go_to_their_tokens_alone_in_a_sum_and_from_a_file(tmp_path):
     batch = batch_of(3, 1)
     scored = CallableReward(by_token).score(batch)

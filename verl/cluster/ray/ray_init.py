@@ -12,8 +12,11 @@ import math
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +49,7 @@ class RaySettings:
         address: of a cluster; None starts one here.
         num_cpus, num_gpus: of all groups together.
         object_store_mib: shared memory of a cluster that is started here; None leaves it to Ray.
-        start_timeout_s: how long room in the cluster is waited for.
+        start_timeout_s: how long an answer of the cluster, and then room in it, is waited for.
         call_timeout_s: when one of Ray's own processes, of a cluster that is started here, has been stopped for so
             long, it is ended.
     """
@@ -125,15 +128,9 @@ class RaySession:
     def _open(self, wanted: RaySettings) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
         if wanted.address is not None:
-            try:
-                _knock(wanted.address)
-            except OSError as error:
-                raise ConfigError(
-                    f"trainer.placement.address is {wanted.address!r}: no Ray cluster answers there "
-                    f"({error}). Start one with `ray start --head`, or set it to null."
-                ) from error
             has_token = _show_token()
             try:
+                _check_cluster(wanted.address, wanted.start_timeout_s)
                 ray.init(address=wanted.address, **quiet)
             except (OSError, RuntimeError, ValueError, RayError) as error:
                 raise ConfigError(
@@ -185,13 +182,13 @@ class RayMachine:
         return f"{self.name}: {self.cpus:g} CPU, {self.gpus:g} GPU"
 
 
-def machines_of(address: str) -> list[RayMachine]:
-    """The living machines of a cluster.
+def machines_of(address: str, timeout_s: float) -> list[RayMachine]:
+    """The living machines of a cluster, which must answer within `timeout_s`.
 
     Raises:
         ConfigError: no cluster answers at the address.
     """
-    session = RaySession(RaySettings(address, 0, 0, None, KNOCK_TIMEOUT_S))
+    session = RaySession(RaySettings(address, 0, 0, None, timeout_s))
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
     finally:
@@ -247,15 +244,30 @@ def _short_directory() -> TemporaryDirectory:
     return TemporaryDirectory("verl_", None if is_short else "/tmp")
 
 
-def _knock(address: str) -> None:
-    """Check that a cluster answers at an address; Ray would otherwise end this process.
+_JOIN = """
+import logging, sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
+"""
+
+
+def _check_cluster(address: str, timeout_s: float) -> None:
+    """Check that a cluster can be joined, in another process: Ray has no deadline for it, and may end its process.
 
     Raises:
-        OSError: none does.
+        OSError: none answers in time.
     """
+    deadline = time.monotonic() + timeout_s
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_TIMEOUT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=min(KNOCK_TIMEOUT_S, timeout_s)).close()
+    command = [sys.executable, "-c", _JOIN, address]
+    try:
+        subprocess.run(command, capture_output=True, timeout=max(0.1, deadline - time.monotonic()), check=True)
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"nothing within start_timeout_s={timeout_s:g} s") from error
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        raise ConnectionError(lines[-1] if lines else f"Ray ended with status {error.returncode}") from error
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class RayPlacement(Placement):
         strategy: of Ray's placement groups: PACK puts the workers of a pool on as few machines as it can, SPREAD on
             as many, and the STRICT_ ones insist.
         object_store_mib: shared memory for batches under way, of a cluster that is started here; null as Ray chooses.
-        start_timeout_s: how long room in the cluster is waited for.
+        start_timeout_s: how long an answer of the cluster, and then room in it, is waited for.
         call_timeout_s: when no worker has made progress with a call for this long, the one that hangs is named,
             and all are ended.
         max_restarts: of a run that lost a worker, from its last checkpoint; 0 for none.
@@ -106,7 +106,7 @@ class RayPlacement(Placement):
         from verl.cluster.ray.ray_init import machines_of
 
         try:
-            machines = machines_of(self.address)
+            machines = machines_of(self.address, self.start_timeout_s)
         except ConfigError as error:
             yield from error.faults
             return

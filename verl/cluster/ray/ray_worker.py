@@ -12,9 +12,11 @@ import pickle
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl.cluster.network import ReachabilityWatch
 from verl.cluster.rpc import versions
 from verl.cluster.serialization import Serialized, deserialize, serialize
 from verl.utils.child_process.interpreter import rare_garbage_collection
@@ -44,6 +46,12 @@ def own_gpu(ids: Sequence[str], visible: str | None) -> int:
     return names.index(ids[0]) if ids[0] in names else 0
 
 
+def _end_without(driver: str) -> None:
+    """End this process, in whatever call it is: the driver has done the same without it."""
+    os.write(2, f"The driver's machine {driver} is out of reach: this worker ends.\n".encode())
+    os._exit(1)
+
+
 class RoleWorker:
     """One process of a group of roles.
 
@@ -65,12 +73,26 @@ class RoleWorker:
         """Versions that must be equal on all machines of a run."""
         return versions()
 
-    def start(self, payload: bytes, search_path: Sequence[str], env: Mapping[str, str], num_threads: int) -> RayReply:
-        """Build the roles: `payload` is the pickled (host description, build context)."""
+    def start(
+        self,
+        payload: bytes,
+        search_path: Sequence[str],
+        env: Mapping[str, str],
+        num_threads: int,
+        driver: tuple[str, int] | None,
+    ) -> RayReply:
+        """Build the roles.
+
+        Args:
+            payload: the pickled (host description, build context).
+            driver: host and port of the driver's machine, without which this process ends; None if it is this machine.
+        """
         import threading
 
         import torch
 
+        if driver is not None:
+            ReachabilityWatch(driver, partial(_end_without, driver[0]))
         self._thread = threading.get_ident()
         report("building the roles")
         try:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from ray.exceptions import GetTimeoutError, ObjectStoreFullError, RayActorError,
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.cluster.network import LOOPBACK, free_address, interface_of
+from verl.cluster.network import LOOPBACK, ReachabilityWatch, free_address, interface_of
 from verl.cluster.ray.ray_init import RaySession
 from verl.cluster.ray.ray_worker import RayReply, RoleWorker, own_gpu
 from verl.cluster.rpc import (
@@ -149,6 +150,8 @@ class RayTransport:
         self._counts: dict[int, int] = {}  # last known progress counter of each worker
         self._shares_store = False  # all actors share the driver's memory: they are on its machine
         self._room: Any = None
+        self._hosts: list[str] = []
+        self._watches: list[ReachabilityWatch] = []
         self._inbox: SimpleQueue[tuple[int, list[Any]] | None] = SimpleQueue()
         self._collector: threading.Thread | None = None
 
@@ -168,7 +171,13 @@ class RayTransport:
         refuse_mixed_versions(asked("versions"), "trainer.placement.address")
         places = asked("place")
         self.pids = [place.pid for place in places]
-        self._shares_store = {place.node for place in places} == {ray.get_runtime_context().get_node_id()}
+        self._hosts = [f"{place.host} ({place.address})" for place in places]
+        here = ray.get_runtime_context().get_node_id()
+        raylets = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()}
+        self._shares_store = {place.node for place in places} == {here}
+        self._watch_machines(
+            group, {place.node: rank for rank, place in enumerate(places) if place.node != here}, raylets
+        )
         is_one_machine = len({place.address for place in places}) == 1
         search_path, starts = tuple(map(os.path.abspath, sys.path)), []
         is_on_gpu = context.device.startswith("cuda")
@@ -181,8 +190,24 @@ class RayTransport:
             network = place.local_network if is_one_machine else place.network
             if network:  # no need to resolve the machine's name, which may lead to its loopback alone
                 env["GLOO_SOCKET_IFNAME"] = network
-            starts.append(actor.start.remote(pickle.dumps((host, own)), search_path, env, self._setting.num_threads))
+            driver = None if place.node == here else raylets.get(here)
+            payload = pickle.dumps((host, own))
+            starts.append(actor.start.remote(payload, search_path, env, self._setting.num_threads, driver))
         group.begin_start(lambda number, _: self._inbox.put((number, starts))).result()
+
+    def _watch_machines(
+        self, group: RemoteWorkerGroup, rank_of: Mapping[str, int], raylets: Mapping[str, tuple[str, int]]
+    ) -> None:
+        """Watch the other machines: Ray itself notices after more than a minute that one is out of reach.
+
+        Args:
+            rank_of: a worker on each of them, by node.
+            raylets: host and port of Ray's own process, by node.
+        """
+        for node, rank in rank_of.items():
+            lost = partial(str, f"its machine is out of reach, or down: {self._hosts[rank]}")
+            if node in raylets:
+                self._watches.append(ReachabilityWatch(raylets[node], partial(group.on_end, rank, lost)))
 
     def _hire(self, rank: int) -> Any:
         log = None if self._logs is None else str(self._log(rank))
@@ -252,7 +277,7 @@ class RayTransport:
         try:
             answer = ray.get(ref)
         except RayActorError as error:
-            ended = _ending(error)
+            ended = _ending(error, self._hosts[rank] if rank < len(self._hosts) else "")
             return group.on_end(rank, lambda: f"{ended}\n{self.tail(rank)}")
         except RayError as error:
             return group.on_error(number, rank, str(error))
@@ -317,6 +342,8 @@ class RayTransport:
             self._bundles.leave()
 
     def close(self, is_idle: bool) -> None:
+        for watch in self._watches:
+            watch.close()
         if is_idle and self._actors and ray.is_initialized():
             with contextlib.suppress(RayError):
                 asked = [actor.end.remote() for actor in self._actors]
@@ -337,7 +364,7 @@ class _Place(NamedTuple):
     """Location of a worker.
 
     Attributes:
-        address: of its machine in the cluster.
+        address, host: of its machine in the cluster, and the machine's name.
         meeting, local_meeting: where a group could meet there, for other machines and for this one alone.
         network, local_network: the interfaces of both; empty where they are not known, or the user has chosen.
         gpu: its own, as the worker's process numbers those that it sees.
@@ -351,6 +378,7 @@ class _Place(NamedTuple):
     network: str
     local_network: str
     gpu: int
+    host: str = ""
 
 
 class _RayWorker(RoleWorker):
@@ -361,14 +389,17 @@ class _RayWorker(RoleWorker):
         is_chosen = "GLOO_SOCKET_IFNAME" in os.environ
         networks = ("", "") if is_chosen else (interface_of(own), interface_of(LOOPBACK))
         gpu = own_gpu([str(number) for number in ray.get_gpu_ids()], os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return _Place(own, os.getpid(), node, free_address(own), free_address(LOOPBACK), *networks, gpu)
+        return _Place(
+            own, os.getpid(), node, free_address(own), free_address(LOOPBACK), *networks, gpu, socket.gethostname()
+        )
 
 
-def _ending(error: RayActorError) -> str:
+def _ending(error: RayActorError, host: str) -> str:
+    """How a worker ended on `host`, a name and an address."""
     text = " ".join(str(error).split())
     if "node" in text and "died" in text and "worker process has died" not in text:
-        return "its machine left the Ray cluster"
-    return "the process ended (killed, out of memory, or a crash)"
+        return f"its machine left the Ray cluster: {host}"
+    return f"the process ended (killed, out of memory, or a crash) on {host}"
 
 
 def _refusal(error: Exception, name: str, step: int | None) -> VerlError:
