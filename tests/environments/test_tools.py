@@ -78,7 +78,7 @@ GOOD = {
 def answers(*calls):
     tools = {tool.name: tool for tool in (Tool.of(everything), Tool.of(double))}
     step = asyncio.run(ToolEnvironment(tools, 5.0).step(Action("", tuple(ToolCall(*call) for call in calls))))
-    return [record.outcome for record in step.info["calls"]], step.observation.splitlines()
+    return [record.outcome for record in step.calls], step.observation.splitlines()
 
 
 def test_annotations_become_a_json_schema():
@@ -154,7 +154,7 @@ def test_a_result_that_cannot_be_text_is_the_tools_error(value):
     with pytest.raises(TypeError, match="cannot be written as JSON"):
         as_text(value)
     step = asyncio.run(ToolEnvironment({"give": Tool.of(give)}, 5.0).step(Action("", (ToolCall("give", {}),))))
-    assert [record.outcome for record in step.info["calls"]] == ["tool_error"]
+    assert [record.outcome for record in step.calls] == ["tool_error"]
 
 
 def test_functions_in_a_process_of_their_own_have_the_same_types_and_results(tmp_path):
@@ -187,7 +187,7 @@ def test_functions_in_a_process_of_their_own_have_the_same_types_and_results(tmp
             await pool.stop()
 
     step = asyncio.run(play())
-    assert [record.outcome for record in step.info["calls"]] == ["ok", "tool_error", "tool_error"]
+    assert [record.outcome for record in step.calls] == ["ok", "tool_error", "tool_error"]
     assert step.observation.splitlines()[0] == '["RED None"]'
 
 
