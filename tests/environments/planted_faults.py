@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def table(once: Mapping[str, Outcome], always: Mapping[str, Outcome]) -> str:
     lines = [head, "|---|---|---|---|---|---|"]
     for name, (words, *_) in FAULTS.items():
         (first, metrics), (each, metrics_each) = once[name], always[name]
-        reasons = [reason.partition(" (")[0] for reason in first["infra"][:1]]
+        reasons = [re.sub(r"/\S+/", "", reason.partition(" (")[0]) for reason in first["infra"][:1]]
         read = ", ".join(f"`{turn['observation']}`" for turn in first["turns"] if turn["observed"])
         told = "; ".join(map(_metrics, (metrics, metrics_each)))
         cells = (words, _end(first), _end(each), *([f"`{reasons[0]}`"] if reasons else [""]), read or "nothing", told)

@@ -325,7 +325,7 @@ def test_after_faults_of_any_kind_a_group_has_two_members_or_none(model, how, re
         engine.close()
     kept = kept_rows(rows)
     sizes = [kept["prompt_ids"].tolist().count(group) for group in range(200)]
-    assert set(sizes) == {0, 2, 3}
+    assert {2, 3} <= set(sizes) <= {0, 2, 3}
     assert sum(record.get("left_out", 0) for record in kept["episode"]) == 600 - len(kept)
 
 

@@ -217,8 +217,8 @@ import os, subprocess, sys
 
 class World:
     def reset(self, row, seed):
-        daemon = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
-        found = subprocess.run([sys.executable, "-c", daemon], capture_output=True, text=True, start_new_session=True)
+        daemon = "import subprocess as s; print(s.Popen(['sleep', '600'], start_new_session=True, stdout=2).pid)"
+        found = subprocess.run([sys.executable, "-c", daemon], stdout=subprocess.PIPE, text=True)
         with open(row["prompt_text"], "a") as file:
             file.write(found.stdout)
 
@@ -312,3 +312,43 @@ def test_a_task_that_a_package_does_not_have_is_refused_before_anything_is_loade
     run = validate(compose_root("ppo", [*overrides, "algorithm=grpo", "critic=none"]))
     with pytest.raises(ConfigError, match=words):
         refuse_here(run)
+
+
+def test_a_trainer_that_is_suspended_does_not_make_a_call_late(tmp_path):
+    (tmp_path / "world.py").write_text(
+        "import time\nclass World:\n    def reset(self, row, seed): pass\n"
+        "    def step(self, action):\n        time.sleep(0.7)\n        return 'ok', 1.0, False, False, {}\n"
+    )
+    script = textwrap.dedent(f"""
+        import asyncio
+        from verl.environments.base import Action, EnvironmentDescription
+        from verl.environments.calls import CallRunner
+        from verl.environments.hosted import FunctionEnvironment
+
+        options = FunctionEnvironment(path={str(tmp_path / "world.py")!r} + ":World", step_timeout_s=1.2)
+        runner = CallRunner(options.factory(None), options)
+        environment = runner.factory.make_alone()
+        runner.reset(0, 0, "reset", environment, {{}}, 0)
+        outcomes = []
+        for turn in range(6):
+            while not (found := runner.take(0.05)):
+                pass
+            outcomes.append(found[0].record.outcome)
+            runner.step(0, 0, str(turn), environment, Action("x"))
+            runner.hand_over()
+            print("step", flush=True)
+        runner.close()
+        print(outcomes, flush=True)
+    """)
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    try:
+        for _ in range(2):
+            assert trainer.stdout.readline() == "step\n"
+            trainer.send_signal(signal.SIGSTOP)
+            time.sleep(2.0)
+            trainer.send_signal(signal.SIGCONT)
+        assert trainer.stdout.read().splitlines()[-1] == str(["ok"] * 6)
+    finally:
+        trainer.kill()
+        trainer.wait()

@@ -135,13 +135,13 @@ NOT_SCORED = {
 ENDS_ITS_PROCESS = {
     "os._exit(3)": "has ended (exit status 3)",
     "ctypes.string_at(0)": "has ended (signal SIGSEGV)",
-    "os.kill(os.getpid(), signal.SIGKILL) or time.sleep(9)": "has ended (signal SIGKILL",
-    "os.killpg(0, signal.SIGKILL) or time.sleep(9)": "has ended (signal SIGKILL",
+    "os.kill(os.getpid(), signal.SIGKILL) or time.sleep(20)": "has ended (signal SIGKILL",
+    "os.killpg(0, signal.SIGKILL) or time.sleep(20)": "has ended (signal SIGKILL",
     "os.closerange(3, 500)": "has ended (exit status 1)",
     "re.match('(a+)+b', 'a' * 60)": "a thread does not let go of the interpreter",
     "ctypes.PyDLL(None).sleep(30)": "no sign of life",
-    "os.kill(os.getpid(), signal.SIGSTOP)": "it is stopped",
-    "threading.Thread(target=os._exit, args=(4,)).start() or time.sleep(9)": "has ended (exit status 4)",
+    "os.kill(os.getpid(), signal.SIGSTOP) or time.sleep(20)": "it is stopped",
+    "threading.Thread(target=os._exit, args=(4,)).start() or time.sleep(20)": "has ended (exit status 4)",
 }
 # What counts: how the episode ends, and its reward
 SCORED = {
@@ -157,8 +157,8 @@ SCORED = {
     "('ok', 1.0, False, False, {'set': {1}, 2: None})": ("terminated", 3.0),
     "(Shouts('ok'), 1.0, False, False, {})": ("terminated", 3.0),
     "forks()": ("terminated", 3.0),
-    "print('y' * 20_000_000) or with_reward(1.0)": ("terminated", 3.0),
-    "sys.stderr.write('y' * 20_000_000) and with_reward(1.0)": ("terminated", 3.0),
+    "print('y' * 17_000_000) or with_reward(1.0)": ("terminated", 3.0),
+    "sys.stderr.write('y' * 17_000_000) and with_reward(1.0)": ("terminated", 3.0),
     "os.close(0) or os.close(1) or with_reward(1.0)": ("terminated", 3.0),
     "setattr(time, 'monotonic', lambda: 0.0) or with_reward(1.0)": ("terminated", 3.0),
     "LOCK.acquire() and time.sleep(60)": ("timeout", 1.0),
@@ -168,7 +168,7 @@ SCORED = {
     "asyncio.sleep(60)": ("timeout", 1.0),
 }
 INNOCENT = ["" for _ in range(12)]
-LIMIT_S = 2.0
+LIMIT_S = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def played(tmp_path_factory):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     model, found = tiny(), dict[str, list]()
-    environment = FunctionEnvironment(path=f"{file}:World", step_timeout_s=LIMIT_S, retries=0, reset_timeout_s=4.0)
+    environment = FunctionEnvironment(path=f"{file}:World", step_timeout_s=LIMIT_S, retries=0, reset_timeout_s=5.0)
     engine = engine_of(environment, model=model, stop_token_ids=EACH)
     try:
         for codes in ([*NOT_SCORED, *SCORED], [*INNOCENT[:6], *ENDS_ITS_PROCESS, *INNOCENT[6:]]):
@@ -227,5 +227,5 @@ def test_file_line_and_traceback_are_told_and_the_definition_where_a_value_is_wr
     assert f"World.step() at line {defined} of {file}" in records["5"][0]["infra"][-1]
     assert any("Traceback (most recent call last)" in line and "a ring" in line for line in lines)
     printed = [line for line in lines if line.startswith("environment ") and "yyyy" in line]
-    assert 0 < len(printed) < 5000  # of 40,000, in several attempts
+    assert 0 < len(printed) < 5000  # of 34,000, in several attempts
     assert max(map(len, printed)) < 1100

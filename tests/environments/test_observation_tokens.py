@@ -106,3 +106,22 @@ def test_a_template_that_rewrites_earlier_turns_is_told_once_with_the_difference
         encoder.warn_of_difference(prompt, turns, ids)
     assert len(caplog.records) == 1
     assert "would render this conversation differently" in caplog.text
+
+
+def test_a_very_long_content_is_cut_before_it_is_tokenised():
+    tokenizer = character_tokenizer()
+    encoder = ObservationEncoder(tokenizer, ChatTemplate(tokenizer, None), (), 100)
+    asked, plain = [], encoder.plain
+
+    def counted(text):
+        asked.append(len(text))
+        return plain(text)
+
+    encoder.plain = counted  # type: ignore[assignment]
+    text = "1" * 4_000_000 + "2" * 4_000_000
+    said = tokenizer.decode(encoder.content(text))
+    assert sum(asked) < 10_000
+    assert said.startswith("111")
+    assert said.endswith("222")
+    assert "characters and more are left out" in said
+    assert len(encoder.content(text)) <= 100

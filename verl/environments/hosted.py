@@ -418,12 +418,17 @@ class HostedEnvironment(Environment):
     def __init__(self, pool: HostPool, is_alone: bool = False):
         self.pool, self.is_alone, self.number = pool, is_alone, next(self.numbers)
         self.host: Host | None = None
+        self.is_closed = False
         self.recovery = pool.recovery
 
     async def acquire_process(self) -> None:
         """Before `reset`: choose, and perhaps start, the process."""
-        self.host = await (self.pool.own_host() if self.is_alone else self.pool.host())
-        self.host.environments += 1
+        host = await (self.pool.own_host() if self.is_alone else self.pool.host())
+        host.environments += 1
+        if self.is_closed:  # while it waited
+            self.pool.release(host)
+            raise InfraError("the environment was closed before its first call")
+        self.host = host
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         plain = {name: value for name, value in row.items() if _is_plain(value)}
@@ -438,7 +443,7 @@ class HostedEnvironment(Environment):
         return StepResult(**found)
 
     async def close(self) -> None:
-        host, self.host = self.host, None
+        host, self.host, self.is_closed = self.host, None, True
         if host is None:
             return
         try:
