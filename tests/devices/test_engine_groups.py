@@ -21,10 +21,10 @@ from verl.models.parallel_info import ParallelInfo
 from verl.models.tiny import TinyModel
 from verl.resharding.dtensor import local, tensor_layout
 from verl.resharding.layout import Mesh
-from verl.rollout.vllm.client.engine_args import gpu_name
 from verl.rollout.vllm import shm_stream
 from verl.rollout.vllm.client import client as client_module
 from verl.rollout.vllm.client.client import VLLMClient
+from verl.rollout.vllm.client.engine_args import gpu_name
 from verl.rollout.vllm.messages import EngineInfo, SyncOffer, SyncRound
 from verl.rollout.vllm.shm_stream import StreamReader
 from verl.rollout.vllm.sync import sharded_client, weight_sync

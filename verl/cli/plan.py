@@ -26,7 +26,9 @@ def plan(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="a100-40, a100, l4, l40s, rtx4090, h100, h200, b200, mi300x or cpu; also as plan.device=NAME."),
+        typer.Option(
+            help="a100-40, a100, l4, l40s, rtx4090, h100, h200, b200, mi300x or cpu; also as plan.device=NAME."
+        ),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure this machine's CPU for about 10 s, instead of using a table.")

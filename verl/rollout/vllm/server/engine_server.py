@@ -98,9 +98,7 @@ class EngineServer:
     def describe(self) -> EngineInfo:
         """Properties of the engine that the trainer needs."""
         reads_peers = all(self.llm.collective_rpc("verl_reads_peers"))
-        return EngineInfo(
-            self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers, reads_peers
-        )
+        return EngineInfo(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers, reads_peers)
 
     def lost_worker(self) -> str | None:
         """Which of vLLM's worker processes ended unexpectedly, and how; None while all are running."""
