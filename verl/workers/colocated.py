@@ -14,10 +14,10 @@ from verl.engines.sharding import NoSharding, Sharding
 from verl.environments.base import EnvironmentDescription
 from verl.rewards.reward_model import RewardModel
 from verl.rollout.base import Rollout
-from verl.utils.memory import make_current, release_cached
+from verl.utils.memory import computes_bfloat16, make_current, release_cached
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor, ActorWorker
-from verl.workers.base import TrainedRole, TrainedWorker
+from verl.workers.base import TrainedRole, TrainedWorker, roles_on_device
 from verl.workers.critic import Critic, CriticWorker
 from verl.workers.load_state import RestoreSource
 from verl.workers.rank_checkpoint import RankCheckpointWriter
@@ -129,7 +129,8 @@ class RLHost(Description):
         make_current(context.device)
         host = RoleProcess(shared_device=context.device if context.shares_device else None)
         try:
-            here = self if self.restore is None else replace(self, restore=self.restore.here())
+            here = roles_on_device(self, computes_bfloat16(context.device))
+            here = here if self.restore is None else replace(here, restore=self.restore.here())
             here._start_roles(host, with_tokenizer(context, self.actor))
             host.saves({name: role for name, role in host.workers.items() if isinstance(role, TrainedWorker)})
         except BaseException:
@@ -183,12 +184,12 @@ class SFTHost(Description):
     def build(self, context: BuildContext) -> RoleProcess:
         """Load the model."""
         make_current(context.device)
-        host = RoleProcess()
+        host, learner = RoleProcess(), self.learner.on_device(computes_bfloat16(context.device))
         parallel = host.parallel(self.shardings()["learner"], context)
         seed_everything(derive_seed(context.seed, "learner"))
         context = with_tokenizer(context, self.learner)
         restore = None if self.restore is None else self.restore.here()
-        host.workers["learner"] = SFTWorker.start(self.learner, context, parallel, self.total_updates, restore)
+        host.workers["learner"] = SFTWorker.start(learner, context, parallel, self.total_updates, restore)
         host.saves({"actor": host.workers["learner"]})
         return host
 
