@@ -50,8 +50,8 @@ class TrainedRole(Description):
         micro_batch_tokens: tokens of one forward and backward pass, padding included. Bounds memory; changes no
             result but by rounding.
         autocast: `bfloat16` computes in it, forward and backward, generation included, while weights, gradients and
-            optimizer state stay in `model.dtype`; null computes in that. `auto` is bfloat16 for float32 weights on a GPU
-            that computes in it, and null elsewhere.
+            optimizer state stay in `model.dtype`; null computes in that. `auto` is bfloat16 for float32 weights on a
+            GPU that computes in it, and null elsewhere.
         packing: `auto` runs rows as one line of tokens, a prompt shared by several of them once, where the model can
             and it leaves clearly fewer tokens; `off` pads. Changes no result but by rounding.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.

@@ -93,7 +93,8 @@ class RunPlan:
         peak = self.memory.peak
         dtype = str(self.memory.roles[0].dtype).removeprefix("torch.")
         return (
-            f"{self.memory.roles[0].name} computes in {dtype}; {peak.name} needs most, {peak.total / GIB:.2f} of {self.memory.limit / GIB:.1f} GiB in each process; "
+            f"{self.memory.roles[0].name} computes in {dtype}; "
+            f"{peak.name} needs most, {peak.total / GIB:.2f} of {self.memory.limit / GIB:.1f} GiB in each process; "
             f"about {_duration(self.step_s)} a step on {self.device.name}"
         )
 
