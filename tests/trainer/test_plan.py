@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from random_models import save_random_model
+from refusals import refusal
 from roles import experience, start_actor
 from typer.testing import CliRunner
 
@@ -17,6 +18,7 @@ from verl.cli.train import train_sft
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
+from verl.compose.warm_start import with_architectures
 from verl.models.lora import LoRA
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
@@ -29,6 +31,7 @@ from verl.trainer.plan.memory import micro_batch_limit
 from verl.trainer.plan.memory_estimate import GIB, estimate_sft
 from verl.trainer.plan.run_plan import plan_run
 from verl.trainer.plan.step_time import active_parameters
+from verl.trainer.setup import prepare_context
 from verl.utils.memory import computes_bfloat16
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 256}
@@ -249,8 +252,6 @@ def test_processes_that_share_layers_have_all_rows_of_their_share_in_fine_tuning
 def test_batch_arithmetic_names_every_remainder():
     run = run_of("algorithm=grpo", "critic=none", "sharding=ddp", "trainer.n_gpus_per_node=5")
     run = replace(run, trainer=replace(run.trainer, prompts_per_step=6, group_size=2))
-    from verl.compose.warm_start import with_architectures
-
     told = "\n".join(plan_run(with_architectures(run), device_named("cpu")).batch)
     assert "6 prompts x 2 samples = 12 rows" in told
     assert "12 rows of a mini-batch over 5 processes leave a remainder of 2" in told
@@ -392,6 +393,14 @@ def test_ranks_with_the_same_rows_share_an_engine_and_do_not_draw_them_twice(lla
         plan = planned_8b(llama_8b, "h100", *common, *f"sharding={sharding}".split())
         seconds[sharding] = plan.stages[0].seconds
     assert len({round(value, 6) for value in seconds.values()}) == 1
+
+
+def test_a_run_on_two_machines_is_planned_on_one_and_refused_there_before_anything_loads(tmp_path):
+    run = run_of("trainer.nnodes=2", "sharding=ddp")
+    assert plan_run(with_architectures(run), device_named("h100")).memory.estimate.machines == 2
+    with refusal("trainer.nnodes"):
+        prepare_context(BuildContext(run_dir=tmp_path / "run"), run.trainer)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_main_script_plans_in_place_of_training(tmp_path, monkeypatch, capsys):
