@@ -74,8 +74,8 @@ faults: install-dev
 exhaustive: install-dev environments
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m exhaustive
 
-gpu: install-dev
-	$(BIN)/python benchmarks/gpu.py
+gpu: $(if $(NO_INSTALL),,install-dev)
+	$(if $(NO_INSTALL),$(PYTHON),$(BIN)/python) benchmarks/gpu.py $(if $(NO_INSTALL),--no-install)
 
 bench: install
 	$(BIN)/python -m pip install --quiet -r requirements-bench.txt -r requirements-storage.txt -r requirements-dev.txt

@@ -264,7 +264,7 @@ def test_on_a_gpu_kernels_that_are_not_deterministic_are_refused(monkeypatch):
 
 
 class RefusingDevice(TorchDispatchMode):
-    """Raises where a GPU would: cumulative sums of floating-point numbers while deterministic algorithms are demanded."""
+    """Raises where a GPU would: cumulative sums of floats while deterministic algorithms are demanded."""
 
     refused = 0
 

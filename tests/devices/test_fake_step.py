@@ -146,9 +146,12 @@ def planned(config, directory, prompts, samples, length):
     lengths = [f"++data.max_prompt_length={length}", f"rollout.max_new_tokens={length}"]
     plan = plan_run(validate(compose_root("ppo", [*roles, *more, *sizes, *lengths])), device_named("h100"))
     phases = {phase.name: phase for phase in plan.memory.phases}
-    return [phases[name].total - device_named("h100").context for name in ("rest", "update actor")]
+    outside = ("context", "sleeping engine")
+    own = ({part: size for part, size in phases[name].parts.items() if part not in outside} for name in PHASES)
+    return [sum(parts.values()) for parts in own]
 
 
+PHASES = ("rest", "update actor")
 CASES = [(2, 1, 7, 512), pytest.param(32, 2, 7, 1024, marks=pytest.mark.exhaustive)]
 
 

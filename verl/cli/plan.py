@@ -106,7 +106,7 @@ def _rates(run: Any, name: str | None, measure: bool) -> DeviceRates:
             raise ConfigError(f"plan.device is {name}: --measure is of this machine. Leave one of them out.")
         source = run.actor.model
         sizes = model_stats(source.load_config())
-        return measured_here(sizes.hidden, sizes.mlp, run.actor.autocast or source.dtype)
+        return measured_here(sizes.hidden, sizes.mlp, run.actor.on_device(False).autocast or source.dtype)
     if name is not None:
         return device_named(name)
     return gpu_here() if torch.cuda.is_available() and run.trainer.device != "cpu" else device_named("cpu")

@@ -347,8 +347,10 @@ class _RefusedOperations(TorchDispatchMode):
     """Notes operations that raise on a GPU, in themselves or in their backward pass, where deterministic algorithms are
     demanded. Source: documentation of torch.use_deterministic_algorithms."""
 
-    always = re.compile(r"(_?adaptive_\w+_pool\dd|avg_pool3d|fractional_max_pool\dd|max_unpool\dd|reflection_pad\dd"
-                        r"|upsample_(linear|bilinear|bicubic|trilinear)\w*|grid_sampler\w*|_?ctc_loss|kthvalue|put_?)$")  # fmt: skip
+    always = re.compile(
+        r"(_?adaptive_\w+_pool\dd|avg_pool3d|fractional_max_pool\dd|max_unpool\dd|reflection_pad\dd"
+        r"|upsample_(linear|bilinear|bicubic|trilinear)\w*|grid_sampler\w*|_?ctc_loss|kthvalue|put_?)$"
+    )
 
     def __init__(self):
         super().__init__()

@@ -75,14 +75,21 @@ class LoopSettings(Description):
             yield f"device is {self.device!r}: {fault}. Set auto, cpu, cuda or cuda:N."
         if self.device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", self.device):
             yield f"device is {self.device!r}: expected auto, cpu, cuda or one GPU such as cuda:1."
+
+    def machine_faults(self) -> Iterator[str]:
+        """Faults of running here; the run can be planned anywhere."""
+        device = self.device
         if self.nnodes > 1 and not self.spans_machines:
             alone = "nothing joins this run with other machines"
             yield f"nnodes is {self.nnodes}: {alone}. Set nnodes=1{self.machines_advice}."
+<<<<<<< HEAD
 
     def machine_faults(self) -> Iterator[str]:
         device = self.device
         if (fault := library_fault(self.cpu_matmul)) is not None:
             yield f"cpu_matmul is {self.cpu_matmul!r}: {fault}."
+=======
+>>>>>>> cuda
         if device.startswith("cuda") and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
             found = f"{count} GPUs, numbered from 0," if count else "no GPU"
             yield f"device is {device!r}: torch finds {found} here. Set trainer.device=auto."

@@ -17,7 +17,12 @@ def kernel_cache_directory() -> Path | None:
     found = os.environ.get(VARIABLE)
     if found and Path(found).parent != Path(tempfile.gettempdir()).absolute():  # torch sets the variable itself too
         return Path(found)
-    directory = Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl").expanduser() / "torchinductor"
+    return cache_directory("torchinductor")
+
+
+def cache_directory(name: str) -> Path | None:
+    """A directory in VERL_CACHE or ~/.cache/verl; None if it is not writable."""
+    directory = Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl").expanduser() / name
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError:

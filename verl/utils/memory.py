@@ -74,6 +74,16 @@ def make_current(device: str) -> None:
         torch.backends.cuda.enable_cudnn_sdp(os.environ.get(CUDNN_VARIABLE) == "1")
 
 
+def computes_bfloat16(device: str) -> bool:
+    """Whether a device computes in bfloat16 without emulation: GPUs do from Ampere on. A CPU counts as one that does
+    not, since few have products in it."""
+    if not device.startswith("cuda"):
+        return False
+    import torch
+
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def on_current_device(work: Callable[..., Result]) -> Callable[..., Result]:
     """A function for another thread, in which it takes the GPU that is current in this one: a thread begins with the
     first GPU of the machine, and kernels that are compiled here run on the current one."""

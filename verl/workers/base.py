@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import PositiveInt
 from torch import Tensor, nn
@@ -50,7 +51,8 @@ class TrainedRole(Description):
         micro_batch_tokens: tokens of one forward and backward pass, padding included. Bounds memory; changes no
             result but by rounding.
         autocast: `bfloat16` computes in it, forward and backward, generation included, while weights, gradients and
-            optimizer state stay in `model.dtype`; null computes in that.
+            optimizer state stay in `model.dtype`; null computes in that. `auto` is bfloat16 for float32 weights on a
+            GPU that computes in it, and null elsewhere.
         packing: `auto` runs rows as one line of tokens, a prompt shared by several of them once, where the model can
             and it leaves clearly fewer tokens; `off` pads. Changes no result but by rounding.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
@@ -66,10 +68,16 @@ class TrainedRole(Description):
     optimizer: AdamW
     lora: LoRA | None = None
     micro_batch_tokens: PositiveInt = 16384
-    autocast: Autocast = None
+    autocast: Autocast | Literal["auto"] = None
     packing: Packs = "auto"
     gradient_checkpointing: bool = False
     sharding: Sharding | None = None
+
+    def on_device(self, computes_bfloat16: bool) -> Self:
+        """This role with `autocast=auto` decided, for a device that computes in bfloat16 fast, or does not."""
+        if self.autocast != "auto":
+            return self
+        return replace(self, autocast="bfloat16" if computes_bfloat16 and self.model.dtype == "float32" else None)
 
     def faults(self) -> Iterator[str]:
         if self.model.compile and isinstance(self.model, ModuleModel):
@@ -108,10 +116,19 @@ class TrainedRole(Description):
         if self.gradient_checkpointing:
             enable: Any = model.gradient_checkpointing_enable
             enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        assert self.autocast != "auto", "see on_device"
         optimizer = self.optimizer.for_model(model, self.lr_factor * (1.0 if self.lora is None else ADAPTER_LR_FACTOR))
         return TrainingEngine(
             model, parallel, self.micro_batch_tokens, optimizer, total_updates, self.autocast, self.packing
         )
+
+
+def roles_on_device(run: Any, computes_bfloat16: bool) -> Any:
+    """A run, or what starts its roles, with `autocast` of actor and critic decided; see `TrainedRole.on_device`."""
+    roles = {name: getattr(run, name, None) for name in ("actor", "critic", "learner")}
+    decided = {name: role.on_device(computes_bfloat16) for name, role in roles.items() if isinstance(role, TrainedRole)}
+    changed = {name: role for name, role in decided.items() if role is not roles[name]}
+    return replace(run, **changed) if changed else run
 
 
 def load_unsharded(

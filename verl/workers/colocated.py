@@ -15,10 +15,10 @@ from verl.environments.base import EnvironmentDescription
 from verl.ops.cpu_matmul import use_library
 from verl.rewards.reward_model import RewardModel
 from verl.rollout.base import Rollout
-from verl.utils.memory import make_current, release_cached
+from verl.utils.memory import computes_bfloat16, make_current, release_cached
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor, ActorWorker
-from verl.workers.base import TrainedRole, TrainedWorker
+from verl.workers.base import TrainedRole, TrainedWorker, roles_on_device
 from verl.workers.critic import Critic, CriticWorker
 from verl.workers.load_state import RestoreSource
 from verl.workers.rank_checkpoint import RankCheckpointWriter
@@ -131,7 +131,8 @@ class RLHost(Description):
         use_library(context.cpu_matmul)
         host = RoleProcess(shared_device=context.device if context.shares_device else None)
         try:
-            here = self if self.restore is None else replace(self, restore=self.restore.here())
+            here = roles_on_device(self, computes_bfloat16(context.device))
+            here = here if self.restore is None else replace(here, restore=self.restore.here())
             here._start_roles(host, with_tokenizer(context, self.actor))
             host.saves({name: role for name, role in host.workers.items() if isinstance(role, TrainedWorker)})
         except BaseException:
@@ -186,12 +187,12 @@ class SFTHost(Description):
         """Load the model."""
         make_current(context.device)
         use_library(context.cpu_matmul)
-        host = RoleProcess()
+        host, learner = RoleProcess(), self.learner.on_device(computes_bfloat16(context.device))
         parallel = host.parallel(self.shardings()["learner"], context)
         seed_everything(derive_seed(context.seed, "learner"))
         context = with_tokenizer(context, self.learner)
         restore = None if self.restore is None else self.restore.here()
-        host.workers["learner"] = SFTWorker.start(self.learner, context, parallel, self.total_updates, restore)
+        host.workers["learner"] = SFTWorker.start(learner, context, parallel, self.total_updates, restore)
         host.saves({"actor": host.workers["learner"]})
         return host
 

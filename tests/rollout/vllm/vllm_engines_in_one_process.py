@@ -46,8 +46,7 @@ def engine_of(model: Any, directory: Path, options: VLLMRollout = OPTIONS) -> An
     from verl.rollout.vllm.server.engine_server import EngineServer
 
     directory.mkdir()
-    setting = engine_args(options, model, None, directory)
-    write_model_directory(model, directory)
+    setting = engine_args(options, model, None, write_model_directory(model, directory))
     try:
         return EngineServer(setting)
     except Exception as error:

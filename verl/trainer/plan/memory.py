@@ -17,6 +17,7 @@ from verl.trainer.plan.activations import Activations, num_experts, trace_activa
 from verl.trainer.plan.devices import DeviceRates
 from verl.trainer.plan.memory_estimate import GIB, MemoryEstimate, RoleMemory, estimate_ppo, estimate_sft
 from verl.utils.memory import DeviceMemory
+from verl.workers.base import roles_on_device
 
 EXPERT_LOADS = 1.0, 2.0  # times its share of the tokens that the experts of a process get
 WORTH_PACKING = 0.85  # of the tokens of padded rows, from which down the rows are packed
@@ -208,7 +209,7 @@ def memory_plan(run: Any, device: DeviceRates, exact: bool = False, limit: int |
     Args:
         limit: bytes available to a process; None: its share of the device.
     """
-    settings = run.trainer
+    settings, run = run.trainer, roles_on_device(run, device.is_gpu)
     is_ppo = isinstance(settings, PPOSettings)
     estimate = (estimate_ppo if is_ppo else estimate_sft)(run, on_host=not device.is_gpu)
     roles = role_plans(run, estimate, device, exact)

@@ -19,7 +19,7 @@ from verl.models.lora import LoRA
 from verl.models.model_stats import ModelStats, model_stats
 from verl.trainer.config import LoopSettings, PPOSettings
 from verl.utils.memory import gpu_memory_from_outside
-from verl.workers.base import TrainedRole
+from verl.workers.base import TrainedRole, roles_on_device
 
 GIB = 2**30
 _PROCESS_BYTES = 450 * 2**20  # a Python with torch and transformers, on the CPU
@@ -148,6 +148,8 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
         on_host: whether its roles live in main memory; None for what this machine has.
     """
     settings, rollout, layouts = run.trainer, run.rollout, role_layouts(run)
+    is_here = _is_on_host(settings) if on_host is None else on_host
+    run = roles_on_device(run, not is_here)
     world, placement, in_run = settings.n_gpus_per_node * settings.nnodes, settings.placement, tuple(layouts)
     groups = [(in_run, world)] if placement is None else placement.worker_groups(in_run, world)
     rows = settings.prompts_per_step * settings.group_size
@@ -170,7 +172,6 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
     own = -(-rows // layouts["actor"].generation_shares)
     drawn = min(own, getattr(rollout, "max_rows", own))
     cache = actor.cache_elements // layouts["actor"].siblings * drawn * width * _computed_in(run.actor)
-    is_here = _is_on_host(settings) if on_host is None else on_host
     stays_awake = False
     if rollout.runs_ahead:  # an engine or a server with weights of its own has the cache
         cache = 0
@@ -203,6 +204,8 @@ def estimate_sft(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
         on_host: whether its role lives in main memory; None for what this machine has.
     """
     settings, saves, layout = run.trainer, run.checkpoint, role_layouts(run)["actor"]
+    is_here = _is_on_host(settings) if on_host is None else on_host
+    run = roles_on_device(run, not is_here)
     sizes = model_stats(run.actor.model.load_config(), run.actor.lora)
     role = replace(_trained("actor", run.actor, sizes, layout), generating=0)
     return MemoryEstimate(
@@ -213,7 +216,7 @@ def estimate_sft(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
         saving=role.saved if saves is not None else 0,
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         copied=role.saved // settings.nnodes if saves is not None and saves.save_async else 0,
-        on_host=_is_on_host(settings) if on_host is None else on_host,
+        on_host=is_here,
     )
 
 

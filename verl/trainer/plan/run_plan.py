@@ -17,6 +17,7 @@ from typing import Any
 from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.trainer.config import PPOSettings
+from verl.trainer.plan.activations import num_experts
 from verl.trainer.plan.devices import DeviceRates, device_named, gpu_here
 from verl.trainer.plan.memory import MemoryPlan, memory_plan
 from verl.trainer.plan.memory_estimate import (
@@ -29,7 +30,7 @@ from verl.trainer.plan.memory_estimate import (
     free_memory,
     role_layouts,
 )
-from verl.trainer.plan.step_time import StageTime, share_lines, stage_times
+from verl.trainer.plan.step_time import RANGES, StageTime, share_lines, stage_times
 
 _log = logging.getLogger(__name__)
 MOST_CHANGES = 3  # that are named
@@ -78,13 +79,21 @@ class RunPlan:
         return sum(stage.seconds for stage in self.stages)
 
     @property
+    def range_s(self) -> tuple[float, float]:
+        """Seconds of a step at best and at worst, by published steps; the same where rates are of this machine."""
+        low, high = (1.0, 1.0) if not self.device.is_gpu else RANGES[bool(num_experts(self.memory.roles[0].config))]
+        return low * self.step_s, high * self.step_s
+
+    @property
     def fits(self) -> bool:
         return self.memory.fits
 
     def summary(self) -> str:
         """One line."""
         peak = self.memory.peak
+        dtype = str(self.memory.roles[0].dtype).removeprefix("torch.")
         return (
+            f"{self.memory.roles[0].name} computes in {dtype}; "
             f"{peak.name} needs most, {peak.total / GIB:.2f} of {self.memory.limit / GIB:.1f} GiB in each process; "
             f"about {_duration(self.step_s)} a step on {self.device.name}"
         )
@@ -107,6 +116,9 @@ class RunPlan:
         source = "measured here" if self.device.is_measured else "from a table of devices: no step was run"
         drawn = "as long as they may be" if self.response is None else f"of {self.response} tokens"
         yield f"A step takes about {_duration(self.step_s)}, with responses {drawn} (rates {source}):"
+        if self.range_s[0] < self.range_s[1]:
+            low, high = map(_duration, self.range_s)
+            yield f"between {low} and {high}, by the error of such plans for published steps."
         yield from (f"  {line}" for line in share_lines(self.stages))
         yield ""
         yield from self.disk
@@ -162,6 +174,7 @@ class RunPlan:
             "host_bytes": self.memory.host,
             "batch": list(self.batch),
             "step_seconds": self.step_s,
+            "step_seconds_range": list(self.range_s),
             "stages": [
                 {"name": s.name, "seconds": s.seconds, "bound": s.bound, "sent_bytes": s.sent} for s in self.stages
             ],

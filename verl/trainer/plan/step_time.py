@@ -12,6 +12,10 @@ from verl.trainer.config import PPOSettings
 from verl.trainer.plan.devices import DeviceRates
 from verl.trainer.plan.memory import MemoryPlan, RolePlan, tokens_per_row
 
+LAST_ROWS = 4  # that are drawn to the greatest length, where most are shorter
+# A step over its plan, for published steps of dense models and of mixtures of experts: see docs/scaling.md
+RANGES = {False: (0.8, 1.5), True: (1.0, 3.0)}
+
 
 @dataclass(frozen=True)
 class StageTime:
@@ -73,7 +77,8 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
     if run.rollout.generates_here:
         layout = next(role.memory.layout for role in memory.roles if role.name == "actor")
         own = -(-rows // (layout.shares if run.rollout.runs_ahead else layout.generation_shares))
-        found.append(_generation(run, replace(work["actor"], ways=layout.siblings), own, prompt, new, device))
+        same = layout.processes // layout.shares if run.rollout.runs_ahead else 1  # processes with the same rows
+        found.append(_generation(run, replace(work["actor"], ways=layout.siblings), own, same, prompt, new, device))
     width = prompt + new
     for role in memory.roles:
         if role.name == "actor" and not run.algorithm.needs_old_log_probs:
@@ -125,19 +130,32 @@ def _calls(role: RolePlan, tokens: int) -> int:
     return max(1, -(-tokens // role.tokens))
 
 
-def _generation(run: Any, work: _Work, rows: int, prompt: int, new: int, device: DeviceRates) -> StageTime:
+def _generation(run: Any, work: _Work, rows: int, same: int, prompt: int, new: int, device: DeviceRates) -> StageTime:
     """Decoding: for each token of all rows the weights are read once, and the keys and values of every row. An engine's
-    stages take turns, so that only its tensor-parallel processes share this time."""
+    stages take turns, so that only its tensor-parallel processes share this time. Where responses are shorter than they
+    may be, the last few are as long.
+
+    Args:
+        rows: of a process.
+        same: number of processes that have the same rows.
+    """
     ways, siblings = getattr(run.rollout, "num_workers", 1), getattr(run.rollout, "tensor_parallel_size", 1)
     together = getattr(run.rollout, "max_rows", None) or getattr(run.rollout, "max_num_seqs", rows)
-    batch = max(1, min(rows * ways, together))
-    waves = -(-rows * ways // batch)
+    rows *= max(1, ways // same)  # of an engine
+    batch = max(1, min(rows, together))
+    waves = -(-rows // batch)
     engine = _Work(work.sizes, work.parameters, work.itemsize, work.dtype, device, max(siblings, work.ways))
-    read_s = engine.pass_s(rows * ways * prompt // max(1, run.trainer.group_size), max(1, prompt), waves)[0]
-    token_s, bound = engine.pass_s(batch, prompt + new // 2)
+    read_s = engine.pass_s(rows * prompt // max(1, run.trainer.group_size), max(1, prompt), waves)[0]
     kept = work.sizes.cache_elements * work.itemsize / engine.ways
-    token_s += batch * (prompt + new / 2) * kept / device.reads()
-    return StageTime("generate", read_s + waves * new * token_s, bound)
+
+    def token_s(count: int, length: float) -> tuple[float, str]:
+        seconds, bound = engine.pass_s(count, int(length))
+        return seconds + device.decode_s + count * length * kept / device.reads(), bound
+
+    each_s, bound = token_s(batch, prompt + new / 2)
+    longest = run.response_tokens
+    last_s = (longest - new) * token_s(min(batch, LAST_ROWS), prompt + (new + longest) / 2)[0]
+    return StageTime("generate", read_s + waves * new * each_s + max(0.0, last_s), bound)
 
 
 def _update(

@@ -133,12 +133,11 @@ class VLLMClient(RolloutEngine):
         self._while_drawing = contextlib.ExitStack()
         self.files = EngineFiles()
         try:
-            directory = self.files.directory
+            directory = write_model_directory(model, self.files.directory)
             self.setting = engine_args(
                 options, model, autocast, directory, self.files.name, context.bytes_beside_engine
             )
             self.compute_type = str(self.setting.dtype).removeprefix("torch.")
-            write_model_directory(model, directory)
             variables = environment(options, context, self.setting.num_threads, self.setting.dtype, self.gpus)
             limit_s = options.call_timeout_s
             self.process = EngineProcess(self.setting, variables, self.files, _log_file(context), limit_s)

@@ -4,10 +4,13 @@ ConfigError.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,7 @@ from verl.rollout.vllm.client.gpu_memory import (
     warn_of_small_cache,
 )
 from verl.utils.env_check import num_cores
+from verl.utils.kernel_cache import cache_directory
 from verl.utils.memory import device_memory
 
 if TYPE_CHECKING:
@@ -203,15 +207,35 @@ def environment(
     return found
 
 
-def write_model_directory(model: Any, directory: Path) -> None:
-    """The configuration of the running model, without weights."""
+def write_model_directory(model: Any, scratch: Path) -> Path:
+    """A directory with the configuration of the running model, without weights, named by its content: the path is part
+    of the key of what vLLM has compiled, so a random one would have each engine compile anew.
+
+    Args:
+        scratch: used if the cache of verl is not writable.
+    """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    base.config.save_pretrained(directory)
-    file = directory / "config.json"
+    written = scratch / "model"
+    base.config.save_pretrained(written)
+    file = written / "config.json"
     config = json.loads(file.read_text())
     own = (kind.__name__ for kind in type(base).__mro__ if not kind.__module__.startswith("torch."))
     config["architectures"] = [next(own)]  # FSDP inserts its class before that of the model
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(config, sort_keys=True))
+    if (cache := cache_directory("engine_models")) is None:
+        return written
+    digest = hashlib.sha256()
+    for path in sorted(path for path in written.rglob("*") if path.is_file()):
+        digest.update(repr((str(path.relative_to(written)), path.read_bytes())).encode())
+    place = cache / digest.hexdigest()[:32]
+    if not place.exists():
+        made = Path(tempfile.mkdtemp(prefix="new_", dir=cache))
+        shutil.copytree(written, made, dirs_exist_ok=True)
+        try:
+            made.rename(place)
+        except OSError:  # another process was first
+            shutil.rmtree(made, ignore_errors=True)
+    return place
 
 
 def dtype_of(model: Any, autocast: Autocast) -> torch.dtype:

@@ -10,7 +10,7 @@ stopped or hangs, is killed, and the caller gets `EngineDied` as for one that cr
 
 `EngineFiles` are the files and shared memory of one engine, removed however its processes end:
 
-/dev/shm/verl_engine_X/                  the model's configuration, adapters
+/dev/shm/verl_engine_X/                  adapters
 /dev/shm/verl_engine_X_*, sem.verl_..._X  what vLLM's workers share (tensor parallel)
 TMPDIR/verl_engine_X.tmp/                TMPDIR of the engine's processes
 """
