@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from verl.trainer.state.lineage import LineageCheckpoint, LineageRun
 
 SHOWN = 6  # limit for configuration differences and for removed checkpoints
-WIDTH = 400  # of a pipe or a file, which has none
+WIDTH = 1000  # of a pipe or a file, which has none
 COLORS = {"finished": "green", "stopped": "green", "interrupted": "yellow", "restarting": "yellow", "failed": "red"}
 
 
