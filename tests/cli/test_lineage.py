@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trainer.runs import GRPO_ALGORITHM, ppo_run
@@ -129,3 +130,51 @@ def test_half_a_line_of_a_killed_run_costs_no_other_line(tmp_path):
     assert [(event["run_id"], event["event"]) for event in read_events(tmp_path)] == [
         *(("a", "run"), ("b", "run"), ("b", "end")),
     ]
+
+
+def recorded(directory: Path, *events: dict) -> str:
+    lines = [{"event": "run", "time": f"{number:06}", **event} for number, event in enumerate(events)]
+    (directory / "lineage.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = ""
+    for options in ([], ["--json"]):
+        result = runner.invoke(app, ["lineage", str(directory), *options])
+        assert result.exit_code == 0, (result.output, result.exception)
+        said += result.output
+    return said
+
+
+def parent(run_id: str, **changed: Any) -> dict:
+    return {"parent": {"run_id": run_id, "checkpoint": "c", "step": 1, "differences": {}, **changed}}
+
+
+def test_a_training_may_be_resumed_any_number_of_times(tmp_path):
+    runs = [{"run_id": f"r{number}", **(parent(f"r{number - 1}") if number else {})} for number in range(2000)]
+    said = recorded(tmp_path, *runs)
+    assert all(f"run r{number} " in said for number in (0, 99, 100, 1999))
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [{"run_id": "a", **parent("a")}],
+        [{"run_id": "a", **parent("b")}, {"run_id": "b", **parent("c")}, {"run_id": "c", **parent("a")}],
+        [{"run_id": "a"}, {"run_id": "b", **parent("c")}, {"run_id": "c", **parent("b")}],
+        [{"run_id": "a", "code": {"commit": 5, "modified": [], "verl": {}}}],
+        [{"run_id": "a", **parent("x", differences={"trainer.seed": [1]})}],
+        [{"run_id": "a", **parent("x", differences={"trainer.seed": [1, 2, 3]})}],
+        [{"run_id": "a", "identity": {"x": 3}}, {"run_id": "b", "identity": {"x": {"y": 1}}, **parent("a")}],
+    ],
+)
+def test_cycles_and_values_of_other_types_are_shown_as_they_are(runs, tmp_path):
+    said = recorded(tmp_path, *runs)
+    assert all(f"run {run['run_id']} " in said for run in runs)
+
+
+def test_lines_of_another_form_are_left_out(tmp_path):
+    deep: Any = []
+    for _ in range(400):
+        deep = [deep]
+    bad = [{"event": 3}, {"run_id": 3}, {"run_id": "x", "code": 3}, {"run_id": "x", **parent("a", step="1")}]
+    said = recorded(tmp_path, {"run_id": "good"}, *bad, {"run_id": "nested", "code": {"verl": deep}})
+    assert "run good " in said
+    assert "run x " not in said

@@ -273,6 +273,10 @@ def test_a_saved_value_that_no_evaluation_needs_has_no_effect(name, hostile):
         ({"reward": function("{evil}:score")}, ["reward.path"]),
         ({"data": {"_target_": "evil.Evil", "rows": 3}}, ["data._target_"]),
         ({"environment": TOOLS}, ["environment._target_", "environment.max_turns", "environment.path"]),
+        (
+            {"reward": of("rewards.remote.http_reward.HTTPReward", endpoint={**ENDPOINT, "key_variable": None})},
+            ["reward._target_", "reward.endpoint._target_", "reward.endpoint.base_url"],
+        ),
     ],
 )
 def test_the_words_of_the_message_are_what_the_user_adds(values, words, hostile):
@@ -283,6 +287,18 @@ def test_the_words_of_the_message_are_what_the_user_adds(values, words, hostile)
     assert "add: " not in said_by(checkpoint, added)
     sys.modules.pop("evil", None)
     Path(checkpoint.parent / "mark").unlink(missing_ok=True)
+
+
+def test_a_class_that_the_user_names_gets_nothing_else_of_the_saved_one_but_numbers(hostile):
+    """Whoever names a class has not named the code, the address and the trust that the checkpoint adds to it."""
+    model = of("models.pretrained.Pretrained", path="evil/model", trust_remote_code=True)
+    words = ["reward._target_=verl.rewards.reward_model.RewardModel"]
+    words += ["reward.model._target_=verl.models.pretrained.Pretrained"]
+    said = said_by(hostile({"reward": of("rewards.reward_model.RewardModel", model=model, max_length=9)}), words)
+    assert "reward.model is " in said or "reward.model." in said
+    assert "reward.max_length" not in said
+    said = allowed_config({"reward": model}, "ppo", dict.fromkeys(["reward._target_", "reward.path"], "verl.x.Y"), "C")
+    assert any(fault.startswith("reward.trust_remote_code is True") for fault in said.faults)
 
 
 @pytest.mark.parametrize("saved", [None, [], "text", 3, {}, {"actor": 3, "trainer": [], "data": None}, {"data": {}}])

@@ -13,6 +13,7 @@ from roles import experience, largest_difference, start_actor, weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
 from verl.rollout.base import GenerationRequest
@@ -158,3 +159,56 @@ def test_autocast_computes_in_bfloat16_and_keeps_weights_in_float32(dir32, promp
     drawn = cast.generate(prompts(), GenerationRequest(0, 4))
     own = cast.compute_log_probs(drawn)["old_log_probs"]
     assert (drawn["rollout_log_probs"] - own).abs().max() < 0.1
+
+
+ODD_CONFIGURATIONS = [
+    ("config.json", "[]"),
+    ("config.json", "3"),
+    ("config.json", "{"),
+    pytest.param("config.json", "[" * 5000, id="nested"),
+    ("config.json", {"model_type": 5}),
+    ("config.json", {"model_type": "absent"}),
+    ("config.json", {"hidden_size": "x"}),
+    ("config.json", {"hidden_size": 0}),
+    ("config.json", {"num_attention_heads": "x"}),
+    ("config.json", {"num_attention_heads": 0}),
+    ("config.json", {"num_hidden_layers": -1}),
+    ("config.json", {"num_hidden_layers": "x"}),
+    ("config.json", {"max_position_embeddings": "x"}),
+    ("config.json", {"rope_scaling": 3, "rope_parameters": 3}),
+    ("config.json", {"vocab_size": None}),
+    ("config.json", {"architectures": 3}),
+    ("config.json", {"layer_types": "x"}),
+    ("config.json", {"torch_dtype": "evil", "dtype": "evil"}),
+    ("tokenizer.json", "{"),
+    ("tokenizer.json", "[]"),
+    ("tokenizer.json", {"model": 3}),
+    ("tokenizer.json", {"version": 5}),
+    ("tokenizer_config.json", "[]"),
+    ("tokenizer_config.json", {"tokenizer_class": 5}),
+    ("tokenizer_config.json", {"eos_token": {"a": 1}}),
+    ("adapter_config.json", "[]"),
+    ("adapter_config.json", {}),
+    ("adapter_config.json", {"base_model_name_or_path": 5}),
+]
+
+
+@pytest.mark.parametrize(("file", "value"), ODD_CONFIGURATIONS)
+def test_odd_values_in_the_files_of_a_model_are_told_by_its_path(file, value, dir32, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(dir32, directory)
+    if isinstance(value, dict):
+        before = json.loads((directory / file).read_text()) if (directory / file).exists() else {}
+        value = json.dumps({**before, **value})
+    (directory / file).write_text(value)
+    said = str(directory)
+    try:
+        described = Pretrained(path=str(directory))
+        described.load_tokenizer()
+        for found in (described.max_positions(), described.attention_heads(), described.layer_count()):
+            assert found is None or found
+        described.load_causal_lm("cpu")
+    except ConfigError as error:
+        said = str(error)
+    assert str(directory) in said
+    assert len(said) < 1500

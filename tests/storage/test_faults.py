@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from storage.s3_server import BUCKET, Fault, Proxy, Request, after
 
-from verl.errors import ConfigError, ObjectNotFound, StorageRefused, StorageUnreachable
+from verl.errors import ConfigError, ObjectNotFound, StorageError, StorageRefused, StorageUnreachable
 from verl.storage.config import S3Storage, storage_at, storage_from
 from verl.storage.store import ObjectStore
 
@@ -193,3 +193,11 @@ def test_an_object_of_another_prefix_is_not_there(store: ObjectStore) -> None:
     store.put("one", b"hello")
     with store.storage.below("two").connect() as other, pytest.raises(ObjectNotFound):
         other.get("one")
+
+
+@pytest.mark.parametrize("size", ["x", "", "-1", "1.5"])
+def test_an_answer_that_is_not_one_of_s3_is_told(size, store: ObjectStore, proxy: Proxy) -> None:
+    listed = f"<ListBucketResult><Contents><Key>a</Key><Size>{size}</Size></Contents></ListBucketResult>"
+    proxy.misbehave = lambda request: Fault(status=200, body=listed.encode())
+    with pytest.raises(StorageError, match=r"not one of S3|with the size"):
+        store.list("")

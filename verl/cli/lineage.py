@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from verl.cli.console import echo, one_line_errors
+from verl.errors import ConfigError
 from verl.utils.external_input import printable
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from verl.trainer.state.lineage import LineageCheckpoint, LineageRun
 
 SHOWN = 6  # limit for configuration differences and for removed checkpoints
-WIDTH = 400  # of a pipe or a file, which has none
+WIDTH = 1000  # of a pipe or a file, which has none
 COLORS = {"finished": "green", "stopped": "green", "interrupted": "yellow", "restarting": "yellow", "failed": "red"}
 
 
@@ -28,11 +30,13 @@ def lineage(
     """Show the tree of runs and checkpoints in a directory and below it."""
     from verl.trainer.state.lineage import forest
 
-    if not directory.is_dir():
-        echo(f"{directory}: no such directory. Give the directory of checkpoints, or one above it.", err=True)
-        raise typer.Exit(2)
     with one_line_errors():
-        roots = forest(directory)
+        if not directory.is_dir():
+            raise ConfigError(f"{directory}: no such directory. Give the directory of checkpoints, or one above it.")
+        _show(directory, forest(directory), as_json)
+
+
+def _show(directory: Path, roots: Sequence[LineageRun], as_json: bool) -> None:
     if as_json:
         echo(json.dumps([run.as_json() for run in roots], indent=2))
         return

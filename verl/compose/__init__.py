@@ -10,6 +10,7 @@ load_option    Loads one option of a configuration group as a component, without
 load_policy    Finds a trained policy, in a checkpoint or as plain weights
 overrides      Overrides of the command line or a short file, as group options and values by path
 print_config   Prints the differences from the defaults, and saves the configuration of a run
+saved_config   Allow-list of a saved configuration: what an evaluation uses without being told to
 schema         The configuration directory, root keys, JSON schema
 suggestions    Suggestions for mistyped names
 sweep          The end of a multirun: a table of its jobs

@@ -152,8 +152,10 @@ class _Selection:
             below = f"{path}.{_name(key)}"
             if key == TARGET or self._is_named(below):
                 continue
-            is_number = is_chosen and (value is None or isinstance(value, (bool, int, float)))
-            if not is_own or is_number or (key in fields and _stays_here(key, value)):
+            # Not a bool, which may be `trust_remote_code`.
+            is_number = is_chosen and (value is None or type(value) in (int, float))
+            is_component = isinstance(value, dict) and TARGET in value  # judged by itself
+            if not is_own or is_component or is_number or (key in fields and _stays_here(key, value)):
                 kept[key] = self._value(value, below, depth + 1)
             elif not (key in RESOURCES or (key in defaults and _equal(defaults[key], value))):
                 self._refuse(below, value)

@@ -20,6 +20,7 @@ from verl.utils.external_input import (
     ExternalInputError,
     checked_path,
     parse_mapping,
+    printable,
     read_bytes,
     refuse_irregular,
 )
@@ -261,14 +262,14 @@ class Pretrained(ModelSource):
 
     def load_skeleton(self, kind: Literal["causal_lm", "backbone"]) -> Any:
         """See `ModelSource.load_skeleton`. From a directory with safetensors whose names are those of the model."""
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
+        from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
 
         directory = self._directory()
         if directory is None or not (directory / "config.json").is_file():
             return None
         if self.adapter() is not None or self.trust_remote_code:
             return None
-        config = AutoConfig.from_pretrained(directory)
+        config = self.load_config()
         if getattr(config, "quantization_config", None) is not None:
             return None
         self._refuse_lost_caps(config.get_text_config())
@@ -357,6 +358,8 @@ class Pretrained(ModelSource):
             raise
         except ValueError as error:
             raise self._own_code_fault(path, error) from error
+        except Exception as error:
+            raise _unloadable(path, "its tokenizer", error) from error
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
@@ -374,11 +377,15 @@ class Pretrained(ModelSource):
             raise
         except ValueError as error:
             raise self._own_code_fault(path, error) from error
+        except Exception as error:
+            raise _unloadable(path, "its configuration", error) from error
 
-    def _own_code_fault(self, path: str, error: ValueError) -> ValueError:
-        """A clearer error for a model with Python code while trust_remote_code is false; any other error unchanged."""
-        if self.trust_remote_code or "trust_remote_code" not in str(error):
+    def _own_code_fault(self, path: str, error: ValueError) -> ConfigError:
+        """A clearer error: for a model with Python code while trust_remote_code is false, or for any other fault."""
+        if isinstance(error, ConfigError):
             return error
+        if self.trust_remote_code or "trust_remote_code" not in str(error):
+            return _unloadable(path, "a file of it", error)
         return ConfigError(
             f"trust_remote_code is false: {path} contains Python code, which would run with your permissions. If you "
             "trust its author, set it to true."
@@ -454,8 +461,12 @@ class Pretrained(ModelSource):
                 if isinstance(error, ValueError) and "trust_remote_code" in str(error):
                     raise self._own_code_fault(self.path, error) from error
                 if "attention" not in str(error) and "flash_attn" not in str(error):
-                    raise
+                    if isinstance(error, ConfigError):
+                        raise
+                    raise _unloadable(self.path, "the model", error) from error
                 raise ConfigError(f"attention is {self.attention!r}: {error} Set attention=eager.") from error
+            except (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
+                raise _unloadable(self.path, "the model", error) from error
         self._refuse_holes(report)
         self._refuse_lost_caps(model.config.get_text_config())
         self._fill_attributes(model, auto_class)
@@ -578,6 +589,14 @@ def _damage_told(field: str, path: str) -> Iterator[None]:
                 "Or give a directory made by save_pretrained."
             ) from error
         raise
+
+
+def _unloadable(path: str, what: str, error: BaseException) -> ConfigError:
+    """A file of a model that a library cannot read, such as a value of another type."""
+    reason = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:500]
+    return ConfigError(
+        f"path is {path!r}: {what} cannot be loaded ({reason}). Give a directory made by save_pretrained."
+    )
 
 
 def _count(value: Any) -> int | None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 from fsspec.asyn import sync
 
-from verl.errors import ObjectNotFound, StorageRefused, VerlError
+from verl.errors import ObjectDamaged, ObjectNotFound, StorageError, StorageRefused, VerlError
 from verl.storage.backend import AlreadyExists, Backend, Data, StoredObject, TransientError
 from verl.utils.redact import redact
 
@@ -132,6 +132,11 @@ class S3Backend(Backend):
             raise TransientError(f"no answer within {self._timeout_s:g} s") from error
         except (self._no_answer, OSError) as error:
             raise TransientError(str(error)) from error
+        except (LookupError, TypeError, ValueError) as error:
+            if isinstance(error, StorageError):
+                raise
+            where, reason = f"s3://{self._bucket}/{self._prefix}{key}", ascii(str(error))[:200]
+            raise ObjectDamaged(f"{where}: the store's answer is not one of S3 ({reason})") from error
         except Exception as error:
             # aiohttp's errors for a connection that broke inside a body have other base classes.
             if type(error).__module__.partition(".")[0] not in ("aiohttp", "aiobotocore", "urllib3", "http"):

@@ -29,7 +29,7 @@ from verl.utils.external_input import ExternalInputError, checked_as, checked_na
 from verl.utils.saved_targets import current_targets
 
 FILE = "lineage.jsonl"
-MAX_DEPTH = 100  # of a tree of runs, each of which is read and printed within its parent
+MAX_DEPTH = 60  # of a tree of runs, each of which is read and printed within its parent
 
 _log = logging.getLogger(__name__)
 
