@@ -77,6 +77,7 @@ def test_other_lengths_and_other_packings_compile_nothing_and_neither_does_decod
         for is_compiled in (False, True)
     )
     batch = with_experience(rows(17), actor)
+    assert actor.engine.paths(batch).scoring == "packed"  # its layers count as those of its family
     wanted = plain.compute_log_probs(batch)["old_log_probs"]
     torch.testing.assert_close(batch["old_log_probs"], wanted, rtol=0, atol=1e-11)
     assert actor.update(batch) == pytest.approx(plain.update(batch), rel=1e-8)
