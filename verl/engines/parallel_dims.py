@@ -418,7 +418,7 @@ class ShardedParallelism(DataParallelism):
                 alike.setdefault((grad.device, grad.dtype, self._holders(p)), []).append(grad)
         sums = [torch.zeros((), dtype=torch.float64, device=self.device)]
         for (_, _, holders), grads in alike.items():
-            squares = torch.stack(torch._foreach_norm(grads)).double().square()
+            squares = torch.stack(torch.ops.aten._foreach_norm.Scalar(grads)).double().square()
             sums.append((squares.sum() / holders).to(self.device))
         total = torch.stack(sums).sum()
         self.dist.all_reduce(total)
@@ -426,7 +426,7 @@ class ShardedParallelism(DataParallelism):
         if limit is not None:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
             for (device, dtype, _), grads in alike.items():
-                torch._foreach_mul_(grads, scale.to(device, dtype))
+                torch.ops.aten._foreach_mul_.Tensor(grads, scale.to(device, dtype))
         return norm
 
     def _holders(self, x: Tensor) -> int:
