@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from devices.device_syncs import DeviceSyncs, is_in_package
+from devices.flash_kernel import flash_on_cpu
 from random_models import save_random_model
-from roles import experience, start_actor, start_critic
+from roles import experience, start_actor, start_critic, with_experience
 
 from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches
+from verl.model_paths.trial import TrialRow, as_batch
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import TinyModel
-from verl.ops import sampling
+from verl.ops import attention, sampling
 from verl.ops.sampling import inverse_cdf, inverse_cdf_by_blocks
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
@@ -80,6 +82,33 @@ def test_an_update_waits_for_the_device_as_often_with_many_micro_batches_as_with
     assert found[25].pop("item") - found[10_000].pop("item") <= asked
     assert found[25] == found[10_000]  # none of ours per micro-batch, layer or tensor
     assert sum(found[25].values()) <= PER_UPDATE, found[25]
+
+
+def test_a_packed_layer_computed_by_the_kernel_takes_half_of_the_operations_that_packing_adds(monkeypatch, pretended):
+    """Operations of a layer and micro-batch, forward and backward: 172 of padded rows, and 271 under masks."""
+    draw = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(4, 60, (20 + n,), generator=draw) for n in range(4)]
+    batch = as_batch(
+        [TrialRow(p, torch.randint(4, 60, (5 + 3 * n,), generator=draw)) for p in prompts for n in range(6)]
+    )
+    monkeypatch.setattr(attention, "takes_fewer_heads", lambda query, value, mask: mask is None)  # as on a GPU
+
+    def of_a_layer(packing, is_used=False):
+        found = {}
+        for layers in (1, 2):
+            actor = start_actor(replace(MODEL, num_layers=layers), packing=packing)
+            rows = with_experience(batch, actor)
+            with flash_on_cpu(monkeypatch, is_used):
+                actor.update(rows)
+                pretended.on_device([*actor.engine.model.parameters(), *actor.engine.model.buffers()])
+                pretended.launches = 0
+                counted(pretended, lambda actor=actor, rows=rows: actor.update(rows))
+            found[layers] = pretended.launches
+        return found[2] - found[1]
+
+    padded, masks, kernel = of_a_layer("off"), of_a_layer("auto"), of_a_layer("auto", is_used=True)
+    assert masks > 1.4 * padded
+    assert kernel - padded <= 0.3 * (masks - padded)
 
 
 def test_scores_come_to_main_memory_once_whatever_the_number_of_micro_batches(prompts, pretended):

@@ -77,6 +77,7 @@ def test_other_lengths_and_other_packings_compile_nothing_and_neither_does_decod
         for is_compiled in (False, True)
     )
     batch = with_experience(rows(17), actor)
+    assert actor.engine.paths(batch).scoring == "packed"  # its layers count as those of its family
     wanted = plain.compute_log_probs(batch)["old_log_probs"]
     torch.testing.assert_close(batch["old_log_probs"], wanted, rtol=0, atol=1e-11)
     assert actor.update(batch) == pytest.approx(plain.update(batch), rel=1e-8)
@@ -131,9 +132,11 @@ def test_programs_of_inductor_agree_within_rounding_and_are_read_from_disk_the_s
     plain = start_actor(model, micro_batch_tokens=60)
     batch = with_experience(rows(17), plain)
     wanted = plain.compute_log_probs(batch)["old_log_probs"], plain.update(batch)
-    for hits in (False, True):
+    misses = []
+    for _ in range(2):
         actor = start_actor(TinyModel(**{**vars(model), "compile": True}), micro_batch_tokens=60)
         torch.testing.assert_close(actor.compute_log_probs(batch)["old_log_probs"], wanted[0], rtol=0, atol=1e-4)
         assert actor.update(batch) == pytest.approx(wanted[1], rel=1e-3, abs=1e-5)
-        assert bool(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]) == hits
+        misses.append(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"])
         torch._dynamo.reset()
+    assert 0 < misses[0] == misses[1]

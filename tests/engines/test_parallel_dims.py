@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from devices.device_syncs import DeviceSyncs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl.component import BuildContext
@@ -97,3 +98,24 @@ def test_the_factors_of_an_adapter_are_divided_as_the_layers_that_they_adapt(par
         assert tensors[f"{columns}.base_layer.weight"] == tensors[f"{columns}.lora_B.default.weight"] == [0]
         assert tensors[f"{rows}.base_layer.weight"] == tensors[f"{rows}.lora_A.default.weight"] == [1]
         assert tensors[f"{columns}.lora_A.default.weight"] == tensors[f"{rows}.lora_B.default.weight"] == []
+
+
+def test_clipping_waits_for_no_device_and_its_launches_do_not_grow_with_the_number_of_parameters(parallel):
+    found = {}
+    for count in (3, 60):
+        draw = torch.Generator().manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(5, 4, generator=draw, dtype=torch.float64)) for _ in range(count)]
+        for p in parameters:
+            p.grad = torch.randn(5, 4, generator=draw, dtype=torch.float64)
+        wanted = torch.stack([p.grad for p in parameters]).norm() / 2  # the same in four processes, of which one adds
+        grads = [p.grad.clone() for p in parameters]
+        syncs = DeviceSyncs()
+        syncs.on_device([p.grad for p in parameters])
+        with syncs:
+            norm = parallel.clip(parameters, 0.1)
+        torch.testing.assert_close(norm, wanted, rtol=1e-12, atol=0)
+        for p, grad in zip(parameters, grads, strict=True):
+            torch.testing.assert_close(p.grad, grad * 0.1 / (norm + 1e-6), rtol=1e-12, atol=0)
+        assert not syncs.counts.keys() - {"to"}, syncs.counts  # the device that it is on already
+        found[count] = syncs.launches
+    assert found[3] == found[60] <= 15

@@ -44,13 +44,12 @@ def compile_layers(model: Any, parallel: Parallelism, backend: str = "inductor")
             "it runs. Set model.compile=false."
         )
     packed_attention.leave_uncompiled()
-    for layer in blocks_of(model):
-        layer.forward = functools.partial(  # type: ignore[method-assign]
-            _forward, layer.forward, torch.compile(layer.forward, dynamic=True, backend=backend)
-        )
+    for layer in blocks_of(model):  # what `layer.compile()` sets; `forward` stays that of its class
+        compiled = torch.compile(layer._call_impl, dynamic=True, backend=backend)
+        layer._compiled_call_impl = functools.partial(_call, layer._call_impl, compiled)
 
 
-def _forward(eager: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(eager: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from transformers import Cache
 
     decodes = any(isinstance(x, Cache) for x in (*args, *kwargs.values()))

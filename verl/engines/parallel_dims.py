@@ -423,20 +423,23 @@ class ShardedParallelism(DataParallelism):
         """See `Parallelism.clip`: squares of local parts, divided by the number of processes that hold the part,
         summed over all processes.
         """
-        trained = [p for p in parameters if p.grad is not None]
-        grads: list[Any] = [p.grad for p in trained]
-        squares: dict[torch.device, list[Tensor]] = {self.device: []}  # by where gradients lie: one copy from each
-        for p, grad in zip(trained, grads, strict=True):
-            square = torch.linalg.vector_norm(local(grad)).double().square() / self._holders(p)
-            squares.setdefault(square.device, []).append(square)
-        sums = [torch.stack(found).sum().to(self.device) for found in squares.values() if found]
+        alike: dict[
+            tuple[torch.device, torch.dtype, int], list[Tensor]
+        ] = {}  # some launches for each kind, not for each
+        for p in parameters:
+            if p.grad is not None and (grad := local(p.grad)).numel():
+                alike.setdefault((grad.device, grad.dtype, self._holders(p)), []).append(grad)
+        sums = [torch.zeros((), dtype=torch.float64, device=self.device)]
+        for (_, _, holders), grads in alike.items():
+            squares = torch.stack(torch.ops.aten._foreach_norm.Scalar(grads)).double().square()
+            sums.append((squares.sum() / holders).to(self.device))
         total = torch.stack(sums).sum()
         self.dist.all_reduce(total)
         norm = total.sqrt()
         if limit is not None:
-            scale = float((limit / (norm + 1e-6)).clamp(max=1.0))
-            for grad in grads:
-                local(grad).mul_(scale)
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+            for (device, dtype, _), grads in alike.items():
+                torch.ops.aten._foreach_mul_.Tensor(grads, scale.to(device, dtype))
         return norm
 
     def _holders(self, x: Tensor) -> int:

@@ -186,7 +186,7 @@ class _GatheredAttention(torch.autograd.Function):
         ctx.line, ctx.how = line, how
         if takes_varlen(query, value):
             layout = _layout(line, how[0], query.device)
-            out, sums = forward_parts(query, *(gathered_keys(layout, x) for x in (keys, values)), layout, how[1])
+            out, sums = forward_parts(query, gathered_keys(layout, keys), gathered_keys(layout, values), layout, how[1])
             ctx.save_for_backward(query, key, value, out, sums)
             return out
         out, sums = query.new_zeros(*query.shape[:2], value.shape[2]), None
@@ -209,8 +209,8 @@ class _GatheredAttention(torch.autograd.Function):
         keys, values = _gather_line(key, value, line)
         if takes_varlen(query, value):
             layout = _layout(line, ctx.how[0], query.device)
-            given = [gathered_keys(layout, x) for x in (keys, values)]
-            into_query, *into = backward_parts(grad, query, *given, *kept, layout, ctx.how[1])
+            (out, sums), (k, v) = kept, (gathered_keys(layout, x) for x in (keys, values))
+            into_query, *into = backward_parts(grad, query, k, v, out, sums, layout, ctx.how[1])
             if layout.gathered is not None:
                 into = [sum_rows(x, layout.gathered) for x in into]
             return into_query, *_scatter_line(into[0], into[1], line), None, None, None

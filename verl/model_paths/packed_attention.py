@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -217,7 +217,7 @@ def attend(
     return plain(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others)
 
 
-_registered: Callable[..., tuple[Tensor, None]] = attend
+_registered: Callable[..., Any] = attend
 
 
 def leave_uncompiled() -> None:
@@ -225,7 +225,7 @@ def leave_uncompiled() -> None:
     global _registered
     from transformers import AttentionInterface
 
-    _registered = torch.compiler.disable(attend)
+    _registered = cast(Any, torch.compiler.disable(attend))
     AttentionInterface.register(NAME, _registered)
 
 

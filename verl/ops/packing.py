@@ -89,7 +89,8 @@ class BlockSlots:
     masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict, compare=False, repr=False)
 
     def to(self, device: torch.device | str) -> BlockSlots:
-        return BlockSlots(self.blocks, *(x.to(device) for x in (self.queries, self.keys, self.out)))
+        queries, keys, out = (x.to(device) for x in (self.queries, self.keys, self.out))
+        return BlockSlots(self.blocks, queries, keys, out)
 
 
 HOST = torch.device("cpu")
