@@ -188,14 +188,18 @@ def _placement_faults(run: Any) -> Iterator[str]:
 
 def _context_faults(run: Any) -> Iterator[str]:
     prompt, response = getattr(run.data, "max_prompt_length", None), run.response_tokens
+    shorter: dict[int, list[str]] = {}
     for role in ("actor", "critic"):
         described = getattr(run, role) if role in run.roles else None  # one that is not built holds nothing
         limit = None if described is None else described.model.max_positions()
         if limit is None or prompt is None or prompt + response <= limit:
             continue
+        shorter.setdefault(limit, []).append(f"{role}.model")
+    for limit, models in shorter.items():
         yield (
             f"data.max_prompt_length is {prompt}: with {run.response_key} {response} that makes "
-            f"{prompt + response} tokens, and {role}.model holds {limit}. Lower one of them."
+            f"{prompt + response} tokens, and {' and '.join(models)} {'hold' if models[1:] else 'holds'} {limit}. "
+            "Lower one of them."
         )
 
 
