@@ -88,7 +88,7 @@ class SavedComponent:
 class SaveRequest:
     """Everything of one save.
 
-    >>> weights = Component(tensors=[TensorItem(name="weight", tensor=torch.ones(2))], files={"config.json": b"{}"})
+    >>> weights = SavedComponent(tensors=[TensorItem(name="weight", tensor=torch.ones(2))], files={"config.json": b"{}"})
     >>> SaveRequest(step=100, components={"actor": weights}).step
     100
 
