@@ -366,7 +366,8 @@ def _as_tuple(value: Any) -> Any:
 def faults_of(kind: type[Description], values: Mapping[str, Any], details: Sequence[ErrorDetails]) -> list[str]:
     """A sentence for each value that pydantic refused: the value, and what was expected.
 
-    >>> faults_of(kind, {"betas": (0.9, 7)}, [{"type": "less_than", "loc": ("betas", 1), "input": 7, "ctx": {"lt": 1}}])
+    >>> detail = {"type": "less_than", "loc": ("betas", 1), "input": 7, "ctx": {"lt": 1}}
+    >>> faults_of(AdamW, {"betas": (0.9, 7)}, [detail])
     ['betas[1] is 7: must lie in [0, 1).']
     """
     faults = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import torch
 from golden_run import as_of_format, flip_bit, golden_run, script
 from refusals import refusal
 from trainer.saved_runs import course, fit
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from verl.checkpoint.commit.fencing import RunLock
@@ -23,6 +25,8 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.cli.checkpoint import informative
 from verl.cli.main import app
 from verl.errors import ConfigError
+from verl.models.lora import LoRA
+from verl.models.pretrained import Pretrained
 
 SHARD = "actor/model-00002-of-00003.safetensors"
 
@@ -60,6 +64,42 @@ def test_ls_lists_in_order_of_publication_with_pins_and_damage(directory):
     assert [line[0] for line in lines] == [" ", " ", "*", " "]
     assert "complete, pinned: paper" in lines[1]
     assert "corrupt; manifest.json: it is not the manifest that COMMIT names" in lines[3]
+
+
+def test_directories_of_projects_and_experiments_need_not_be_written_out(directory, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(directory, "checkpoints/verl/first", symlinks=True)
+    assert "global_step_200" in run("ls", "checkpoints")[1]
+    assert run("verify", "checkpoints/latest")[1].startswith("global_step_200: complete")
+    shutil.copytree(directory, "checkpoints/verl/second", symlinks=True)
+    status, told, _ = run("ls", "checkpoints")
+    assert (status, told.count("global_step_200")) == (0, 2)
+    assert all(f"{tmp_path}/checkpoints/verl/{name}:" in told for name in ("first", "second"))
+    assert len(json.loads(run("ls", "checkpoints", "--json")[1])) == 4
+    status, _, said = run("verify", "checkpoints/latest")
+    assert status == 2
+    assert "checkpoints/verl/first" in said
+
+
+def test_an_adapter_is_exported_with_the_full_path_of_its_base_or_merged_into_it(model32, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model32.path, "base")
+    described = course(dataclasses.replace(model32, path="base"), tmp_path, stop_after=1)
+    described = dataclasses.replace(described, actor=dataclasses.replace(described.actor, lora=LoRA(rank=2)))
+    fit(described, tmp_path / "run")
+    assert run("export", "checkpoints", "adapter")[0] == 0
+    config = json.loads(Path("adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    status, told, said = run("export", "checkpoints", "whole", "--merge")
+    assert status == 0, said
+    assert "merged into its base model" in told
+    merged = AutoModelForCausalLM.from_pretrained("whole").state_dict()
+    expected = Pretrained(path="adapter").load_causal_lm("cpu").state_dict()
+    assert all(torch.equal(merged[name], expected[name]) for name in expected)
+    assert Path("whole/tokenizer.json").is_file()
+    shutil.rmtree("base")
+    assert "the base model of actor cannot be opened" in run("export", "checkpoints", "other", "--merge")[2]
+    assert not Path("other").exists()
 
 
 def test_ls_gives_json(directory):

@@ -231,7 +231,7 @@ def _remove_unused(disk: FileSystem, root: Path) -> None:
 def materialize(reader: CheckpointReader, out: Path, disk: FileSystem | None = None) -> Checkpoint:
     """Write a checkpoint without deltas, atomically. Its `manifest_checksum` is that of the original.
 
-    >>> materialize(CheckpointManager("checkpoints/latest").reader(), Path("whole"))  # doctest: +SKIP
+    >>> whole = materialize(CheckpointManager("checkpoints/latest").reader(), Path("whole"))
 
     Args:
         reader: of the checkpoint, on a disk or in object storage.
@@ -270,8 +270,8 @@ MODEL, ADAPTER = "config.json", "adapter_config.json"
 def export(manager: CheckpointManager, out: Path, component: str = "actor", pytorch_bin: bool = False) -> list[str]:
     """Write a component as a directory for transformers, or for peft if it is an adapter. The operation is atomic.
 
-    >>> export(CheckpointManager("checkpoints"), Path("model"))  # doctest: +SKIP
-    ['config.json', 'model.safetensors', 'tokenizer.json']
+    >>> export(CheckpointManager("checkpoints"), Path("model"))
+    ['config.json', 'model.safetensors']
 
     Args:
         out: must not exist, or be an empty directory.

@@ -34,10 +34,10 @@ class CheckpointManager:
     The path may be one checkpoint, `latest`, a directory of checkpoints or a run directory that has `checkpoints/`; of
     several, the newest complete one is used. It is chosen at the first access and does not change afterwards.
 
-    >>> manager = CheckpointManager("checkpoints")  # doctest: +SKIP
-    >>> manager.is_valid(), manager.step, manager.get_loss()  # doctest: +SKIP
-    (True, 3200, 0.12)
-    >>> weight = manager.load("actor")["lm_head.weight"]  # doctest: +SKIP
+    >>> manager = CheckpointManager("checkpoints")
+    >>> manager.is_valid(), manager.step, manager.get_loss()
+    (True, 200, 0.375)
+    >>> weight = manager.load("actor")["model.norm.weight"]
 
     Raises:
         CheckpointNotFound: by every method except `is_valid` and `list`, if there is no complete checkpoint.

@@ -146,8 +146,8 @@ def prune(
     Args:
         lineages: lines of descent, for each of which the rules hold by itself; None for those of `retention`.
 
-    >>> prune(store, Retention(keep_last_n=3, keep_best="eval/accuracy"))  # doctest: +SKIP
-    ['global_step_100']
+    >>> prune(store, Retention(keep_last_n=3, keep_best="eval/accuracy"))  # there are two
+    []
 
     Returns:
         The names of those removed.

@@ -12,11 +12,12 @@ import typer
 from verl.checkpoint import retention as keeping
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.describe import CheckpointSummary, age_s, status_of, summaries, summary_of
+from verl.checkpoint.export import atomic_directory, require_unused
 from verl.checkpoint.export import export as export_component
 from verl.checkpoint.export import materialize as write_out
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.compare import compare
-from verl.checkpoint.read.discovery import LATEST, ResolvedPath, newest_complete, resolve_path
+from verl.checkpoint.read.discovery import LATEST, ResolvedPath, directories_below, newest_complete, resolve_path
 from verl.checkpoint.read.verify import Level
 from verl.checkpoint.remote.download import pull as pull_one
 from verl.checkpoint.remote.remote_store import RemoteStore
@@ -38,6 +39,7 @@ from verl.cli.console import (
 )
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, ConfigError
 from verl.storage.config import is_address, storage_at
+from verl.utils.temporary_directory import TemporaryDirectory
 
 ADDRESS = "Checkpoints in object storage, such as s3://BUCKET/PREFIX, or one of them. Credentials: the environment."
 
@@ -131,7 +133,22 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 @command(app, "ls")
 def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
     """List checkpoints in order of publication; (*) marks the one that a run would resume from."""
-    found = remote_summaries(path) if is_address(path) else _summaries(resolve_path(path))
+    if is_address(path):
+        _list(path, remote_summaries(path), json)
+        return
+    below = [ResolvedPath(directory) for directory in directories_below(Path(path).expanduser().absolute())]
+    if len(below) < 2:
+        _list(path, _summaries(resolve_path(path)), json)
+        return
+    if json:
+        print_json([summary.to_json() for where in below for summary in _summaries(where)])
+        return
+    for where in below:
+        typer.echo(f"{where.directory}:")
+        _list(str(where.directory), _summaries(where), json)
+
+
+def _list(path: str, found: list[CheckpointSummary], json: bool) -> None:
     if json:
         print_json([summary.to_json() for summary in found])
         return
@@ -367,11 +384,43 @@ def export(
     pytorch_bin: Annotated[
         bool, typer.Option("--pytorch-bin", help="Write pytorch_model.bin, a plain state dict, instead of safetensors.")
     ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge a LoRA adapter into its base model, and write the whole model.")
+    ] = False,
 ) -> None:
     """Export a model of a checkpoint as a Hugging Face directory; every byte is verified by hash."""
     manager = CheckpointManager(path)
+    if merge:
+        _export_merged(manager, out, component)
+        return
     names = export_component(manager, out, component, pytorch_bin)
     echo(f"{component} of {manager.name} is in {out}: {counted(len(names), 'file')}")
+
+
+def _export_merged(manager: CheckpointManager, out: Path, component: str) -> None:
+    """Write the base model with the adapter of a component merged into it, in the data type of the base model."""
+    from verl.checkpoint.core.filesystem import FileSystem
+    from verl.models.pretrained import Pretrained
+
+    out = require_unused(FileSystem(), out)
+    with TemporaryDirectory("verl-merge-") as directory:
+        adapter = Path(directory) / component
+        export_component(manager, adapter, component)
+        if not (adapter / "adapter_config.json").is_file():
+            raise ConfigError(f"--merge: {component} of {manager.name} is a whole model. Leave --merge out.")
+        source = Pretrained(path=str(adapter))
+        try:
+            model, dtype = source.load_causal_lm("cpu"), source.load_config().dtype
+        except (OSError, ConfigError) as error:
+            raise ConfigError(
+                f"the base model of {component} cannot be opened ({str(error).splitlines()[0]}). Put it there, "
+                "or export without --merge and set base_model_name_or_path in adapter_config.json."
+            ) from error
+        tokenizer = source.load_tokenizer()
+    with atomic_directory(FileSystem(), out, f"writing the merged model to {out}") as staged:
+        (model if dtype is None else model.to(dtype)).save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+    typer.echo(f"{component} of {manager.name}, merged into its base model, is in {out}")
 
 
 @command(app, "materialize")

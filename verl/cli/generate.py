@@ -84,6 +84,10 @@ def generate(
         unrated = ["reward=length"]  # a cheap reward: responses are not scored
         with running(saved, "ppo", [*unrated, *(overrides or []), *settings], data) as trainer:
             rows = _responses(trainer, samples, greedy)
+            if prompt and not chat and getattr(trainer.tokenizer, "chat_template", None):
+                log.warning(
+                    "Prompts were sent as plain texts, and the model has a chat template: add --chat to use it."
+                )
     for row in rows:
         echo(json.dumps(row) if as_json else f"{row['prompt']}\n  -> {row['response']}")
 

@@ -168,7 +168,7 @@ def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
     return [*kept, *later]
 
 
-SHARDINGS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "cp")
+SHARDINGS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "cp", "pp")
 LEG_SCRIPT = ("-m", "verl.cli.resume_worker")
 ASIDE, ROOT = "VERL_TOPOLOGY_ASIDE", "VERL_TOPOLOGY_ROOT"
 OF_EACH_PROCESS = ("rng",)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-_SHARDINGS = (
-    "needs a sharding that this version does not have; it has none, ddp, fsdp, hsdp, tp, tp_fsdp, cp and parallel."
-)
+_OPTIONS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "cp", "pp", "parallel")  # of the group `sharding`
+_SHARDINGS = f"needs a sharding that this version does not have; it has {', '.join(_OPTIONS)}."
 _FSDP2 = "is sharding=fsdp here."
 _STRATEGY = "is sharding=fsdp sharding.strategy=SHARD_GRAD_OP here, or a sharding that this version does not have."
 _OFFLOAD = "is sharding.cpu_offload=true here, with sharding=fsdp, hsdp or tp_fsdp."
@@ -39,7 +38,7 @@ class Alias:
 
 _OFF = {"false": "", "null": "", "none": ""}
 _NEVER = ("-1", "0", "false")
-_BACKENDS = {name: f"sharding={name}" for name in ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "cp")}
+_BACKENDS = {name: f"sharding={name}" for name in _OPTIONS}
 _BACKENDS |= {"local": "sharding=none", "fsdp2": "sharding=fsdp"}
 _STRATEGIES = {"no_shard": "none", "none": "none", "full_shard": "fsdp", "hybrid_shard": "hsdp"}
 _SINGLE = {"null": "", **{name: f"sharding={option}" for name, option in _STRATEGIES.items()}}

@@ -152,11 +152,24 @@ def default_experiment(algorithm: Any, model: Any) -> str:
         advantage = _class(algorithm, "advantage")
         name = _ALGORITHMS.get(advantage, advantage.lower())
     path = OmegaConf.select(model, "path", throw_on_missing=False) if OmegaConf.is_config(model) else None
-    called = str(path).rstrip("/").rpartition("/")[2] if path else _class(model).lower()
+    called = _name_of_model(str(path)) if path else _class(model).lower()
     if str(path).startswith("warm-start:") or called == "tinymodel":
         called = "tiny"
     parts = (re.sub(r"[^a-z0-9._]+", "-", part.lower()).strip("-.") for part in (name, called))
     return "_".join(part for part in parts if part) or "default"
+
+
+# Directories that say nothing of the model in them: of verl's runs and checkpoints, and of the hub's cache.
+_UNNAMED = re.compile(
+    r"actor|critic|model|latest|checkpoints?|snapshots|(global_step_|checkpoint-)\d+|[\d_.-]{8,}|[0-9a-f]{40}|\.*"
+)
+
+
+def _name_of_model(path: str) -> str:
+    """The last directory of a path that names the model: sft_tiny for `sft_tiny/2026-11-23/10-11-12-123456/actor`."""
+    parts = path.rstrip("/").split("/")
+    named = next((part for part in reversed(parts) if not _UNNAMED.fullmatch(part)), parts[-1])
+    return named.rpartition("--")[2] if named.startswith("models--") else named
 
 
 def _class(node: Any, key: str = "") -> str:

@@ -87,6 +87,16 @@ def report_counts(splits: DataSplits) -> dict[str, int]:
     return counts
 
 
+def named_source(data: Any) -> str:
+    """The training data of a `data=` component, for messages: its files if it has any."""
+    files = getattr(data, "train_files", ())
+    return (
+        f"the training data ({', '.join(map(str, files[:3]))}{', ...' if files[3:] else ''})"
+        if files
+        else ("the training data")
+    )
+
+
 @dataclass(frozen=True)
 class DataSplits:
     """Training and evaluation rows of a run.

@@ -71,6 +71,7 @@ class EpochSampler:
         seed: of the permutations.
         batch_size_name: name of the setting in messages.
         mixture: parts of the data and their shares; None to visit every row once an epoch.
+        source: what the rows are from, for messages.
     Attributes:
         epoch: of the next batch, from 0.
         position: rows of this epoch returned so far.
@@ -85,12 +86,13 @@ class EpochSampler:
         seed: int = 0,
         batch_size_name: str = "batch_size",
         mixture: Mixture | None = None,
+        source: str = "the training data",
     ):
         assert mixture is None or sum(mixture.sizes) == size
         if not 1 <= batch_size <= size:
             raise ConfigError(
-                f"{batch_size_name} is {batch_size}: must lie between 1 and the {size} rows of the training data, "
-                "because a batch never spans two epochs."
+                f"{batch_size_name} is {batch_size}: must lie between 1 and the {size} rows of {source}, because a "
+                f"batch never spans two epochs. Set {batch_size_name}={size} or less, or add rows."
             )
         self.size, self.batch_size, self.seed = size, batch_size, seed
         self.mixture = mixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
@@ -52,9 +53,13 @@ class LoRA(Description):
             task_type="CAUSAL_LM" if causal_lm else "FEATURE_EXTRACTION",
         )
         try:
-            return get_peft_model(model, config)
+            adapted = get_peft_model(model, config)
         except ValueError as error:
             raise ConfigError(f"lora.target_modules is {list(self.target_modules)}: {error}") from error
+        base = config.base_model_name_or_path
+        if base is not None and Path(base).is_dir():  # saved with the adapter, which may be opened from anywhere
+            config.base_model_name_or_path = str(Path(base).absolute())
+        return adapted
 
 
 @contextlib.contextmanager

@@ -143,7 +143,7 @@ class SafetensorsReader:
                 index = parse_mapping(read_bytes(directory / INDEX))["weight_map"]
                 self._files = {str(name): directory / checked_path(file) for name, file in index.items()}
             except (LookupError, AttributeError, ExternalInputError) as error:
-                raise ConfigError(f"{directory / INDEX} lists no files: {error}") from error
+                raise ConfigError(f"path: {directory / INDEX} lists no files: {error}") from error
         elif (directory / SINGLE).is_file():
             self._files = dict.fromkeys(self._reader(directory / SINGLE).keys(), directory / SINGLE)
 
@@ -360,6 +360,12 @@ class Pretrained(ModelSource):
             raise self._own_code_fault(path, error) from error
         except Exception as error:
             raise _unloadable(path, "its tokenizer", error) from error
+        if len(tokenizer) == len(tokenizer.get_added_vocab()):  # transformers makes an empty one without any file
+            name = "path" if self.tokenizer_path is None else "tokenizer_path"
+            raise ConfigError(
+                f"{name} is {path!r}: it has no tokenizer (tokenizer.json). Set tokenizer_path to a directory that has "
+                "the tokenizer of this model."
+            )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer

@@ -82,14 +82,8 @@ class LoopSettings(Description):
         if self.nnodes > 1 and not self.spans_machines:
             alone = "nothing joins this run with other machines"
             yield f"nnodes is {self.nnodes}: {alone}. Set nnodes=1{self.machines_advice}."
-<<<<<<< HEAD
-
-    def machine_faults(self) -> Iterator[str]:
-        device = self.device
         if (fault := library_fault(self.cpu_matmul)) is not None:
             yield f"cpu_matmul is {self.cpu_matmul!r}: {fault}."
-=======
->>>>>>> cuda
         if device.startswith("cuda") and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
             found = f"{count} GPUs, numbered from 0," if count else "no GPU"
             yield f"device is {device!r}: torch finds {found} here. Set trainer.device=auto."

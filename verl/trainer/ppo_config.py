@@ -191,14 +191,18 @@ def _placement_faults(run: Any) -> Iterator[str]:
 
 def _context_faults(run: Any) -> Iterator[str]:
     prompt, response = getattr(run.data, "max_prompt_length", None), run.response_tokens
+    shorter: dict[int, list[str]] = {}
     for role in ("actor", "critic"):
         described = getattr(run, role) if role in run.roles else None  # one that is not built holds nothing
         limit = None if described is None else described.model.max_positions()
         if limit is None or (prompt or 1) + response <= limit:
             continue
+        shorter.setdefault(limit, []).append(f"{role}.model")
+    for limit, models in shorter.items():
+        holders = f"{' and '.join(models)} {'hold' if models[1:] else 'holds'} {limit}"
         if prompt is None:
             yield (
-                f"{run.response_key} is {response}: {role}.model holds {limit} tokens, prompt and response together. "
+                f"{run.response_key} is {response}: {holders} tokens, prompt and response together. "
                 f"Set {run.response_key}={max(1, limit // 2)}."
             )
             continue
@@ -207,7 +211,7 @@ def _context_faults(run: Any) -> Iterator[str]:
             fitting = f"data.max_prompt_length={max(1, limit // 2)} {run.response_key}={max(1, limit - limit // 2)}"
         yield (
             f"data.max_prompt_length is {prompt}: with {run.response_key} {response} that makes "
-            f"{prompt + response} tokens, and {role}.model holds {limit}. Set {fitting}."
+            f"{prompt + response} tokens, and {holders}. Set {fitting}."
         )
 
 

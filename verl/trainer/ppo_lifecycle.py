@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from verl.cluster.rpc import WorkerGroup, role_handles
 from verl.component import BuildContext, as_plain
-from verl.data.base import report_counts
+from verl.data.base import named_source, report_counts
 from verl.data.chat_template import ChatTemplate
 from verl.data.sampler import EpochSampler, Mixture
 from verl.environments.rendered_history import check_template
@@ -180,7 +180,8 @@ class PPOLifecycle(ABC):
 
     def _make_sampler(self, size: int, mixture: Mixture | None) -> EpochSampler:
         seed, name = derive_seed(self.settings.seed, "data order"), "trainer.prompts_per_step"
-        return EpochSampler(size, self.settings.prompts_per_step, seed, name, mixture=mixture)
+        source = named_source(self.description.data)
+        return EpochSampler(size, self.settings.prompts_per_step, seed, name, mixture, source)
 
     def start_roles(self, run: PPORun, context: BuildContext) -> None:
         """Start the processes of the roles and build actor, critic and reference in them."""

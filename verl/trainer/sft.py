@@ -12,7 +12,7 @@ import torch
 from verl.checkpoint.config import Checkpointing
 from verl.cluster.rpc import WorkerGroup, role_handles
 from verl.component import BuildContext, Description, as_plain, component
-from verl.data.base import TextSource, report_counts
+from verl.data.base import TextSource, named_source, report_counts
 from verl.data.sampler import EpochSampler, Mixture
 from verl.engines.sharding import Sharding
 from verl.errors import faults_below
@@ -138,7 +138,8 @@ class SFTTrainer:
 
     def _make_sampler(self, size: int, mixture: Mixture | None) -> EpochSampler:
         seed, name = derive_seed(self.settings.seed, "data order"), "trainer.batch_size"
-        return EpochSampler(size, self.settings.batch_size, seed, name, mixture=mixture)
+        source = named_source(self.description.data)
+        return EpochSampler(size, self.settings.batch_size, seed, name, mixture, source)
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One optimizer step on the mean negative log-likelihood per learned token."""

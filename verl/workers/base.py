@@ -18,6 +18,7 @@ from verl.engines.layer_compile import compile_layers
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Sharding
+from verl.errors import faults_below
 from verl.models.hf_state_dict import HFStateDict, hf_state_dict, live_tensors, load_adapter, tokenizer_files
 from verl.models.lora import LoRA
 from verl.models.own_module import ModuleModel
@@ -103,10 +104,12 @@ class TrainedRole(Description):
         It is not sharded yet: the caller does that with `parallel.shard_model`.
         """
         source = self.model if restore is None or self.lora is not None else restore.model(self.model, component)
-        model = load_unsharded(source, kind, device, parallel, sliced=self.lora is None)
+        with faults_below(f"{component}.model"):
+            model = load_unsharded(source, kind, device, parallel, sliced=self.lora is None)
         if self.lora is None:
             return model
-        model = self.lora.apply(model, causal_lm=kind == "causal_lm")
+        with faults_below(component):
+            model = self.lora.apply(model, causal_lm=kind == "causal_lm")
         if restore is not None:
             load_adapter(model, restore.adapter(component))
         return model

@@ -15,6 +15,7 @@ from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Sharding
+from verl.errors import faults_below
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
@@ -53,7 +54,9 @@ class Reference(Description):
         if self.model is None and actor.lora is not None and running is not None:
             engine = self._engine(running.model, parallel, actor)
             return ReferenceWorker(engine, temperature, lambda: adapter_off(running.model))
-        model = load_unsharded(self.model or actor.model, "causal_lm", context.device, parallel).requires_grad_(False)
+        with faults_below("actor.model" if self.model is None else "reference.model"):
+            model = load_unsharded(self.model or actor.model, "causal_lm", context.device, parallel)
+        model.requires_grad_(False)
         paths_for(model, context.row_tokens or 1, "reference.model", shares_tokens=parallel.shares_tokens)
         parallel.shard_model(model, actor.autocast)
         return ReferenceWorker(self._engine(model, parallel, actor), temperature)

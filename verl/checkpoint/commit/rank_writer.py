@@ -143,9 +143,9 @@ class RankReport:
 class RankWriter:
     """Writes files into a staging directory. Its methods may be called from several threads.
 
-    >>> part = RankWriter(staging_directory, "rank_1")  # doctest: +SKIP
-    >>> part.write("rng/rank_1.json", [b"{}"])  # doctest: +SKIP
-    >>> connection.send(part.report())  # doctest: +SKIP
+        part = RankWriter(staging_directory, "rank_1")
+        part.write("rng/rank_1.json", [b"{}"])
+        connection.send(part.report())
 
     Args:
         directory: `SaveTransaction.directory`.

@@ -52,11 +52,11 @@ class CheckpointStore(CheckpointDirectory):
     Reading (`complete`, `newest`, `open`) changes nothing and needs no write permission. The first `begin` claims the
     directory and fences out the previous owner.
 
-    >>> store = CheckpointStore("checkpoints", run_id="x7f3")  # doctest: +SKIP
-    >>> with store.begin(step=100, needed_bytes=10**9) as staging:  # doctest: +SKIP
-    ...     staging.main.write("actor/config.json", [b"{}"])
-    ...     staging.commit(state={"epoch": 1})
-    >>> store.newest().step  # doctest: +SKIP
+    >>> store = CheckpointStore("checkpoints", run_id="x7f3")
+    >>> with store.begin(step=100, needed_bytes=10**9) as staging:
+    ...     written = staging.main.write("actor/config.json", [b"{}"])
+    ...     published = staging.commit(state={"epoch": 1})
+    >>> store.newest().step
     100
 
     Args:

@@ -55,8 +55,8 @@ REPORTS = "reports"  # below a staging directory: what the others wrote, until t
 class SaveTransaction:
     """A save that is not published yet. Leaving its `with` block without `commit` removes it.
 
-    >>> with store.begin(step=100) as staging:  # doctest: +SKIP
-    ...     staging.main.write("actor/config.json", [b"{}"])
+    >>> with store.begin(step=100) as staging:
+    ...     written = staging.main.write("actor/config.json", [b"{}"])
     ...     published = staging.commit(state={"epoch": 1}, metrics={"reward/mean": 0.8})
 
     Attributes:

@@ -33,9 +33,9 @@ from verl.utils.saved_targets import current_targets
 class Checkpoint:
     """A checkpoint whose COMMIT matches its manifest.
 
-    >>> published = open_checkpoint(FileSystem(), Path("checkpoints/global_step_100")) # doctest: +SKIP
-    >>> published.step, published.sequence  # doctest: +SKIP
-    (100, 3)
+    >>> published = open_checkpoint(FileSystem(), Path("checkpoints/global_step_100"))
+    >>> published.step, published.sequence
+    (100, 1)
     """
 
     directory: Path

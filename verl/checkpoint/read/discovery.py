@@ -31,8 +31,8 @@ RESERVED = {STAGING, TRASH, OBJECTS, PINS, LATEST, FORMAT, OWNER, RUN_LOCK, COLD
 class CheckpointDirectory:
     """The checkpoints of one directory, for reading; no permission to write is needed.
 
-    >>> CheckpointDirectory("checkpoints").newest().step  # doctest: +SKIP
-    3200
+    >>> CheckpointDirectory("checkpoints").newest().step
+    200
     """
 
     def __init__(self, directory: str | Path, disk: FileSystem | None = None):
@@ -179,8 +179,8 @@ def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPa
     symbolic links.
 
     `latest` is the newest complete checkpoint, independent of the symbolic link of this name.
-    >>> resolve_path("checkpoints/latest/")  # doctest: +SKIP
-    ResolvedPath(directory=PosixPath('/home/me/checkpoints'), name='latest')
+    >>> resolve_path("checkpoints/latest/")
+    ResolvedPath(directory=PosixPath('/.../checkpoints'), name='latest')
 
     Raises:
         CheckpointNotFound: there are no checkpoints, or they are in object storage.
@@ -200,7 +200,17 @@ def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPa
         for directory in (real, real / OF_A_RUN, *_pointed_to(disk, real)):
             if _holds_checkpoints(disk, directory):
                 return ResolvedPath(directory)
-        raise CheckpointNotFound(f"{path} {_instead(disk, given, real)}")
+        name = LATEST if given.name == LATEST else None
+        below = directories_below(real if name is None else given.parent, disk)
+        if len(below) == 1:
+            return ResolvedPath(below[0], name)
+        several = f"{path} holds several directories of checkpoints: {', '.join(map(str, below[:5]))}. Give one of them"
+        raise CheckpointNotFound(several if below else f"{path} {_instead(disk, given, real)}")
+
+
+def directories_below(directory: Path, disk: FileSystem | None = None) -> list[Path]:
+    """Directories of checkpoints one or two levels below a directory, as in `checkpoints/PROJECT/EXPERIMENT`."""
+    return _below(disk or FileSystem(), directory, levels=2)
 
 
 @dataclass(frozen=True, kw_only=True)

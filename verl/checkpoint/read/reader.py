@@ -19,9 +19,9 @@ from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFo
 class CheckpointReader:
     """Reads one checkpoint.
 
-    >>> reader = CheckpointReader(published, disk)  # doctest: +SKIP
-    >>> config = bytes(reader.read("actor/config.json"))  # doctest: +SKIP
-    >>> weight = reader.tensor("actor", "lm_head.weight")  # row-major bytes of the whole tensor  # doctest: +SKIP
+    >>> reader = CheckpointReader(published, disk)
+    >>> config = bytes(reader.read("actor/config.json"))
+    >>> weight = reader.tensor("actor", "model.norm.weight")  # row-major bytes of the whole tensor
 
     Args:
         verify: hash every leaf the first time that bytes of it are read.

@@ -53,8 +53,8 @@ def open_verified(disk: FileSystem, directory: Path, level: Level = "quick") -> 
 def verify(disk: FileSystem, directory: Path, level: Level = "quick") -> list[FileFault]:
     """All faults of a checkpoint, by file; empty if it passes.
 
-    >>> verify(FileSystem(), Path("checkpoints/latest"), "full") # doctest: +SKIP
-    [FileFault(file='actor/model.safetensors', problem='...', tensors=('actor/lm_head.weight',))]
+    >>> verify(FileSystem(), Path("checkpoints/latest"), "full")
+    []
     """
     try:
         open_verified(disk, directory, level)

@@ -64,8 +64,8 @@ class RemoteCheckpoint(Checkpoint):
 class RemoteStore:
     """The checkpoints of one tier, for reading.
 
-    >>> tier = RemoteStore(storage_at("s3://models/verl/ppo").connect())  # doctest: +SKIP
-    >>> tier.newest().step  # doctest: +SKIP
+        tier = RemoteStore(storage_at("s3://models/verl/ppo").connect())
+        tier.newest().step
     3200
 
     Every method raises StorageError if the store does not answer.

@@ -260,11 +260,11 @@ SETTING = "checkpoint.upload_timeout_s"
 class Uploader:
     """Uploads a directory's checkpoints in the background.
 
-    >>> uploader = Uploader(setting)  # doctest: +SKIP
-    >>> uploader.look()               # after each checkpoint that was published
-    >>> for message in uploader.heard():
-    ...     print(message.kind, message.name)
-    >>> uploader.close(wait_s=600)
+        uploader = Uploader(setting)
+        uploader.look()               # after each checkpoint that was published
+        for message in uploader.heard():
+            print(message.kind, message.name)
+        uploader.close(wait_s=600)
 
     Args:
         timeout_s: without progress, after which it is ended and started again.

@@ -67,16 +67,16 @@ class _Reservation:
 class CheckpointWriter:
     """Saves checkpoints of one trainer.
 
-    >>> with CheckpointWriter(CheckpointStore("checkpoints")) as writer:  # doctest: +SKIP
-    ...     for step in range(1, 1001):
-    ...         compute_gradients()             # overlaps with copying
-    ...         writer.wait_copied()
-    ...         optimizer.step()
-    ...         if step % 100 == 0:
-    ...             writer.save(SaveRequest(step=step, components=components()))
-    ...         for outcome in writer.poll():
-    ...             log_metrics(outcome)
-    ...     writer.drain()
+        with CheckpointWriter(CheckpointStore("checkpoints")) as writer:
+            for step in range(1, 1001):
+                compute_gradients()             # overlaps with copying
+                writer.wait_copied()
+                optimizer.step()
+                if step % 100 == 0:
+                    writer.save(SaveRequest(step=step, components=components()))
+                for outcome in writer.poll():
+                    log_metrics(outcome)
+            writer.drain()
 
     Args:
         store: where to; its claim is taken with the first save.

@@ -88,7 +88,8 @@ class SavedComponent:
 class SaveRequest:
     """Everything of one save.
 
-    >>> weights = Component(tensors=[TensorItem(name="weight", tensor=torch.ones(2))], files={"config.json": b"{}"})
+    >>> weight = TensorItem(name="weight", tensor=torch.ones(2))
+    >>> weights = SavedComponent(tensors=[weight], files={"config.json": b"{}"})
     >>> SaveRequest(step=100, components={"actor": weights}).step
     100
 
