@@ -31,9 +31,9 @@ from verl.environments.base import (
     Outcome,
     StepResult,
 )
-from verl.environments.deadline import MAX_ERROR, DeadlinePassed, within
 from verl.errors import RolloutError
 from verl.http_client.client import EventLoopThread
+from verl.utils.deadline import MAX_ERROR, DeadlinePassed, within
 
 log = logging.getLogger(__name__)
 

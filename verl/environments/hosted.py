@@ -37,11 +37,11 @@ from verl.environments.base import (
     StepResult,
     ToolError,
 )
-from verl.environments.deadline import DeadlinePassed
 from verl.environments.tools import Tool, ToolEnvironment
 from verl.errors import ConfigError
 from verl.utils.child_process import supervisor
 from verl.utils.child_process.exit_report import describe_exit, memory_kills
+from verl.utils.deadline import DeadlinePassed
 from verl.utils.progress import state_of
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Any
 
 from verl.environments.adapters.python_tools import PythonTool, as_text
 from verl.environments.base import Action, CallRecord, Environment, Fault, InfraError, Outcome, StepResult, ToolError
-from verl.environments.deadline import MAX_ERROR, within
 from verl.environments.tool_calls import ParseFault, ToolCall
+from verl.utils.deadline import MAX_ERROR, within
 
 
 @dataclass(frozen=True)
