@@ -79,6 +79,9 @@ def test_directories_of_projects_and_experiments_need_not_be_written_out(directo
     status, _, said = run("verify", "checkpoints/latest")
     assert status == 2
     assert "checkpoints/verl/first" in said
+    for name in ("a", "b"):  # what was fetched from addresses
+        shutil.copytree(directory, f"checkpoints/verl/first/fetched/{name}", symlinks=True)
+    assert "fetched" not in run("ls", "checkpoints/verl/first")[1]
 
 
 def test_an_adapter_is_exported_with_the_full_path_of_its_base_or_merged_into_it(model32, tmp_path, monkeypatch):

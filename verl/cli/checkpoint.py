@@ -136,9 +136,15 @@ def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
     if is_address(path):
         _list(path, remote_summaries(path), json)
         return
-    below = [ResolvedPath(directory) for directory in directories_below(Path(path).expanduser().absolute())]
-    if len(below) < 2:
-        _list(path, _summaries(resolve_path(path)), json)
+    try:
+        found = _summaries(resolve_path(path))
+    except CheckpointNotFound:
+        place = Path(path).expanduser().absolute()
+        below = [ResolvedPath(directory) for directory in directories_below(place)] if place.is_dir() else []
+        if not below:
+            raise
+    else:
+        _list(path, found, json)
         return
     if json:
         print_json([summary.to_json() for where in below for summary in _summaries(where)])
