@@ -9,8 +9,14 @@ from roles import experience, start_actor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainer.saved_runs import course, digest, fit, numbers
 
+from verl.engines.sharding import FSDP
 from verl.models.tiny import TinyModel
 from verl.rollout.base import GenerationRequest
+from verl.rollout.hf import HFRollout
+from verl.rollout.vllm.shm_stream import reads_peers
+from verl.trainer.plan.devices import gpu_here
+from verl.utils.memory import computes_bfloat16
+from verl.utils.seeding import seed_everything
 
 pytestmark = gpus()
 
@@ -95,3 +101,35 @@ def test_nothing_of_a_micro_batch_waits_for_the_device(prompts):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(made) > 1
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+def test_two_updates_over_rows_of_2000_tokens_are_equal_bit_by_bit(packing, prompts):
+    found = []
+    for _ in range(2):
+        seed_everything(7)
+        model = TinyModel(hidden_size=256, intermediate_size=512)
+        rollout = HFRollout(max_new_tokens=2000, min_new_tokens=2000)
+        actor = start_actor(model, rollout, device="cuda:0", autocast="bfloat16", packing=packing)
+        actor.update(experience(actor, prompts(), num_samples=2))
+        found.append([p.detach().clone() for p in actor.model.parameters()])
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_moments_of_an_offloaded_model_of_two_processes_go_on_in_main_memory(tmp_path, model32):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 CUDA devices; this machine has {torch.cuda.device_count()}")
+    shape = {"device": "cuda", "n_gpus_per_node": 2, "sharding": FSDP(cpu_offload=True, timeout_s=120.0)}
+    fit(course(model32, tmp_path / "whole", **shape), tmp_path / "whole")
+    half = str(tmp_path / "whole" / "checkpoints" / "global_step_2")
+    fit(course(model32, tmp_path / "rest", resume=half, **shape), tmp_path / "rest")
+    assert numbers(tmp_path / "rest") == {step: numbers(tmp_path / "whole")[step] for step in (3, 4)}
+
+
+def test_groups_and_devices_say_what_the_settings_say():
+    assert computes_bfloat16("cuda:0") is torch.cuda.is_bf16_supported(including_emulation=False)
+    here, name = gpu_here(), torch.cuda.get_device_name(0)
+    assert here.name.startswith(name)
+    assert here.memory >= torch.cuda.get_device_properties(0).total_memory
+    assert reads_peers(torch.device("cuda:0")) in (True, False)
