@@ -37,3 +37,13 @@ def test_identity_holds_the_content_of_files_and_leaves_out_what_may_change(tmp_
     assert identity("one") == identity("two", lr=2.0)
     assert list(differences(identity("one"), identity("three"))) == ["data.train_files"]
     assert set(identity("one")) == {"data.train_files", "data.prompt_key", "actor.model.dtype", "tokenizer"}
+
+
+def test_a_resumed_run_may_compile_its_model_and_one_of_before_that_was_possible_goes_on():
+    def saved(**model):
+        return {"actor": {"model": {"dtype": "float32", **model}}}
+
+    assert (
+        identity_of(saved(), None) == identity_of(saved(compile=False), None) == identity_of(saved(compile=True), None)
+    )
+    assert identity_of(saved(), None) != identity_of({"actor": {"model": {"dtype": "bfloat16"}}}, None)
