@@ -70,13 +70,13 @@ class Actor(TrainedRole):
             "actor.model",
             shares_tokens=parallel.shares_tokens,
         )
-        parallel.shard_model(model, self.autocast)
+        parallel.shard_model(model, self.decided_autocast)
         engine = self.engine(model, parallel, total_updates)
         if rollout.router_replay:
             engine.replay_routing("actor.model")
         if restore is not None:
             restore.optimizer(engine, "actor")
-        sampler = rollout.attach(model, context.tokenizer, context.seed, self.autocast, context)
+        sampler = rollout.attach(model, context.tokenizer, context.seed, self.decided_autocast, context)
         if environment is not None:
             stops = tuple(stop_tokens(model, context.tokenizer, rollout.stop_token_ids).tolist())
             own = environment.engine(sampler, rollout, context.tokenizer, stops, context)

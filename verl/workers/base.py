@@ -80,6 +80,12 @@ class TrainedRole(Description):
             return self
         return replace(self, autocast="bfloat16" if computes_bfloat16 and self.model.dtype == "float32" else None)
 
+    @property
+    def decided_autocast(self) -> Autocast:
+        """`autocast` in a process that has called `on_device`."""
+        assert self.autocast != "auto", "on_device was not called"
+        return self.autocast
+
     def faults(self) -> Iterator[str]:
         if self.model.compile and isinstance(self.model, ModuleModel):
             yield f"model.compile is true: a {type(self.model).__name__} compiles itself. Set model.compile=false."
@@ -119,10 +125,9 @@ class TrainedRole(Description):
         if self.gradient_checkpointing:
             enable: Any = model.gradient_checkpointing_enable
             enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        assert self.autocast != "auto", "see on_device"
         optimizer = self.optimizer.for_model(model, self.lr_factor * (1.0 if self.lora is None else ADAPTER_LR_FACTOR))
         return TrainingEngine(
-            model, parallel, self.micro_batch_tokens, optimizer, total_updates, self.autocast, self.packing
+            model, parallel, self.micro_batch_tokens, optimizer, total_updates, self.decided_autocast, self.packing
         )
 
 

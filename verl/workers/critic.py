@@ -54,7 +54,7 @@ class Critic(TrainedRole):
         elif (trained := self.model.value_head(model.file)) is not None:
             model.load(trained.parent)
         paths_for(model.backbone, context.row_tokens or 1, "critic.model", shares_tokens=parallel.shares_tokens)
-        parallel.shard_model(model, self.autocast)
+        parallel.shard_model(model, self.decided_autocast)
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "critic")

@@ -58,12 +58,12 @@ class Reference(Description):
             model = load_unsharded(self.model or actor.model, "causal_lm", context.device, parallel)
         model.requires_grad_(False)
         paths_for(model, context.row_tokens or 1, "reference.model", shares_tokens=parallel.shares_tokens)
-        parallel.shard_model(model, actor.autocast)
+        parallel.shard_model(model, actor.decided_autocast)
         return ReferenceWorker(self._engine(model, parallel, actor), temperature)
 
     def _engine(self, model: nn.Module, parallel: Parallelism, actor: Actor) -> TrainingEngine:
         """It computes as the actor does, so that equal weights have a KL of zero."""
-        return TrainingEngine(model, parallel, self.micro_batch_tokens, autocast=actor.autocast, packing=actor.packing)
+        return TrainingEngine(model, parallel, self.micro_batch_tokens, autocast=actor.decided_autocast, packing=actor.packing)
 
 
 class ReferenceWorker:

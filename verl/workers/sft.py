@@ -45,7 +45,7 @@ class SFTWorker(TrainedWorker):
         """Load the weights, those of a checkpoint if one is given, and attach the engine that trains them."""
         model = role.load("causal_lm", context.device, restore, "actor", parallel)
         paths_for(model, context.row_tokens or 1, "actor.model", shares_tokens=parallel.shares_tokens)
-        parallel.shard_model(model, role.autocast)
+        parallel.shard_model(model, role.decided_autocast)
         engine = role.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "actor")
