@@ -76,7 +76,7 @@ def test_directories_of_projects_and_experiments_need_not_be_written_out(directo
     assert (status, told.count("global_step_200")) == (0, 2)
     assert all(f"{tmp_path}/checkpoints/verl/{name}:" in told for name in ("first", "second"))
     assert len(json.loads(run("ls", "checkpoints", "--json")[1])) == 4
-    status, _, said = run("verify", "checkpoints/latest")
+    status, _, said = run("verify", "checkpoints")
     assert status == 2
     assert "checkpoints/verl/first" in said
     for name in ("a", "b"):  # what was fetched from addresses

@@ -77,7 +77,6 @@ REFUSED = {
     "dangling": "dangling is a symbolic link to checkpoints/global_step_900, which does not exist",
     "checkpoints/global_step_100/actor": "is inside the checkpoint .*/global_step_100: give that directory",
     "checkpoints/global_step_100/actor/config.json": "is inside the checkpoint .*/global_step_100",
-    "..": "holds no checkpoints itself: did you mean .*run/checkpoints",
 }
 
 

@@ -204,8 +204,7 @@ def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPa
         below = directories_below(real if name is None else given.parent, disk)
         if len(below) == 1:
             return ResolvedPath(below[0], name)
-        several = f"{path} holds several directories of checkpoints: {', '.join(map(str, below[:5]))}. Give one of them"
-        raise CheckpointNotFound(several if below else f"{path} {_instead(disk, given, real)}")
+        raise CheckpointNotFound(f"{path} {_instead(disk, given, real)}")
 
 
 def directories_below(directory: Path, disk: FileSystem | None = None) -> list[Path]:
