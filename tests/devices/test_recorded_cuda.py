@@ -150,7 +150,9 @@ def test_a_driver_without_roles_opens_no_context_on_any_gpu(calls, monkeypatch, 
         monkeypatch.setattr(torch.cuda, name, refuse(name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    settings = SimpleNamespace(device="auto", seed=1, project_name="p", experiment_name="e", machine_faults=lambda: ())
+    settings = SimpleNamespace(
+        device="auto", seed=1, project_name="p", experiment_name="e", cpu_matmul="auto", machine_faults=lambda: ()
+    )
     context = prepare_context(BuildContext(run_dir=tmp_path), settings)
     assert context.device == "cuda:0"
     tensors, plain = seeding.rng_state()

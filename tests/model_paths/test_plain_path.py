@@ -89,8 +89,8 @@ def test_what_sees_the_future_and_what_has_an_encoder_is_refused_by_name(saved):
     directory = saved("qwen2")
     config = json.loads((Path(directory) / "config.json").read_text())
     (Path(directory) / "config.json").write_text(json.dumps({**config, "is_encoder_decoder": True}))
-    for start in (start_actor, start_critic):
-        with refusal("path"):
+    for start, role in ((start_actor, "actor"), (start_critic, "critic")):
+        with refusal(f"{role}.model.path"):
             start(Pretrained(path=directory))
     model = Pretrained(path=saved("gpt2")).load_causal_lm("cpu")
     model.config.is_encoder_decoder = True

@@ -215,11 +215,12 @@ def test_malformed_requests_are_refused_with_openais_error_object_on_one_connect
         reply = connection.getresponse()
         assert reply.status == 400, name
         assert error_of(reply.read())["type"] == "invalid_request_error", name
-    arguments = '{"a": ' + DEEP + "}"  # a text that is no JSON within limits stays a text
-    for content in (body(), call(arguments=arguments), call(arguments='"\\ud800"')):
-        connection.request("POST", "/v1/chat/completions", content)
+    connection.request("POST", "/v1/chat/completions", body())
+    assert json.loads(connection.getresponse().read())["object"] == "chat.completion"
+    for arguments in ('{"a": ' + DEEP + "}", '"\\ud800"'):  # what is no JSON within limits stays a text
+        connection.request("POST", "/v1/chat/completions", call(arguments=arguments))
         reply = connection.getresponse()
-        assert (reply.status, json.loads(reply.read())["object"]) == (200, "chat.completion")
+        assert (reply.status, "tokens, and a conversation" in error_of(reply.read())["message"]) == (400, True)
     connection.close()
 
 

@@ -44,7 +44,7 @@ def test_an_adapter_whose_regular_expression_does_not_end_is_refused(model32, tm
     file = tmp_path / "adapter/adapter_config.json"
     config = {**json.loads(file.read_text()), "base_model_name_or_path": model32.path}
     file.write_text(json.dumps({**config, "target_modules": r".*\.(q_proj|v_proj)"}))
-    assert Pretrained(path=str(tmp_path / "adapter"))._adapter() is not None
+    assert Pretrained(path=str(tmp_path / "adapter")).adapter() is not None
     file.write_text(json.dumps({**config, "target_modules": "(a+|[a-z.]+)+!"}))
     with refusal("path") as caught:
         Pretrained(path=str(tmp_path / "adapter")).load_causal_lm("cpu")

@@ -47,7 +47,7 @@ def _by_calls(part: Any, name: str, kinds: list[type]) -> str | None:
         first, second = run(part), run(part)
     except dataclasses.FrozenInstanceError as error:
         return f"it sets an attribute of itself ({error}), and it is frozen"
-    except Exception:  # noqa: BLE001 - it needs columns of the run's own data, for example
+    except (Exception, SystemExit):  # noqa: BLE001 - it needs columns of the run's own data, for example
         first = second = {}
     after = _variables(part, kinds)
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
