@@ -100,7 +100,7 @@ def _unset(node: Any, key: Any, path: str) -> str:
     """The fault of a required value, with the example that its component has for it."""
     target = _raw(node._get_node(TARGET)) if isinstance(node, DictConfig) and TARGET in node else None
     kind = import_component(target) if isinstance(target, str) else None
-    example = kind.examples.get(str(key)) if isinstance(kind, type) else None
+    example = kind.example_values.get(str(key)) if isinstance(kind, type) else None
     return f"{path} is not set: it has no default, so give {path}=..." + (f", such as {example}." if example else "")
 
 

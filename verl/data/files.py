@@ -28,7 +28,7 @@ class PromptFiles(PromptOptions):
         weights: relative share of an epoch of each training file; None to visit every row once.
     """
 
-    examples: ClassVar[Mapping[str, str]] = {"train_files": "[train.jsonl]"}
+    example_values: ClassVar[Mapping[str, str]] = {"train_files": "[train.jsonl]"}
 
     train_files: tuple[str, ...]
     eval_files: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class SFTFiles(SFTOptions):
         weights: relative share of an epoch of each training file; None to visit every row once.
     """
 
-    examples: ClassVar[Mapping[str, str]] = {"train_files": "[train.jsonl]"}
+    example_values: ClassVar[Mapping[str, str]] = {"train_files": "[train.jsonl]"}
 
     train_files: tuple[str, ...]
     eval_files: tuple[str, ...] = ()

@@ -560,7 +560,7 @@ class FunctionEnvironment(HostedDescription):
         arguments: of its constructor.
     """
 
-    examples: ClassVar[Mapping[str, str]] = {"path": "environments.py:MyEnvironment"}
+    example_values: ClassVar[Mapping[str, str]] = {"path": "environments.py:MyEnvironment"}
 
     path: str
     arguments: Mapping[str, Any] = Field(default_factory=dict)
@@ -620,7 +620,7 @@ class GymnasiumEnvironment(_PackageEnvironment):
         arguments: of `gymnasium.make`.
     """
 
-    examples: ClassVar[Mapping[str, str]] = {"env_id": "FrozenLake-v1"}
+    example_values: ClassVar[Mapping[str, str]] = {"env_id": "FrozenLake-v1"}
     package: ClassVar[str] = "gymnasium"
 
     env_id: str
@@ -638,7 +638,7 @@ class TextArenaEnvironment(_PackageEnvironment):
         arguments: of `textarena.make`.
     """
 
-    examples: ClassVar[Mapping[str, str]] = {"env_id": "GuessTheNumber-v0"}
+    example_values: ClassVar[Mapping[str, str]] = {"env_id": "GuessTheNumber-v0"}
     package: ClassVar[str] = "textarena"
 
     env_id: str
@@ -656,7 +656,7 @@ class ReasoningGymEnvironment(_PackageEnvironment):
         arguments: of `reasoning_gym.create_dataset`.
     """
 
-    examples: ClassVar[Mapping[str, str]] = {"task": "leg_counting"}
+    example_values: ClassVar[Mapping[str, str]] = {"task": "leg_counting"}
     package: ClassVar[str] = "reasoning_gym"
     names: ClassVar[str] = "task"
 
@@ -683,7 +683,7 @@ class VerifiersEnvironment(_PackageEnvironment):
             the harness is a chat in the environment's process, and the runtime a directory of this machine.
     """
 
-    examples: ClassVar[Mapping[str, str]] = {"taskset": "my_taskset, the name of an installed module"}
+    example_values: ClassVar[Mapping[str, str]] = {"taskset": "my_taskset, the name of an installed module"}
     package: ClassVar[str] = "verifiers"
     names: ClassVar[str] = "taskset"
     FIRST: ClassVar[int] = 1024  # prompts that are asked for with the tools
@@ -807,7 +807,7 @@ class PythonTools(HostedDescription):
         suffix: appended to a tool result if the prompt is not a chat.
     """
 
-    examples: ClassVar[Mapping[str, str]] = {"path": "tools.py"}
+    example_values: ClassVar[Mapping[str, str]] = {"path": "tools.py"}
     has_rewards: ClassVar[bool] = False
     has_tools: ClassVar[bool] = True
 

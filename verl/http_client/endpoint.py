@@ -43,7 +43,7 @@ class Endpoint(Description):
         max_answer_mib: size limit of an answer.
     """
 
-    examples: ClassVar[Mapping[str, str]] = {"base_url": "http://localhost:8000"}
+    example_values: ClassVar[Mapping[str, str]] = {"base_url": "http://localhost:8000"}
 
     base_url: str
     key_variable: str | None = None

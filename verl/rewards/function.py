@@ -61,7 +61,7 @@ class RewardFunction(RewardDescription):
         error_score: see `on_error`.
     """
 
-    examples: ClassVar[Mapping[str, str]] = {"path": "rewards.py:my_reward"}
+    example_values: ClassVar[Mapping[str, str]] = {"path": "rewards.py:my_reward"}
 
     path: str
     kwargs: dict[str, Any] = field(default_factory=dict)

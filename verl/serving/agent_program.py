@@ -56,7 +56,7 @@ class AgentProgram(HostedDescription):
         ignore_sampling: draw as the rollout does where a request asks for another temperature or top_p.
     """
 
-    examples: ClassVar[Mapping[str, str]] = {"path": "agent.py:run"}
+    example_values: ClassVar[Mapping[str, str]] = {"path": "agent.py:run"}
     has_rewards: ClassVar[bool] = True
 
     path: str | None = None

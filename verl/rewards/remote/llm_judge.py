@@ -44,7 +44,7 @@ class LLMJudge(RemoteDescription):
         min_score, max_score: a reply with a score outside these bounds is retried; null for no bound.
     """
 
-    examples: ClassVar[Mapping[str, str]] = {"model": "gpt-4o-mini"}
+    example_values: ClassVar[Mapping[str, str]] = {"model": "gpt-4o-mini"}
 
     model: Annotated[str, Field(min_length=1)]
     template: str

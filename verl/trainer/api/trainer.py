@@ -19,8 +19,13 @@ from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.config import Checkpointing
 from verl.component import Description, as_plain, field_types
 from verl.compose.build_trainer import build_trainer
-from verl.compose.from_yaml import ComposedConfig, compose_over_default, read_short_file
-from verl.compose.load_option import load_option, rollout_kind
+from verl.compose.from_yaml import (
+    ComposedConfig,
+    compose_over_default,
+    load_option,
+    read_short_file,
+    rollout_kind,
+)
 from verl.compose.overrides import flatten
 from verl.compose.suggestions import described, key_faults
 from verl.data.arithmetic import ArithmeticPrompts
