@@ -217,9 +217,7 @@ class Pretrained(ModelSource):
         trust_remote_code: run Python code of the model repository. Off by default, since it can do anything.
     """
 
-    example_values: ClassVar[Mapping[str, str]] = {
-        "path": "./my_model, a directory made by save_pretrained, or a hub name"
-    }
+    example_values: ClassVar[Mapping[str, str]] = {"path": "./my_model, a saved directory, or a hub name"}
 
     path: str
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
