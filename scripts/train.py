@@ -196,8 +196,8 @@ def translated(given: dict[str, Any], own: Sequence[str] = ()) -> list[str]:
     faults += [_by_flag(fault, asked) for fault in assigned.faults]
     if (steps := given.get("buffer_warmup_steps")) is not None and not has_buffer([*assigned.options, *own]):
         faults.append(
-            f"--buffer_warmup_steps {steps} needs a replay buffer to fill, and none is chosen. Add replay=tiered and "
-            "algorithm.replay_fraction=0.5, or leave the flag out."
+            f"--buffer_warmup_steps {steps} needs a replay buffer to fill, and none is chosen. Add `replay=tiered "
+            "algorithm.replay_fraction=0.5`, or leave the flag out."
         )
     if faults:
         raise ConfigError(faults)

@@ -128,11 +128,13 @@ class Description:
 
     Attributes:
         other_keys: name of a mapping field that collects components under unknown keys; None refuses such keys.
+        example_values: of required fields, for the message that names one that is not set.
     Raises:
         ConfigError: on construction, with every fault of type or value, each beginning with the field's name.
     """
 
     other_keys: ClassVar[str | None] = None
+    example_values: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self):
         # For a class made by `dataclasses.dataclass`, whose fields are set but not checked.

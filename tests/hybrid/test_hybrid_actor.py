@@ -229,7 +229,7 @@ def test_settings_that_cannot_be_are_refused_by_their_keys(dir32):
 
     assert load(tp_size=4) == (
         "hybrid_config.tp_size is 4: it needs a multiple of 4 processes, and there is 1. Start them with `torchrun "
-        "--nproc_per_node=4`, or leave it out."
+        "--nproc_per_node=4 SCRIPT.py`, or leave it out."
     )
     assert load(dp_size=2).startswith("hybrid_config.dp_size is 2: it needs 2 processes, and there is 1.")
     assert load(tp_size=0) == "hybrid_config.tp_size is 0: must be at least 1."

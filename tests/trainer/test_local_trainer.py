@@ -131,7 +131,8 @@ def test_unknown_keys_and_what_is_missing_here_are_told_at_once(short_file):
     assert set(faults_of(config, train_dataset=ROWS)) == {
         "trainer.backend=megatron needs a sharding that this version does not have; it has none, ddp, fsdp, hsdp, tp, "
         "tp_fsdp, cp, pp, parallel.",
-        "reward.model.path is not set: it has no default, so give reward.model.path=...",
+        "reward.model.path is not set: it has no default, so give reward.model.path=..., such as ./my_model, a "
+        "saved directory, or a hub name.",
         "trainr.seed is not a known key: ppo.yaml has no trainr. Did you mean trainer?",
         "rollout.max_new_token is not a known key: HFRollout has no such field. Did you mean rollout.max_new_tokens?",
     }

@@ -4,9 +4,8 @@ aliases        Aliases: other libraries' spellings of our configuration keys, an
 build_trainer  Builds a trainer with its run directory and log
 command_line   Reads the arguments of `verl ppo` and `verl sft`: flags, assignments, and values in Hydra's grammar
 compose        Composes a root configuration without `hydra.main`, and applies values to it
-from_yaml      Composes a run from a short YAML file on top of the default configuration
+from_yaml      Composes a run from a short YAML file over the default, and loads single options of groups
 launch         Entry point of `verl ppo` and `verl sft`: command line, torchrun, run directory, logging
-load_option    Loads one option of a configuration group as a component, without the rest of a run
 load_policy    Finds a trained policy, in a checkpoint or as plain weights
 overrides      Overrides of the command line or a short file, as group options and values by path
 print_config   Prints the differences from the defaults, and saves the configuration of a run

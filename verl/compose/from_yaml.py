@@ -1,4 +1,7 @@
-"""Composes a run from a short YAML file on top of the default configuration."""
+"""Configuration of a script: a run from a short YAML file over the default, and single options of groups.
+
+short file, overrides -> ComposedConfig       group, name of an option -> component
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from verl.component import hint, nearest
 from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign, flatten
+from verl.compose.schema import conf_dir, group_options
+from verl.compose.validate import validate
 from verl.errors import ConfigError
+from verl.rollout.base import Rollout
+from verl.rollout.hf import HFRollout
 from verl.utils.saved_targets import current_targets
 
 
@@ -76,3 +85,49 @@ def read_short_file(path: str | Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"config_path is {str(path)!r}: expected keys with values, found a {type(tree).__name__}.")
     return tree
+
+
+def load_option(root: str, group: str, name: str) -> Any:
+    """The component of `conf/<group>/<name>.yaml`, as in the default run of a root.
+
+    Args:
+        root: `ppo` or `sft`.
+        group, name: the option.
+    Raises:
+        ConfigError: the option has a required value without default.
+    """
+    node: Any = OmegaConf.to_container(compose_root(root, [f"{group}={name}"])[group], resolve=True)
+    return validate(node)
+
+
+def load_rollout(rollout: str | Rollout) -> Rollout:
+    """The rollout component for an option name, with its defaults; a component is returned unchanged.
+
+    Raises:
+        ConfigError: there is no such option, or it has required values.
+    """
+    if isinstance(rollout, Rollout):
+        return rollout
+    if rollout == "hf":
+        return HFRollout()
+    _refuse_unknown(rollout)
+    return load_option("ppo", "rollout", rollout)
+
+
+def rollout_kind(name: str) -> type[Rollout]:
+    """The class of an option of the group `rollout`, which may have required values.
+
+    Raises:
+        ConfigError: there is no such option.
+    """
+    _refuse_unknown(name)
+    return get_class(compose_root("ppo", [f"rollout={name}"]).rollout["_target_"])
+
+
+def _refuse_unknown(rollout: str) -> None:
+    known = group_options(conf_dir())["rollout"]
+    if rollout not in known:
+        raise ConfigError(
+            f"rollout is {rollout!r}: this version has {', '.join(known)}.{hint(nearest(str(rollout), known))} "
+            "rollout='hf' generates with the training weights."
+        )

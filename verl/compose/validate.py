@@ -79,9 +79,7 @@ def _items(node: Any, keys: Any, path: str, plain: PlainConfig) -> Iterator[tupl
     for key in keys:
         below = join(path, key)
         if OmegaConf.is_missing(node, key):
-            plain.faults.append(
-                f"{plain.origin(below)} is not set: it has no default, so give {plain.origin(below)}=..."
-            )
+            plain.faults.append(_unset(node, key, plain.origin(below)))
             yield key, UNSOUND
             continue
         raw = node._get_node(key)
@@ -96,6 +94,14 @@ def _items(node: Any, keys: Any, path: str, plain: PlainConfig) -> Iterator[tupl
         if OmegaConf.is_interpolation(node, key) and OmegaConf.is_config(value) and value._get_full_key(None):
             plain.borrowed[below] = value._get_full_key(None)
         yield key, _read(value, below, plain)
+
+
+def _unset(node: Any, key: Any, path: str) -> str:
+    """The fault of a required value, with the example that its component has for it."""
+    target = _raw(node._get_node(TARGET)) if isinstance(node, DictConfig) and TARGET in node else None
+    kind = import_component(target) if isinstance(target, str) else None
+    example = kind.example_values.get(str(key)) if isinstance(kind, type) else None
+    return f"{path} is not set: it has no default, so give {path}=..." + (f", such as {example}." if example else "")
 
 
 def _raw(node: Any) -> Any:
@@ -201,7 +207,7 @@ class _Validation:
         self._unknown_keys(kind, [key for key in given if key not in known], path)
         made = object.__new__(kind)
         for fault in set_fields(made, values):
-            self._fault(path, _of_list(path, fault))
+            self._fault(path, _of_group(path, fault))
         sound = len(self.faults) == before and all(value is not UNSOUND for value in values.values())
         return made if sound else UNSOUND
 
@@ -270,12 +276,19 @@ def _is_component(node: Any) -> bool:
     return isinstance(node, dict) and TARGET in node
 
 
-def _of_list(path: str, fault: str) -> str:
-    """Adapt a fault of a group that takes a list of options: a member without `_target_` is not in the list."""
-    name = fault.partition(" ")[0]
-    if path in LISTS and fault.endswith(NO_TARGET) and name in group_options(conf_dir()).get(path, []):
-        sentence = fault.removesuffix(NO_TARGET)
+def _of_group(path: str, fault: str) -> str:
+    """Adapt a fault of a node without `_target_`: a member of a group that takes a list of options is not in the list,
+    and of another group no option is chosen.
+    """
+    name, groups = fault.partition(" ")[0], group_options(conf_dir())
+    if not fault.endswith(NO_TARGET):
+        return fault
+    sentence = fault.removesuffix(NO_TARGET)
+    if path in LISTS and name in groups.get(path, []):
         return f"{sentence} It has no {TARGET}: add {name} to the list, such as {path}=[default,{name}]."
+    if not path and name in groups:
+        options = [f"{name}={option}" for option in groups[name] if option not in ("none", "off")]
+        return f"{sentence} It has no {TARGET}: choose an option of its group too, {' or '.join(options)}."
     return fault
 
 

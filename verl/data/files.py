@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.component import BuildContext, component
 from verl.data.base import DataSplits, PromptOptions, SFTOptions
@@ -27,6 +27,8 @@ class PromptFiles(PromptOptions):
         eval_files: paths of the evaluation data; empty for no evaluation.
         weights: relative share of an epoch of each training file; None to visit every row once.
     """
+
+    example_values: ClassVar[Mapping[str, str]] = {"train_files": "[train.jsonl]"}
 
     train_files: tuple[str, ...]
     eval_files: tuple[str, ...] = ()
@@ -53,6 +55,8 @@ class SFTFiles(SFTOptions):
         eval_files: paths of the evaluation data; empty for no evaluation.
         weights: relative share of an epoch of each training file; None to visit every row once.
     """
+
+    example_values: ClassVar[Mapping[str, str]] = {"train_files": "[train.jsonl]"}
 
     train_files: tuple[str, ...]
     eval_files: tuple[str, ...] = ()

@@ -560,6 +560,8 @@ class FunctionEnvironment(HostedDescription):
         arguments: of its constructor.
     """
 
+    example_values: ClassVar[Mapping[str, str]] = {"path": "environments.py:MyEnvironment"}
+
     path: str
     arguments: Mapping[str, Any] = Field(default_factory=dict)
 
@@ -618,6 +620,7 @@ class GymnasiumEnvironment(_PackageEnvironment):
         arguments: of `gymnasium.make`.
     """
 
+    example_values: ClassVar[Mapping[str, str]] = {"env_id": "FrozenLake-v1"}
     package: ClassVar[str] = "gymnasium"
 
     env_id: str
@@ -635,6 +638,7 @@ class TextArenaEnvironment(_PackageEnvironment):
         arguments: of `textarena.make`.
     """
 
+    example_values: ClassVar[Mapping[str, str]] = {"env_id": "GuessTheNumber-v0"}
     package: ClassVar[str] = "textarena"
 
     env_id: str
@@ -652,6 +656,7 @@ class ReasoningGymEnvironment(_PackageEnvironment):
         arguments: of `reasoning_gym.create_dataset`.
     """
 
+    example_values: ClassVar[Mapping[str, str]] = {"task": "leg_counting"}
     package: ClassVar[str] = "reasoning_gym"
     names: ClassVar[str] = "task"
 
@@ -678,6 +683,7 @@ class VerifiersEnvironment(_PackageEnvironment):
             the harness is a chat in the environment's process, and the runtime a directory of this machine.
     """
 
+    example_values: ClassVar[Mapping[str, str]] = {"taskset": "my_taskset, the name of an installed module"}
     package: ClassVar[str] = "verifiers"
     names: ClassVar[str] = "taskset"
     FIRST: ClassVar[int] = 1024  # prompts that are asked for with the tools
@@ -801,6 +807,7 @@ class PythonTools(HostedDescription):
         suffix: appended to a tool result if the prompt is not a chat.
     """
 
+    example_values: ClassVar[Mapping[str, str]] = {"path": "tools.py"}
     has_rewards: ClassVar[bool] = False
     has_tools: ClassVar[bool] = True
 

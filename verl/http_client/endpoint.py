@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -42,6 +42,8 @@ class Endpoint(Description):
             most half. `Retry-After` of the server prolongs it and delays all requests.
         max_answer_mib: size limit of an answer.
     """
+
+    example_values: ClassVar[Mapping[str, str]] = {"base_url": "http://localhost:8000"}
 
     base_url: str
     key_variable: str | None = None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.component import BuildContext
-from verl.compose.load_option import load_rollout
+from verl.compose.from_yaml import load_rollout
 from verl.compose.suggestions import described
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.hybrid.generation_config import GenerateCall, naming_ends, prompt_rows, read_call, settings_left_out

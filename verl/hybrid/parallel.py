@@ -121,7 +121,7 @@ def sizes_of(config: HybridConfig, processes: int) -> tuple[int, int, int]:
         raise ConfigError(
             f"hybrid_config.{name} is {size}: it needs {wanted} processes, and there "
             f"{'is' if processes == 1 else 'are'} {processes}. "
-            f"Start them with `torchrun --nproc_per_node={tensors * groups}`, or leave it out."
+            f"Start them with `torchrun --nproc_per_node={tensors * groups} SCRIPT.py`, or leave it out."
         )
     if not config.shards:
         return groups, 1, tensors

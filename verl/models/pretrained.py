@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from verl.component import Description, component
 from verl.errors import ConfigError
@@ -216,6 +216,8 @@ class Pretrained(ModelSource):
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code of the model repository. Off by default, since it can do anything.
     """
+
+    example_values: ClassVar[Mapping[str, str]] = {"path": "./my_model, a saved directory, or a hub name"}
 
     path: str
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -60,6 +60,8 @@ class RewardFunction(RewardDescription):
             `score` assigns `error_score` to it, warns, and counts it in `reward/failed`. `score` needs `per_sample`.
         error_score: see `on_error`.
     """
+
+    example_values: ClassVar[Mapping[str, str]] = {"path": "rewards.py:my_reward"}
 
     path: str
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -14,7 +14,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -56,6 +56,7 @@ class AgentProgram(HostedDescription):
         ignore_sampling: draw as the rollout does where a request asks for another temperature or top_p.
     """
 
+    example_values: ClassVar[Mapping[str, str]] = {"path": "agent.py:run"}
     has_rewards: ClassVar[bool] = True
 
     path: str | None = None

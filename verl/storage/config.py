@@ -176,7 +176,7 @@ class BucketStorage(Storage):
     def faults(self) -> Iterator[str]:
         yield from super().faults()
         if not self.bucket:
-            yield "bucket is null: Set storage.bucket=NAME, or export VERL_BUCKET=NAME."
+            yield f"bucket is null: give that of an existing bucket, or export VERL_BUCKET with storage={self.kind}."
         elif not _BUCKET.fullmatch(self.bucket):
             yield f"bucket is {redact(self.bucket)!r}: expected the name of a bucket only; the rest belongs in prefix."
         if self.endpoint_url is not None:
@@ -219,8 +219,8 @@ class OSSStorage(BucketStorage):
         yield from super().faults()
         if self.endpoint_url is None and not os.environ.get("OSS_ENDPOINT"):
             yield (
-                "endpoint_url is null: set that of the region, such as https://oss-cn-hangzhou.aliyuncs.com, or "
-                "export OSS_ENDPOINT."
+                "endpoint_url is null, and OSS has one for each region: give that of the bucket, such as "
+                "endpoint_url=https://oss-cn-hangzhou.aliyuncs.com, or export OSS_ENDPOINT."
             )
 
     def backend(self) -> Backend:

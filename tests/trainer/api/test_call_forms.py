@@ -12,6 +12,9 @@ from transformers import AutoTokenizer
 from verl import DataPipeline, DeviceMesh, HybridActor, RLTrainer, measure_switch_overhead
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.remote.resolve import tier_of
+from verl.compose.compose import compose_root
+from verl.compose.schema import conf_dir
+from verl.compose.validate import validate
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.engines.sharding import DDP
 from verl.errors import ConfigError, NonFiniteRewardError, RewardError
@@ -57,8 +60,22 @@ def test_a_pipeline_takes_its_data_when_it_is_run_and_lengths_and_epochs_by_thei
     assert RLTrainer(pipeline=within).run().last_metrics["actor/loss"] == result.last_metrics["actor/loss"]
     with refusal("data"):
         RLTrainer(pipeline=within, data=rows)
-    with refusal("data"):
-        RLTrainer(pipeline=pipeline)
+
+
+def test_a_pipeline_without_data_trains_on_the_built_in_sums_and_says_so(dir32, capsys, tmp_path):
+    sums = ["data.digits=1", "data.held_out=4"]
+    parts = {"actors": [dir32], "reward_models": [r], "rollout_config": {"max_new_tokens": 4, "n": 2}}
+    parts["train_config"] = {"prompts_per_step": 3, "total_steps": 1}
+    quiet = [*QUIET, "trainer.eval_samples=0"]
+    pipeline = DataPipeline(**parts, data_config={"max_prompt_length": 12}, overrides=[*quiet, *sums])
+    result = RLTrainer(pipeline).run()
+    assert (result.status, result.data["eval_rows"]) == ("finished", 4)
+    assert "train_dataset is not given: the run trains on the built-in sums" in capsys.readouterr().out
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    pipeline = DataPipeline(**parts, overrides=[*quiet, "data.max_prompt_length=12", f"data.train_files=[{file}]"])
+    assert RLTrainer(pipeline).run().data["train_rows"] == len(ROWS)
+    assert "train_dataset is not given" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -196,8 +213,10 @@ def test_a_switch_is_named_by_the_state_that_it_ends_in(mode, canonical, dir32):
 def test_a_prefix_may_end_in_a_slash_and_the_endpoint_may_be_the_environment_s(monkeypatch):
     table = {"type": "oss", "bucket": "models", "prefix": "verl-cold/", "upload_interval": 3600}
     monkeypatch.delenv("OSS_ENDPOINT", raising=False)
-    with refusal("cold_storage.endpoint_url"):
+    with pytest.raises(ConfigError, match="endpoint_url=https://oss-cn-hangzhou.aliyuncs.com"):
         Checkpointing(cold_storage=table)
+    with pytest.raises(ConfigError, match=r"cold_storage\.bucket is null: give that of an existing bucket"):
+        Checkpointing(cold_storage={"type": "s3"})
     monkeypatch.setenv("OSS_ENDPOINT", "http://localhost:1")
     tier = tier_of(Checkpointing(cold_storage=table), None, "p", "e")
     assert tier is not None
@@ -208,6 +227,43 @@ def test_a_prefix_may_end_in_a_slash_and_the_endpoint_may_be_the_environment_s(m
         with refusal("cold_storage.upload_interval"):
             Checkpointing(cold_storage={**table, "upload_interval": wrong})
     assert tier.storage.backend().fs._endpoint == "http://localhost:1"
+
+
+# Values without default
+
+
+def test_a_reward_model_that_is_switched_on_names_its_path_with_an_example():
+    with pytest.raises(ConfigError) as caught:
+        LocalPPOTrainer(None, ROWS, overrides=["use_rm=true"])
+    assert str(caught.value).startswith(
+        "reward.model.path is not set: it has no default, so give reward.model.path=..., such as ./my_model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "lines"),
+    [("replay.buffer_warmup_steps=4", "replay=tiered"), ("storage.bucket=models", "storage=gcs or storage=local")],
+)
+def test_a_setting_of_a_group_of_which_no_option_is_chosen_names_those_to_choose(setting, lines):
+    with pytest.raises(ConfigError, match=f"It has no _target_: choose an option of its group too, {lines}"):
+        LocalPPOTrainer(None, ROWS, overrides=[setting])
+
+
+OPEN = [
+    (group, option)
+    for group in ("actor", "critic", "data", "environment", "reward", "rollout", "sandbox")
+    for option in sorted(path.stem for path in (conf_dir() / group).glob("*.yaml") if ": ???" in path.read_text())
+]
+
+
+@pytest.mark.parametrize(("group", "option"), OPEN)
+def test_every_value_without_default_is_told_with_an_example(group, option):
+    root = "sft" if option == "sft_files" else "ppo"
+    with pytest.raises(ConfigError) as caught:
+        validate(compose_root(root, [f"{group}={option}"]))
+    unset = [fault for fault in caught.value.faults if "is not set" in fault]
+    assert unset
+    assert all(", such as " in fault for fault in unset), unset
 
 
 # Rewards of a batch

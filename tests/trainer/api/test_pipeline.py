@@ -95,8 +95,6 @@ def test_what_a_run_cannot_have_is_refused_in_words(dir32):
         "reward_models[0].wieght is not a known key. Known: reward, weight, name."
     ]
     assert "weights.digits is nan" in faults_of(dir32, reward_models=[{"reward": digits, "weight": float("nan")}])[0]
-    with refusal("data"):
-        RLTrainer(declared(dir32, data=None))
     with refusal("pipeline"):
         RLTrainer({"actors": []})
 

@@ -483,7 +483,9 @@ def test_unknown_keys_are_told_all_at_once_with_the_nearest_known_one(dir32):
 def test_what_is_missing_is_told():
     with pytest.raises(ConfigError) as caught:
         Trainer()
-    assert [fault.split()[0] for fault in caught.value.faults] == ["model", "reward_model", "train_dataset"]
+    assert [fault.split()[0] for fault in caught.value.faults] == ["model", "reward_model"]
+    with refusal("eval_dataset"):
+        Trainer("m", reward_model=digits, eval_dataset=ROWS)
 
 
 def test_objects_that_do_not_fit_are_refused_in_words(dir32, model32, tokenizer):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -43,6 +43,8 @@ class LLMJudge(RemoteDescription):
             `response` and the columns that it names; returns a number.
         min_score, max_score: a reply with a score outside these bounds is retried; null for no bound.
     """
+
+    example_values: ClassVar[Mapping[str, str]] = {"model": "gpt-4o-mini"}
 
     model: Annotated[str, Field(min_length=1)]
     template: str

@@ -10,6 +10,7 @@ result = RLTrainer(DataPipeline(actors=["Qwen/Qwen2-0.5B"], reward_models=[rewar
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,16 @@ from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.config import Checkpointing
 from verl.component import Description, as_plain, field_types
 from verl.compose.build_trainer import build_trainer
-from verl.compose.from_yaml import ComposedConfig, compose_over_default, read_short_file
-from verl.compose.load_option import load_option, rollout_kind
+from verl.compose.from_yaml import (
+    ComposedConfig,
+    compose_over_default,
+    load_option,
+    read_short_file,
+    rollout_kind,
+)
 from verl.compose.overrides import flatten
 from verl.compose.suggestions import described, key_faults
+from verl.data.arithmetic import ArithmeticPrompts
 from verl.data.base import PromptOptions
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
@@ -39,6 +46,8 @@ from verl.trainer.api.from_objects import (
 from verl.trainer.config import PPOSettings
 from verl.trainer.train_loop import TrainResult
 from verl.utils.component_exits import component_exits
+
+_log = logging.getLogger(__name__)
 
 PROMPTS_PER_STEP = 64  # at most, where nothing says how many
 # Keys of rollout_config beside those of the engine: which one, responses per prompt, a limit of both texts together.
@@ -61,6 +70,7 @@ class Trainer(BaseTrainer):
         reward_model: a function of prompts and responses, `file.py:function`, a reward model (a module that returns
             `scores`, a Hugging Face sequence-classification model, or the path of one), or a description.
         train_dataset: prompts: rows (dicts with a `prompt`), an `RLHFDataset`, a parquet or JSONL file, or several.
+            None: the data of the configuration, which are the built-in sums where it names none, with a warning.
         ref_model: reference model for KL, for algorithms that use one; None: the initial policy.
         critic_model: initial model of the critic, for algorithms that need one; None: the initial policy.
         tokenizer: required for a loaded model; default: the tokenizer in the model's directory.
@@ -110,7 +120,9 @@ class Trainer(BaseTrainer):
     ):
         import rich
 
-        _refuse_missing(model=model, reward_model=reward_model, train_dataset=train_dataset)
+        _refuse_missing(model=model, reward_model=reward_model)
+        if train_dataset is None and eval_dataset is not None:
+            raise ConfigError("eval_dataset is given without train_dataset. Give both, or neither.")
         _refuse_unknown_keys(rollout_config, checkpoint_config, train_config, data_config)
         self._reward_tokenizer = reward_tokenizer
         tokenizer = None if tokenizer is None else _padding(tokenizer)
@@ -125,12 +137,15 @@ class Trainer(BaseTrainer):
         if lora is not None:
             given["actor.lora"] = described(LoRA, "lora", lora)
         rollout_config, data_config = _with_lengths(given["actor.model"], rollout_config or {}, data_config or {})
-        room = _room(given["actor.model"], rollout_config, data_config)
-        given["data"] = data_from_object(train_dataset, eval_dataset, described(PromptOptions, "data_config", room))
+        if train_dataset is not None:
+            room = _room(given["actor.model"], rollout_config, data_config)
+            given["data"] = data_from_object(train_dataset, eval_dataset, described(PromptOptions, "data_config", room))
         if isinstance(algorithm, Algorithm):
             given["algorithm"] = algorithm
         below = _defaults(given, checkpoint_config is not None, algorithm)
         above = _arguments(algorithm, rollout_config, checkpoint_config, train_config)
+        if train_dataset is None:
+            above |= {f"data.{key}": value for key, value in data_config.items()}
         composed = _compose(below, config, above, given, overrides)
         run = run_with_objects(composed, given)
         _refuse_unused(run, ref_model, critic_model)
@@ -138,6 +153,8 @@ class Trainer(BaseTrainer):
         started = build_trainer(run, composed.config, overrides, rich.get_console(), tokenizer)
         self.config, self._closing = composed.config, started.closing
         self.run, self.run_dir, self.trainer = started.run, started.run_dir, started.trainer
+        if train_dataset is None and isinstance(run.data, ArithmeticPrompts):
+            _log.warning("train_dataset is not given: the run trains on the built-in sums, such as 37+58=.")
 
     def _described_reward(self, reward: Any) -> Any:
         return reward_from_object(reward, self._reward_tokenizer)
@@ -169,17 +186,21 @@ def _refuse_unknown_keys(
 
 def _defaults(given: Mapping[str, Description], saves: bool, algorithm: str | Algorithm) -> dict[str, Any]:
     """Defaults for library use: options of groups, and values by path."""
-    data = given["data"]
+    options = {
+        "actor": "pretrained",
+        "critic": "own_model" if "critic.model" in given else "same_as_actor",
+        "checkpoint": "async" if saves else "off",
+        "tracker.console": None,
+    }
+    if (data := given.get("data")) is None:
+        return options
     prompts = min(PROMPTS_PER_STEP, data.num_rows if isinstance(data, PromptsObject) else PROMPTS_PER_STEP)
     if prompts % 2:  # of few rows; what a step has must divide into its mini-batches
         chosen = algorithm if isinstance(algorithm, Algorithm) else load_option("ppo", "algorithm", algorithm)
         prompts = max(prompts - prompts % chosen.mini_batches, 1)
     return {
-        "actor": "pretrained",
-        "critic": "own_model" if "critic.model" in given else "same_as_actor",
-        "checkpoint": "async" if saves else "off",
+        **options,
         "data": "files",  # not the lengths that suit the built-in example
-        "tracker.console": None,
         "trainer.prompts_per_step": prompts,
     }
 
@@ -301,7 +322,7 @@ class DataPipeline:
         critics: initial model of the critic, or none. With one the default algorithm is `ppo`, otherwise `grpo`;
             `train_config` can name another.
         references: reference model for KL, or none.
-        data: prompts to train on; may be given to `RLTrainer` instead.
+        data: prompts to train on; may be given to `RLTrainer` instead. None: as `train_dataset` of `Trainer`.
         eval_data: prompts to evaluate on, or None.
         tokenizer: of the policy; needed where it is a loaded model.
         rollout_config, checkpoint_config, data_config: as of `Trainer`.
@@ -362,7 +383,7 @@ class RLTrainer:
         pipeline: what to run.
         data, eval_data: prompts to train and to evaluate on, where the pipeline has none.
     Raises:
-        ConfigError: there are no prompts to train on, or the pipeline has some too.
+        ConfigError: the pipeline has prompts too.
     """
 
     def __init__(self, pipeline: DataPipeline, data: Any = None, eval_data: Any = None):
@@ -374,8 +395,6 @@ class RLTrainer:
                 raise ConfigError(f"{name} is given, but the pipeline has its own {name}: leave one of them out.")
             if rows is not None:
                 self._arguments[argument] = rows
-        if self._arguments["train_dataset"] is None:
-            raise ConfigError("data is missing: give rows with a `prompt`, an RLHFDataset, or a file.")
 
     def run(self) -> TrainResult:
         """Train to the end and close the trainer. Each call is a separate run.
