@@ -137,7 +137,7 @@ class LaunchedRun:
         Args:
             run: the validated run; the differences that it never reads are told.
         Raises:
-            ConfigError: another run writes into the run directory.
+            ConfigError: another run writes into the run directory, or it cannot be written.
         """
         self.is_new = not self.run_dir.exists() or not any(self.run_dir.iterdir())
         self._claim_directory()
@@ -145,8 +145,14 @@ class LaunchedRun:
         if run is not None and (line := run.unused_settings(changed)) is not None:
             print_line(self.console, line)
         self.is_recorded = True
-        save_config(self.config, self.overrides, self.run_dir)
-        self.closing.callback(setup_logging(self.run_dir))
+        try:
+            save_config(self.config, self.overrides, self.run_dir)
+            self.closing.callback(setup_logging(self.run_dir))
+        except OSError as error:
+            raise ConfigError(
+                f"hydra.run.dir is {shown_path(self.run_dir)}: {error.filename or 'it'} cannot be written "
+                f"({error.strerror}). Give this run a directory that can be written: hydra.run.dir=DIR."
+            ) from error
 
     def _claim_directory(self) -> None:
         """Lock the run directory until this run ends, however it ends."""

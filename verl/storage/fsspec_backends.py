@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 from fsspec.asyn import sync
 
-from verl.errors import ObjectDamaged, ObjectNotFound, StorageError, StorageRefused, VerlError
+from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, VerlError
 from verl.storage.backend import MIB, AlreadyExists, Backend, Data, StoredObject, TransientError
 from verl.utils.redact import redact
 

@@ -37,6 +37,7 @@ from verl.trainer.state.checkpointing import CheckpointSaver
 from verl.trainer.state.driver_state import PartStates, Stateful, load_parts
 from verl.trainer.timers import Profiler, StageTimers
 from verl.utils.component_exits import component_exits
+from verl.utils.external_input import write_text
 from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact
 from verl.utils.signals import StopRequest, interruption
@@ -132,7 +133,7 @@ class TrainResult:
         file = self.run_dir / "summary.json"
         unfinished = file.with_name("summary.json.unfinished")
         try:
-            unfinished.write_text(json.dumps(self.as_plain(), indent=2) + "\n")
+            write_text(unfinished, json.dumps(self.as_plain(), indent=2) + "\n")
             unfinished.replace(file)
         except OSError:
             unfinished.unlink(missing_ok=True)
