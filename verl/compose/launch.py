@@ -49,7 +49,7 @@ from verl.utils.component_exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
 from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact, redact_output
-from verl.utils.signals import Terminated, orderly_termination
+from verl.utils.signals import Terminated, ignore_interrupts, orderly_termination
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -360,14 +360,19 @@ def _clean_end(run_dir: Path | None = None) -> Iterator[None]:
         _tell(str(error))
         sys.exit(2)
     except Terminated as error:
+        ignore_interrupts()
         _tell("terminated")
         sys.exit(128 + error.number)
     except CheckpointError as error:  # the traceback of a failed save is in the log
         _tell(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
+        ignore_interrupts()
         _tell("interrupted")
         sys.exit(INTERRUPTED)
+    except MemoryError:
+        _tell("The memory of this process is used up: give it more (`ulimit -v` shows a limit), or use a smaller run.")
+        sys.exit(1)
     except Exception as error:  # noqa: BLE001 - end of the program: report, redacted
         log = None if run_dir is None else run_dir / "run.log"
         _tell(end_message(error, log if log is not None and log.is_file() else None))
