@@ -7,8 +7,8 @@ import copy
 import logging
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO
 
 from verl.tracking.console import print_line
 from verl.utils.external_input import regular_opener
@@ -78,8 +78,8 @@ class _RunLog(logging.FileHandler):
 
     _has_warned = False
 
-    def _open(self) -> TextIO:
-        return open(self.baseFilename, self.mode, encoding=self.encoding, errors=self.errors, opener=regular_opener)
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=regular_opener)
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

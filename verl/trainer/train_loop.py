@@ -452,12 +452,19 @@ def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
         ending.callback(lambda: trainer.tracker.close(result.status))
         ending.callback(lambda: trainer.tracker.result(result.as_plain()))
         ending.callback(lambda: trainer.saving.close(result.status, result.steps))
-        ending.callback(result.write)
+        ending.callback(_write_result, result)
         is_sound = result.status not in ("failed", "restarting")
         if is_sound and result.steps and trainer.settings.save_final:
             status, result.status = result.status, "failed"  # unless the weights are written
             _save(trainer, result)
             result.status = status
+
+
+def _write_result(result: TrainResult) -> None:
+    try:
+        result.write()
+    except OSError as error:  # a full disk must not fail a run whose weights are saved
+        _log.error("%s cannot be written: %s", result.run_dir / "summary.json", error)
 
 
 @contextmanager

@@ -110,6 +110,13 @@ def test_a_run_that_ended_before_its_first_step_does_not_own_its_run_directory(l
     assert list(run_dir_faults(tmp_path, None, None, tmp_path))
 
 
+def test_a_summary_that_cannot_be_written_does_not_fail_the_run(model32, tmp_path, caplog):
+    (tmp_path / "run/summary.json.unfinished").mkdir(parents=True)
+    with run(model32, total_steps=1).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        assert trainer.fit().status == "finished"
+    assert "summary.json cannot be written" in caplog.text
+
+
 # -- one after the other ------------------------------------------------------------------------------------------
 
 
