@@ -144,7 +144,10 @@ def open_regular(path: str | Path, dir_fd: int | None = None, follow: bool = Tru
     """
     _require_regular(os.stat(path, dir_fd=dir_fd, follow_symlinks=follow), path)  # opening a device may change it
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    fd = os.open(path, flags, dir_fd=dir_fd)
+    return _regular(os.open(path, flags, dir_fd=dir_fd), path)
+
+
+def _regular(fd: int, path: str | Path) -> int:
     try:
         _require_regular(os.fstat(fd), path)
         os.set_blocking(fd, True)
@@ -169,14 +172,7 @@ def regular_opener(path: str, flags: int) -> int:
     """
     with contextlib.suppress(FileNotFoundError):
         _require_regular(os.stat(path), path)  # opening a device may change it
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
-    try:
-        _require_regular(os.fstat(fd), path)
-        os.set_blocking(fd, True)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    return _regular(os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666), path)
 
 
 def write_text(path: str | Path, text: str) -> None:
