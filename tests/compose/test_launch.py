@@ -328,3 +328,25 @@ def test_a_sweep_with_a_fault_in_its_arguments_is_refused_once_before_any_job(tm
     assert done.stderr.count("algorithm=gropo: no such option") == 1
     assert "of the sweep" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "sentence"),
+    [
+        ("os.kill(os.getpid(), signal.SIGINT)", 130, "interrupted"),
+        ("bytearray(2**60)", 1, "The memory of this process is used up"),
+    ],
+    ids=["Ctrl-C again and again", "no memory"],
+)
+def test_a_run_ends_with_one_sentence_whatever_comes_while_it_ends(end, status, sentence, tmp_path, run_script):
+    script = tmp_path / "script.py"
+    again = "for _ in range(4): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.01)" if status == 130 else "pass"
+    script.write_text(
+        "import atexit, os, signal, time\nfrom verl.compose.launch import entry_point\n"
+        f"@entry_point('sft')\ndef main(job):\n    {end}\n    time.sleep(9)\n"
+        f"@atexit.register\ndef late():\n    {again}\nmain()\n"
+    )
+    done = run_script(str(script))
+    assert done.returncode == status, done.stderr
+    assert done.stderr.startswith(sentence), done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -99,6 +99,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a function of verl that is no reward": ({"reward": function("verl.sandbox.unprotected:os.system")}, "reward.path"),
     "a module whose name begins like verl": ({"reward": function("verl.evil:score")}, "reward.path"),
     "arguments": ({"reward": function("verl.rewards.math_rules:gsm8k_score", kwargs={"a": URL})}, "reward.kwargs"),
+    "a pattern that backtracks without end": (
+        {"reward": of("rewards.rules.Format", pattern="(a+)+$")},
+        "reward.pattern",
+    ),
     "a class of others": ({"reward": {"_target_": "evil.Evil"}}, "reward._target_"),
     "a class of the standard library": ({"reward": {"_target_": "subprocess.Popen", "args": "id"}}, "reward._target_"),
     "a class that is no component": ({"reward": of("utils.memory.os")}, "reward._target_"),
@@ -299,6 +303,14 @@ def test_a_class_that_the_user_names_gets_nothing_else_of_the_saved_one_but_numb
     assert "reward.max_length" not in said
     said = allowed_config({"reward": model}, "ppo", dict.fromkeys(["reward._target_", "reward.path"], "verl.x.Y"), "C")
     assert any(fault.startswith("reward.trust_remote_code is True") for fault in said.faults)
+
+
+def test_the_threads_of_the_training_machine_are_not_taken_over():
+    saved = as_plain(validate(compose_root("ppo", ["reward=format", "trainer.num_threads=100000"])))
+    found = allowed_config(saved, "ppo", {}, "CHECKPOINT")
+    assert found.faults == []
+    assert "num_threads" not in found.parts["trainer"]
+    assert "seed" in found.parts["trainer"]
 
 
 @pytest.mark.parametrize("saved", [None, [], "text", 3, {}, {"actor": 3, "trainer": [], "data": None}, {"data": {}}])

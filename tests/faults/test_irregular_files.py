@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from faults.scenarios import save
 from faults.test_hostile_input import sign, whole  # noqa: F401 - a fixture
+from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from verl.checkpoint.commit.store import CheckpointStore
@@ -22,10 +23,13 @@ from verl.checkpoint.resume_point import find
 from verl.checkpoint.retention import Retention, clean, collect_garbage, pin, pins, prune, unpin
 from verl.cli.main import app
 from verl.compose.load_policy import locate_policy
+from verl.compose.print_config import save_config
 from verl.errors import ConfigError, VerlError
 from verl.models.pretrained import Pretrained
+from verl.tracking.jsonl import JsonLinesTracker
+from verl.tracking.logging_setup import setup_logging
 from verl.trainer.state.lineage import read_events
-from verl.utils.external_input import open_regular
+from verl.utils.external_input import open_regular, write_text
 
 LIMIT_S = 20  # against hangs
 
@@ -203,3 +207,21 @@ def test_names_do_not_reach_the_terminal_as_commands_to_it(run):
         said = command(*words)
         assert not {"\x1b", "\x07", "\x9b"} & set(said), words
         assert "\nCOMPLETE" not in said, words
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+@pytest.mark.parametrize("name", ["config.yaml", "run.log", "metrics.jsonl", "samples/step_1.jsonl", "plan.txt"])
+def test_a_file_of_the_run_directory_is_written_only_where_it_is_regular(name, kind, tmp_path):
+    replace(tmp_path / name, kind)
+    tracker = JsonLinesTracker()
+    writes = {
+        "config.yaml": lambda: save_config(OmegaConf.create({}), [], tmp_path),
+        "run.log": lambda: setup_logging(tmp_path),
+        "metrics.jsonl": lambda: tracker.start("run", {}, tmp_path, None),
+        "samples/step_1.jsonl": lambda: (
+            tracker.start("run", {}, tmp_path, None), tracker.samples([{"prompt": "1"}], 1, "train")
+        ),
+        "plan.txt": lambda: write_text(tmp_path / name, "plan"),
+    }  # fmt: skip
+    with in_time(), pytest.raises(OSError, match="not a regular file"):
+        writes[name]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -201,3 +202,35 @@ def test_an_answer_that_is_not_one_of_s3_is_told(size, store: ObjectStore, proxy
     proxy.misbehave = lambda request: Fault(status=200, body=listed.encode())
     with pytest.raises(StorageError, match=r"not one of S3|with the size"):
         store.list("")
+
+
+@pytest.mark.parametrize("ask", ["list", "refused", "get"])
+def test_an_answer_that_is_longer_than_any_of_its_kind_is_read_no_further(
+    ask: str, store: ObjectStore, proxy: Proxy
+) -> None:
+    store.put("one", b"hello")
+    long = b"<!--" + bytes(300) * 2**20 + b"-->"
+    faults = {
+        "list": Fault(status=200, body=long),
+        "refused": Fault(status=403, body=long),
+        "get": Fault(status=200, body=long),
+    }
+    proxy.misbehave = after(1, faults[ask], method="GET", times=1)
+    tracemalloc.start()
+    with pytest.raises(StorageError, match="more than (the 5|16777216) bytes"):
+        store.get("one", 0, 5) if ask != "list" else store.list()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * 2**20
+    assert proxy.count("GET") == 1
+
+
+def test_a_listing_without_end_is_an_error(store: ObjectStore, proxy: Proxy) -> None:
+    store.put("one", b"hello")
+    page = (
+        b"<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>x</NextContinuationToken>"
+        b"<Contents><Key>one</Key><Size>5</Size></Contents></ListBucketResult>"
+    )
+    proxy.misbehave = after(1, Fault(status=200, body=page), method="GET", times=9)
+    with pytest.raises(StorageError, match="listing has no end"):
+        store.list()

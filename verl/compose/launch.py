@@ -49,7 +49,7 @@ from verl.utils.component_exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
 from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact, redact_output
-from verl.utils.signals import Terminated, orderly_termination
+from verl.utils.signals import Terminated, ignore_interrupts, orderly_termination
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -137,7 +137,7 @@ class LaunchedRun:
         Args:
             run: the validated run; the differences that it never reads are told.
         Raises:
-            ConfigError: another run writes into the run directory.
+            ConfigError: another run writes into the run directory, or it cannot be written.
         """
         self.is_new = not self.run_dir.exists() or not any(self.run_dir.iterdir())
         self._claim_directory()
@@ -145,8 +145,14 @@ class LaunchedRun:
         if run is not None and (line := run.unused_settings(changed)) is not None:
             print_line(self.console, line)
         self.is_recorded = True
-        save_config(self.config, self.overrides, self.run_dir)
-        self.closing.callback(setup_logging(self.run_dir))
+        try:
+            save_config(self.config, self.overrides, self.run_dir)
+            self.closing.callback(setup_logging(self.run_dir))
+        except OSError as error:
+            raise ConfigError(
+                f"hydra.run.dir is {shown_path(self.run_dir)}: {error.filename or 'it'} cannot be written "
+                f"({error.strerror}). Give this run a directory that can be written: hydra.run.dir=DIR."
+            ) from error
 
     def _claim_directory(self) -> None:
         """Lock the run directory until this run ends, however it ends."""
@@ -354,14 +360,19 @@ def _clean_end(run_dir: Path | None = None) -> Iterator[None]:
         _tell(str(error))
         sys.exit(2)
     except Terminated as error:
+        ignore_interrupts()
         _tell("terminated")
         sys.exit(128 + error.number)
     except CheckpointError as error:  # the traceback of a failed save is in the log
         _tell(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
+        ignore_interrupts()
         _tell("interrupted")
         sys.exit(INTERRUPTED)
+    except MemoryError:
+        _tell("The memory of this process is used up: give it more (`ulimit -v` shows a limit), or use a smaller run.")
+        sys.exit(1)
     except Exception as error:  # noqa: BLE001 - end of the program: report, redacted
         log = None if run_dir is None else run_dir / "run.log"
         _tell(end_message(error, log if log is not None and log.is_file() else None))

@@ -14,6 +14,7 @@ from verl.compose.overrides import options_in
 from verl.compose.schema import CHOOSERS, LISTS, conf_dir, group_options
 from verl.compose.validate import TARGET
 from verl.tracking.console import end_cut, print_line, shown_path, visible
+from verl.utils.external_input import write_text
 from verl.utils.redact import redact, redact_tree
 
 
@@ -100,8 +101,8 @@ def save_config(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> 
     """Write `config.yaml`, with references unresolved, and `overrides.yaml`, the overrides of the command line."""
     run_dir.mkdir(parents=True, exist_ok=True)
     tree = redact_tree(OmegaConf.to_container(config, resolve=False))
-    (run_dir / "config.yaml").write_text(redact(OmegaConf.to_yaml(OmegaConf.create(tree))))
-    (run_dir / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create([redact(text) for text in overrides])))
+    write_text(run_dir / "config.yaml", redact(OmegaConf.to_yaml(OmegaConf.create(tree))))
+    write_text(run_dir / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create([redact(text) for text in overrides])))
 
 
 _BEFORE_THE_FIRST_STEP = {

@@ -58,8 +58,8 @@ _ALLOWED = {  # below `verl.`
     "rollout.vllm.config.VLLMRollout": (
         f"{_SAMPLING} kv_cache_gib max_num_seqs max_num_batched_tokens max_model_len prefix_caching enforce_eager"
     ),
-    "trainer.config.PPOSettings": "seed device num_threads sample_rows eval_samples eval_without_tools success_score",
-    "trainer.config.SFTSettings": "seed device num_threads sample_rows",
+    "trainer.config.PPOSettings": "seed device sample_rows eval_samples eval_without_tools success_score",
+    "trainer.config.SFTSettings": "seed device sample_rows",
     "workers.actor.Actor": "micro_batch_tokens autocast packing",
 }
 ALLOWED = {f"verl.{name}": frozenset(fields.split()) for name, fields in _ALLOWED.items()}
@@ -75,6 +75,7 @@ RESOURCES = frozenset(
     )
 )  # fmt: skip
 OWN_FUNCTIONS = ("verl.rewards.math_rules:gsm8k_score", "verl.rewards.math_rules:math_score")
+OWN_PATTERNS = ("<think>.*</think>.+",)  # others may backtrack without end
 FILES = ("train_files", "eval_files")
 MAX_NODES = 100_000  # after references are resolved, which may repeat a node
 
@@ -248,9 +249,11 @@ def _settings(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stays_here(key: str, value: Any) -> bool:
-    """Whether a value of an allowed field names neither code of others nor files elsewhere."""
+    """Whether a value of an allowed field names neither code and patterns of others nor files elsewhere."""
     if key == "path":
         return value in OWN_FUNCTIONS
+    if key == "pattern":
+        return value in OWN_PATTERNS
     return key not in FILES or (isinstance(value, list) and not any(is_address(str(item)) for item in value))
 
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 from fsspec.asyn import sync
 
-from verl.errors import ObjectDamaged, ObjectNotFound, StorageError, StorageRefused, VerlError
-from verl.storage.backend import AlreadyExists, Backend, Data, StoredObject, TransientError
+from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, VerlError
+from verl.storage.backend import MIB, AlreadyExists, Backend, Data, StoredObject, TransientError
 from verl.utils.redact import redact
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 PASSING_STATUS = {408, 409, 425, 429}
 PASSING_CODES = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "BadDigest", "IncompleteBody"}
 PART_BYTES = 16 * 2**20  # a large object in one request gets `timeout_s` per this many bytes
+ANSWER_BYTES = (
+    16 * MIB
+)  # limit of an answer that is no object: a page of a listing has 1,000 keys of 1 KiB, or an error
+MOST_LISTED = 5_000_000  # objects
 OSS_CREATE = {"x-oss-forbid-overwrite": "true"}
 
 
@@ -59,8 +63,13 @@ class S3Backend(Backend):
     def get(self, key: str, begin: int, end: int) -> bytes:
         async def read(s3: Any) -> bytes:
             answer = await s3.get_object(**self._at(key), Range=f"bytes={begin}-{end - 1}")
+            data = bytearray()
             async with answer["Body"] as body:
-                return await body.read()
+                while piece := await body.read(end - begin + 1 - len(data)):
+                    data += piece
+                    if len(data) > end - begin:  # it ignores the range
+                        raise ObjectDamaged(f"{key}: the store sends more than the {end - begin} bytes asked for")
+            return bytes(data)
 
         return self._call(key, read)
 
@@ -84,6 +93,8 @@ class S3Backend(Backend):
                 found.append(StoredObject(key[len(self._prefix) :], size))
             if not page.get("IsTruncated"):
                 return found
+            if len(found) > MOST_LISTED or page.get("NextContinuationToken") == token:
+                raise ObjectDamaged(f"{prefix}: the store's listing has no end ({len(found)} objects so far)")
 
     def delete(self, key: str) -> None:
         self._call(key, lambda s3: s3.delete_object(**self._at(key)))
@@ -124,6 +135,8 @@ class S3Backend(Backend):
 
         try:
             return sync(self.fs.loop, asked)
+        except VerlError:  # an answer that is too long
+            raise
         except self._client_error as error:
             raise self._meaning(key, error) from error
         except self._refusals as error:
@@ -133,8 +146,6 @@ class S3Backend(Backend):
         except (self._no_answer, OSError) as error:
             raise TransientError(str(error)) from error
         except (LookupError, TypeError, ValueError) as error:
-            if isinstance(error, StorageError):
-                raise
             where, reason = f"s3://{self._bucket}/{self._prefix}{key}", ascii(str(error))[:200]
             raise ObjectDamaged(f"{where}: the store's answer is not one of S3 ({reason})") from error
         except Exception as error:
@@ -353,11 +364,34 @@ def _s3_client(
         "read_timeout": timeout_s,
         "retries": {"max_attempts": 0},
         "max_pool_connections": max(10, concurrency),
+        "http_session_cls": _bounded_session(),
     }
     own = {"region_name": region} if region else {}
     return s3fs.S3FileSystem(
         endpoint_url=endpoint_url, config_kwargs=config, client_kwargs=own, skip_instance_cache=True
     )
+
+
+@functools.cache
+def _bounded_session() -> Any:
+    """The HTTP session of aiobotocore, with a limit for answers that it reads whole."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class BoundedSession(AIOHTTPSession):
+        async def send(self, request: Any) -> Any:
+            is_object, request.stream_output = request.stream_output, True
+            answer = await super().send(request)
+            if not is_object or answer.status_code >= 300:
+                data = bytearray()
+                async for piece in answer.raw.content.iter_any():
+                    data += piece
+                    if len(data) > ANSWER_BYTES:
+                        answer.raw.close()
+                        raise ObjectDamaged(f"{request.url}: the store's answer has more than {ANSWER_BYTES} bytes")
+                answer._content = bytes(data)
+            return answer
+
+    return BoundedSession
 
 
 _MEMORY_LOCK = threading.Lock()

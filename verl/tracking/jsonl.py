@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
+from verl.utils.external_input import regular_opener
 
 KEPT_BYTES = 64 * 2**20  # limit of records that wait for disk space; the oldest are dropped first
 
@@ -48,7 +49,7 @@ class JsonLinesTracker(Tracker):
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         self._path = run_dir / "metrics.jsonl"
         self._begin, self._started = time.monotonic(), True
-        with self._path.open("ab", buffering=0) as file:
+        with open(self._path, "ab", buffering=0, opener=regular_opener) as file:
             if _ends_with_partial_line(self._path):
                 _append(file, self._path, b"\n")
 
@@ -107,7 +108,7 @@ class _Record:
 
     def write(self) -> None:
         self.path.parent.mkdir(exist_ok=True)
-        with self.path.open("wb" if self.replaces else "ab", buffering=0) as file:
+        with open(self.path, "wb" if self.replaces else "ab", buffering=0, opener=regular_opener) as file:
             _append(file, self.path, self.data)
 
 

@@ -7,9 +7,11 @@ import copy
 import logging
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 
 from verl.tracking.console import print_line
+from verl.utils.external_input import regular_opener
 from verl.utils.redact import RedactSecrets
 
 IN_RUN_LOG = "is_in_run_log"  # attribute of an error whose traceback was logged
@@ -75,6 +77,9 @@ class _RunLog(logging.FileHandler):
     """A log file that survives a full disk: reported once, and lines wait in memory for space."""
 
     _has_warned = False
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=regular_opener)
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

@@ -112,9 +112,8 @@ class PPOLifecycle(ABC):
                     self.reward = in_time(run.reward.build(context))
             self.tracker = run.tracker.build(context)
             self.stages = StageTimers(self.tracker)
-            self.saving = prepare_saving(
-                run, context, "actor/loss", ("ref_log_probs",) if run.algorithm.needs_reference else ()
-            )
+            uses = ("ref_log_probs",) if run.algorithm.needs_reference else ()
+            self.saving = prepare_saving(run, context, "actor/loss", uses, is_restart=bool(self.restarts))
             if go_on_from(self.date, self.saving.resumed, self.tokenizer):
                 context = replace(context, day=self.date.day)
                 self.context = replace(self.context, day=self.date.day)

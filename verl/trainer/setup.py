@@ -38,6 +38,7 @@ from verl.trainer.config import LoopSettings
 from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
 from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.resume import difference_messages
+from verl.trainer.state.run_directory import run_dir_faults
 from verl.trainer.state.save_directory import SaveDirectoryChoice, SweepJob
 from verl.trainer.state.training_identity import identity_of, paths_of_texts
 from verl.trainer.train_loop import TrainResult
@@ -136,11 +137,16 @@ def resume_faults(resume: str | None) -> Iterator[str]:
         logging.disable(before)
 
 
-def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collection[str] = ()) -> CheckpointSaver:
+def prepare_saving(
+    run: Any, context: BuildContext, loss_key: str, uses: Collection[str] = (), is_restart: bool = False
+) -> CheckpointSaver:
     """Choose and claim the save directory of a run, and find the checkpoint that it resumes from, if any.
 
+    Args:
+        is_restart: this trainer has trained in its run directory before.
     Raises:
-        ConfigError: there is no such checkpoint, or it is of another training, or another run saves in the directory.
+        ConfigError: there is no such checkpoint, or it is of another training, or another run saves in the directory,
+            or another run, which this one does not resume, has trained in the run directory.
         BadCheckpoint: it is damaged.
         CheckpointWriteFailed: the directory cannot be written.
     """
@@ -151,11 +157,17 @@ def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collect
     job = SweepJob(context.job, context.swept, redact_tree(config))
     place = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id).choose(run.resume)
     point = place.resumed
+    saver = CheckpointSaver(chosen, place, config, identity, loss_key, uses, run_id)
+    if not is_restart and context.run_dir is not None:
+        found = list(run_dir_faults(context.run_dir, run.resume, point, place.directory))
+        if found:
+            saver.close()
+            raise ConfigError(found)
     if point is not None:
         _log.info("Resuming from %s, step %d (%s).", point.published.directory, point.step, point.why)
         for line in difference_messages(point, redact_tree(config)):
             _log.warning("differs from the resumed run: %s", line)
-    return CheckpointSaver(chosen, place, config, identity, loss_key, uses, run_id)
+    return saver
 
 
 def metric_faults(run: Any, evaluated: Sequence[str]) -> Iterator[str]:
@@ -175,11 +187,14 @@ def metric_faults(run: Any, evaluated: Sequence[str]) -> Iterator[str]:
 
 
 def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -> Iterator[str]:
-    """Faults of the save directory and of `resume` that can be found without locking or downloading anything.
+    """Faults of the run directory, the save directory and `resume` that can be found without locking or downloading
+    anything.
 
     Args:
         uses_storage: `run.storage` holds something other than checkpoints too.
     """
+    if run.resume is None and context.run_dir is not None:
+        yield from run_dir_faults(context.run_dir, None, None, Path())
     if run.checkpoint is None and run.resume is None and not (uses_storage and run.storage):
         return
     config = as_plain(run)
@@ -188,9 +203,13 @@ def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -
     identity = functools.partial(identity_of, config, None)
     choice = SaveDirectoryChoice(run.checkpoint, run.trainer, job, run.storage, identity, "", unknown)
     try:
-        choice.look(run.resume, uses_storage)
+        point = choice.look(run.resume, uses_storage)
     except ConfigError as error:
         yield from error.faults
+        return
+    is_known = point is not None or run.storage is None  # else the store may hold the checkpoint
+    if run.resume is not None and is_known and context.run_dir is not None:
+        yield from run_dir_faults(context.run_dir, run.resume, point, choice.first_directory)
 
 
 def restore_of(saving: CheckpointSaver) -> RestoreSource | None:

@@ -37,6 +37,7 @@ from verl.trainer.state.checkpointing import CheckpointSaver
 from verl.trainer.state.driver_state import PartStates, Stateful, load_parts
 from verl.trainer.timers import Profiler, StageTimers
 from verl.utils.component_exits import component_exits
+from verl.utils.external_input import write_text
 from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact
 from verl.utils.signals import StopRequest, interruption
@@ -132,7 +133,7 @@ class TrainResult:
         file = self.run_dir / "summary.json"
         unfinished = file.with_name("summary.json.unfinished")
         try:
-            unfinished.write_text(json.dumps(self.as_plain(), indent=2) + "\n")
+            write_text(unfinished, json.dumps(self.as_plain(), indent=2) + "\n")
             unfinished.replace(file)
         except OSError:
             unfinished.unlink(missing_ok=True)
@@ -451,12 +452,19 @@ def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
         ending.callback(lambda: trainer.tracker.close(result.status))
         ending.callback(lambda: trainer.tracker.result(result.as_plain()))
         ending.callback(lambda: trainer.saving.close(result.status, result.steps))
-        ending.callback(result.write)
+        ending.callback(_write_result, result)
         is_sound = result.status not in ("failed", "restarting")
         if is_sound and result.steps and trainer.settings.save_final:
             status, result.status = result.status, "failed"  # unless the weights are written
             _save(trainer, result)
             result.status = status
+
+
+def _write_result(result: TrainResult) -> None:
+    try:
+        result.write()
+    except OSError as error:  # a full disk must not fail a run whose weights are saved
+        _log.error("%s cannot be written: %s", result.run_dir / "summary.json", error)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ waits for the writer of a FIFO nor opens a device.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -143,7 +144,10 @@ def open_regular(path: str | Path, dir_fd: int | None = None, follow: bool = Tru
     """
     _require_regular(os.stat(path, dir_fd=dir_fd, follow_symlinks=follow), path)  # opening a device may change it
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    fd = os.open(path, flags, dir_fd=dir_fd)
+    return _regular(os.open(path, flags, dir_fd=dir_fd), path)
+
+
+def _regular(fd: int, path: str | Path) -> int:
     try:
         _require_regular(os.fstat(fd), path)
         os.set_blocking(fd, True)
@@ -158,6 +162,27 @@ def _require_regular(status: os.stat_result, path: str | Path) -> None:
         raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed here", str(path))
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def regular_opener(path: str, flags: int) -> int:
+    """The `opener` of `open` for files that are written. Never waits.
+
+    Raises:
+        OSError: EINVAL for a FIFO, a device, a socket or a directory, which is left as it is; or that of the system.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        _require_regular(os.stat(path), path)  # opening a device may change it
+    return _regular(os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666), path)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a regular file as UTF-8.
+
+    Raises:
+        OSError: see `regular_opener`.
+    """
+    with open(path, "w", encoding="utf-8", opener=regular_opener) as file:
+        file.write(text)
 
 
 def read_bytes(path: str | Path) -> bytes:

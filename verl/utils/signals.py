@@ -60,6 +60,12 @@ def orderly_termination() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def ignore_interrupts() -> None:
+    """Ignore Ctrl-C from now on: the process ends, and a further one would only add a traceback."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _leave_closed_terminal() -> None:
     """Send output to a terminal that is gone nowhere; writing would fail, and end the run before it is saved."""
     for stream in (1, 2):

@@ -63,8 +63,9 @@ class Reference(Description):
 
     def _engine(self, model: nn.Module, parallel: Parallelism, actor: Actor) -> TrainingEngine:
         """It computes as the actor does, so that equal weights have a KL of zero."""
-        autocast = actor.decided_autocast
-        return TrainingEngine(model, parallel, self.micro_batch_tokens, autocast=autocast, packing=actor.packing)
+        return TrainingEngine(
+            model, parallel, self.micro_batch_tokens, autocast=actor.decided_autocast, packing=actor.packing
+        )
 
 
 class ReferenceWorker:

@@ -217,7 +217,8 @@ def test_a_run_that_was_killed_before_its_first_save_leads_to_what_it_had_gone_o
     with pytest.raises(ConfigError, match="holds no complete checkpoint of run"):
         find(str(copied / "second"), copied)
     fit(course(model32, copied, stop_after=1), copied / "second")
-    with course(model32, copied).build(BuildContext(run_dir=copied / "second")) as trainer:
+    again = course(model32, copied, resume=str(copied / "checkpoints/global_step_1-2"))
+    with again.build(BuildContext(run_dir=copied / "second")) as trainer:
         trainer.saving.start(trainer.run_dir)
     assert find(str(copied / "second"), copied).published.name == "global_step_1-2"
 

@@ -32,6 +32,8 @@ from verl.errors import CheckpointFenced, ConfigError, NoSpaceForCheckpoint
 from verl.storage.config import LocalStorage, S3Storage
 from verl.tracking.base import Trackers
 from verl.tracking.console import Console
+from verl.tracking.jsonl import JsonLines
+from verl.trainer.state.run_directory import run_dir_faults
 from verl.trainer.train_loop import TrainLoop
 
 OTHER = Prompts(train=("1+1=", "2+2=", "3+3=", "4+4="))
@@ -65,6 +67,54 @@ def names(directory: Path | str) -> list[str]:
 
 def run_of(directory: Path | str, name: str) -> str:
     return CheckpointDirectory(directory).open(name).manifest.run_id
+
+
+# -- the run directory ---
+
+
+def test_a_run_directory_in_which_another_run_trained_is_refused_before_anything_is_written(model32, tmp_path):
+    context = BuildContext(run_dir=tmp_path / "run")
+    jsonl = Trackers(jsonl=JsonLines())
+
+    def fit_here(**options: Any) -> None:
+        with run(model32, tracker=jsonl, **options).build(context) as trainer:
+            trainer.fit()
+
+    fit_here(total_steps=1)
+    fit_here(resume="latest")  # continues the run that wrote there
+    before = {path.name: path.read_bytes() for path in context.run_dir.iterdir() if path.is_file()}
+    elsewhere = run(model32, data=OTHER, save={"save_dir": str(tmp_path / "other")})
+    with elsewhere.build(BuildContext(run_dir=tmp_path / "second")) as trainer:
+        trainer.fit()
+    for second in (
+        {},
+        {"checkpoint": None},
+        {"data": OTHER, "resume": str(tmp_path / "other/global_step_1"), "save": {"save_dir": str(tmp_path / "other")}},
+        {"resume": "latest", "save": {"save_dir": str(tmp_path / "empty")}},
+    ):
+        made = run(model32, **{key: value for key, value in second.items() if key != "checkpoint"})
+        made = dataclasses.replace(made, checkpoint=None) if "checkpoint" in second else made
+        with pytest.raises(ConfigError, match=r"another run has trained there .*hydra\.run\.dir=DIR.*resume=latest"):
+            made.build(context)
+        assert before == {path.name: path.read_bytes() for path in context.run_dir.iterdir() if path.is_file()}
+        assert any("trained there" in fault for fault in made.preflight(context))
+    assert not (tmp_path / "empty").exists()
+
+
+@pytest.mark.parametrize("left", ['{"step": 0, "eval/accuracy": 0.5}\n', '{"step": 1, "re', ""])
+def test_a_run_that_ended_before_its_first_step_does_not_own_its_run_directory(left, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(left)
+    (tmp_path / "summary.json").write_text('{"status": "failed", "steps": 0}')
+    assert not list(run_dir_faults(tmp_path, None, None, tmp_path))
+    (tmp_path / "metrics.jsonl").write_text(left + '\n{"step": 1, "reward/mean": 1.0}\n')
+    assert list(run_dir_faults(tmp_path, None, None, tmp_path))
+
+
+def test_a_summary_that_cannot_be_written_does_not_fail_the_run(model32, tmp_path, caplog):
+    (tmp_path / "run/summary.json.unfinished").mkdir(parents=True)
+    with run(model32, total_steps=1).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        assert trainer.fit().status == "finished"
+    assert "summary.json cannot be written" in caplog.text
 
 
 # -- one after the other ------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from verl.trainer.plan.memory_estimate import (
     role_layouts,
 )
 from verl.trainer.plan.step_time import RANGES, StageTime, share_lines, stage_times
+from verl.utils.external_input import write_text
 
 _log = logging.getLogger(__name__)
 MOST_CHANGES = 3  # that are named
@@ -239,7 +240,7 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
         _log.warning("The plan of this run could not be made: %s: %s", type(error).__name__, error)
         return None
     assert context.run_dir is not None
-    (context.run_dir / "plan.txt").write_text("\n".join(plan.lines()) + "\n")
+    write_text(context.run_dir / "plan.txt", "\n".join(plan.lines()) + "\n")
     for warning in plan.warnings(disk, free_main_memory()):
         _log.warning("%s", warning)
     if not plan.fits and plan.memory.estimate.stays_awake:

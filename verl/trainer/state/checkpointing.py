@@ -47,7 +47,7 @@ from verl.trainer.state.resume import parent_of
 from verl.trainer.state.save_directory import SaveDirectory, ancestors_of
 from verl.trainer.state.train_state import TrainState
 from verl.trainer.state.training_identity import sources_of
-from verl.utils.external_input import read_text
+from verl.utils.external_input import read_text, write_text
 from verl.utils.redact import redact_tree
 from verl.workers.load_state import RemoteRoleState, SavedRoleState
 
@@ -271,7 +271,7 @@ class CheckpointSaver:
         relative = os.path.relpath(self.directory, run_dir.absolute())
         pointer = {"save_dir": str(self.directory), "relative": relative, "run_id": self.run_id}
         pointer |= {"ancestors": self.ancestors, "earlier": earlier}
-        (run_dir / POINTER).write_text(json.dumps(pointer, indent=2) + "\n")
+        write_text(run_dir / POINTER, json.dumps(pointer, indent=2) + "\n")
 
     def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
         """Why a checkpoint is to be saved after this step, or None."""

@@ -138,6 +138,11 @@ class SaveDirectoryChoice:
         given = self._whole_identity
         return self._known(given() if callable(given) else given)
 
+    @property
+    def first_directory(self) -> Path:
+        """Where a run saves that finds no other training there."""
+        return self._place(1).directory
+
     def choose(self, resume: str | None) -> SaveDirectory:
         """Resolve `resume`, and lock the directory to save in.
 
@@ -160,11 +165,13 @@ class SaveDirectoryChoice:
             return self._held(place, point)
         return replace(self._fresh(), resumed=point)
 
-    def look(self, resume: str | None, uses_storage: bool = False) -> None:
+    def look(self, resume: str | None, uses_storage: bool = False) -> ResumePoint | None:
         """Raise the errors of `choose` that can be found within seconds, without locking or downloading anything.
 
         Args:
             uses_storage: the storage holds something other than checkpoints too.
+        Returns:
+            The checkpoint to resume from; None if there is none, or none is known yet.
         Raises:
             ConfigError: as in `choose`; or the directory cannot be written, or the store does not answer.
         """
@@ -178,39 +185,39 @@ class SaveDirectoryChoice:
         tier = first.tier or (CheckpointTier(storage=storage) if storage is not None else None)
         if tier is not None and not (resume == LATEST and CheckpointDirectory(first.directory).candidates()):
             tier.refuse_absence()  # local checkpoints are usable without it
-        if resume == LATEST and self._job:
-            self._look_for_latest_in_sweep()
-        elif resume == LATEST:
-            self._look_for_latest()
-        elif resume is not None:
-            self._look_at(resume, first.directory)
-        elif self._saves:
-            self._look_for_fresh()
+        if resume == LATEST:
+            return self._look_for_latest_in_sweep() if self._job else self._look_for_latest()
+        if resume is not None:
+            return self._look_at(resume, first.directory)
+        self._look_for_fresh()
+        return None
 
-    def _look_for_latest(self) -> None:
+    def _look_for_latest(self) -> ResumePoint | None:
         other = None
         for place in self._existing():
             is_own = self._is_own if place.number == 1 else self._is_own_by_name
             for point in _points_of(place):
                 if is_own(point.state):
                     self._refuse_held(place)
-                    return
+                    return point
                 other = other or (point if place.number == 1 else None)
         if other is not None:
             self._refuse(other)
         self._refuse_held(self._place(1))
+        return None
 
-    def _look_for_latest_in_sweep(self) -> None:
+    def _look_for_latest_in_sweep(self) -> ResumePoint | None:
         other = None
         for place in self._jobs():
             for point in _points_of(place):
                 if self._is_own(point.state):
                     self._refuse_held(place)
-                    return
+                    return point
                 other = other or (point if self._sweep_job.wrote(point.state) else None)
         if other is not None:
             self._refuse(other)
         self._look_for_fresh()
+        return None
 
     def _look_for_fresh(self) -> None:
         """Refuse where the directory that this run would take, or its place in the store, is held by a run of the same
@@ -241,7 +248,7 @@ class SaveDirectoryChoice:
         except StorageError:  # reported elsewhere, or the run resumes from disk without the store
             return None
 
-    def _look_at(self, resume: str, directory: Path) -> None:
+    def _look_at(self, resume: str, directory: Path) -> ResumePoint:
         if is_address(resume):
             try:
                 storage_at(resume.rstrip("/"), self._storage).hasty.connect().list("preflight/")
@@ -260,6 +267,7 @@ class SaveDirectoryChoice:
             self._refuse_held(place)
         else:
             self._look_for_fresh()
+        return point
 
     def _known(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         return {path: value for path, value in identity.items() if path not in self._unknown}
