@@ -29,9 +29,10 @@ END_TIMEOUT_S = 60
 def hardware() -> dict[str, str | int]:
     """What the numbers were measured on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    named = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    kind = f" (family {named['cpu family']}, model {named['model']})" if "cpu family" in named else ""
     return {
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": named.get("model name", platform.processor()) + kind,  # processors of one name differ in their kernels
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,

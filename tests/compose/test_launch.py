@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from faults.fork_server import ForkServer
 
+import verl
 from verl.checkpoint.commit.fencing import RunLock
 from verl.compose.launch import end_message
 from verl.compose.schema import conf_dir
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RewardError
 
 ROOT = conf_dir().parent
 HELP = """
@@ -350,3 +351,14 @@ def test_a_run_ends_with_one_sentence_whatever_comes_while_it_ends(end, status, 
     assert done.returncode == status, done.stderr
     assert done.stderr.startswith(sentence), done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_beside_the_package_whose_name_begins_like_it_is_the_users():
+    module: dict = {}
+    file = Path(verl.__file__).parents[1] / "verl_rewards.py"
+    exec(compile("def rate():\n    return 1 / 0\n", str(file), "exec"), module)
+    with pytest.raises(ZeroDivisionError) as caught:
+        module["rate"]()
+    error = RewardError("The reward function rate() failed.")
+    error.__cause__ = caught.value
+    assert f'"{file}", line 2, in rate' in end_message(error)
