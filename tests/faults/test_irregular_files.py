@@ -26,9 +26,11 @@ from verl.compose.load_policy import locate_policy
 from verl.compose.print_config import save_config
 from verl.errors import ConfigError, VerlError
 from verl.models.pretrained import Pretrained
+from verl.tracking import sweep_table
 from verl.tracking.jsonl import JsonLinesTracker
 from verl.tracking.logging_setup import setup_logging
-from verl.trainer.state.lineage import read_events
+from verl.tracking.plots import MetricSeries, draw
+from verl.trainer.state.lineage import Lineage, read_events
 from verl.utils.external_input import open_regular, write_text
 
 LIMIT_S = 20  # against hangs
@@ -210,7 +212,10 @@ def test_names_do_not_reach_the_terminal_as_commands_to_it(run):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])
-@pytest.mark.parametrize("name", ["config.yaml", "run.log", "metrics.jsonl", "samples/step_1.jsonl", "plan.txt"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.yaml", "run.log", "metrics.jsonl", "samples/step_1.jsonl", "plan.txt", "curves.png", "sweep.csv"],
+)
 def test_a_file_of_the_run_directory_is_written_only_where_it_is_regular(name, kind, tmp_path):
     replace(tmp_path / name, kind)
     tracker = JsonLinesTracker()
@@ -222,6 +227,16 @@ def test_a_file_of_the_run_directory_is_written_only_where_it_is_regular(name, k
             tracker.start("run", {}, tmp_path, None), tracker.samples([{"prompt": "1"}], 1, "train")
         ),
         "plan.txt": lambda: write_text(tmp_path / name, "plan"),
+        "curves.png": lambda: draw({"reward": {"mean": MetricSeries([1, 2], [0.0, 1.0])}}, tmp_path / name, "run"),
+        "sweep.csv": lambda: sweep_table.write(tmp_path, []),
     }  # fmt: skip
     with in_time(), pytest.raises(OSError, match="not a regular file"):
         writes[name]()
+    assert (tmp_path / name).exists()
+
+
+def test_a_log_of_runs_that_is_no_regular_file_costs_its_lines(tmp_path, caplog):
+    replace(tmp_path / "lineage.jsonl", "fifo")
+    with in_time():
+        Lineage(tmp_path, "run").add("end")
+    assert "not a regular file" in caplog.text

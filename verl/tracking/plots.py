@@ -16,6 +16,7 @@ from pydantic import Field
 from verl.component import BuildContext, component
 from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
+from verl.utils.external_input import regular_opener
 
 if TYPE_CHECKING:
     import numpy as np
@@ -129,11 +130,12 @@ def draw(panels: Mapping[str, Mapping[str, MetricSeries]], path: Path, title: st
         _panel(figure.add_subplot(height, width, place), name, series)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", metadata={"Title": title, "Description": ", ".join(panels)})
-    try:
-        path.write_bytes(picture.getbuffer())
-    except OSError:
-        path.unlink(missing_ok=True)  # partial file
-        raise
+    with open(path, "wb", opener=regular_opener) as file:
+        try:
+            file.write(picture.getbuffer())
+        except OSError:
+            path.unlink(missing_ok=True)  # partial file
+            raise
 
 
 def _panel(axes: Axes, name: str, series: Mapping[str, MetricSeries]) -> None:

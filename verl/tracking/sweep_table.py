@@ -20,7 +20,7 @@ from verl.errors import install_command
 from verl.tracking.console import fitting_columns, print_line
 from verl.tracking.plots import COLORS, MetricSeries, draw_series, finish_panel
 from verl.tracking.wandb import RUN_FILE
-from verl.utils.external_input import read_text
+from verl.utils.external_input import read_text, regular_opener
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,7 +99,7 @@ def write(directory: Path, jobs: Sequence[JobOutcome]) -> list[Path]:
     head, rows = table(jobs)
     if any(job.wandb for job in jobs):
         head, rows = [*head, "W&B run"], [[*row, job.wandb] for row, job in zip(rows, jobs, strict=True)]
-    with (directory / "sweep.csv").open("w", newline="") as file:
+    with open(directory / "sweep.csv", "w", newline="", opener=regular_opener) as file:
         csv.writer(file).writerows([head, *rows])
     written = [directory / "sweep.csv"]
     if any(job.measured for job in jobs) and importlib.util.find_spec("matplotlib") is None:

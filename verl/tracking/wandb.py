@@ -20,6 +20,7 @@ from verl.component import BuildContext, component
 from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
 from verl.utils.child_process.stopped_watch import StoppedWatch, children
+from verl.utils.external_input import write_text
 from verl.utils.temporary_directory import TemporaryDirectory
 
 RUN_FILE = "wandb.json"  # in the run directory: URL or directory of its W&B run
@@ -105,7 +106,7 @@ class WandBTracker(Tracker):
             settings=wandb.Settings(console="off", quiet=True),
         )
         place = {"id": run_id, "url": self._run.url, "directory": str(Path(self._run.dir).parent)}
-        (run_dir / RUN_FILE).write_text(json.dumps(place, indent=2) + "\n")
+        write_text(run_dir / RUN_FILE, json.dumps(place, indent=2) + "\n")
         services = dict.fromkeys(children(SERVICE), "W&B's background process")
         self._watch = StoppedWatch(services, chosen.timeout_s, "tracker.wandb.timeout_s")
         self._run.define_metric("step")

@@ -13,6 +13,7 @@ from pydantic import PositiveInt
 
 from verl.component import Description, component
 from verl.tracking.base import TrackerSet
+from verl.utils.external_input import write_text
 from verl.utils.progress import report
 
 
@@ -118,6 +119,6 @@ class Profiler:
         averages = running.key_averages(group_by_input_shape=self.settings.shapes)
         self.directory.mkdir(exist_ok=True)
         table = averages.table(sort_by=by, row_limit=self.settings.num_rows, max_name_column_width=60)
-        (self.directory / "table.txt").write_text(table + "\n")
+        write_text(self.directory / "table.txt", table + "\n")
         running.export_chrome_trace(str(self.directory / "trace.json"))
         _log.info("The profile is in %s: table.txt, and trace.json for ui.perfetto.dev.", self.directory)

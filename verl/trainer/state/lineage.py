@@ -25,7 +25,14 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.errors import BadCheckpoint
 from verl.trainer.state.training_identity import DIGEST, differences
-from verl.utils.external_input import ExternalInputError, checked_as, checked_name, parse_mapping, read_text
+from verl.utils.external_input import (
+    ExternalInputError,
+    checked_as,
+    checked_name,
+    parse_mapping,
+    read_text,
+    regular_opener,
+)
 from verl.utils.saved_targets import current_targets
 
 FILE = "lineage.jsonl"
@@ -66,7 +73,7 @@ class Lineage:
         line = {"event": event, "run_id": self.run_id, "time": _now(), **facts}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("ab+") as file:
+            with open(self.file, "ab+", opener=regular_opener) as file:
                 torn = file.seek(0, os.SEEK_END) > 0 and _last_byte(file) != b"\n"  # by a run that was killed
                 file.write((b"\n" if torn else b"") + json.dumps(line).encode() + b"\n")
         except OSError as error:
