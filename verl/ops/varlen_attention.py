@@ -271,7 +271,7 @@ def varlen_layout(segments: Sequence[Segment], ranges: Iterable[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _QueryRange:
     """Queries low to high of a segment, and the segment of its prompt."""
 
     segment: Segment
@@ -289,16 +289,16 @@ class _Piece:
         return self.high + (0 if self.prompt is None else self.prompt.length)
 
 
-def _pieces(segments: Sequence[Segment], start: int, stop: int) -> list[_Piece]:
+def _pieces(segments: Sequence[Segment], start: int, stop: int) -> list[_QueryRange]:
     found = []
     for segment in segments:
         low, high = max(start - segment.start, 0), min(stop - segment.start, segment.length)
         if low < high:
-            found.append(_Piece(segment, None if segment.prompt is None else segments[segment.prompt], low, high))
+            found.append(_QueryRange(segment, None if segment.prompt is None else segments[segment.prompt], low, high))
     return found
 
 
-def _over_prompts(first: int, pieces: Sequence[_Piece]) -> VarlenPart:
+def _over_prompts(first: int, pieces: Sequence[_QueryRange]) -> VarlenPart:
     """Responses, prompt by prompt, over the keys of their prompts, which are consecutive in the line."""
     prompts, lengths = [], []
     for prompt, members in itertools.groupby(pieces, key=lambda piece: piece.prompt):
@@ -310,7 +310,9 @@ def _over_prompts(first: int, pieces: Sequence[_Piece]) -> VarlenPart:
     return _part(first, keys, lengths, is_causal=False, is_joined=True)
 
 
-def _windowed(segments: Sequence[Segment], pieces: Sequence[_Piece], num_queries: int, window: int) -> VarlenLayout:
+def _windowed(
+    segments: Sequence[Segment], pieces: Sequence[_QueryRange], num_queries: int, window: int
+) -> VarlenLayout:
     """Each piece over the keys that its first query sees, and those up to its last."""
     index, lengths = [], []
     for piece in pieces:

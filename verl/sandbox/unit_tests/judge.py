@@ -25,7 +25,7 @@ class NeedsObjects(Exception):
     """Something other than a plain value would have to be exchanged."""
 
 
-class Program:
+class JudgedProgram:
     """The program in the other process.
 
     Attributes:
@@ -129,7 +129,7 @@ def prepared(test):
 
 def judged(test):
     """Run one test; returns `pass`, or why it did not pass."""
-    program = Program(test["names"])
+    program = JudgedProgram(test["names"])
     main, solution = prepared(test)
     program.fill(main, solution)
     if program.fault is not None:
