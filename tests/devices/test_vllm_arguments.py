@@ -180,6 +180,7 @@ def test_a_cache_that_holds_few_of_the_rows_is_told(caplog):
     assert "Set it to about 64." in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_engines_of_one_model_have_one_directory_so_that_what_vllm_compiles_is_found_again(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
     with torch.device("meta"):

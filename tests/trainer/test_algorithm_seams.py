@@ -86,16 +86,16 @@ def test_without_a_mixed_group_a_run_skips_its_steps_or_ends_in_words(model32, t
         save_final=False,
         tracker=Trackers(jsonl=JsonLines()),
     )
-    with skipping.build(BuildContext(run_dir=tmp_path)) as trainer:
+    with skipping.build(BuildContext(run_dir=tmp_path / "skipping")) as trainer:
         result = trainer.fit()
-    steps = [line for line in read_lines(tmp_path / "metrics.jsonl") if "selection/skipped" in line]
+    steps = [line for line in read_lines(tmp_path / "skipping/metrics.jsonl") if "selection/skipped" in line]
     assert [line["selection/skipped"] for line in steps] == [1, 1]
     assert all("actor/loss" not in line for line in steps)
     assert (result.status, result.steps, result.samples) == ("finished", 2, 0)
 
     ending = selecting(model32, DynamicSampling(max_rounds=2), lengths=())
     with (
-        ending.build(BuildContext(run_dir=tmp_path)) as trainer,
+        ending.build(BuildContext(run_dir=tmp_path / "ending")) as trainer,
         pytest.raises(RewardError, match="No group of mixed rewards among 4 prompts in 2 rounds .*rewards from 1 to 1"),
     ):
         trainer.step(trainer.train_data.collate(trainer.sampler.next_batch()), 1)

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 CpuMatmul = Literal["auto", "mkl", "onednn"]
 
-# Multiplications below which MKL is faster (benchmarks/matmul_share.py). Packed weights save oneDNN the reordering.
+# Below so many multiplications MKL is faster (benchmarks/matmul_share.py --products). A packed weight of so many entries
+# is faster with any number of rows, since oneDNN need not reorder it.
 SMALL = 1 << 22
-SMALL_PACKED = 1 << 20
+PACKED_WEIGHT = 1 << 18
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _override: Any = None  # the registered kernels, while oneDNN computes
@@ -107,7 +108,7 @@ def _whole_weight(module: nn.Module) -> Tensor | None:
     if not isinstance(weight, Tensor) or type(weight.data) is not Tensor or weight.device.type != "cpu":
         return None
     is_float32 = weight.dtype == torch.float32 and weight.is_contiguous()
-    return weight if is_float32 and weight.numel() * 64 >= SMALL_PACKED else None
+    return weight if is_float32 and weight.numel() * 1024 >= SMALL else None  # others never meet enough rows
 
 
 def _key(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -144,9 +145,10 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
         return None
     (rows, inner), (also, columns) = a.shape, b.shape
     work = rows * inner * columns
-    if inner != also or work < SMALL_PACKED:
+    if inner != also:
         return None
-    if _packed and (weight := _packed.get(_key(b))) is not None:
+    is_large = inner * columns >= PACKED_WEIGHT or work >= SMALL
+    if _packed and is_large and (weight := _packed.get(_key(b))) is not None:
         return _linear(a, weight, bias, "none", [], "")
     if work < SMALL or not (_is_matrix(a) and _is_matrix(b)):
         return None

@@ -133,6 +133,7 @@ def draw(panels: Mapping[str, Mapping[str, MetricSeries]], path: Path, title: st
     with open(path, "wb", opener=regular_opener) as file:
         try:
             file.write(picture.getbuffer())
+            file.flush()
         except OSError:
             path.unlink(missing_ok=True)  # partial file
             raise
