@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 CpuMatmul = Literal["auto", "mkl", "onednn"]
 
-# Below so many multiplications MKL is faster (benchmarks/matmul_share.py --products). A packed weight of so many entries
-# is faster with any number of rows, since oneDNN need not reorder it.
+# Below so many multiplications MKL is faster (benchmarks/matmul_share.py --products). A packed weight of this size is
+# faster with any number of rows, since oneDNN need not reorder it.
 SMALL = 1 << 22
 PACKED_WEIGHT = 1 << 18
 
