@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from verl.ops import cpu_matmul
-from verl.ops.cpu_matmul import active_library, chosen_library, packed_bytes, packed_weights, use_library
+from verl.ops.cpu_matmul import active_library, chosen_library, packed_weights, use_library
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 ROUNDING = 3e-6  # of the largest value
@@ -108,7 +108,6 @@ def test_packed_weights_give_the_same_bits_and_are_forgotten_afterwards():
             assert products(lambda: model[:2](x[:3])) == 2  # too few rows for weights that are not packed
             assert_close(model[:2](x[:3]), plain[:3].double())
         assert not cpu_matmul._packed
-    assert packed_bytes(model) == 2 * 512 * 1024 * 4
 
 
 def test_weights_that_change_after_the_rollout_are_read_anew():
@@ -131,7 +130,6 @@ def test_tied_weights_are_packed_once_and_nested_uses_keep_them():
         with packed_weights(first):
             pass
         assert len(cpu_matmul._packed) == 1
-    assert packed_bytes(model) == 512 * 1024 * 4
 
 
 def test_threads_compute_the_same_bits():

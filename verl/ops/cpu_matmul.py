@@ -94,12 +94,6 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
             del _packed[key]
 
 
-def packed_bytes(model: nn.Module) -> int:
-    """Memory that `packed_weights` takes for a model, in bytes."""
-    weights = {_key(weight): weight for module in model.modules() if (weight := _whole_weight(module)) is not None}
-    return sum(weight.numel() * weight.element_size() for weight in weights.values())
-
-
 def _whole_weight(module: nn.Module) -> Tensor | None:
     """The weight of a linear layer that is worth packing, on this process; None for others."""
     weight: Any = getattr(module, "weight", None) if isinstance(module, nn.Linear) else None
