@@ -63,7 +63,11 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["verl", "verl.*"]), *conf_packages.values()],
     package_dir={"verl": "verl", "verl.conf": "conf"},
-    package_data={"verl": ["py.typed"], **{name: ["*.yaml"] for name in conf_packages.values()}},
+    package_data={
+        "verl": ["py.typed"],
+        "verl.models": ["*.json"],
+        **{name: ["*.yaml"] for name in conf_packages.values()},
+    },
     install_requires=REQUIRED,
     extras_require={
         **OPTIONAL,

@@ -98,6 +98,7 @@ def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
 def _rates(run: Any, name: str | None, measure: bool) -> DeviceRates:
     import torch
 
+    from verl.models.known_shapes import sizes_config
     from verl.models.model_stats import model_stats
     from verl.trainer.plan.devices import device_named, gpu_here, measured_here
 
@@ -105,7 +106,7 @@ def _rates(run: Any, name: str | None, measure: bool) -> DeviceRates:
         if name not in (None, "cpu"):
             raise ConfigError(f"plan.device is {name}: --measure is of this machine. Leave one of them out.")
         source = run.actor.model
-        sizes = model_stats(source.load_config())
+        sizes = model_stats(sizes_config(source))
         return measured_here(sizes.hidden, sizes.mlp, run.actor.on_device(False).autocast or source.dtype)
     if name is not None:
         return device_named(name)

@@ -4,6 +4,7 @@ call           Calls a model with those inputs that its forward accepts
 heads          Heads on a backbone: the critic's value head, a reward model's score
 hf_state_dict  A model's Hugging Face state dict in memory: tensors and their names
 interfaces     The interface that each role expects of a model, and checks of it
+known_shapes   Shapes of common models on the hub, shipped so that a plan needs no network
 lora           LoRA adapters through peft: few trained parameters; the base model is the reference policy
 model_files    Damaged files in a model's directory, as failed downloads leave them
 model_stats    Size of a model from its configuration alone: parameters, activations, keys and values, operations

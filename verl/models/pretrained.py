@@ -230,13 +230,9 @@ class Pretrained(ModelSource):
 
     def faults(self) -> Iterator[str]:
         yield from _path_faults("path", self.path)
-        if (
-            self.tokenizer_path is not None
-            and _is_local(self.tokenizer_path)
-            and not Path(self.tokenizer_path).is_dir()
-        ):
+        if self.tokenizer_path is not None and is_local(self.tokenizer_path) and not Path(self.tokenizer_path).is_dir():
             yield f"tokenizer_path is {self.tokenizer_path!r}: no such directory."
-        elif self.tokenizer_path is not None and _is_local(self.tokenizer_path):
+        elif self.tokenizer_path is not None and is_local(self.tokenizer_path):
             faults = directory_faults(Path(self.tokenizer_path), needs_weights=False)
             yield from (f"tokenizer_path is {self.tokenizer_path!r}: {fault}" for fault in faults)
 
@@ -294,7 +290,7 @@ class Pretrained(ModelSource):
         """The local directory of the files; a hub model is downloaded to the cache. None if that fails, which loading
         the model reports.
         """
-        if _is_local(self.path):
+        if is_local(self.path):
             return Path(self.path) if Path(self.path).is_dir() else None
         from huggingface_hub import snapshot_download
 
@@ -375,7 +371,7 @@ class Pretrained(ModelSource):
     def load_config(self) -> Any:
         from transformers import AutoConfig
 
-        path = (self.adapter() or {}).get("base_model_name_or_path", self.path)
+        path = self.base_path()
         try:
             with _damage_told("path", path):
                 return AutoConfig.from_pretrained(
@@ -421,10 +417,13 @@ class Pretrained(ModelSource):
         file = Path(self.path) / name
         return file if file.is_file() else None
 
+    def base_path(self) -> str:
+        """Directory or hub name of the model; for an adapter that of its base model."""
+        return (self.adapter() or {}).get("base_model_name_or_path", self.path)
+
     def _config(self) -> dict[str, Any]:
         """config.json of the model, for an adapter that of its base model; empty without one."""
-        adapter = self.adapter()
-        return _read_json(Path(adapter["base_model_name_or_path"] if adapter else self.path) / "config.json") or {}
+        return _read_json(Path(self.base_path()) / "config.json") or {}
 
     def adapter(self) -> dict[str, Any] | None:
         """The configuration of the adapter at `path`; None if it is a model."""
@@ -612,13 +611,13 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _is_local(path: str) -> bool:
+def is_local(path: str) -> bool:
     """Whether a path is local: it exists, or does not have the form `name` or `owner/name`."""
     return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
 
 
 def _path_faults(field: str, path: str) -> Iterator[str]:
-    if path.startswith(WARM_START) or not _is_local(path):
+    if path.startswith(WARM_START) or not is_local(path):
         return
     directory = Path(path)
     try:

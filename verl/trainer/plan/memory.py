@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError
+from verl.models.known_shapes import sizes_config
 from verl.models.model_stats import ModelStats, model_stats
 from verl.ops.cpu_matmul import chosen_library
 from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
@@ -81,7 +82,7 @@ def role_plans(run: Any, estimate: MemoryEstimate, device: DeviceRates, exact: b
     found = []
     for memory in estimate.roles:
         role = getattr(run, memory.name)
-        config = (getattr(role, "model", None) or run.actor.model).load_config()
+        config = sizes_config(getattr(role, "model", None) or run.actor.model)
         autocast = run.actor.autocast if memory.name == "reference" else getattr(role, "autocast", None)
         kind = getattr(torch, autocast or (getattr(role, "model", None) or run.actor.model).dtype)
         sharding = memory.layout.sharding

@@ -15,6 +15,7 @@ import torch
 
 from verl.checkpoint.save.host_buffer import free_main_memory
 from verl.engines.sharding import FSDP, NoSharding, Sharding
+from verl.models.known_shapes import sizes_config
 from verl.models.lora import LoRA
 from verl.models.model_stats import ModelStats, model_stats
 from verl.trainer.config import LoopSettings, PPOSettings
@@ -154,19 +155,19 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
     groups = [(in_run, world)] if placement is None else placement.worker_groups(in_run, world)
     rows = settings.prompts_per_step * settings.group_size
     width = getattr(run.data, "max_prompt_length", 0) + run.response_tokens
-    actor = model_stats(run.actor.model.load_config(), run.actor.lora)
+    actor = model_stats(sizes_config(run.actor.model), run.actor.lora)
     roles = [_trained("actor", run.actor, actor, layouts["actor"])]
     if "critic" in layouts:
-        critic = model_stats(run.critic.model.load_config(), run.critic.lora, "backbone")
+        critic = model_stats(sizes_config(run.critic.model), run.critic.lora, "backbone")
         roles.append(replace(_trained("critic", run.critic, critic, layouts["critic"]), generating=0))
     if "reference" in layouts and (run.reference.model or run.actor.lora is None):
         source = run.reference.model or run.actor.model
-        sizes = model_stats(source.load_config())
+        sizes = model_stats(sizes_config(source))
         computed = run.actor.autocast or source.dtype  # it computes as the actor does
         roles.append(_scoring("reference", sizes, layouts["reference"], source.dtype, computed))
     if run.reward.is_model:
         source = run.reward.model
-        sizes = model_stats(source.load_config(), kind="classifier")
+        sizes = model_stats(sizes_config(source), kind="classifier")
         processes = layouts["rm"].processes if run.reward_as_role is not None else 1  # each has a copy of its own
         roles.append(_scoring("reward", sizes, RoleLayout(NoSharding(), processes), source.dtype, source.dtype))
     own = -(-rows // layouts["actor"].generation_shares)
@@ -206,7 +207,7 @@ def estimate_sft(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
     settings, saves, layout = run.trainer, run.checkpoint, role_layouts(run)["actor"]
     is_here = _is_on_host(settings) if on_host is None else on_host
     run = roles_on_device(run, not is_here)
-    sizes = model_stats(run.actor.model.load_config(), run.actor.lora)
+    sizes = model_stats(sizes_config(run.actor.model), run.actor.lora)
     role = replace(_trained("actor", run.actor, sizes, layout), generating=0)
     return MemoryEstimate(
         roles=(role,),

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
+from verl.models.known_shapes import has_shipped_shapes
 from verl.trainer.config import PPOSettings
 from verl.trainer.plan.activations import num_experts
 from verl.trainer.plan.devices import DeviceRates, device_named, gpu_here
@@ -65,6 +66,7 @@ class RunPlan:
         faults_of_batch: divisions with a remainder.
         disk: sentences about checkpoints.
         changes: that make it fit, the cheapest first; empty if it fits.
+        shipped: hub names of models whose config.json was not read, since their shapes are shipped with the package.
     """
 
     device: DeviceRates
@@ -74,6 +76,7 @@ class RunPlan:
     disk: tuple[str, ...]
     changes: tuple[FittingChange, ...]
     response: int | None = None
+    shipped: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -104,6 +107,8 @@ class RunPlan:
         estimate = self.memory.estimate
         machines = f" on each of {estimate.machines} machines" if estimate.machines > 1 else ""
         yield f"{estimate.processes} process{'es' * (estimate.processes > 1)}{machines}, device {self.device.name}"
+        if self.shipped:
+            yield f"Shapes of {', '.join(self.shipped)} are those shipped with verl: no config.json is here."
         yield ""
         yield from self.memory.lines()
         if self.memory.host:
@@ -164,6 +169,7 @@ class RunPlan:
         """All of it as numbers: bytes and seconds."""
         return {
             "device": self.device.name,
+            "shipped_shapes": list(self.shipped),
             "fits": self.fits,
             "limit_bytes": self.memory.limit,
             "peak": {"phase": self.memory.peak.name, "bytes": self.memory.peak.total},
@@ -218,7 +224,13 @@ def plan_run(
     step_s = sum(stage.seconds for stage in stages)
     found = () if memory.fits else tuple(_changes_that_fit(run, device, memory, step_s, response))
     disk = tuple(_disk(run, memory, step_s, free_disk, upload_rate))
-    return RunPlan(device, memory, stages, tuple(_batch(run)), disk, found, response)
+    return RunPlan(device, memory, stages, tuple(_batch(run)), disk, found, response, _shipped(run, memory))
+
+
+def _shipped(run: Any, memory: MemoryPlan) -> tuple[str, ...]:
+    """Hub names of models that were computed by shipped shapes."""
+    sources = [getattr(getattr(run, role.name), "model", None) or run.actor.model for role in memory.roles]
+    return tuple(dict.fromkeys(source.base_path() for source in sources if has_shipped_shapes(source)))
 
 
 def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | None:

@@ -1,0 +1,80 @@
+"""Shipped shapes of models: their sizes, and plans without a network."""
+
+import json
+import socket
+import time
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from verl.cli.main import app
+from verl.errors import ConfigError
+from verl.models.known_shapes import has_shipped_shapes, known_shapes, sizes_config
+from verl.models.model_stats import model_stats
+from verl.models.pretrained import Pretrained, is_local
+
+ENTRIES = json.loads(files("verl.models").joinpath("known_shapes.json").read_text())
+FSDP = ["sharding=fsdp", "trainer.n_gpus_per_node=8"]
+CONF = Path(__file__).parents[2] / "conf"
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    """An empty cache, and a hub at a port where nothing listens."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: next(iter(entry["max_position_embeddings"])))
+def test_shapes_have_the_published_number_of_parameters(entry):
+    fields = dict(entry["config"])
+    assert model_stats(AutoConfig.for_model(fields.pop("model_type"), **fields)).parameters == entry["parameters"]
+
+
+def test_every_model_of_the_configuration_is_shipped():
+    paths = [
+        source["path"]
+        for file in CONF.glob("*/*.yaml")
+        if isinstance(source := (yaml.safe_load(file.read_text()) or {}).get("model"), dict) and "path" in source
+    ]
+    named = [path for path in paths if path != "???" and not path.startswith("warm-start://")]
+    assert len(named) >= 4
+    assert not [path for path in named if not is_local(path) and path not in known_shapes()]
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_plan_without_a_network_takes_shipped_shapes():
+    roles = ["actor=llama8b", "critic=none", "algorithm=grpo"]
+    printed = CliRunner().invoke(app, ["plan", *roles, *FSDP, "--device", "h100"]).output
+    assert "Shapes of meta-llama/Llama-3.1-8B-Instruct are those shipped with verl" in printed
+    assert "GiB in each process of actor" in printed
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_a_model_that_is_neither_here_nor_shipped_is_refused_within_seconds(revision):
+    path = "nobody/no-such-model" if revision is None else "Qwen/Qwen3-1.7B"
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"path is '{path}': http.* cannot be reached .*Set path to a directory"):
+        sizes_config(Pretrained(path=path, revision=revision))
+    assert time.monotonic() - begin < 10
+
+
+def test_a_configuration_on_this_machine_comes_before_shipped_shapes(monkeypatch, tmp_path):
+    name, commit = "Qwen/Qwen3-1.7B", "a" * 40
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert has_shipped_shapes(Pretrained(path=name))
+    cached = tmp_path / "models--Qwen--Qwen3-1.7B"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    (cached / "snapshots" / commit).mkdir(parents=True)
+    (cached / "snapshots" / commit / "config.json").write_text("{}")
+    assert not has_shipped_shapes(Pretrained(path=name))
