@@ -34,12 +34,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl import errors
-from verl.checkpoint.commit.fencing import RunLock
 from verl.component import BuildContext
 from verl.compose import schema
 from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_paths
 from verl.compose.overrides import Overrides
-from verl.compose.print_config import print_start, remove_refused, save_config
+from verl.compose.print_config import lock_run_directory, print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
 from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError, root_cause
 from verl.tracking.console import print_line, reader_may_leave, set_command, shown_path
@@ -156,15 +155,13 @@ class LaunchedRun:
 
     def _claim_directory(self) -> None:
         """Lock the run directory until this run ends, however it ends."""
-        lock = RunLock(self.run_dir, "", {}, "hydra.run.dir")
-        if (holder := lock.acquire()) is not None:
+        try:
+            lock = lock_run_directory(self.run_dir)
+        except ConfigError:
             self.is_new = False
-            raise ConfigError(
-                f"hydra.run.dir is {shown_path(self.run_dir)}: process {holder.pid} on {holder.host or '(unknown)'} "
-                f"writes there since {holder.since}, and the metrics, configuration and weights of two runs would mix. "
-                "Wait for its end, stop it, or give this run a directory of its own: hydra.run.dir=DIR."
-            )
-        self.closing.callback(lock.release)
+            raise
+        if lock is not None:
+            self.closing.callback(lock.release)
 
     def withdraw(self) -> None:
         """Remove the files of `record` and of a refused build, if the directory has no others."""
