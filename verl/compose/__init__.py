@@ -8,7 +8,7 @@ from_yaml      Composes a run from a short YAML file over the default, and loads
 launch         Entry point of `verl ppo` and `verl sft`: command line, torchrun, run directory, logging
 load_policy    Finds a trained policy, in a checkpoint or as plain weights
 overrides      Overrides of the command line or a short file, as group options and values by path
-print_config   Prints the differences from the defaults, and saves the configuration of a run
+print_config   Locks a run directory, prints the differences from the defaults, and saves the configuration
 saved_config   Allow-list of a saved configuration: what an evaluation uses without being told to
 schema         The configuration directory, root keys, JSON schema
 suggestions    Suggestions for mistyped names

@@ -34,12 +34,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl import errors
-from verl.checkpoint.commit.fencing import RunLock
 from verl.component import BuildContext
 from verl.compose import schema
 from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_paths
 from verl.compose.overrides import Overrides
-from verl.compose.print_config import print_start, remove_refused, save_config
+from verl.compose.print_config import lock_run_directory, print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
 from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError, root_cause
 from verl.tracking.console import print_line, reader_may_leave, set_command, shown_path
@@ -156,15 +155,13 @@ class LaunchedRun:
 
     def _claim_directory(self) -> None:
         """Lock the run directory until this run ends, however it ends."""
-        lock = RunLock(self.run_dir, "", {}, "hydra.run.dir")
-        if (holder := lock.acquire()) is not None:
+        try:
+            lock = lock_run_directory(self.run_dir)
+        except ConfigError:
             self.is_new = False
-            raise ConfigError(
-                f"hydra.run.dir is {shown_path(self.run_dir)}: process {holder.pid} on {holder.host or '(unknown)'} "
-                f"writes there since {holder.since}, and the metrics, configuration and weights of two runs would mix. "
-                "Wait for its end, stop it, or give this run a directory of its own: hydra.run.dir=DIR."
-            )
-        self.closing.callback(lock.release)
+            raise
+        if lock is not None:
+            self.closing.callback(lock.release)
 
     def withdraw(self) -> None:
         """Remove the files of `record` and of a refused build, if the directory has no others."""
@@ -238,6 +235,7 @@ def _release_hosts() -> Iterator[None]:
 
 def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[str]) -> None:
     statuses: list[int] = []
+    refusals: dict[str, int] = {}
     is_composed = False
 
     def task(config: DictConfig) -> None:
@@ -256,7 +254,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
             job.swept = swept_paths(sys.argv[1:], running.sweeper)
             set_command([*start_message(sys.argv[0]), *overrides])
         try:
-            with _clean_end(run_dir):
+            with _clean_end(run_dir), _refused_once(refusals, running.job.num) if is_sweep else nullcontext():
                 try:
                     with job.closing, component_exits(directly=False):
                         _with_log(main, job)
@@ -288,6 +286,24 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         raise ConfigError([*faults, _of_hydra_itself(error)]) from error
     if any(statuses):
         sys.exit(max(statuses))
+
+
+@contextmanager
+def _refused_once(refusals: dict[str, int], number: int) -> Iterator[None]:
+    """Print a refusal that several jobs of a sweep share in full for the first of them, and refer to it for the others.
+
+    Args:
+        refusals: messages printed so far, with the number of their job.
+        number: of this job.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        first = refusals.setdefault(str(error), number)
+        if first == number:
+            raise
+        _tell(f"Job {number} of the sweep is refused for the reason given for job {first}.")
+        sys.exit(2)
 
 
 def _of_hydra_itself(error: Exception) -> str:

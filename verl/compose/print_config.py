@@ -1,4 +1,6 @@
-"""Prints the differences of a configuration from the defaults, and saves it in the run directory, without secrets."""
+"""What a run leaves in its directory before it builds anything: its lock, the printed differences from the defaults,
+and its configuration, without secrets.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl.checkpoint.commit.fencing import RunLock
 from verl.compose.compose import choices_of, compose_root
 from verl.compose.overrides import options_in
 from verl.compose.schema import CHOOSERS, LISTS, conf_dir, group_options
 from verl.compose.validate import TARGET
+from verl.errors import ConfigError
 from verl.tracking.console import end_cut, print_line, shown_path, visible
 from verl.utils.external_input import write_text
 from verl.utils.redact import redact, redact_tree
@@ -113,6 +117,25 @@ _BEFORE_THE_FIRST_STEP = {
     "metrics.jsonl",
     "tensorboard",
 }
+
+
+def lock_run_directory(run_dir: Path) -> RunLock | None:
+    """Lock a run directory until the lock is released or this process ends; None if this process holds it already.
+
+    Raises:
+        ConfigError: another process writes there.
+        CheckpointWriteFailed: the directory cannot be created or written.
+    """
+    if RunLock.is_held_here(run_dir):
+        return None
+    lock = RunLock(run_dir, "", {}, "hydra.run.dir")
+    if (holder := lock.acquire()) is not None:
+        raise ConfigError(
+            f"hydra.run.dir is {shown_path(run_dir)}: process {holder.pid} on {holder.host or '(unknown)'} writes "
+            f"there since {holder.since}, and the metrics, configuration and weights of two runs would mix. Wait for "
+            "its end, stop it, or give this run a directory of its own (hydra.run.dir=DIR; in Python, run_dir)."
+        )
+    return lock
 
 
 def remove_refused(run_dir: Path) -> None:

@@ -29,6 +29,7 @@ from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
 from verl.cluster.placement import Placement
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain, hint, nearest
+from verl.compose.print_config import lock_run_directory
 from verl.engines.sharding import Sharding
 from verl.errors import CheckpointNotFound, ConfigError, WorkerDied, faults_below
 from verl.models.pretrained import WARM_START, ModelSource
@@ -146,7 +147,7 @@ def prepare_saving(
         is_restart: this trainer has trained in its run directory before.
     Raises:
         ConfigError: there is no such checkpoint, or it is of another training, or another run saves in the directory,
-            or another run, which this one does not resume, has trained in the run directory.
+            or another run writes in the run directory, or one that this one does not resume has trained there.
         BadCheckpoint: it is damaged.
         CheckpointWriteFailed: the directory cannot be written.
     """
@@ -158,11 +159,14 @@ def prepare_saving(
     place = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id).choose(run.resume)
     point = place.resumed
     saver = CheckpointSaver(chosen, place, config, identity, loss_key, uses, run_id)
-    if not is_restart and context.run_dir is not None:
-        found = list(run_dir_faults(context.run_dir, run.resume, point, place.directory))
-        if found:
+    if context.run_dir is not None:
+        try:
+            saver.run_dir_lock = lock_run_directory(context.run_dir)
+            if not is_restart and (faults := list(run_dir_faults(context.run_dir, run.resume, point, place.directory))):
+                raise ConfigError(faults)
+        except BaseException:
             saver.close()
-            raise ConfigError(found)
+            raise
     if point is not None:
         _log.info("Resuming from %s, step %d (%s).", point.published.directory, point.step, point.why)
         for line in difference_messages(point, redact_tree(config)):

@@ -101,6 +101,33 @@ def test_a_run_directory_in_which_another_run_trained_is_refused_before_anything
     assert not (tmp_path / "empty").exists()
 
 
+def test_a_second_script_in_a_run_directory_is_refused_before_its_first_step(model32, tmp_path):
+    """Neither has trained yet, so that only a lock tells."""
+    context = BuildContext(run_dir=tmp_path / "run")
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom verl.compose.print_config import lock_run_directory\n"
+        "lock_run_directory(Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()\n"
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-c", script, str(context.run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert first.stdin is not None
+    assert first.stdout is not None
+    assert first.stdout.readline() == "locked\n"
+    before = sorted(path.name for path in context.run_dir.iterdir())
+    try:
+        with pytest.raises(ConfigError, match=rf"process {first.pid} .*writes there since .*in Python, run_dir"):
+            run(model32).build(context)
+        assert before == sorted(path.name for path in context.run_dir.iterdir())
+    finally:
+        first.stdin.close()
+        first.wait()
+    with run(model32).build(context) as trainer:
+        assert RunLock.is_held_here(context.run_dir)
+        trainer.fit()
+    assert not RunLock.is_held_here(context.run_dir)
+
+
 @pytest.mark.parametrize("left", ['{"step": 0, "eval/accuracy": 0.5}\n', '{"step": 1, "re', ""])
 def test_a_run_that_ended_before_its_first_step_does_not_own_its_run_directory(left, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(left)

@@ -242,6 +242,12 @@ class RunLock:
                 path.rmdir()
 
     @classmethod
+    def is_held_here(cls, directory: Path) -> bool:
+        """Whether a run of this process holds the lock."""
+        lock = cls._of_this_process.get(os.path.realpath(directory / RUN_LOCK))
+        return lock is not None and lock._own.pid == os.getpid()
+
+    @classmethod
     def look(cls, directory: Path) -> LockHolder | None:
         """The other process that holds the lock, if any; does not take the lock."""
         path = directory / RUN_LOCK

@@ -156,6 +156,7 @@ class CheckpointSaver:
         resumed: the checkpoint that the run resumes from, or None.
         messages: information about the directory for the user, one sentence each.
         ancestors: see `verl.trainer.state.save_directory.ancestors_of`.
+        run_dir_lock: of the run directory, released by `close`; None if the command holds it.
         parts: the rank writers, if the processes of the roles write their own parts; None if the driver writes
         everything.
     """
@@ -175,6 +176,7 @@ class CheckpointSaver:
         self.settings, self.directory, self.loss_key, self.uses = settings, place.directory, loss_key, uses
         self.run_id, self.messages, self._lock = run_id or new_run_id(), place.messages, place.lock
         self._config, self.identity = redact_tree(dict(config)), dict(identity)
+        self.run_dir_lock: RunLock | None = None
         self._longest_step_s = 0.0
         self._tier, self._lease, self._uploads = place.tier, place.lease, None
         self._writer: CheckpointWriter | None = None
@@ -491,8 +493,9 @@ class CheckpointSaver:
                 self.lineage.add("end", status=status, step=step)
         if self._lease is not None:
             self._lease.release()
-        if self._lock is not None:
-            self._lock.release()
+        for lock in (self._lock, self.run_dir_lock):
+            if lock is not None:
+                lock.release()
 
     def _record_outcomes(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
         for outcome in outcomes:
