@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = (".py", ".yaml", ".typed")
+CODE = (".py", ".yaml", ".json", ".typed")
 OPTIONAL = ("wandb", "tensorboard", "matplotlib", "math_verify")
 MODEL = ("actor=tiny_scratch", "actor.model.hidden_size=16", "actor.model.intermediate_size=32")
 GRPO = ("algorithm=grpo", "algorithm.kl.coef=0", "critic=none", "reference=none", "trainer.prompts_per_step=4")

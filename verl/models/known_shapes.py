@@ -67,14 +67,13 @@ def _is_here(source: Pretrained) -> bool:
 
 def _require_hub(source: Pretrained) -> None:
     """One request with a short timeout: the hub's client would try again for a minute."""
-    import httpx
-    from huggingface_hub import constants
+    from huggingface_hub import constants, get_session
 
     reason = "HF_HUB_OFFLINE is set"
     if not constants.HF_HUB_OFFLINE:
         try:
-            httpx.head(constants.ENDPOINT, timeout=CONNECT_S)
-        except httpx.TransportError as error:
+            get_session().head(constants.ENDPOINT, timeout=CONNECT_S)
+        except Exception as error:  # noqa: BLE001 - a proxy or certificate may fail in many ways
             reason = f"{constants.ENDPOINT} cannot be reached ({type(error).__name__})"
         else:
             return
