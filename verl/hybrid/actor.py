@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from verl.component import BuildContext
 from verl.compose.from_yaml import load_rollout
 from verl.compose.suggestions import described
-from verl.errors import ConfigError, RolloutError, WeightSyncError
+from verl.errors import ConfigError, RolloutError, WeightSyncError, faults_below
 from verl.hybrid.generation_config import GenerateCall, naming_ends, prompt_rows, read_call, settings_left_out
 from verl.hybrid.model_changes import (
     ActorLock,
@@ -150,11 +150,13 @@ class HybridActor:
         place = own_device() if device == "auto" else device
         company, actor = hybrid_parallelism(config, place), cls.__new__(cls)
         actor._hybrid_config = config
-        if company is None:
-            model = chosen.load_causal_lm(place)
-        else:
-            model = load_unsharded(chosen, "causal_lm", place, company, sliced=lora is None)
-        actor._start(model, chosen.load_tokenizer(), rollout, lora, seed, company)
+        with faults_below("from_pretrained"):
+            if company is None:
+                model = chosen.load_causal_lm(place)
+            else:
+                model = load_unsharded(chosen, "causal_lm", place, company, sliced=lora is None)
+            tokenizer = chosen.load_tokenizer()
+        actor._start(model, tokenizer, rollout, lora, seed, company)
         return actor
 
     # What may be replaced
