@@ -101,8 +101,17 @@ def test_an_adapter_is_exported_with_the_full_path_of_its_base_or_merged_into_it
     expected = Pretrained(path="adapter").load_causal_lm("cpu").state_dict()
     assert all(torch.equal(merged[name], expected[name]) for name in expected)
     assert Path("whole/tokenizer.json").is_file()
+    status, _, said = run("export", "adapter", "again", "--merge")
+    assert status == 0, said
+    again = AutoModelForCausalLM.from_pretrained("again").state_dict()
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+    assert "is inside the checkpoint" in run("export", "checkpoints/global_step_1/actor", "x", "--merge")[2]
     shutil.rmtree("base")
-    assert "the base model of actor cannot be opened" in run("export", "checkpoints", "other", "--merge")[2]
+    assert "the base model of adapter cannot be opened" in run("export", "adapter", "other", "--merge")[2]
+    assert (
+        "the base model of actor of global_step_1 cannot be opened"
+        in run("export", "checkpoints", "other", "--merge")[2]
+    )
     assert not Path("other").exists()
 
 

@@ -322,6 +322,14 @@ def test_a_chain_of_causes_that_is_a_ring_ends_in_a_message(length):
     assert end_message(wrapped).startswith("actor.model.path is 'x'")
 
 
+def test_a_fault_of_all_jobs_of_a_sweep_is_told_once(tmp_path, fork_server):
+    words = [ROOT / "main_ppo.py", "-m", "actor.model.path=./nowhere", "trainer.seed=1,2"]
+    done = fork_server.run(words, tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("actor.model.path is './nowhere'") == 1
+    assert "Job 1 of the sweep is refused for the reason given for job 0." in done.stderr
+
+
 def test_a_sweep_with_a_fault_in_its_arguments_is_refused_once_before_any_job(tmp_path, fork_server):
     words = [ROOT / "main_ppo.py", "-m", "algorithm=grpo,gropo", "trainer.seed=1,2"]
     done = fork_server.run(words, tmp_path)

@@ -302,12 +302,14 @@ def test_what_is_saved_is_what_transformers_loads(actor, tmp_path):
     assert (tmp_path / "saved/tokenizer.json").is_file()
 
 
-def test_what_cannot_be_an_actor_is_refused_in_words(dir32, model32):
+def test_what_cannot_be_an_actor_is_refused_in_words(dir32, model32, tmp_path):
     assert "HybridActor.from_pretrained loads one" in faults_of(HybridActor, str(dir32))
     assert "has no generate: an actor needs forward and generate" in faults_of(
         HybridActor, model32.load_backbone("cpu")
     )
     assert "no such directory" in faults_of(HybridActor.from_pretrained, "/nowhere/at/all")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert faults_of(HybridActor.from_pretrained, str(tmp_path)).startswith("from_pretrained.path is ")
     assert "from_pretrained.dtyp is not a known key. Did you mean dtype?" in faults_of(
         HybridActor.from_pretrained, dir32, dtyp="bfloat16"
     )

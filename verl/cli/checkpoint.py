@@ -11,6 +11,8 @@ import typer
 
 from verl.checkpoint import retention as keeping
 from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.describe import CheckpointSummary, age_s, status_of, summaries, summary_of
 from verl.checkpoint.export import atomic_directory, require_unused
 from verl.checkpoint.export import export as export_component
@@ -120,6 +122,7 @@ def add_to(app: typer.Typer) -> None:
                 echo(f"{published.name} is in {store.address}: {size(pushed.sent_bytes)} sent")
 
 
+ADAPTER_CONFIG = "adapter_config.json"
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Inspect, verify, pin, clean and export checkpoints.")
 
 add_to(app)
@@ -395,7 +398,13 @@ def export(
         bool, typer.Option("--merge", help="Merge a LoRA adapter into its base model, and write the whole model.")
     ] = False,
 ) -> None:
-    """Export a model of a checkpoint as a Hugging Face directory; every byte is verified by hash."""
+    """Export a model of a checkpoint as a Hugging Face directory; every byte is verified by hash.
+
+    With --merge, PATH may also be a LoRA adapter that is in no checkpoint, such as the final `actor/` of a run.
+    """
+    if merge and (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path).absolute().parent / MANIFEST).exists():
+        _write_merged(Path(path), path, require_unused(FileSystem(), out))
+        return
     manager = CheckpointManager(path)
     if merge:
         _export_merged(manager, out, component)
@@ -405,29 +414,39 @@ def export(
 
 
 def _export_merged(manager: CheckpointManager, out: Path, component: str) -> None:
-    """Write the base model with the adapter of a component merged into it, in the data type of the base model."""
-    from verl.checkpoint.core.filesystem import FileSystem
-    from verl.models.pretrained import Pretrained
-
+    """Write the base model with the adapter of a component of a checkpoint merged into it."""
     out = require_unused(FileSystem(), out)
     with TemporaryDirectory("verl-merge-") as directory:
         adapter = Path(directory) / component
         export_component(manager, adapter, component)
-        if not (adapter / "adapter_config.json").is_file():
+        if not (adapter / ADAPTER_CONFIG).is_file():
             raise ConfigError(f"--merge: {component} of {manager.name} is a whole model. Leave --merge out.")
-        source = Pretrained(path=str(adapter))
-        try:
-            model, dtype = source.load_causal_lm("cpu"), source.load_config().dtype
-        except (OSError, ConfigError) as error:
-            raise ConfigError(
-                f"the base model of {component} cannot be opened ({str(error).splitlines()[0]}). Put it there, "
-                "or export without --merge and set base_model_name_or_path in adapter_config.json."
-            ) from error
-        tokenizer = source.load_tokenizer()
+        _write_merged(adapter, f"{component} of {manager.name}", out)
+
+
+def _write_merged(adapter: Path, name: str, out: Path) -> None:
+    """Write the base model with an adapter merged into it, in the data type of the base model.
+
+    Args:
+        adapter: directory with adapter_config.json.
+        name: of the adapter, in messages.
+        out: a directory that `require_unused` has checked.
+    """
+    from verl.models.pretrained import Pretrained
+
+    source = Pretrained(path=str(adapter))
+    try:
+        model, dtype = source.load_causal_lm("cpu"), source.load_config().dtype
+    except (OSError, ConfigError) as error:
+        raise ConfigError(
+            f"the base model of {name} cannot be opened ({str(error).splitlines()[0]}). Put it there, or set "
+            f"base_model_name_or_path in {ADAPTER_CONFIG}, of a copy made by export without --merge."
+        ) from error
+    tokenizer = source.load_tokenizer()
     with atomic_directory(FileSystem(), out, f"writing the merged model to {out}") as staged:
         (model if dtype is None else model.to(dtype)).save_pretrained(staged)
         tokenizer.save_pretrained(staged)
-    typer.echo(f"{component} of {manager.name}, merged into its base model, is in {out}")
+    typer.echo(f"{name}, merged into its base model, is in {out}")
 
 
 @command(app, "materialize")

@@ -235,6 +235,7 @@ def _release_hosts() -> Iterator[None]:
 
 def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[str]) -> None:
     statuses: list[int] = []
+    refusals: dict[str, int] = {}
     is_composed = False
 
     def task(config: DictConfig) -> None:
@@ -253,7 +254,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
             job.swept = swept_paths(sys.argv[1:], running.sweeper)
             set_command([*start_message(sys.argv[0]), *overrides])
         try:
-            with _clean_end(run_dir):
+            with _clean_end(run_dir), _refused_once(refusals, running.job.num) if is_sweep else nullcontext():
                 try:
                     with job.closing, component_exits(directly=False):
                         _with_log(main, job)
@@ -285,6 +286,24 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         raise ConfigError([*faults, _of_hydra_itself(error)]) from error
     if any(statuses):
         sys.exit(max(statuses))
+
+
+@contextmanager
+def _refused_once(refusals: dict[str, int], number: int) -> Iterator[None]:
+    """Print a refusal that several jobs of a sweep share in full for the first of them, and refer to it for the others.
+
+    Args:
+        refusals: messages printed so far, with the number of their job.
+        number: of this job.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        first = refusals.setdefault(str(error), number)
+        if first == number:
+            raise
+        _tell(f"Job {number} of the sweep is refused for the reason given for job {first}.")
+        sys.exit(2)
 
 
 def _of_hydra_itself(error: Exception) -> str:

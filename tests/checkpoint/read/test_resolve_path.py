@@ -66,6 +66,10 @@ def test_directories_of_several_runs_are_named(tmp_path):
     for given in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints/project"):
         with pytest.raises(CheckpointNotFound, match=r"did you mean \S+/project/first or \S+/project/second\?"):
             resolve_path(given)
+    with pytest.raises(
+        CheckpointNotFound, match=r"did you mean \S+/project/first/latest or \S+/project/second/latest\?"
+    ):
+        resolve_path(tmp_path / "checkpoints/latest")
 
 
 REFUSED = {

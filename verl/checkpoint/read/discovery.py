@@ -285,6 +285,8 @@ def _instead(disk: FileSystem, given: Path, real: Path) -> str:
     """Hint for an error: the checkpoints that exist, and what to pass."""
     if given.is_symlink() and not real.exists():
         return f"is a symbolic link to {os.readlink(given)}, which does not exist"
+    if given.name == LATEST and (several := directories_below(given.parent, disk)):
+        return f"is not unique: did you mean {' or '.join(str(path / LATEST) for path in several[:3])}?"
     if not CheckpointDirectory(real.parent, disk).exists(real):
         return "does not exist"
     for parent in real.parents:
