@@ -17,6 +17,7 @@ from verl.checkpoint.core.manifest import (
     MANIFEST,
     MANIFEST_LIMIT_BYTES,
     OLDEST_FORMAT,
+    is_older,
     is_readable,
 )
 from verl.errors import ConfigError
