@@ -46,6 +46,27 @@ def test_the_signal_by_which_a_scheduler_ends_a_run_stays_the_runs_own():
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # Ray, which is up, takes it for itself
 
 
+IN_A_SPACE = """
+import sys
+sys.executable = sys.argv[1]
+import ray
+from verl.cluster.ray.ray_init import RaySession, RaySettings
+session = RaySession(RaySettings(None, 1, 0, 80, 60.0))
+print(ray.get(ray.remote(lambda: 6 * 7).remote(), timeout=60))
+session.close()
+"""
+
+
+def test_workers_start_where_the_path_of_the_interpreter_has_a_space(tmp_path):
+    python = tmp_path / "a space" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    words = [sys.executable, "-c", IN_A_SPACE, str(python)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=150, check=False)
+    assert done.stdout.splitlines()[-1:] == ["42"], done.stderr
+
+
 def test_an_address_where_no_cluster_answers_is_named(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # as in a process that has no Ray yet
     with refusal("trainer.placement.address"):
