@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,6 @@ def test_the_signal_by_which_a_scheduler_ends_a_run_stays_the_runs_own():
 
 
 IN_A_SPACE = """
-import sys
-sys.executable = sys.argv[1]
 import ray
 from verl.cluster.ray.ray_init import RaySession, RaySettings
 session = RaySession(RaySettings(None, 1, 0, 80, 60.0))
@@ -58,11 +57,11 @@ session.close()
 
 
 def test_workers_start_where_the_path_of_the_interpreter_has_a_space(tmp_path):
-    python = tmp_path / "a space" / "python"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    words = [sys.executable, "-c", IN_A_SPACE, str(python)]
+    environment = tmp_path / "a space" / "venv"
+    venv.create(environment, with_pip=False, symlinks=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "tests.pth").write_text("\n".join(path for path in sys.path if Path(path).is_dir()))
+    words = [str(environment / "bin" / "python"), "-c", IN_A_SPACE]
     done = subprocess.run(words, capture_output=True, text=True, timeout=150, check=False)
     assert done.stdout.splitlines()[-1:] == ["42"], done.stderr
 
