@@ -51,7 +51,8 @@ IN_A_SPACE = """
 import ray
 from verl.cluster.ray.ray_init import RaySession, RaySettings
 session = RaySession(RaySettings(None, 1, 0, 80, 60.0))
-print(ray.get(ray.remote(lambda: 6 * 7).remote(), timeout=60))
+as_workers = ray.remote(lambda: 6 * 7).options(runtime_env={"env_vars": {"WORKER": "1"}})
+print(ray.get(as_workers.remote(), timeout=20))
 session.close()
 """
 
