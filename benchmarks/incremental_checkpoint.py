@@ -1,17 +1,15 @@
-"""Size of incremental checkpoints of real training runs with about 100M parameters: LoRA, and all weights.
+"""Size of incremental checkpoints of a real training run with LoRA on about 100M parameters.
 
     python benchmarks/incremental_checkpoint.py           some minutes; --small for a look
 
-Prints one JSON line. Both trainings are GRPO with a reward for digits, of all weights at a learning rate of 1e-6. Bytes
-are those of files that no earlier checkpoint shares, and of the first, whole checkpoint of the same run. What the actor
-would take in bfloat16 is found with the same code, from the float32 weights of these checkpoints, cast.
+Prints one JSON line. The training is GRPO with a reward for digits. Bytes are those of files that no earlier checkpoint
+shares, beside those of a whole checkpoint of all weights of the same model, saved after one step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -20,19 +18,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 
 from benchmarks import _workload as workload
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.core import delta
 from verl.checkpoint.core.checkpoint import Checkpoint
-from verl.checkpoint.core.delta import CodedSpan
 from verl.checkpoint.describe import CheckpointSummary, summaries
-from verl.checkpoint.manager import CheckpointManager
 from verl.trainer.api.trainer import Trainer
 
 AFTER = (1, 3, 10)  # steps after the base
-OF_DENSE = 0.6  # of the time
 RANK = 8
 ADAPTED = ("q_proj", "v_proj")
 MI, GI = 2**20, 2**30
@@ -86,21 +79,9 @@ def trained(
     return [found[1 + n] for n in (0, *AFTER) if 1 + n in found], took
 
 
-def component(published: Checkpoint, name: str, is_stored: bool) -> int:
-    """Bytes of a component: as it is read, or stored in files that no earlier checkpoint shares."""
-    files = published.manifest.files if is_stored else published.manifest.contents.values()
-    return sum(e.size for e in files if e.path.startswith(f"{name}/") and not (is_stored and e.linked_from))
-
-
-def in_bfloat16(base: Checkpoint, published: Checkpoint) -> tuple[int, int]:
-    """Bytes of the actor's tensors cast to bfloat16, and of their difference from the base, cast too."""
-    before, now = (CheckpointManager(one.directory).load("actor") for one in (base, published))
-    whole = stored = 0
-    for name in now:
-        one, two = (x[name].bfloat16().view(torch.uint8).numpy().data.cast("B") for x in (before, now))
-        whole += len(two)
-        stored += sum(len(piece) for piece in delta.encode(two, [CodedSpan(0, len(two), 2, 0)], one))
-    return whole, stored
+def component(published: Checkpoint, name: str) -> int:
+    """Bytes of a component."""
+    return sum(entry.size for entry in published.manifest.files if entry.path.startswith(f"{name}/"))
 
 
 def of_8b() -> dict[str, float]:
@@ -115,7 +96,7 @@ def rows_of_lora(model: Path, root: Path, full_bytes: int, end: float) -> tuple[
     found = []
     for summary in others:
         assert summary.published is not None
-        payload = sum(component(summary.published, name, False) for name in ("actor", "optimizer"))
+        payload = sum(component(summary.published, name) for name in ("actor", "optimizer"))
         tokenizer = sum(e.size for e in summary.published.manifest.contents.values() if "tokenizer" in e.path)
         found.append(
             {
@@ -137,27 +118,13 @@ def rows_of_lora(model: Path, root: Path, full_bytes: int, end: float) -> tuple[
     return {"increments": found, "save_s": took, "8b": eight}, [row]
 
 
-def rows_of_dense(model: Path, root: Path, end: float) -> tuple[dict, list[list[str]], int]:
-    (base, *others), took = trained(model, root / "dense", 1e-6, False, end)
-    assert base.published is not None
-    found = {}
-    for after, summary in zip(AFTER, others):  # fewer where the time was over
-        assert summary.published is not None
-        whole, stored = (component(summary.published, "actor", is_stored) for is_stored in (False, True))
-        half, half_stored = in_bfloat16(base.published, summary.published)
-        found[after] = {
-            "fp32": whole / stored, "bf16": half / half_stored, "all": base.added_bytes / summary.added_bytes,
-        }  # fmt: skip
-    row = [
-        "incremental checkpoint, all weights of 107M at lr 1e-6: actor smaller by, " + ", ".join(f"{n}" for n in found)
-        + " steps after its base",
-        "bfloat16 " + ", ".join(f"{one['bf16']:.1f}x" for one in found.values())
-        + "; float32 " + ", ".join(f"{one['fp32']:.1f}x" for one in found.values()),
-        "target: 10x within 10 steps, in bfloat16. The whole checkpoint, in float32 with moments: "
-        + ", ".join(f"{one['all']:.2f}x" for one in found.values())
-        + f"; saved in {math.fsum(took[1:]) / len(took[1:]):.1f} s, and whole in {took[0]:.1f} s",
-    ]  # fmt: skip
-    return {"smaller": found, "save_s": took}, [row], base.added_bytes
+def whole_bytes(model: Path, root: Path) -> int:
+    """Bytes of a checkpoint of all weights with their moments."""
+    with trainer(model, root / "dense", 1e-6, False) as training:
+        training.step()
+        training.save_checkpoint()
+    (summary,) = summaries(CheckpointStore(root / "dense"))
+    return summary.added_bytes
 
 
 def main() -> None:
@@ -170,9 +137,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="incremental_checkpoint_", dir=args.directory) as made:
         root = Path(made)
         workload.write_model(root / "model", *((128, 4) if args.small else (768, 12)))
-        dense, rows, full_bytes = rows_of_dense(root / "model", root, began + args.limit_s * OF_DENSE)
-        lora, more = rows_of_lora(root / "model", root, full_bytes, began + args.limit_s)
-    print(json.dumps({"name": "incremental_checkpoint", "dense": dense, "lora": lora, "rows": [*more, *rows]}))
+        full_bytes = whole_bytes(root / "model", root)
+        lora, rows = rows_of_lora(root / "model", root, full_bytes, began + args.limit_s)
+    print(json.dumps({"name": "incremental_checkpoint", "lora": lora, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ from verl.errors import (
     CheckpointNotFound,
     CheckpointReadFailed,
     CheckpointTooNew,
+    CheckpointTooOld,
+    CheckpointUnsupported,
     CheckpointWriteFailed,
     ComponentExit,
     ComponentHung,
@@ -426,7 +428,11 @@ EXAMPLES = [
     WeightSyncError([], [], 26, 0.5, 1e-4),
     *(
         kind(Path("global_step_7"), [FileFault("actor/model.safetensors", "it is missing", ("actor/w",))])
-        for kind in (BadCheckpoint, CheckpointIncomplete, CheckpointCorrupt, CheckpointTooNew)
+        for kind in (BadCheckpoint, CheckpointIncomplete, CheckpointCorrupt)
+    ),
+    *(
+        kind(Path("global_step_7"), [FileFault("manifest.json", "it is of format 9.0")])
+        for kind in (CheckpointUnsupported, CheckpointTooNew, CheckpointTooOld)
     ),
     CheckpointNotFound("there is none"),
     CheckpointFenced("taken over by run 7"),

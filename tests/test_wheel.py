@@ -88,8 +88,8 @@ def test_the_wheel_holds_every_module_and_option_and_names_its_ranges_and_extras
 
 
 def test_the_quickstart_trains_from_the_wheel_alone(commands):
-    code = "import verl; from verl.compose.schema import conf_dir; print(verl.__file__, conf_dir())"
-    places = run(commands, "python", "-c", code).split()
+    code = "import verl; from verl.compose.schema import conf_dir; print(verl.__file__, conf_dir(), sep=chr(10))"
+    places = run(commands, "python", "-c", code).splitlines()
     assert all(place.startswith(str(commands.parent)) for place in places), places
     shown = run(commands, "verl", "quickstart", "--smoke")
     assert "$ verl sft" in shown

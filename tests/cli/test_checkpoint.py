@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_run import as_of_format, flip_bit, golden_run, script
+from golden_run import as_of_format, flip_bit, golden_run
+from golden_run import save as save_golden
 from refusals import refusal
 from trainer.saved_runs import course, fit
 from transformers import AutoModelForCausalLM
@@ -269,7 +270,7 @@ def test_a_damaged_state_is_told_by_ls(directory):
 
 
 def test_pins_hold_until_they_are_taken_off(directory):
-    script.save(CheckpointStore(directory), 200)
+    save_golden(CheckpointStore(directory), 200)
     with CheckpointStore(directory).begin(300) as staging:
         staging.commit()
     first = directory / "global_step_100"

@@ -14,7 +14,6 @@ from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ShakenClip, ppo_run, rea
 from verl.algorithms.kl import AdaptiveKLInReward
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import verify
@@ -35,7 +34,6 @@ def course(name, model, directory, **options):
     checkpoint = Checkpointing(
         save_dir=str(directory / "checkpoints"), save_interval=1, keep_last_n=None,
         save_async=options.pop("wait", True), incremental_save=options.pop("increments", False),
-        incremental_pays_below=1,
     )  # fmt: skip
     resume = options.pop("resume", None)
     algorithm = {"ppo": ADAPTIVE, "grpo": GRPO_ALGORITHM, "lora": GRPO_ALGORITHM, "ddp": SHAKEN}[name]
@@ -84,8 +82,6 @@ def test_a_run_resumed_from_any_step_ends_as_the_uninterrupted_one(name, model32
 def test_a_run_goes_on_from_an_increment_as_the_uninterrupted_one(name, model32, tmp_path):
     fit(course(name, model32, tmp_path / "whole", increments=True), tmp_path / "whole")
     point = tmp_path / "whole/checkpoints/global_step_3"
-    parts = {entry.path.split("/")[0] for entry in CheckpointManager(point).published.manifest.deltas}
-    assert parts >= ({"actor", "optimizer"} if name != "ppo" else {"actor", "critic", "optimizer"})
     fit(course(name, model32, tmp_path / "again", increments=True, resume=str(point)), tmp_path / "again")
     assert numbers(tmp_path / "again") == {k: v for k, v in numbers(tmp_path / "whole").items() if k > 3}
     assert final_digest(tmp_path / "again") == final_digest(tmp_path / "whole")

@@ -62,9 +62,7 @@ class Course:
         if self.reward:
             rating = ["reward=function", f"reward.path={directory}/rewards.py:{self.reward}", "trainer.eval_samples=2"]
             chosen += [*rating, "trainer.prompts_per_step=4", "rollout.max_new_tokens=6"]
-        small = ["checkpoint.incremental_pays_below=1", "checkpoint.incremental_saves_per_base=3"]
-        saving = small if self.mode == "incremental" else []
-        saving += [f"checkpoint={self.mode}", "checkpoint.save_interval=1", "checkpoint.keep_last_n=null"]
+        saving = [f"checkpoint={self.mode}", "checkpoint.save_interval=1", "checkpoint.keep_last_n=null"]
         saving += [f"checkpoint.save_dir={directory}/checkpoints", "trainer.save_final=false", "resume=latest"]
         length = [f"trainer.total_steps={num_steps}", "trainer.eval_interval=2"]
         own = [text.replace("HERE", str(directory)) for text in self.overrides]

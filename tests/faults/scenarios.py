@@ -27,7 +27,6 @@ from verl.checkpoint.remote.download import pull
 from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.upload import CheckpointUpload
 from verl.checkpoint.retention import Retention, collect_garbage, pin, prune
-from verl.checkpoint.save import save_executor
 from verl.checkpoint.save.save_executor import execute_plan
 from verl.checkpoint.save.save_plan import IncrementalSettings, LinkedFile, SavePlan
 from verl.storage.config import LocalStorage
@@ -104,11 +103,7 @@ def save_increment(store: CheckpointStore, step: int, version: int) -> Checkpoin
     """The same as what changed since the checkpoint before, which `save` or this has made."""
     if version == 1:
         return save(store, step, version)
-    least, save_executor.FEWEST_BYTES = save_executor.FEWEST_BYTES, 1  # these files are small
-    try:
-        return save_images(store, step, version, IncrementalSettings(pays_below=4))
-    finally:
-        save_executor.FEWEST_BYTES = least
+    return save_images(store, step, version, IncrementalSettings())
 
 
 def save_before_a_pull(store: CheckpointStore, step: int, version: int) -> Checkpoint:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from faults.disks import KILLED, KillingDisk, RecordingDisk
-from faults.scenarios import SCENARIOS, Scenario, check, check_next_save, fast_directory, save_increment
+from faults.scenarios import SCENARIOS, Scenario, check, check_next_save, fast_directory
 
 from verl.checkpoint.commit.store import CheckpointStore
 
@@ -48,13 +48,6 @@ def run(scenario: Scenario, stride: int) -> int:
             if stride == 1 or number % 4 == 0:
                 check_next_save(root)
     return len(places[::stride])
-
-
-def test_the_third_save_of_increments_stores_differences():
-    with fast_directory() as base:
-        store = CheckpointStore(base / "checkpoints")
-        made = [save_increment(store, 100 * version, version) for version in (1, 2, 3)]
-        assert [len(published.manifest.deltas) for published in made] == [0, 0, 2]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)

@@ -28,7 +28,7 @@ from verl.trainer.state.compare_runs import Tolerance, first_step_apart, steps_o
 STEPS, KILLED_FROM, HELD_AT = 7, 3, 4
 BUFFER = ["replay=tiered", "replay.max_rows=24", "replay.hot_share=0.25", "replay.warm_share=0.25"]
 BUFFER += ["replay.cold_share=0.5", "replay.memory_mib=8", "replay.shard_mib=1", "algorithm.replay_fraction=0.5"]
-SAVING = ["checkpoint=incremental", "checkpoint.incremental_pays_below=1", "checkpoint.save_interval=1"]
+SAVING = ["checkpoint=incremental", "checkpoint.save_interval=1"]
 TWO = ["sharding=ddp", "trainer.n_gpus_per_node=2"]
 
 

@@ -65,7 +65,7 @@ def test_it_follows_the_weights_and_a_switch_is_measured(actors, encoded):
 
 
 @pytest.mark.exhaustive
-def test_it_draws_from_the_model_that_it_has_by_then_and_none_that_it_cannot_follow(actors, encoded):
+def test_it_draws_from_the_model_that_it_has_and_none_that_it_cannot_follow(actors, encoded):
     """A model in the place of another by a new engine; weights, dropout and adapters within it by the same one."""
     actor, own = actors
     asked = {"do_sample": True, "seed": 3, "max_new_tokens": 7}
@@ -90,13 +90,16 @@ def test_it_draws_from_the_model_that_it_has_by_then_and_none_that_it_cannot_fol
     assert torch.equal(actor.generate(**encoded, **asked), ours.generate(**encoded, **asked))
     assert actor.rollout_engine.process_id == engine
     other.half()
+    with pytest.raises(ConfigError, match="model has changed"):
+        actor.generate(**encoded, **asked)
+    actor.model = other
     with pytest.raises(ConfigError, match=r"model.dtype is float16, and model.rotary_emb.inv_freq was rounded"):
         actor.generate(**encoded, **asked)
     actor.model = before
 
 
 @pytest.mark.exhaustive
-def test_an_adapter_that_is_put_on_switched_merged_or_folded_in_is_followed(actors, encoded):
+def test_an_adapter_is_followed_when_switched_and_merged(actors, encoded):
     actor, own = actors
     asked = {"do_sample": True, "seed": 3, "max_new_tokens": 7}
     before = actor.model
@@ -116,11 +119,13 @@ def test_an_adapter_that_is_put_on_switched_merged_or_folded_in_is_followed(acto
     actor.model = adapted.merge_and_unload()
     assert torch.equal(actor.generate(**encoded, **asked), drawn[0])
     actor.model.resize_token_embeddings(160)
+    actor.model = actor.model
     assert torch.equal(
         actor.generate(**encoded, **asked), HybridActor(actor.model, own.tokenizer).generate(**encoded, **asked)
     )
     for parameter in actor.model.parameters():
         parameter.data = parameter.data.bfloat16()
+    actor.model = actor.model
     actor.generate(**encoded, **asked)
     assert actor.rollout_engine.setting.dtype == torch.bfloat16
     actor.model = before

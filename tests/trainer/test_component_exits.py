@@ -26,7 +26,7 @@ from verl.tracking.jsonl import JsonLines
 from verl.utils.component_exits import component_exits
 
 ROOT = Path(verl.__file__).parents[1]
-HERE = r"at line \d+ of \S+test_component_exits.py"
+HERE = r"at line \d+ of .+test_component_exits.py"
 
 
 def stop(how: str) -> Any:

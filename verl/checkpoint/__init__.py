@@ -2,7 +2,7 @@
 
 commit/       The commit protocol: who may write, what is staged, and how a checkpoint becomes visible
 config        The group `checkpoint`: when checkpoints are saved, where, how, and which of them are kept
-core/         The format of a checkpoint on disk: files, manifest, digests, deltas
+core/         The format of a checkpoint on disk: files, manifest, digests
 describe      Descriptions of checkpoints for the command line, as plain values: status and content
 export        Export of a checkpoint: a component as a Hugging Face directory
 manager       CheckpointManager: the user's access to one checkpoint, or to the newest of a directory

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.retention import Retention
@@ -46,12 +46,10 @@ class Checkpointing(Description):
             links. Otherwise only their names and digests are kept.
         verify: hash what is read when a run is resumed.
         strict: `resume=latest` fails on a damaged checkpoint, instead of skipping it with a warning.
-        incremental_save: store only changes: an unchanged file becomes a hard link, a slightly changed file a delta
-            against an earlier one. See docs/checkpoints.md.
-        incremental_base: the checkpoint that deltas are computed against, on the same file system; null: for each file
-            the last checkpoint that stored it whole.
-        incremental_saves_per_base: without `incremental_base`, a file is stored whole again after this many saves.
-        incremental_pays_below: size of a delta relative to its file above which the file is stored whole.
+        incremental_save: write only files that changed; an unchanged one becomes a hard link to that of an earlier
+            checkpoint. See docs/checkpoints.md.
+        incremental_base: a checkpoint on the same file system whose unchanged files are linked too; null: the newest
+            one alone.
         cold_storage: object storage that checkpoints are uploaded to in the background, such as
             `{type: s3, bucket: models, prefix: runs}`: keys of the group `storage`, `upload_interval` in seconds
             (`upload_interval_s` here) and `upload_every` (`upload_interval` here). null is what `storage=` names, if
@@ -86,8 +84,6 @@ class Checkpointing(Description):
     strict: bool = False
     incremental_save: bool = False
     incremental_base: str | None = None
-    incremental_saves_per_base: PositiveInt = 20
-    incremental_pays_below: Annotated[float, Field(gt=0, le=1)] = 0.8
     cold_storage: dict[str, Any] | None = None
     upload_interval: PositiveInt | None = 1
     upload_interval_s: PositiveFloat | None = None
@@ -147,9 +143,7 @@ class Checkpointing(Description):
         if not self.incremental_save:
             return None
         base = None if self.incremental_base is None else Path(self.incremental_base).absolute()
-        return IncrementalSettings(
-            base=base, saves_per_base=self.incremental_saves_per_base, pays_below=self.incremental_pays_below
-        )
+        return IncrementalSettings(base=base)
 
     @property
     def retention(self) -> Retention:

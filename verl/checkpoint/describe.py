@@ -16,9 +16,17 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.read.verify import Level, open_verified
 from verl.checkpoint.retention import pins
-from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, CheckpointTooNew, FileFault
+from verl.errors import (
+    BadCheckpoint,
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    CheckpointTooNew,
+    CheckpointTooOld,
+    CheckpointUnsupported,
+    FileFault,
+)
 
-Status = Literal["complete", "incomplete", "corrupt", "too new"]
+Status = Literal["complete", "incomplete", "corrupt", "too new", "too old"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +90,7 @@ def summaries(store: CheckpointStore, name: str | None = None, level: Level = "q
         CheckpointNotFound: there is none of this name.
     """
     good, bad = store.survey("quick")
-    newest = good[-1].name if good and not any(isinstance(error, CheckpointTooNew) for error in bad) else None
+    newest = good[-1].name if good and not any(isinstance(error, CheckpointUnsupported) for error in bad) else None
     reasons, seen = pins(store), set()
     added = {published.name: _added_bytes(store.disk, published, seen) for published in good}
     described = {published.name: _summarize(store.disk, published) for published in good}
@@ -165,6 +173,8 @@ def status_of(error: BadCheckpoint) -> Status:
     """Status text of a damaged checkpoint."""
     if isinstance(error, CheckpointTooNew):
         return "too new"
+    if isinstance(error, CheckpointTooOld):
+        return "too old"
     return "incomplete" if isinstance(error, CheckpointIncomplete) else "corrupt"
 
 

@@ -31,7 +31,6 @@ from verl.errors import (
 )
 from verl.storage.config import Storage, is_address
 from verl.utils.external_input import parse_json
-from verl.utils.saved_targets import current_targets
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class ResumePoint:
     def read_json(self, path: str) -> Any:
         """A JSON file of the checkpoint, hashed while it is read."""
         with self.understanding(path):
-            return current_targets(parse_json(CheckpointReader(self.published).read(path)))
+            return parse_json(CheckpointReader(self.published).read(path))
 
     @contextlib.contextmanager
     def understanding(self, path: str) -> Iterator[None]:

@@ -39,7 +39,7 @@ from verl.cli.console import (
     print_table,
     size,
 )
-from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, ConfigError
+from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, CheckpointUnsupported, ConfigError
 from verl.storage.config import is_address, storage_at
 from verl.utils.temporary_directory import TemporaryDirectory
 
@@ -259,8 +259,9 @@ def health(
     limit_s = None if max_age is None else parse_duration(max_age, "--max-age")
     try:
         newest, passed_over = newest_complete(resolve_path(path))
-    except CheckpointTooNew as error:
-        _not_ready(f"{error.directory.name} was saved by a later version of verl")
+    except CheckpointUnsupported as error:
+        when = "a later" if isinstance(error, CheckpointTooNew) else "an earlier"
+        _not_ready(f"{error.directory.name} was saved by {when} version of verl, whose format is not read")
     names = ", ".join(error.directory.name for error in passed_over)
     if newest is None:
         _not_ready(f"no complete checkpoint in {path}" + (f" (bad: {names})" if names else ""))
@@ -453,7 +454,7 @@ def materialize(
     path: Path_,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist yet.")],
 ) -> None:
-    """Write an incremental checkpoint as a full one; every byte is verified by hash."""
+    """Write all files of a checkpoint to another directory; every byte is verified by hash."""
     manager = CheckpointManager(path)
     whole = write_out(manager.reader(), out)
     echo(f"{manager.name} is in {out}: {counted(len(whole.manifest.files), 'file')}, {size(whole.num_bytes)}")

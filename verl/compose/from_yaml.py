@@ -24,7 +24,6 @@ from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.rollout.base import Rollout
 from verl.rollout.hf import HFRollout
-from verl.utils.saved_targets import current_targets
 
 
 @dataclass
@@ -79,7 +78,7 @@ def read_short_file(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"config_path is {str(path)!r}: no such file.")
     try:
-        tree: Any = current_targets(OmegaConf.to_container(OmegaConf.load(file), resolve=False))
+        tree: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except (YAMLError, OmegaConfBaseException, OSError) as error:
         raise ConfigError(f"config_path is {str(path)!r}: not readable as YAML ({error}).") from error
     if not isinstance(tree, dict):

@@ -15,7 +15,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.checkpoint.core.manifest import MANIFEST
-from verl.checkpoint.export import plain_directory
 from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, CheckpointDirectory
 from verl.checkpoint.resume_point import ResumePoint, find
 from verl.compose.command_line import parse_overrides
@@ -108,7 +107,7 @@ def locate_policy(path: str) -> SavedPolicy:
         return SavedPolicy(directory / "actor")  # final weights of a run without checkpoints
     point = find(str(directory), directory, verify=False)  # the files in use are hashed below
     assert point is not None, "only `latest` may find nothing"
-    return SavedPolicy(plain_directory(point.published, "actor"), point)
+    return SavedPolicy(point.published.directory / "actor", point)
 
 
 def root_of(saved: SavedPolicy) -> str:

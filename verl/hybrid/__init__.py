@@ -3,6 +3,6 @@
 actor              HybridActor: one set of weights that trains by your own loop and generates through verl's
 benchmark          The cost of switching from training to generating and back
 generation_config  The arguments of `generate` (transformers' GenerationConfig) as a request to the rollout
-model_changes      Detects changes of a model after a rollout engine was built for it or checks passed
+model_changes      The form of a model, which is fixed when an actor is made, and what an engine cannot reproduce
 parallel           A HybridActor over several processes, started by torchrun or the user
 """

@@ -24,7 +24,9 @@ from verl.errors import ConfigError, RolloutError, WeightSyncError, faults_below
 from verl.hybrid.generation_config import GenerateCall, naming_ends, prompt_rows, read_call, settings_left_out
 from verl.hybrid.model_changes import (
     ActorLock,
-    ModelForm,
+    behaviour_of,
+    form_difference,
+    form_of,
     is_quantized,
     own_weights_fault,
     prompt_learning_fault,
@@ -56,8 +58,9 @@ class HybridActor:
     `generate` switches the model to evaluation, synchronises the engine with the current weights, and restores the
     model's state afterwards, including accumulated gradients.
 
-    The model may be changed or replaced between calls. The next call uses the changed model, rebuilds the engine if
-    necessary, or raises an error if the engine cannot sample from it. Calls from several threads are serialised.
+    The form of the model (parameters, classes of modules, configuration) is fixed when the actor is made. `generate`
+    refuses a changed one until it is set: `actor.model = actor.model`. Weights, training mode, `requires_grad`, hooks
+    and the switches of an adapter may change between calls. Calls from several threads are serialised.
 
     With several processes, which must make the same calls, the model is sharded by `hybrid_config`: docs/library.md.
 
@@ -111,12 +114,12 @@ class HybridActor:
             self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
         self.tokenizer, self.seed, self._company = tokenizer, seed, company
         self._engine: tuple[Any, Any] | None = None  # with the settings that it was attached for
-        self._form: ModelForm | None = None  # form of the model when the engine was built or checks passed
-        self._was_synced = False
+        self._behaviour: list[Any] | None = None  # of the model when checks passed
         self._settings_reported: dict[str, Any] = {}
         self._refuse_scattered()
         if company is not None:
             company.take(self.model)
+        self._form = form_of(unwrapped(self._settled()))
         self._warn_unsupported_settings()
 
     @classmethod
@@ -167,8 +170,9 @@ class HybridActor:
         with self._held("model = ..."):
             _refuse_no_actor(model)
             self._refuse_if_divided("model cannot be replaced")
-            self._model, self._form = model, None
-            self._model_changed("another model was set")
+            self._model, self._form, self._behaviour = model, form_of(unwrapped(model)), None
+            forget(model)
+            self._end_engine()
 
     @property
     def rollout(self) -> Rollout:
@@ -177,7 +181,7 @@ class HybridActor:
     @rollout.setter
     def rollout(self, rollout: str | Rollout) -> None:
         with self._held("rollout = ..."):
-            self._rollout, self._form = load_rollout(rollout), None
+            self._rollout, self._behaviour = load_rollout(rollout), None
             self._end_engine()
 
     @property
@@ -212,7 +216,7 @@ class HybridActor:
     def __getstate__(self) -> dict[str, Any]:
         """State without the engine, which a copy starts with its first call."""
         self._refuse_if_divided("an actor cannot be copied or pickled")
-        left_out = dict.fromkeys(("_engine", "_form")) | {"_was_synced": False}
+        left_out = dict.fromkeys(("_engine", "_behaviour"))
         return {name: value for name, value in vars(self).items() if name != "_lock"} | left_out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -349,7 +353,7 @@ class HybridActor:
         generator: torch.Generator | None,
         options: Mapping[str, Any],
     ) -> Tensor:
-        self._notice_changes()
+        self._check_model()
         width = input_ids.shape[-1] if isinstance(input_ids, Tensor) else 0
         call = read_call(options, self.model, self.tokenizer, width)
         prompts = prompt_rows(input_ids, attention_mask, call)
@@ -385,28 +389,29 @@ class HybridActor:
                 if self.hybrid_config.clears_cache:
                     release_cached(self.device)
 
-    def _notice_changes(self) -> None:
-        """Detect changes of the model since the engine was built or checks passed."""
-        form, before = ModelForm.of(unwrapped(self._settled())), self._form
-        change = None if before is None else form.change_since(before)
-        if change is not None:
-            if change.is_of_form:
-                self._refuse_if_divided(f"model has changed ({change.description})")
-            self._model_changed(change.description, change.is_of_form)
-        self._warn_unsupported_settings()
-        if change is not None or before is None:
-            if (fault := prompt_learning_fault(self.model)) is not None:
-                raise ConfigError(fault)
-            self._refuse_unfit()
-        self._form = form
+    def _check_model(self) -> None:
+        """Compare the model with its form, and repeat checks if its hooks or adapters were switched.
 
-    def _model_changed(self, text: str, is_of_form: bool = True) -> None:
-        """Invalidate the checks of the former model, and stop the engine if it was built for another form."""
-        forget(self.model)
-        if is_of_form or not self._holds_weights():
-            if self._engine is not None:
-                _log.info("The rollout engine is rebuilt, because the model has changed: %s.", text)
-            self._end_engine()
+        Raises:
+            ConfigError: the form is another, or the engine cannot reproduce the model.
+        """
+        model = unwrapped(self._settled())
+        if difference := form_difference(self._form, form_of(model)):
+            fault = f"model has changed ({difference})"
+            self._refuse_if_divided(fault)
+            raise ConfigError(
+                f"{fault}, and its form is fixed when the actor is made. Set `actor.model = actor.model` to go on with "
+                "the changed model."
+            )
+        self._warn_unsupported_settings()
+        behaviour = behaviour_of(model)
+        if behaviour != self._behaviour:
+            if self._behaviour is not None:
+                forget(model)
+                if not self._holds_weights() or getattr(self._rollout, "lora", "merged") == "adapter":
+                    self._end_engine()
+            self._refuse_unfit()
+        self._behaviour = behaviour
 
     def _holds_weights(self) -> bool:
         """Whether the engine has its own copy of the weights."""
@@ -436,13 +441,10 @@ class HybridActor:
     def _synced_engine_for(self, call: GenerateCall) -> RolloutEngine:
         """The engine, synchronised with the current weights.
 
-        If verification fails for an engine that passed before, the model has changed in a way that neither shapes nor
-        the configuration show; the engine is then rebuilt once.
-
         Raises:
             ConfigError: the model runs user code that the engine does not.
         """
-        engine, was_synced = self._engine_for(call), self._was_synced
+        engine = self._engine_for(call)
         try:
             engine.sync()
         except WeightSyncError as error:
@@ -452,13 +454,7 @@ class HybridActor:
                     f"does not run them, and its log-probs differ by {error.gap_nats:.1e} nats. Remove "
                     "them, or set rollout='hf', which samples from the model itself."
                 ) from error
-            if not was_synced or self._company is not None:
-                raise
-            _log.warning("The rollout engine is rebuilt, because it cannot take the changed model: %s", error)
-            self._model_changed("the engine could not be verified")
-            engine = self._engine_for(call)
-            engine.sync()
-        self._was_synced = True
+            raise
         return engine
 
     def _engine_for(self, call: GenerateCall) -> RolloutEngine:
@@ -495,13 +491,9 @@ class HybridActor:
                 return SAME_TENSORS
             if not self._holds_weights():
                 return self._engine[1].sync()
-            self._notice_changes()
-            if self._engine is None:
-                return SyncResult("the model has changed: the next `generate` starts another engine")
+            self._check_model()
             with self.sampling():  # verification compares with the model in evaluation mode
-                synced = self._engine[1].sync()
-            self._was_synced = True
-            return synced
+                return self._engine[1].sync()
 
     def close(self) -> None:
         """Stop an engine in another process; the next call starts it again."""
@@ -515,7 +507,6 @@ class HybridActor:
 
     def _end_engine(self) -> None:
         engine, self._engine = self._engine, None
-        self._was_synced = False
         if engine is not None and hasattr(engine[1], "close"):
             engine[1].close()
 

@@ -1,8 +1,6 @@
-"""Detects changes of a model after a rollout engine was built for it or checks passed.
+"""The form of a model, which is fixed when an actor is made, and the models that an engine cannot reproduce.
 
-    before = ModelForm.of(model)    ...whatever the user does to it...    ModelForm.of(model).change_since(before)
-
-Weights are not compared, since engines use the current ones in every call. `ActorLock` serialises calls, since the
+Weights are no part of a form, since engines use the current ones in every call. `ActorLock` serialises calls, since the
 model has one mode and the engine one set of options.
 """
 
@@ -10,11 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,91 +61,52 @@ class ActorLock:
 _WITHOUT_EFFECT = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict"})
 
 
-class Change(NamedTuple):
-    """A change of a model.
+Form = dict[str, Any]
 
-    Attributes:
-        description: a phrase, such as `dtype float32 is now float16`.
-        is_of_form: whether an engine with its own weights must be rebuilt; else only checks must be repeated.
+
+def form_of(model: Any) -> Form:
+    """What an engine is built for: parameters, classes of modules, and configuration, without the weights.
+
+    Returns:
+        By name of the parameter, module or `config.KEY`: shape, dtype and the parameter that it is tied to; the class;
+        the entry.
     """
+    entries = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(vars(model.config))
+    form: Form = {f"config.{key}": value for key, value in entries.items() if key not in _WITHOUT_EFFECT}
+    attention = getattr(model.config, "_attn_implementation", None)
+    form["config.attn_implementation"] = "sdpa" if attention == packed_attention.NAME else attention  # set by verl
+    form |= {name: type(module).__name__ for name, module in model.named_modules() if name}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared = first.setdefault(id(parameter), name)
+        form[name] = list(parameter.shape), str(parameter.dtype).removeprefix("torch."), shared
+    return form
 
-    description: str
-    is_of_form: bool
+
+def form_difference(before: Form, now: Form) -> str:
+    """The first differences between two forms, for messages; empty if they are equal."""
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    shown = [f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed[:3]]
+    return ", ".join(shown) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
 
 
-class _Slot(NamedTuple):
-    """A module's class, hooks and adapters, which determine how it computes."""
+def behaviour_of(model: nn.Module) -> list[tuple[Any, ...]]:
+    """What training scripts switch: hooks, adapters, devices, or a block by another of its class.
 
-    module: weakref.ReferenceType[nn.Module]
-    kind: type
-    forward: Any
-    hooks: int
-    adapters: Any
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Slot:
-        own = module.__dict__
-        hooks = len(own.get("_forward_hooks") or ()) + len(own.get("_forward_pre_hooks") or ())
+    A difference is no fault, but what was checked of the model has to be checked again.
+    """
+    found: list[tuple[Any, ...]] = [(str(getattr(model, "device", "")),)]
+    for module in model.modules():
         peft: Any = module
         adapters = None
         if is_adapted(module):
             adapters = bool(peft.disable_adapters), tuple(peft.active_adapters), tuple(peft.merged_adapters)
-        return cls(weakref.ref(module), type(module), own.get("forward"), hooks, adapters)
+        found.append((id(module), vars(module).get("forward"), _num_hooks(module), adapters))
+    return found
 
 
-@dataclass(frozen=True)
-class ModelForm:
-    """Form of a model, without its weights.
-
-    Attributes:
-        root: its class.
-        tensors: shape, dtype and device of each parameter and buffer, and the name of the parameter that it is tied to.
-        config: entries of the configuration, and the attention implementation.
-        ranks: of its active adapters, by name.
-        slots: class, hooks and adapters of each module.
-    """
-
-    root: weakref.ReferenceType[nn.Module]
-    kind: str
-    dtype: torch.dtype
-    device: str
-    tensors: Mapping[str, tuple[Any, ...]]
-    config: Mapping[str, Any]
-    ranks: Mapping[str, int]
-    slots: Mapping[str, _Slot]
-
-    @classmethod
-    def of(cls, model: Any) -> ModelForm:
-        return cls(
-            root=weakref.ref(model),
-            kind=type(model).__name__,
-            dtype=model.dtype,
-            device=str(model.device),
-            tensors=dict(_tensors_of(model)),
-            config=_entries(model.config),
-            ranks=_ranks(model),
-            slots={name: _Slot.of(module) for name, module in model.named_modules()},
-        )
-
-    def change_since(self, before: ModelForm) -> Change | None:
-        """The most informative difference from an earlier form; None if they are equal."""
-        if self.root() is not before.root():
-            return Change(f"another model, a {self.kind}", True)
-        description = [
-            *([f"dtype {_short(before.dtype)} is now {_short(self.dtype)}"] if self.dtype != before.dtype else []),
-            *([f"device {before.device} is now {self.device}"] if self.device != before.device else []),
-            *_changed_tensors(self.tensors, before.tensors),
-            *_changed_entries(self.config, before.config),
-            *([f"adapters {dict(before.ranks)} are now {dict(self.ranks)}"] if self.ranks != before.ranks else []),
-        ]
-        if description:
-            return Change(_listed(description), True)
-        description = [
-            f"{name or 'the model'} {_slot_difference(slot, before.slots.get(name))}"
-            for name, slot in self.slots.items()
-            if slot != before.slots.get(name)
-        ]
-        return Change(_listed(description), False) if description else None
+def _num_hooks(module: nn.Module) -> int:
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -164,8 +121,8 @@ def unwrapped(model: Any) -> Any:
 
 def with_code_of_its_own(model: nn.Module) -> list[str]:
     """Names of modules with an instance attribute `forward` or with forward hooks."""
-    slots = ((name, _Slot.of(module)) for name, module in model.named_modules())
-    return [name or type(model).__name__ for name, slot in slots if slot.hooks or slot.forward is not None]
+    modules = model.named_modules()
+    return [name or type(model).__name__ for name, x in modules if _num_hooks(x) or "forward" in vars(x)]
 
 
 def prompt_learning_fault(model: Any) -> str | None:
@@ -329,73 +286,6 @@ def _head_faults(model: Any) -> Iterator[str]:
             f"model.config.vocab_size is {size}, and the output head has {len(head.weight)} rows: resize both with "
             "model.resize_token_embeddings(n)."
         )
-
-
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        shared = first.setdefault(id(parameter), name)
-        yield name, (tuple(parameter.shape), parameter.dtype, parameter.device, shared)
-    for name, buffer in model.named_buffers():
-        yield name, (tuple(buffer.shape), buffer.dtype, buffer.device, name)
-
-
-def _entries(config: Any) -> dict[str, Any]:
-    entries = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
-    attention = getattr(config, "_attn_implementation", None)
-    entries["attn_implementation"] = "sdpa" if attention == packed_attention.NAME else attention  # set by verl
-    return {key: value for key, value in entries.items() if key not in _WITHOUT_EFFECT}
-
-
-def _ranks(model: Any) -> dict[str, int]:
-    configs = getattr(model, "peft_config", None)
-    if not isinstance(configs, Mapping):
-        return {}
-    active = getattr(model, "active_adapters", ())
-    try:
-        active = active() if callable(active) else active
-    except ValueError:  # raised by transformers for adapters that peft has added
-        active = configs
-    return {name: getattr(configs[name], "r", 0) for name in active if name in configs}
-
-
-def _changed_tensors(now: Mapping[str, tuple[Any, ...]], before: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
-    for name in before.keys() - now.keys():
-        yield f"{name} is gone"
-    for name, (shape, dtype, device, shared) in now.items():
-        if name not in before:
-            yield f"{name} is new"
-            continue
-        old_shape, old_dtype, old_device, old_shared = before[name]
-        if shape != old_shape:
-            yield f"{name} {list(old_shape)} is now {list(shape)}"
-        elif dtype != old_dtype:
-            yield f"{name} of {_short(old_dtype)} is now of {_short(dtype)}"
-        elif device != old_device:
-            yield f"{name} on {old_device} is now on {device}"
-        elif shared != old_shared:
-            yield f"{name} is {f'one with {shared}' if shared != name else 'a tensor of its own'} by now"
-
-
-def _changed_entries(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[str]:
-    for key in {**before, **now}:
-        if now.get(key) != before.get(key):
-            yield f"config.{key} {before.get(key)!r} is now {now.get(key)!r}"
-
-
-def _slot_difference(now: _Slot, before: _Slot | None) -> str:
-    if before is None:
-        return "is new"
-    if now.module() is not before.module() or now.kind is not before.kind:
-        return f"is another module, a {now.kind.__name__}"
-    if now.adapters != before.adapters:
-        return "has its adapters switched"
-    return "has another forward, or other hooks"
-
-
-def _listed(description: list[str]) -> str:
-    further = len(description) - 3
-    return ", ".join(description[:3]) + (f" and {further} more" if further > 0 else "")
 
 
 def _short(dtype: torch.dtype) -> str:

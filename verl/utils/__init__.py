@@ -9,7 +9,6 @@ memory               Device and main memory: usage, peak, and release of cached 
 orphan_cleanup       Clean-up after a killed process
 progress             Progress of a process in shared memory, for deadlines of processes that wait for it
 redact               Redacts secrets from output, logs and files
-saved_targets        Present names of `_target_`s in configurations saved by earlier versions
 seeding              Seeds: all random numbers derive from one integer and the name of their use
 signals              Signals: the first SIGINT, SIGTERM or SIGHUP finishes and saves the step, the second ends the run
 temporary_directory  Temporary directories that are removed even if their process is killed

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
-import fcntl
 import itertools
 import json
 import logging
@@ -24,7 +22,6 @@ import os
 import select
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -36,7 +33,6 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-LOCK = "lock"  # a file in a directory that processes share
 CHECK_EVERY_S = 0.5
 KILL_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 5.0
@@ -61,7 +57,6 @@ class OrphanCleanup:
         directories: Sequence[str | Path] = (),
         shared_memory: Sequence[str] = (),
         process_groups: Sequence[int] = (),
-        shared_directories: Sequence[str | Path] = (),
         environment: Sequence[str] = (),
         last_words: Mapping[int, str] | None = None,
     ) -> int:
@@ -72,7 +67,6 @@ class OrphanCleanup:
             shared_memory: how the names of files in /dev/shm begin.
             process_groups: of processes that this process started.
             environment: entries `NAME=VALUE` that are in the environment of processes to be ended, and of no others.
-            shared_directories: of which what nobody uses is removed; see `remove_unused`.
             last_words: by process id; written to standard error if that process had ended before this one was gone.
                 For a library that ends this process without a word when another one has ended.
         Returns:
@@ -83,7 +77,6 @@ class OrphanCleanup:
             "shared_memory": list(shared_memory),
             "process_groups": list(process_groups),
             "environment": list(environment),
-            "shared_directories": [os.path.abspath(directory) for directory in shared_directories],
             "last_words": {str(process): text for process, text in (last_words or {}).items()},
         }
         with self._lock:
@@ -217,71 +210,6 @@ def _marked(mark: str) -> list[int]:
     return [process for process in found if process != os.getpid()]
 
 
-def remove_unused(root: str | Path) -> None:
-    """Remove what nobody uses of a directory that processes share; and itself, once nothing is left of it.
-
-    Whoever uses something in it holds a lock (flock) on that, and takes it while he holds the lock on the file `lock`
-    in the directory. A lock is gone with the process that held it, however that ended.
-    """
-    root = Path(root)
-    if not is_own_directory(root):
-        return
-    with contextlib.suppress(OSError), _held(root / LOCK, KILL_TIMEOUT_S):
-        for name in os.listdir(root):
-            if name != LOCK:
-                with contextlib.suppress(OSError), _held(root / name, 0.0):
-                    shutil.rmtree(root / name, ignore_errors=True)
-        if os.listdir(root) == [LOCK]:
-            (root / LOCK).unlink()
-            root.rmdir()
-
-
-def is_own_directory(path: str | Path) -> bool:
-    """Whether this is a directory, and no link to one, of this user, that nobody else may write into."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
-
-
-def make_own_directory(path: str | Path) -> None:
-    """Make a directory in one that others may write into, such as that of temporary files, or take over one's own.
-
-    Raises:
-        PermissionError: something of this name is there that somebody else may have put there, such as a link. It is
-            neither followed nor changed.
-    """
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-    if not is_own_directory(path):
-        reason = "it is not a directory of this user alone. Remove it, or set TMPDIR to another directory"
-        raise PermissionError(errno.EPERM, reason, str(path))
-
-
-@contextlib.contextmanager
-def _held(path: Path, timeout_s: float) -> Iterator[None]:
-    """Within, this process alone has the lock on a file or directory.
-
-    Raises:
-        OSError: another one has it, for so long.
-    """
-    deadline = time.monotonic() + timeout_s
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(0.05)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def clean_up(entry: dict[str, Any]) -> None:
     """End and remove what one registration names."""
     for group in entry["process_groups"]:
@@ -292,8 +220,6 @@ def clean_up(entry: dict[str, Any]) -> None:
         remove_shared_memory(prefix)
     for directory in entry["directories"]:
         shutil.rmtree(directory, ignore_errors=True)
-    for directory in entry["shared_directories"]:
-        remove_unused(directory)
 
 
 def main(owner: int) -> None:

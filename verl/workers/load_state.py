@@ -15,7 +15,6 @@ from torch import Tensor
 
 from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.export import plain_directory
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import FETCHED
 from verl.checkpoint.read.lazy_tensors import DeviceMap, LazyTensor, lazy_tensors
@@ -140,7 +139,7 @@ class RestoreSource:
         reader = self.reader()
         for entry in reader.files(component):
             reader.check(entry.path)
-        return plain_directory(reader.published, component)
+        return reader.published.directory / component
 
     def adapter(self, component: str) -> Path:
         """The weights of a component's adapter, in either form."""

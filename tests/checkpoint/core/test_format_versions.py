@@ -1,4 +1,4 @@
-"""The table of formats is that of the code, and a checkpoint that would break is told with the reason."""
+"""A checkpoint of another format is refused with what to do, and one that would break is told with the reason."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from packaging.version import Version
 
 import verl
 from verl.checkpoint.core import format_versions
+from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.format_versions import FormatOf, findings, format_of, parse_version
 from verl.checkpoint.core.manifest import FORMAT_VERSION
-from verl.errors import ConfigError
+from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.verify import verify
+from verl.errors import CheckpointTooNew, CheckpointTooOld, ConfigError
 
 # As it might be in some years.
 TABLE = (
@@ -31,7 +35,7 @@ def test_the_table_says_what_this_version_writes():
 
 
 CHANGES = {
-    "to a patch release": ("0.9.0", "0.3.5", None),
+    "to a patch release": ("1.0.0", "0.3.5", None),
     "a later minor is read": ("1.3.0", "0.4.0", None),
     "to one that reads no 0.x any more": ("0.9.0", "0.4.0", "older than 1.0.0, the oldest that verl 0.4.0 reads"),
     "back across a major": ("2.0.0", "0.4.1", "of a newer major version than 1.1.0, the newest that verl 0.4.1 reads"),
@@ -50,6 +54,45 @@ def test_a_change_of_version_breaks(kind, tmp_path, monkeypatch):
     (finding,) = findings([directory], Version("0.3.5"), parse_version(f"v{to}", "--to"))
     assert (finding.format_version, finding.name) == (written, "global_step_200")
     assert finding.breaks is None if reason is None else reason in (finding.breaks or "")
+
+
+@pytest.mark.parametrize("version", ["2.0.0", "10.1.0"])
+def test_a_checkpoint_of_a_later_major_format_is_refused_with_what_to_do(version, tmp_path):
+    as_of_format(golden_run(tmp_path / "run") / "global_step_200", version)
+    manager = CheckpointManager(tmp_path / "run")
+    expected = (
+        rf"global_step_200: manifest\.json: it is of format {version}; this version of verl reads up to .*newer verl"
+    )
+    for ask in (lambda: manager.step, lambda: manager.load("actor"), manager.latest):
+        with pytest.raises(CheckpointTooNew, match=expected):
+            ask()
+    assert not manager.is_valid()
+    assert [published.step for published in CheckpointDirectory(tmp_path / "run").complete()] == [100]
+
+
+def test_a_later_minor_format_is_read_and_what_it_adds_is_ignored(tmp_path):
+    as_of_format(golden_run(tmp_path / "run") / "global_step_200", "1.7.0", addition={"later": [1, 2]})
+    assert CheckpointManager(tmp_path / "run").is_valid("full")
+
+
+OLD = {
+    "an older format": ({"format": {"name": "verl-checkpoint", "version": "0.9.0"}}, "verl 0.2.0 was the last"),
+    "an older version of verl": ({"verl_version": "0.2.0"}, "verl 0.2.0 wrote it, and verl 0.2.0 was the last"),
+    "deltas": (
+        {"deltas": [{"delta": "actor/model.safetensors.delta"}]},
+        "stores files as deltas, which verl 0.3.0.dev0",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OLD)
+def test_a_checkpoint_that_is_not_read_any_more_is_refused_with_the_last_version_that_reads_it(kind, tmp_path):
+    addition, reason = OLD[kind]
+    as_of_format(golden_run(tmp_path / "run") / "global_step_200", "1.0.0", addition=addition)
+    with pytest.raises(CheckpointTooOld, match=rf"global_step_200: manifest\.json: .*{reason}"):
+        CheckpointManager(tmp_path / "run").step  # noqa: B018
+    assert verify(FileSystem(), tmp_path / "run/global_step_200")
+    assert not CheckpointManager(tmp_path / "run").is_valid()
 
 
 def test_who_wrote_it_is_noted(tmp_path):

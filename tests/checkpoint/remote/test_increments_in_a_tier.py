@@ -1,8 +1,8 @@
-"""Increments in a tier: a base is sent once, and what comes back, whole or by ranges, is what was saved."""
+"""Increments in a tier: a link is sent once, and what comes back, whole or by ranges, is what was saved."""
 
 from __future__ import annotations
 
-from checkpoint.save.test_increments import BASE, DELTA, assert_holds, save_all
+from checkpoint.save.test_increments import WEIGHTS, assert_holds, save
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.read.reader import CheckpointReader
@@ -13,15 +13,16 @@ from verl.checkpoint.remote.upload import CheckpointUpload
 from verl.storage.config import LocalStorage
 
 
-def test_increments_are_sent_without_their_bases_and_come_back(tmp_path):
+def test_increments_are_sent_without_their_links_and_come_back(tmp_path):
     objects = LocalStorage(path=str(tmp_path / "bucket"), part_mib=5).connect()
-    saved = save_all(tmp_path / "here", 3)
-    sent = [CheckpointUpload(objects, CommitLog(objects, "")).push(published).num_sent for published in saved]
-    assert sent[1:] == [sum(e.linked_from is None for e in published.manifest.files) for published in saved[1:]]
+    saved = save(tmp_path / "here", {1: 1, 2: 2, 3: 2})
+    sent = [CheckpointUpload(objects, CommitLog(objects, "")).push(checkpoint).num_sent for checkpoint in saved]
+    written = [sum(e.linked_from is None for e in checkpoint.manifest.files) for checkpoint in saved[1:]]
+    assert sent[1:] == written
+    assert written[1] < written[0]
     tier = RemoteStore(objects)
     remote = tier.open(tier.find())
     assert RemoteReader(objects, remote).digest() == CheckpointReader(saved[-1]).digest()
     pulled = pull(tier, tier.find(), CheckpointStore(tmp_path / "there"))
-    for path in (BASE, DELTA):
-        assert pulled.path(path).read_bytes() == saved[-1].path(path).read_bytes()
-    assert_holds(CheckpointStore(tmp_path / "there").newest(strict=True), 3)
+    assert pulled.path(WEIGHTS).read_bytes() == saved[-1].path(WEIGHTS).read_bytes()
+    assert_holds(CheckpointStore(tmp_path / "there").newest(strict=True), 2)

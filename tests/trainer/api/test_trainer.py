@@ -399,13 +399,12 @@ def test_the_statistics_of_another_reward_are_not_taken_over(dir32, tmp_path, mo
 
 
 def test_a_training_goes_on_from_an_increment_under_another_reward(dir32):
-    settings = {"save_dir": "own", "save_interval": 1, "incremental_save": True, "incremental_pays_below": 1.0}
+    settings = {"save_dir": "own", "save_interval": 1, "incremental_save": True}
     rated = RewardNormalization(reward=ExactMatch())
     with trainer(dir32, reward_model=rated, checkpoint_config=settings) as made:
         made.step()
         made.step()
         saved = made.save_checkpoint(tag="before_the_swap")
-        assert CheckpointManager(saved).published.manifest.deltas
         policy, learned = weights(actor_of(made).engine.model), made.reward_model.state_dict()
         place, moments = made.trainer.sampler.state_dict(), moments_of(made)
         made.step()

@@ -1,6 +1,5 @@
 """The commit protocol: fencing, staging, and publication by a rename.
 
-delta_base    What an incremental save stores of a file: nothing, its difference from a base, or all of it
 fencing       Fencing: one trainer at a time writes a directory; a later claim fences the earlier writer out
 rank_writer   RankWriter: one writer of a save (a thread, this process or another rank)
 store         CheckpointStore: begins and commits saves, and cleans up after them

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.commit.delta_base import DeltaBase
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.direct_io import FileImage, ImageSource, write_direct
 from verl.checkpoint.core.filesystem import (
@@ -27,17 +26,7 @@ from verl.checkpoint.core.filesystem import (
     write_file,
 )
 from verl.checkpoint.core.hashing import LEAF_BYTES, Leaf, digest_of, hash_buffers
-from verl.checkpoint.core.manifest import (
-    BASE_SUFFIX,
-    DELTA_SUFFIX,
-    ENCODING,
-    STATE,
-    DeltaEntry,
-    FileEntry,
-    LogicalTensor,
-    SavedSlice,
-    checked_path,
-)
+from verl.checkpoint.core.manifest import STATE, FileEntry, LogicalTensor, SavedSlice, checked_path
 from verl.checkpoint.core.safetensors_format import (
     DEFAULT_SHARD_BYTES,
     INDEX_NAME,
@@ -107,9 +96,6 @@ class DedupIndex:
         return self._directory / f"{entry.blake3}-{entry.size}"
 
 
-GATHERED_BYTES = 2**20
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankTensor:
     """One writer's part of a logical tensor.
@@ -137,7 +123,6 @@ class RankReport:
     files: tuple[FileEntry, ...]
     tensors: tuple[LogicalTensor, ...]
     shared: tuple[str, ...]  # paths worth finding again by digest
-    deltas: tuple[DeltaEntry, ...] = ()
 
 
 class RankWriter:
@@ -159,7 +144,6 @@ class RankWriter:
         self._files: list[FileEntry] = []
         self._tensors: list[LogicalTensor] = []
         self._shared: list[str] = []
-        self._deltas: list[DeltaEntry] = []
         self._failed: list[str] = []
 
     def write(self, path: str, buffers: Iterable[Any], deduplicate: bool = False) -> FileEntry:
@@ -189,29 +173,6 @@ class RankWriter:
             if not write_direct(self._disk, target, image, source):
                 write_file(self._disk, target, image.buffers(source))
             return self.keep_file(FileEntry.of(image.path, leaves()))
-
-    def write_delta(self, file: FileEntry, buffers: Iterable[Any], base: DeltaBase) -> DeltaEntry | None:
-        """Store a file as its difference from another one, which is linked.
-
-        Args:
-            file: entry of the decoded file.
-            buffers: the delta, in pieces.
-        Returns:
-            None if the file system cannot share files; nothing is written then, and the caller must write `file`.
-        """
-        path = file.path + BASE_SUFFIX
-        entry = base.entry.at(path, linked_from=base.checkpoint)
-        with self._writing(path) as target:
-            if not duplicate(self._disk, base.published.path(base.entry.path), target):
-                return None
-            self.keep_file(entry)
-        stored = self.write(file.path + DELTA_SUFFIX, _gathered(buffers))
-        made = DeltaEntry(
-            file=file, encoding=ENCODING, delta=stored.path, base=path,
-            base_checkpoint=base.checkpoint, base_blake3=entry.blake3, number=base.number,
-        )  # fmt: skip
-        self._deltas.append(made)
-        return made
 
     def write_tensors(
         self, path: str, parts: Sequence[RankTensor], metadata: dict[str, str] | None = None
@@ -257,16 +218,7 @@ class RankWriter:
         recorded = published.manifest.file(source or path)
         if recorded is None:
             raise ValueError(f"{published.directory} has no file {source or path}")
-        made = published.manifest.delta(recorded.path)
-        if made is None:
-            return self._share(path, published, recorded)
-        new = made.at(path, linked_from=published.name)
-        for before, now in ((made.delta, new.delta), (made.base, new.base)):
-            stored = published.manifest.stored(before)
-            assert stored is not None, "a manifest that is read lists it"
-            self._share(now, published, stored)
-        self._deltas.append(new)
-        return new.file
+        return self._share(path, published, recorded)
 
     def copy(self, path: str, source: Path, expected: FileEntry | None = None) -> FileEntry:
         """Add a file from outside: shared with an earlier save by digest, otherwise cloned or copied.
@@ -308,7 +260,7 @@ class RankWriter:
         """
         if self._failed:
             raise CheckpointWriteFailed(f"{self.name} could not write {', '.join(self._failed)}; see the error above")
-        return RankReport(self.name, tuple(self._files), tuple(self._tensors), tuple(self._shared), tuple(self._deltas))
+        return RankReport(self.name, tuple(self._files), tuple(self._tensors), tuple(self._shared))
 
     @contextmanager
     def _writing(self, path: str) -> Iterator[Path]:
@@ -353,21 +305,6 @@ def _pieces(disk: FileSystem, source: Path, sizes: Iterable[int] | None = None) 
             return
         yield piece
         begin += len(piece)
-
-
-def _gathered(buffers: Iterable[Any]) -> Iterator[Any]:
-    """Small pieces joined, since each buffer has a leaf of its own in the manifest."""
-    waiting = bytearray()
-    for buffer in buffers:
-        if len(buffer) < GATHERED_BYTES:
-            waiting += buffer
-        if waiting and (len(waiting) >= GATHERED_BYTES or len(buffer) >= GATHERED_BYTES):
-            yield bytes(waiting)
-            waiting.clear()
-        if len(buffer) >= GATHERED_BYTES:
-            yield buffer
-    if waiting:
-        yield bytes(waiting)
 
 
 def _placed(part: RankTensor, path: str, rendered: RenderedFile) -> LogicalTensor:

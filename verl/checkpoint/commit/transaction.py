@@ -179,7 +179,6 @@ class SaveTransaction:
             sequence=0, step=self.step, tag=self.tag, run_id=self._store.run_id, saved_at=_now(),
             verl_version=verl.__version__, metrics={k: float(v) for k, v in metrics.items() if math.isfinite(v)},
             files=tuple(entries[path] for path in sorted(entries)), tensors=tuple(tensors),
-            deltas=tuple(sorted((d for report in reports for d in report.deltas), key=lambda d: d.path)),
         )  # fmt: skip
         return manifest, [path for report in reports for path in report.shared]
 
@@ -233,7 +232,7 @@ class SaveTransaction:
     def _share(self, published: Checkpoint, paths: list[str]) -> None:
         try:
             for path in paths:
-                entry = published.manifest.stored(path)
+                entry = published.manifest.file(path)
                 assert entry is not None
                 self._store.objects.add(published.path(path), entry)
         except OSError as error:

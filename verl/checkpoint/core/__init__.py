@@ -1,7 +1,6 @@
-"""The format of a checkpoint on disk: files, manifest, digests, deltas.
+"""The format of a checkpoint on disk: files, manifest, digests.
 
 checkpoint          Opening a checkpoint
-delta               Delta coding of a file against a base: tensors as differences in byte planes, compressed
 direct_io           Direct I/O: files from page-aligned memory, written without the page cache
 filesystem          File-system access of the checkpoint store: every system call behind one interface
 format_versions     Format versions: which version of verl reads which checkpoints

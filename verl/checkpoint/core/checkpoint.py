@@ -21,12 +21,12 @@ from verl.checkpoint.core.manifest import (
     Manifest,
     ManifestError,
     ManifestTooNew,
+    ManifestTooOld,
     SavedSlice,
     commit_line,
 )
-from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointTooNew, FileFault
+from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointTooNew, CheckpointTooOld, FileFault
 from verl.utils.external_input import ExternalInputError, checked_as, parse_mapping
-from verl.utils.saved_targets import current_targets
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ def open_checkpoint(disk: FileSystem, directory: Path) -> Checkpoint:
         return Checkpoint(directory, Manifest.from_bytes(data))
     except ManifestTooNew as error:
         raise CheckpointTooNew(directory, [FileFault(MANIFEST, str(error))]) from error
+    except ManifestTooOld as error:
+        raise CheckpointTooOld(directory, [FileFault(MANIFEST, str(error))]) from error
     except ManifestError as error:
         raise CheckpointCorrupt(directory, [FileFault(MANIFEST, str(error))]) from error
 
@@ -160,7 +162,7 @@ def parse_state(directory: Path, data: bytes | memoryview) -> dict[str, Any]:
             raise ExternalInputError(f"progress.evaluations: {unknown[0][:80]!r} is not a step")
         if any(type(number) is not int for number in (state.get("lineage", {}).get("ancestors") or {}).values()):
             raise ExternalInputError("lineage.ancestors: expected the number of a publication for each run")
-        return current_targets(state)
+        return state
     except (ExternalInputError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(directory, [FileFault(STATE, f"it tells no state of a trainer: {error}")]) from error
 

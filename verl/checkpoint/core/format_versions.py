@@ -11,7 +11,15 @@ from packaging.version import InvalidVersion, Version
 
 import verl
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.core.manifest import FORMAT_NAME, MANIFEST, MANIFEST_LIMIT_BYTES, is_readable
+from verl.checkpoint.core.manifest import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    MANIFEST,
+    MANIFEST_LIMIT_BYTES,
+    OLDEST_FORMAT,
+    is_older,
+    is_readable,
+)
 from verl.errors import ConfigError
 from verl.utils.external_input import parse_mapping
 
@@ -25,10 +33,7 @@ class FormatOf(NamedTuple):
 
 
 # A row for every version of verl that changed one of the two.
-FORMATS = (
-    FormatOf("0.1.0", writes="0.9.0", reads_from="0.9.0"),
-    FormatOf("0.2.0", writes="1.0.0", reads_from="0.9.0"),
-)
+FORMATS = (FormatOf("0.3.0", writes=FORMAT_VERSION, reads_from=OLDEST_FORMAT),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +116,9 @@ def _reasons(written: str, moving_to: Version) -> Iterator[str]:
     if row is None:
         yield f"verl {moving_to} has no checkpoints of this kind; the first version that has is {FORMATS[0].verl}"
         return
-    if not is_readable(written, by=row.writes):
+    if is_older(written, than=row.reads_from):
+        yield f"format {written} is older than {row.reads_from}, the oldest that verl {moving_to} reads"
+    elif not is_readable(written, by=row.writes):
         newer = "major version" if Version(written).major > Version(row.writes).major else "version"
         of = f"verl {verl.__version__} knows of verl {moving_to}" if is_ahead(moving_to) else f"verl {moving_to} reads"
         yield f"format {written} is of a newer {newer} than {row.writes}, the newest that {of}"
-    if Version(written) < Version(row.reads_from):
-        yield f"format {written} is older than {row.reads_from}, the oldest that verl {moving_to} reads"

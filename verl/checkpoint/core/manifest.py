@@ -39,6 +39,10 @@ class ManifestTooNew(ManifestError):
     """A manifest of an unknown, later format."""
 
 
+class ManifestTooOld(ManifestError):
+    """A manifest of a format that is not read any more."""
+
+
 def checked_path(path: str) -> str:
     """Check a path within a checkpoint and return it.
 
@@ -212,11 +216,9 @@ def _place(part: SavedSlice) -> str:
 
 
 FORMAT_NAME = "verl-checkpoint"
-FORMAT_VERSION = "1.0.0"  # from here on, what one version wrote every later one reads
+FORMAT_VERSION = OLDEST_FORMAT = "1.0.0"  # from here on, what one version wrote every later one reads
 MANIFEST_LIMIT_BYTES = 2**28
 COMMIT_LIMIT_BYTES = 4096
-DELTA_SUFFIX, BASE_SUFFIX = ".delta", ".base"
-ENCODING = "difference-planes-zstd"  # the only one so far; see delta.py
 DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -250,39 +252,6 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaEntry:
-    """A file that is stored as a delta against a base; delta and base are separate files of this checkpoint.
-
-    Args:
-        file: the decoded file: its path, size, digest and leaves.
-        encoding: format of the delta, see `delta.py`.
-        delta: path of the delta.
-        base: path of the base, a hard link to a file that an earlier checkpoint stores whole.
-        base_checkpoint: that checkpoint, for information; it may have been removed.
-        base_blake3: digest of the base.
-        number: number of saves that used this base, including this one.
-    """
-
-    file: FileEntry
-    encoding: str
-    delta: str
-    base: str
-    base_checkpoint: str
-    base_blake3: str
-    number: ByteCount
-
-    @property
-    def path(self) -> str:
-        """Path of the decoded file, to which slices refer."""
-        return self.file.path
-
-    def at(self, path: str, linked_from: str | None) -> DeltaEntry:
-        """The same bytes under another path."""
-        file = self.file.at(path, linked_from)
-        return replace(self, file=file, delta=path + DELTA_SUFFIX, base=path + BASE_SUFFIX)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The content of a checkpoint.
 
@@ -291,9 +260,8 @@ class Manifest:
         saved_at: UTC, ISO 8601.
         verl_version: of the code that wrote it.
         metrics: at that step, for `keep_best`.
-        files: stored files, in order of path, without the manifest itself and COMMIT.
-        tensors: in order of component and name; their slices refer to decoded files.
-        deltas: files that are stored as deltas, in order of path.
+        files: in order of path, without the manifest itself and COMMIT.
+        tensors: in order of component and name.
     """
 
     sequence: ByteCount
@@ -305,27 +273,16 @@ class Manifest:
     metrics: dict[str, int | float] = field(default_factory=dict)
     files: tuple[FileEntry, ...] = ()
     tensors: tuple[LogicalTensor, ...] = ()
-    deltas: tuple[DeltaEntry, ...] = ()
     version: str = FORMAT_VERSION
 
     @cached_property
     def contents(self) -> dict[str, FileEntry]:
-        """The decoded files by path, in order: a delta and its base are replaced by the file that they encode."""
-        stored = {path for entry in self.deltas for path in (entry.delta, entry.base)}
-        entries = [*(entry for entry in self.files if entry.path not in stored), *(d.file for d in self.deltas)]
-        return {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)}
+        """The files by path, in order."""
+        return {entry.path: entry for entry in sorted(self.files, key=lambda entry: entry.path)}
 
     def file(self, path: str) -> FileEntry | None:
-        """The entry of a decoded file, or None."""
+        """The entry of a file, or None."""
         return self.contents.get(path)
-
-    def stored(self, path: str) -> FileEntry | None:
-        """The entry of a stored file, or None."""
-        return next((entry for entry in self.files if entry.path == path), None)
-
-    def delta(self, path: str) -> DeltaEntry | None:
-        """The delta entry of a file; None if it is stored whole."""
-        return next((entry for entry in self.deltas if entry.path == path), None)
 
     def to_bytes(self) -> bytes:
         """The canonical form: equal manifests give equal bytes, one file or tensor a line."""
@@ -333,7 +290,6 @@ class Manifest:
         head |= {key: getattr(self, key) for key in _PLAIN_FIELDS}
         lines = [f"{json.dumps(key)}: {_compact(value)}" for key, value in head.items()]
         lines.append(f'"files": {_one_a_line(_file_json(entry) for entry in self.files)}')
-        lines.append(f'"deltas": {_one_a_line(_delta_json(entry) for entry in self.deltas)}')
         lines.append(f'"tensors": {_one_a_line(_tensor_json(tensor) for tensor in self.tensors)}')
         return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
@@ -343,10 +299,16 @@ class Manifest:
 
         Raises:
             ManifestTooNew: it is of a later format.
+            ManifestTooOld: it stores files in a form that is not read any more.
             ManifestError: it is not a manifest.
         """
         try:
-            version = _supported(parse_as(_Stamped, data).format)
+            stamped = parse_as(_Stamped, data)
+            version = _supported(stamped.format)
+            if stamped.deltas:
+                raise ManifestTooOld("it stores files as deltas, which verl 0.3.0.dev0 was the last to read")
+            if stamped.verl_version.startswith(("0.1.", "0.2.")):
+                raise ManifestTooOld(f"verl {stamped.verl_version} wrote it, and verl 0.2.0 was the last to read that")
             saved = parse_as(_SavedManifest, data)
         except ExternalInputError as error:
             raise ManifestError(f"it is not a manifest of a checkpoint ({error})") from error
@@ -373,16 +335,15 @@ class _Format:
 @dataclass(frozen=True)
 class _Stamped:
     format: _Format
+    verl_version: str = ""
+    deltas: tuple[Any, ...] = ()
 
 
 _PLAIN_FIELDS = ("sequence", "step", "tag", "run_id", "saved_at", "verl_version", "metrics")
 
 
 def content_digest(manifest: Manifest) -> str:
-    """Digest of a checkpoint's content except `trainer_state.json`, which contains this digest.
-
-    It is the same for files stored whole and as deltas.
-    """
+    """Digest of a checkpoint's content except `trainer_state.json`, which contains this digest."""
     entries = manifest.contents.values()
     listed = [{**_file_json(entry), "linked_from": None} for entry in entries if entry.path != STATE]
     return digest_of(_compact([listed, [_tensor_json(tensor) for tensor in manifest.tensors]]).encode())
@@ -396,18 +357,27 @@ def commit_line(manifest: bytes) -> bytes:
 def is_readable(version: str, by: str = FORMAT_VERSION) -> bool:
     """Whether checkpoints of one format version can be read by code of another.
 
-    >>> is_readable("0.9.0", by="1.2.0"), is_readable("1.3.0", by="1.2.0"), is_readable("2.0.0", by="1.2.0")
-    (True, True, False)
+    >>> is_readable("1.3.0", by="1.2.0"), is_readable("2.0.0", by="1.2.0"), is_readable("0.9.0", by="1.2.0")
+    (True, False, False)
     """
+    return not is_older(version) and _major_minor(version)[0] <= _major_minor(by)[0]
+
+
+def is_older(version: str, than: str = OLDEST_FORMAT) -> bool:
+    """Whether a format came before another one."""
+    return _major_minor(version) < _major_minor(than)
+
+
+def _major_minor(version: str) -> tuple[int, int]:
     major, minor = (int(number) for number in version.split(".")[:2])
-    own_major, own_minor = (int(number) for number in by.split(".")[:2])
-    # Before 1.0.0 a new minor version may change anything; from then on only a new major one.
-    return major < own_major or (major == own_major and (major > 0 or minor <= own_minor))
+    return major, minor
 
 
 def _supported(form: _Format) -> str:
     if form.name != FORMAT_NAME:
         raise ManifestError(f"its format is {form.name!r}, not {FORMAT_NAME!r}")
+    if is_older(form.version):
+        raise ManifestTooOld(f"it is of format {form.version}, which verl 0.2.0 was the last to read")
     if not is_readable(form.version):
         raise ManifestTooNew(
             f"it is of format {form.version}; this version of verl reads up to {FORMAT_VERSION}. Use a newer verl"
@@ -419,17 +389,12 @@ def _file_json(entry: FileEntry) -> dict[str, Any]:
     return dict(vars(entry))  # not asdict, which copies every leaf
 
 
-def _delta_json(entry: DeltaEntry) -> dict[str, Any]:
-    return {**vars(entry), "file": _file_json(entry.file)}
-
-
 def _tensor_json(tensor: LogicalTensor) -> dict[str, Any]:
     return {**vars(tensor), "slices": [vars(part) for part in tensor.slices]}
 
 
 def _refuse_contradictions(manifest: Manifest) -> None:
-    files = {entry.path: entry for entry in manifest.files}
-    for entry in (*manifest.files, *(delta.file for delta in manifest.deltas)):
+    for entry in manifest.files:
         if any(leaf.size == 0 for leaf in entry.leaves):
             raise ManifestError(f"the leaves of {entry.path} are malformed")
         if entry != FileEntry.of(entry.path, entry.leaves, entry.linked_from):
@@ -437,14 +402,6 @@ def _refuse_contradictions(manifest: Manifest) -> None:
     for tensor in manifest.tensors:
         if tensor.dtype not in ITEM_BYTES:
             raise ManifestError(f"dtype {tensor.dtype[:80]!r} is not one of {', '.join(ITEM_BYTES)}")
-    for entry in manifest.deltas:
-        if entry.encoding != ENCODING:
-            text = f"{entry.path} is stored as {entry.encoding!r}, which this version of verl cannot read"
-            raise ManifestTooNew(text)
-        if entry.path in files or not {entry.delta, entry.base} <= files.keys():
-            raise ManifestError(f"{entry.path} is stored as a difference, and what it is made of is not listed")
-        if files[entry.base].blake3 != entry.base_blake3:
-            raise ManifestError(f"{entry.base} is not the base that {entry.path} is made of")
 
 
 def _compact(value: Any) -> str:

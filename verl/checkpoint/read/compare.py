@@ -15,7 +15,6 @@ from verl.checkpoint.core.manifest import STATE, LogicalTensor
 from verl.checkpoint.core.safetensors_format import INDEX_NAME
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.utils.external_input import ExternalInputError, parse_json
-from verl.utils.saved_targets import current_targets
 
 ABSENT = "absent"
 DOCUMENT_LIMIT_BYTES = 2**18
@@ -165,11 +164,11 @@ def _documents(published: Checkpoint) -> set[str]:
 def _parsed(path: str, data: bytes) -> Any:
     try:
         if path.endswith(".json"):
-            return current_targets(parse_json(data))
+            return parse_json(data)
         import yaml
 
         try:
-            return current_targets(yaml.safe_load(data))
+            return yaml.safe_load(data)
         except (yaml.YAMLError, RecursionError) as error:
             raise ExternalInputError(str(error)) from error
     except ValueError:

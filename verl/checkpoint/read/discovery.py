@@ -13,7 +13,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, is_directory, read_errors
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, is_readable
 from verl.checkpoint.read.verify import Level, open_verified
-from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, ConfigError
+from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointUnsupported, ConfigError
 from verl.storage.config import is_address
 from verl.utils.external_input import NAME, ExternalInputError, parse_as
 
@@ -77,12 +77,12 @@ class CheckpointDirectory:
 
         Raises:
             CheckpointNotFound: there is none.
-            CheckpointTooNew: a later version of verl saved here; no older checkpoint is used instead.
+            CheckpointUnsupported: another version of verl saved here; no older checkpoint is used instead.
             BadCheckpoint: a checkpoint is damaged; only with `strict`.
         """
         good, bad = self.survey()
         for error in bad:
-            if strict or isinstance(error, CheckpointTooNew):
+            if strict or isinstance(error, CheckpointUnsupported):
                 raise error
             self._say(f"NOT USING checkpoint {error}")
         if not good:
@@ -116,13 +116,13 @@ class CheckpointDirectory:
         """The last published checkpoint whose manifest can be read, and the number of the next publication.
 
         Raises:
-            CheckpointTooNew: a later version of verl saves here.
+            CheckpointUnsupported: another version of verl saves here.
         """
         opened = []
         for directory in self.candidates():
             try:
                 opened.append(open_checkpoint(self.disk, directory))
-            except CheckpointTooNew:
+            except CheckpointUnsupported:
                 raise
             except BadCheckpoint as error:
                 self._say(f"damaged checkpoint {error}")
@@ -351,7 +351,7 @@ def newest_complete(
     """The complete checkpoint that was published last, and the damaged ones that were skipped.
 
     Raises:
-        CheckpointTooNew: a later version of verl saved here.
+        CheckpointUnsupported: another version of verl saved here.
     """
     directory = CheckpointDirectory(where.directory, disk)
     passed_over: list[BadCheckpoint] = []
@@ -360,7 +360,7 @@ def newest_complete(
         for path in sorted(candidates, key=lambda path: _order(directory, path), reverse=True):
             try:
                 return open_verified(directory.disk, path), passed_over
-            except CheckpointTooNew:
+            except CheckpointUnsupported:
                 raise
             except BadCheckpoint as error:
                 if directory.exists(path):  # else it was pruned meanwhile

@@ -9,7 +9,6 @@ import math
 from collections.abc import Collection, Iterator
 
 from verl.checkpoint.core.checkpoint import Checkpoint
-from verl.checkpoint.core.delta import DeltaFile
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import Leaf, digest_of
 from verl.checkpoint.core.manifest import ITEM_BYTES, FileEntry, LogicalTensor, SavedSlice
@@ -34,19 +33,16 @@ class CheckpointReader:
         self.published, self.verify, self.writable = published, verify, writable
         self._disk = disk or FileSystem()
         self._disk.contain(published.directory)
-        manifest = published.manifest
-        self._contents = manifest.contents
-        self._entries = {entry.path: entry for entry in manifest.files} | manifest.contents
-        self._deltas = {entry.path: DeltaFile(published, entry, self._stored) for entry in manifest.deltas}
+        self._entries = published.manifest.contents
         self._tensors = {(tensor.component, tensor.name): tensor for tensor in published.manifest.tensors}
         self._maps: dict[str, memoryview] = {}
         self._ends: dict[str, list[int]] = {}  # of the leaves of each mapped file
         self._checked: dict[str, bytearray] = {}  # one flag for each leaf
 
     def files(self, component: str = "") -> list[FileEntry]:
-        """The decoded files of a component, or all of them."""
+        """The files of a component, or all of them."""
         return [
-            entry for entry in self._contents.values() if entry.path.startswith(f"{component}/" if component else "")
+            entry for entry in self._entries.values() if entry.path.startswith(f"{component}/" if component else "")
         ]
 
     def tensors(self, component: str) -> list[LogicalTensor]:
@@ -56,8 +52,6 @@ class CheckpointReader:
     def read(self, path: str, begin: int = 0, end: int | None = None) -> memoryview:
         """Bytes of a file as a view of the mapped file, which stays mapped during the lifetime of the view.
 
-        A file that is stored as a delta is decoded into new memory at each call.
-
         Raises:
             CheckpointCorrupt: they differ from what was written; names the tensors.
         """
@@ -65,8 +59,6 @@ class CheckpointReader:
         if entry is None:
             raise CheckpointNotFound(f"{self.published.directory} has no file {path}")
         end = entry.size if end is None else end
-        if path in self._deltas:
-            return self._decoded(entry, begin, end)
         data = self._map(entry)
         if self.verify:
             self._verify(entry, data, begin, end)
@@ -141,21 +133,6 @@ class CheckpointReader:
 
     def _slice(self, tensor: LogicalTensor, part: SavedSlice) -> memoryview:
         return self.read(part.file, part.offset, part.offset + tensor.slice_bytes(part))
-
-    def _stored(self, path: str, begin: int, end: int) -> memoryview:
-        """Bytes of a stored file, not verified: the decoded bytes are."""
-        return self._map(self._entries[path])[begin:end]
-
-    def _decoded(self, entry: FileEntry, begin: int, end: int) -> memoryview:
-        delta = self._deltas[entry.path]
-        leaves = list(_leaves_within(entry, begin, end)) if self.verify else []
-        low, high = (leaves[0][0], leaves[-1][0] + leaves[-1][1].size) if leaves else (begin, end)
-        data = delta.decoded(low, high)
-        for at, leaf in leaves:
-            if digest_of(data[at - low : at - low + leaf.size]) != leaf.blake3:
-                raise delta.blamed(at, at + leaf.size)
-        result = data[begin - low : end - low]
-        return result if self.writable else result.toreadonly()
 
     def _map(self, entry: FileEntry) -> memoryview:
         if entry.path in self._maps:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint, read_state
-from verl.checkpoint.core.delta import DeltaFile
 from verl.checkpoint.core.filesystem import OUT_OF_RESOURCES, FileSystem, files_below
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, STATE, FileEntry, content_digest
@@ -69,10 +68,9 @@ def quick_faults(disk: FileSystem, published: Checkpoint) -> tuple[list[FileFaul
     for own in (COMMIT, MANIFEST):
         sizes.pop(own, None)
     missing, others = [], []
-    made_of = _made_of(published)
     for entry in published.manifest.files:
         size = sizes.pop(entry.path, None)
-        tensors = published.tensors_in(made_of.get(entry.path, entry.path))
+        tensors = published.tensors_in(entry.path)
         if size is None:
             missing.append(FileFault(entry.path, "it is missing", tensors))
         elif size != entry.size:
@@ -104,15 +102,7 @@ def _index_faults(disk: FileSystem, published: Checkpoint) -> Iterator[FileFault
 
 def full_faults(disk: FileSystem, published: Checkpoint) -> list[FileFault]:
     """Every file whose bytes differ from what was written, with the affected tensors."""
-    deltas = _deltas(disk, published)
-    stored = {path: delta for delta in deltas for path in (delta.entry.delta, delta.entry.base)}
-    faults = [
-        fault
-        for entry in published.manifest.files
-        for fault in _content_faults(disk, published, entry, stored.get(entry.path))
-    ]
-    if not faults:
-        faults += [fault for delta in deltas for fault in _decoded_faults(delta)]
+    faults = [fault for entry in published.manifest.files for fault in _content_faults(disk, published, entry)]
     if not faults and published.manifest.file(STATE):
         written = read_state(disk, published).get("manifest_checksum")
         if written != content_digest(published.manifest):
@@ -120,9 +110,7 @@ def full_faults(disk: FileSystem, published: Checkpoint) -> list[FileFault]:
     return faults
 
 
-def _content_faults(
-    disk: FileSystem, published: Checkpoint, entry: FileEntry, delta: DeltaFile | None
-) -> Iterator[FileFault]:
+def _content_faults(disk: FileSystem, published: Checkpoint, entry: FileEntry) -> Iterator[FileFault]:
     path, begin = published.path(entry.path), 0
     for leaf in entry.leaves:
         end = begin + leaf.size
@@ -133,34 +121,8 @@ def _content_faults(
         except OSError as error:
             is_good, problem = False, f"bytes {begin} to {end} cannot be read: {error.strerror or error}"
         if not is_good:
-            named = published.tensors_in if delta is None else delta.tensors_made_of
-            yield FileFault(entry.path, problem, named(entry.path, begin, end))
+            yield FileFault(entry.path, problem, published.tensors_in(entry.path, begin, end))
         begin = end
-
-
-def _decoded_faults(delta: DeltaFile) -> Iterator[FileFault]:
-    """Faults of decoded files whose delta and base are both intact."""
-    begin = 0
-    for leaf in delta.entry.file.leaves:
-        end = begin + leaf.size
-        try:
-            if digest_of(delta.decoded(begin, end)) != leaf.blake3:
-                yield from delta.blamed(begin, end).faults
-        except CheckpointCorrupt as error:
-            yield from error.faults
-        begin = end
-
-
-def _deltas(disk: FileSystem, published: Checkpoint) -> list[DeltaFile]:
-    def read(path: str, begin: int, end: int) -> memoryview:
-        return memoryview(disk.read_range(published.path(path), begin, end - begin))
-
-    return [DeltaFile(published, entry, read) for entry in published.manifest.deltas]
-
-
-def _made_of(published: Checkpoint) -> dict[str, str]:
-    """For each stored delta and base, the decoded file that they belong to."""
-    return {path: entry.path for entry in published.manifest.deltas for path in (entry.delta, entry.base)}
 
 
 def _named(directory: Path, error: OSError) -> str:
@@ -180,15 +142,11 @@ def tiling_faults(published: Checkpoint) -> Iterator[FileFault]:
 
 def _header_faults(disk: FileSystem, published: Checkpoint) -> Iterator[FileFault]:
     """Where the headers of safetensors files and the manifest disagree."""
-    deltas = {delta.entry.path: delta for delta in _deltas(disk, published)}
     for file, parts in published.slices_by_file.items():
         if all(part.key is None for _, part in parts):
             continue
         try:
-            places = _places(disk, published, file, deltas.get(file))
-        except CheckpointCorrupt as error:
-            yield from error.faults
-            continue
+            places = _places(disk, published, file)
         except ValueError as error:
             yield FileFault(file, str(error), published.tensors_in(file))
             continue
@@ -201,9 +159,9 @@ def _header_faults(disk: FileSystem, published: Checkpoint) -> Iterator[FileFaul
                 )
 
 
-def _places(disk: FileSystem, published: Checkpoint, file: str, delta: DeltaFile | None) -> dict[str, TensorPlace]:
+def _places(disk: FileSystem, published: Checkpoint, file: str) -> dict[str, TensorPlace]:
     def read(size: int) -> bytes | memoryview:
-        return disk.read_range(published.path(file), 0, size) if delta is None else delta.decoded(0, min(size, whole))
+        return disk.read_range(published.path(file), 0, size)
 
     whole = published.manifest.contents[file].size
     return read_header(read(header_bytes(read(8))), whole)

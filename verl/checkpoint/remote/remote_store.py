@@ -20,6 +20,7 @@ from verl.checkpoint.core.manifest import (
     Manifest,
     ManifestError,
     ManifestTooNew,
+    ManifestTooOld,
     commit_line,
 )
 from verl.checkpoint.read.reader import CheckpointReader
@@ -31,6 +32,8 @@ from verl.errors import (
     CheckpointIncomplete,
     CheckpointNotFound,
     CheckpointTooNew,
+    CheckpointTooOld,
+    CheckpointUnsupported,
     FileFault,
     ObjectDamaged,
     ObjectNotFound,
@@ -103,6 +106,8 @@ class RemoteStore:
             return RemoteCheckpoint(where, Manifest.from_bytes(data), data, record)
         except ManifestTooNew as error:
             raise CheckpointTooNew(where, [FileFault(MANIFEST, str(error))]) from error
+        except ManifestTooOld as error:
+            raise CheckpointTooOld(where, [FileFault(MANIFEST, str(error))]) from error
         except ManifestError as error:
             raise CheckpointCorrupt(where, [FileFault(MANIFEST, str(error))]) from error
 
@@ -157,12 +162,12 @@ class RemoteStore:
 
         Raises:
             CheckpointNotFound: there is none.
-            CheckpointTooNew: a later version of verl saved here.
+            CheckpointUnsupported: another version of verl saved here.
         """
         for record in reversed(self.records()):
             try:
                 return self.verified(record)
-            except CheckpointTooNew:
+            except CheckpointUnsupported:
                 raise
             except BadCheckpoint as error:
                 log.error("NOT USING checkpoint %s", error)
@@ -210,13 +215,6 @@ class RemoteReader(CheckpointReader):
     def _open_file(self, entry: FileEntry) -> memoryview:
         """Memory for the file, allocated lazily by the system."""
         return memoryview(mmap.mmap(-1, entry.size) if entry.size else bytearray())
-
-    def _stored(self, path: str, begin: int, end: int) -> memoryview:
-        """Fetch a delta or a base like any other file."""
-        entry = self._entries[path]
-        data = self._map(entry)
-        self._verify(entry, data, begin, end)
-        return data[begin:end]
 
     def _verify(self, entry: FileEntry, data: memoryview, begin: int, end: int) -> None:
         for first, last in self._unchecked(entry, begin, end):

@@ -21,7 +21,14 @@ from verl.checkpoint.read.verify import Level, open_verified
 from verl.checkpoint.remote.commit_log import LOG, LogRecord
 from verl.checkpoint.remote.download import pull
 from verl.checkpoint.remote.remote_store import RemoteStore
-from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, ConfigError, StorageError, StorageRefused
+from verl.errors import (
+    BadCheckpoint,
+    CheckpointNotFound,
+    CheckpointUnsupported,
+    ConfigError,
+    StorageError,
+    StorageRefused,
+)
 from verl.storage.config import Storage, storage_at, storage_from
 
 log = logging.getLogger(__name__)
@@ -176,7 +183,7 @@ def newest_of_tiers(
                 else:
                     published = pull(remote, found, CheckpointStore(directory), anew=True)
                 return published, read_state(local.disk, published)
-            except CheckpointTooNew:
+            except CheckpointUnsupported:
                 raise
             except BadCheckpoint as error:
                 log.error("NOT USING checkpoint %s", error)

@@ -1,7 +1,4 @@
-"""Executes the plan of a save: from bytes in memory to a committed checkpoint, in the writer process or the trainer's.
-
-`DeltaPolicy` decides which form each file of an incremental save takes, from what the checkpoint before it holds.
-"""
+"""Executes the plan of a save, in the writer process or the trainer's: from bytes in memory to a commit."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from verl.checkpoint.commit.delta_base import DeltaBase, DeltaCandidate
 from verl.checkpoint.commit.rank_writer import RankReport, RankWriter
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.transaction import SaveTransaction
@@ -20,16 +16,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.direct_io import FEWEST_DIRECT_BYTES, FileImage, ImageSource
 from verl.checkpoint.core.filesystem import TEMPORARY_SUFFIX, FileSystem, write_errors
 from verl.checkpoint.core.hashing import Leaf, hash_buffers
-from verl.checkpoint.core.manifest import (
-    BASE_SUFFIX,
-    COMMIT,
-    DELTA_SUFFIX,
-    ITEM_BYTES,
-    MANIFEST,
-    STATE,
-    FileEntry,
-    LogicalTensor,
-)
+from verl.checkpoint.core.manifest import COMMIT, MANIFEST, STATE, FileEntry
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import open_verified
 from verl.checkpoint.retention import Retention, prune
@@ -49,129 +36,57 @@ from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointError, Check
 
 log = logging.getLogger(__name__)
 
-FEWEST_BYTES = 4096  # a smaller file takes as many blocks of the disk as its delta
-
 
 @dataclass(frozen=True)
-class FileForm:
-    """How a file is stored; written, where it is neither.
+class HashedFile:
+    """A file of an incremental save, hashed before the save begins.
 
     Attributes:
         entry: the file.
         hash_s: processor seconds that hashing it took.
-        unchanged_in: a checkpoint that has it.
-        prospect: of storing it as a difference.
+        unchanged_in: a checkpoint that holds the same bytes under the same path; None: the file is written.
     """
 
     entry: FileEntry
     hash_s: float
     unchanged_in: Checkpoint | None = None
-    prospect: DeltaCandidate | None = None
-
-    def store(self, participant: RankWriter) -> bool:
-        """Store the file without writing all of it; False where it is to be written."""
-        if self.unchanged_in is not None:
-            participant.share(self.entry.path, self.unchanged_in)
-            return True
-        found = self.prospect
-        return found is not None and participant.write_delta(self.entry, found.buffers(), found.base) is not None
 
 
-def choose_forms(store: CheckpointStore, plan: SavePlan, source: ImageSource) -> dict[str, FileForm]:
-    """A choice for each image of a plan by path; none where the save is not an increment.
+def hash_increment(store: CheckpointStore, plan: SavePlan, source: ImageSource) -> dict[str, HashedFile]:
+    """Each image of an incremental save by path; nothing for another save.
 
-    Made before the save begins, since it decides how much space that needs.
+    Called before the save begins, since it determines how much space that needs.
     """
     if plan.increment is None:
         return {}
     source.wait(plan.num_bytes)
-    increments = DeltaPolicy(plan.increment, _newest(store), _pinned(store, plan.increment), plan.tensors, store.disk)
-    chosen = {}
+    earlier = [checkpoint for checkpoint in (_base(store, plan.increment), _newest(store)) if checkpoint is not None]
+    hashed = {}
     for image in plan.images:
         began = time.thread_time()
         entry = FileEntry.of(image.path, hash_buffers(image.buffers(source)))
         hash_s = time.thread_time() - began
-        there = increments.unchanged(entry)
-        prospect = increments.prospect(image, source) if there is None else None
-        chosen[image.path] = FileForm(entry, hash_s, there, prospect)
-    return chosen
+        unchanged_in = next((checkpoint for checkpoint in earlier if _holds(store.disk, checkpoint, entry)), None)
+        hashed[image.path] = HashedFile(entry, hash_s, unchanged_in)
+    return hashed
 
 
-def needed_bytes(image: FileImage, choice: FileForm | None) -> int:
-    """That storing a file will take, of a difference by its sample."""
-    if image.is_constant or (choice is not None and choice.unchanged_in is not None):
-        return 0
-    share = 1.0 if choice is None or choice.prospect is None else min(1.0, 1.25 * choice.prospect.ratio)
-    return int(share * image.num_bytes)
+def needed_bytes(image: FileImage, hashed: HashedFile | None) -> int:
+    """Disk space that storing a file takes."""
+    return 0 if image.is_constant or (hashed is not None and hashed.unchanged_in is not None) else image.num_bytes
 
 
-class DeltaPolicy:
-    """Decides for the files of one save.
-
-    Args:
-        newest: the checkpoint before this save; None where there is none.
-        pinned: the checkpoint that `base` names, or None.
-        tensors: in the files of this save.
-    """
-
-    def __init__(
-        self,
-        settings: IncrementalSettings,
-        newest: Checkpoint | None,
-        pinned: Checkpoint | None,
-        tensors: Sequence[LogicalTensor],
-        disk: FileSystem,
-    ):
-        self._settings, self._newest, self._pinned, self._disk = settings, newest, pinned, disk
-        self._items: dict[str, dict[int, tuple[str, int]]] = {}  # of each file: offset -> key, bytes of an element
-        for tensor in tensors:
-            for part in tensor.slices:
-                found = self._items.setdefault(part.file, {})
-                found[part.offset] = (part.key or tensor.name, ITEM_BYTES[tensor.dtype])
-
-    def unchanged(self, entry: FileEntry) -> Checkpoint | None:
-        """The newest checkpoint, if it holds the same file and that is still what was written; never a damaged one."""
-        if self._newest is None:
-            return None
-        there = self._newest.manifest.file(entry.path)
-        if there is None or (there.size, there.blake3) != (entry.size, entry.blake3):
-            return None
-        return self._newest if self._is_intact(self._newest, entry.path) else None
-
-    def prospect(self, image: FileImage, source: ImageSource) -> DeltaCandidate | None:
-        """How a file may be stored as a difference; None where it is to be written."""
-        if image.path not in self._items or image.num_bytes < FEWEST_BYTES:
-            return None
-        base = self._base_of(image.path)
-        if base is None:
-            return None
-        if not self._is_intact(base.published, base.entry.path):
-            log.error("%s of %s is damaged: it is written as a whole", base.entry.path, base.published.directory)
-            return None
-        found = DeltaCandidate(base, image, source, self._items[image.path], self._disk)
-        return found if found.ratio <= self._settings.pays_below else None
-
-    def _base_of(self, path: str) -> DeltaBase | None:
-        published = self._pinned or self._newest
-        if published is None:
-            return None
-        made = published.manifest.delta(path)
-        stored = published.manifest.stored(path if made is None else made.base)
-        if stored is None:
-            return None
-        if made is None:
-            return DeltaBase(published, stored, stored.linked_from or published.name, 1)
-        number = 1 if self._pinned else made.number + 1
-        if number > self._settings.saves_per_base:
-            return None
-        return DeltaBase(published, stored, made.base_checkpoint, number)
-
-    def _is_intact(self, published: Checkpoint, path: str) -> bool:
-        try:
-            CheckpointReader(published, self._disk).check(path)
-        except BadCheckpoint:
-            return False
-        return True
+def _holds(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> bool:
+    """Whether a checkpoint has the same file, and its bytes on the disk are still those that were written."""
+    recorded = checkpoint.manifest.file(entry.path)
+    if recorded is None or (recorded.size, recorded.blake3) != (entry.size, entry.blake3):
+        return False
+    try:
+        CheckpointReader(checkpoint, disk).check(entry.path)
+    except BadCheckpoint as error:
+        log.error("%s of %s is damaged, and is written anew: %s", entry.path, checkpoint.directory, error)
+        return False
+    return True
 
 
 def _newest(store: CheckpointStore) -> Checkpoint | None:
@@ -181,7 +96,7 @@ def _newest(store: CheckpointStore) -> Checkpoint | None:
         return None
 
 
-def _pinned(store: CheckpointStore, settings: IncrementalSettings) -> Checkpoint | None:
+def _base(store: CheckpointStore, settings: IncrementalSettings) -> Checkpoint | None:
     if settings.base is None:
         return None
     try:
@@ -212,15 +127,15 @@ def execute_plan(
     if plan.joint is not None and not plan.joint.commits:
         return _write_part(store, plan, plan.joint, source, fewest_direct_bytes)
     clock = _PhaseTimer()
-    chosen = choose_forms(store, plan, source)
-    with _begun(store, plan, chosen) as staging:
+    increment = hash_increment(store, plan, source)
+    with _begun(store, plan, increment) as staging:
         begin_s = clock.lap()
         hash_s, reports = 0.0, []
         published = None if plan.joint is None else staging.finish_commit()
         if published is None:
             if plan.joint is not None:
                 _remove_own(store.disk, plan, plan.joint)
-            hash_s = _write(staging.main, plan, source, fewest_direct_bytes, chosen)
+            hash_s = _write(staging.main, plan, source, fewest_direct_bytes, increment)
             _take_over(store, staging, plan)
             source.wait(plan.num_bytes)
             reports = [] if plan.joint is None else _reports_of_others(store, plan.joint)
@@ -238,19 +153,15 @@ def execute_plan(
     )  # fmt: skip
 
 
-def _begun(store: CheckpointStore, plan: SavePlan, chosen: Mapping[str, FileForm]) -> SaveTransaction:
+def _begun(store: CheckpointStore, plan: SavePlan, increment: Mapping[str, HashedFile]) -> SaveTransaction:
     if plan.joint is not None:  # the trainer has begun it, and holds the lock on its directory
         return SaveTransaction(store, plan.joint.directory, plan.step, plan.tag, plan.joint.others, lease=None)
     outside = sum(copied.source.stat().st_size for copied in plan.copies if copied.source.exists())
     return store.begin(
         plan.step,
         plan.tag,
-        needed_bytes=sum(needed_bytes(image, chosen.get(image.path)) for image in plan.images) + outside,
-        needed_files=len(plan.images)
-        + sum(choice.prospect is not None for choice in chosen.values())
-        + len(plan.links)
-        + len(plan.copies)
-        + len(plan.shared),
+        needed_bytes=sum(needed_bytes(image, increment.get(image.path)) for image in plan.images) + outside,
+        needed_files=len(plan.images) + len(plan.links) + len(plan.copies) + len(plan.shared),
     )
 
 
@@ -266,7 +177,7 @@ def _write_part(
     try:
         _remove_own(store.disk, plan, joint)
         participant = RankWriter(joint.directory, joint.name, store.disk)
-        hash_s = _write(participant, plan, source, fewest_direct_bytes, choose_forms(store, plan, source))
+        hash_s = _write(participant, plan, source, fewest_direct_bytes, hash_increment(store, plan, source))
         source.wait(plan.num_bytes)
         submit_report(store.disk, joint.directory, participant.report())
     except Exception as error:
@@ -282,16 +193,13 @@ def _write_part(
 
 def _num_bytes(report: RankReport) -> int:
     """Of the files that a participant saved, as they are read."""
-    stored = {path for entry in report.deltas for path in (entry.delta, entry.base)}
-    whole = sum(entry.size for entry in report.files if entry.path not in stored)
-    return whole + sum(entry.file.size for entry in report.deltas)
+    return sum(entry.size for entry in report.files)
 
 
 def _remove_own(disk: FileSystem, plan: SavePlan, joint: MultiWriterSave) -> None:
     """What an attempt before this one left, whose process was killed."""
     with write_errors(f"going on with the save of step {plan.step}"):
-        written = [one.path for one in (*plan.images, *plan.links, *plan.copies, *plan.shared)]
-        names = [path + suffix for path in written for suffix in ("", DELTA_SUFFIX, BASE_SUFFIX)]
+        names = [file.path for file in (*plan.images, *plan.links, *plan.copies, *plan.shared)]
         if joint.commits:
             names += [path + suffix for path in (MANIFEST, STATE, COMMIT) for suffix in ("", TEMPORARY_SUFFIX)]
         for name in names:
@@ -300,7 +208,7 @@ def _remove_own(disk: FileSystem, plan: SavePlan, joint: MultiWriterSave) -> Non
 
 
 def _write(
-    main: RankWriter, plan: SavePlan, source: ImageSource, fewest_direct_bytes: int, chosen: Mapping[str, FileForm]
+    main: RankWriter, plan: SavePlan, source: ImageSource, fewest_direct_bytes: int, increment: Mapping[str, HashedFile]
 ) -> float:
     """Write every image; one thread writes, which costs no processor time, while another one hashes.
 
@@ -309,17 +217,17 @@ def _write(
     """
     main.record(*plan.tensors)
     large = [
-        i for i in plan.images if i.num_bytes >= fewest_direct_bytes and not i.is_constant and i.path not in chosen
+        i for i in plan.images if i.num_bytes >= fewest_direct_bytes and not i.is_constant and i.path not in increment
     ]
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashers:
         hashed: dict[str, Future[Hashed]] = {i.path: _started(hashers, i, source, plan.num_bytes) for i in large}
         try:
             for image in plan.images:
-                choice = chosen.get(image.path)
-                if not image.is_constant and choice is not None and choice.store(main):
-                    continue
-                if choice is not None and image.num_bytes >= fewest_direct_bytes and not image.is_constant:
-                    main.write_image(image, source, lambda choice=choice: choice.entry.leaves)
+                file = increment.get(image.path)
+                if not image.is_constant and file is not None and file.unchanged_in is not None:
+                    main.share(image.path, file.unchanged_in)
+                elif file is not None and image.num_bytes >= fewest_direct_bytes and not image.is_constant:
+                    main.write_image(image, source, lambda file=file: file.entry.leaves)
                 elif image.path in hashed:
                     main.write_image(image, source, lambda future=hashed[image.path]: future.result()[0])
                 else:
@@ -327,7 +235,7 @@ def _write(
         except BaseException:
             hashers.shutdown(cancel_futures=True)
             raise
-    return sum(future.result()[1] for future in hashed.values()) + sum(choice.hash_s for choice in chosen.values())
+    return sum(future.result()[1] for future in hashed.values()) + sum(file.hash_s for file in increment.values())
 
 
 def _started(hashers: ThreadPoolExecutor, image: FileImage, source: ImageSource, end: int) -> Future[Hashed]:

@@ -76,7 +76,7 @@ def submit_report(disk: FileSystem, directory: Path, report: RankReport) -> None
     """Report what was written."""
     wrapped = Manifest(
         sequence=0, step=0, tag=None, run_id=report.name, saved_at="", verl_version=verl.__version__,
-        files=report.files, tensors=report.tensors, deltas=report.deltas,
+        files=report.files, tensors=report.tensors,
     )  # fmt: skip
     text = json.dumps({"shared": report.shared, "manifest": wrapped.to_bytes().decode()})
     with write_errors(f"reporting what {report.name} wrote"):
@@ -158,22 +158,18 @@ def _report(name: str, data: bytes, directory: Path) -> RankReport:
     if "error" in report:
         raise CheckpointIncomplete(directory, [FileFault(name, f"could not write its part: {report['error']}")])
     wrapped = Manifest.from_bytes(report["manifest"].encode())
-    return RankReport(name, wrapped.files, wrapped.tensors, tuple(report["shared"]), wrapped.deltas)
+    return RankReport(name, wrapped.files, wrapped.tensors, tuple(report["shared"]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class IncrementalSettings:
-    """How increments are made.
+    """Settings of an incremental save, which links files that have not changed.
 
     Args:
-        base: the checkpoint that deltas are taken from; None is the newest one that holds the file whole.
-        saves_per_base: number of saves after which a file is written in full again.
-        pays_below: size of a delta relative to its file, above which the file is written.
+        base: a checkpoint to link from, tried before the newest one; None: the newest one alone.
     """
 
     base: Path | None = None
-    saves_per_base: int = 20
-    pays_below: float = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -140,7 +141,13 @@ class RaySession:
                 ) from error
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        memory = {} if wanted.object_store_mib is None else {"object_store_memory": wanted.object_store_mib * 2**20}
+        options: dict[str, Any] = {}
+        if wanted.object_store_mib is not None:
+            options["object_store_memory"] = wanted.object_store_mib * 2**20
+        if (
+            quoted := shlex.quote(sys.executable)
+        ) != sys.executable:  # Ray starts workers by a shell, and quotes nothing
+            options["runtime_env"] = {"py_executable": quoted}
         RaySession._held = _short_directory()
         RaySession._mark = CLEANUP.register(environment=[f"{SESSION_VARIABLE}={RaySession._held.name}"])
         atexit.register(RaySession._end)  # of a driver that ends without `close`
@@ -152,7 +159,7 @@ class RaySession:
                 include_dashboard=False,
                 _system_config=AT_ONCE,
                 _temp_dir=RaySession._held.name,
-                **memory,
+                **options,
                 **quiet,
             )
         except BaseException:

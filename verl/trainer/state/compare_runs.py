@@ -21,7 +21,6 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.utils.external_input import read_text
-from verl.utils.saved_targets import current_targets
 
 TIMES = (
     "time_s",
@@ -168,7 +167,7 @@ def _values_apart(a: Any, b: Any, near: Tolerance, where: str) -> Iterator[str]:
 
 
 def _json(reader: CheckpointReader, file: str) -> Any:
-    return current_targets(json.loads(bytes(reader.read(file))))
+    return json.loads(bytes(reader.read(file)))
 
 
 def _left_out(component: str, near: Tolerance) -> bool:

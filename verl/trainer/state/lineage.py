@@ -33,7 +33,6 @@ from verl.utils.external_input import (
     read_text,
     regular_opener,
 )
-from verl.utils.saved_targets import current_targets
 
 FILE = "lineage.jsonl"
 MAX_DEPTH = 60  # of a tree of runs, each of which is read and printed within its parent
@@ -124,7 +123,7 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
     for file in sorted(Path(directory).rglob(FILE)):
         for line in _lines(file):
             try:
-                entry = current_targets(parse_mapping(line))
+                entry = parse_mapping(line)
                 checked_as(_KINDS.get(entry.get("event"), LineageEvent), entry)
                 if entry["event"] == "checkpoint":
                     checked_name(entry["checkpoint"])

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -544,26 +543,4 @@ def ancestors_of(point: ResumePoint | None) -> dict[str, int]:
         for run, number in (recorded.items() if isinstance(recorded, Mapping) else ())
         if isinstance(number, int)
     }
-    if recorded is None:
-        before = _recorded_ancestors(point)
     return {**before, manifest.run_id: manifest.sequence}
-
-
-def _recorded_ancestors(point: ResumePoint) -> dict[str, int]:
-    """The same of a checkpoint of an earlier version, from the names of parents that still lie beside it."""
-    found: dict[str, int] = {}
-    directory, state = point.published.directory.parent, point.state
-    while True:
-        lineage = state.get("lineage")
-        parent = lineage.get("parent") if isinstance(lineage, Mapping) else None
-        name = Path(str(parent.get("checkpoint", ""))).name if isinstance(parent, Mapping) else ""
-        if not name or not isinstance(parent, Mapping) or str(parent.get("run_id")) in found:
-            return found
-        try:
-            published = CheckpointDirectory(directory).open(name)
-            state = read_state(FileSystem(), published)
-        except (OSError, BadCheckpoint, json.JSONDecodeError):
-            return found
-        if published.manifest.run_id != parent.get("run_id"):
-            return found
-        found[published.manifest.run_id] = published.sequence

@@ -1,2 +1,0 @@
-def variety(prompts, responses):
-    return [len(set(response)) for response in responses]
