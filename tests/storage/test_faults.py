@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import tracemalloc
 from collections.abc import Iterator
 
 import pytest
-from storage.s3_server import BUCKET, Fault, Proxy, Request, after
+from storage.s3_server import BUCKET, Fault, Proxy, Request, after, proxy_before
 
 from verl.errors import ConfigError, ObjectNotFound, StorageError, StorageRefused, StorageUnreachable
-from verl.storage.config import S3Storage, storage_at, storage_from
+from verl.storage import fsspec_backends
+from verl.storage.config import GCSStorage, MemoryStorage, OSSStorage, S3Storage, storage_at, storage_from
 from verl.storage.store import ObjectStore
 
 LONG = bytes(range(256)) * (11 * 4096)  # 11 MiB: three parts of 5
@@ -234,3 +236,67 @@ def test_a_listing_without_end_is_an_error(store: ObjectStore, proxy: Proxy) -> 
     proxy.misbehave = after(1, Fault(status=200, body=page), method="GET", times=9)
     with pytest.raises(StorageError, match="listing has no end"):
         store.list()
+
+
+@pytest.fixture(params=["gcs", "oss"])
+def other(request: pytest.FixtureRequest) -> Iterator[tuple[ObjectStore, Proxy]]:
+    """A store of another protocol than S3, and the proxy before its server."""
+    kind, url = {"gcs": GCSStorage, "oss": OSSStorage}[request.param], request.getfixturevalue(f"{request.param}_url")
+    with (
+        proxy_before(url) as proxy,
+        kind(bucket=BUCKET, prefix="bounded", endpoint_url=proxy.url, retries=1, backoff_s=0.01).connect() as store,
+    ):
+        yield store, proxy
+
+
+def test_a_listing_of_any_store_without_end_is_an_error(other, monkeypatch) -> None:
+    """Every page has new objects and a new token."""
+    store, proxy = other
+    monkeypatch.setattr(fsspec_backends, "LISTING_BYTES", 2**20)
+
+    def page(request: Request) -> Fault:
+        number = len(proxy.seen)
+        keys = [f"bounded/{number:06d}-{i:03d}" for i in range(1000)]
+        if store.storage.kind == "gcs":
+            items = [{"kind": "storage#object", "name": key, "size": "1"} for key in keys]
+            body = json.dumps({"kind": "storage#objects", "nextPageToken": str(number), "items": items}).encode()
+        else:
+            items = "".join(
+                f"<Contents><Key>{key}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>x</ETag>"
+                f"<Type>Normal</Type><Size>1</Size><StorageClass>Standard</StorageClass></Contents>"
+                for key in keys
+            )
+            body = (
+                "<ListBucketResult><Name>b</Name><Prefix>bounded/</Prefix><IsTruncated>true</IsTruncated>"
+                f"<NextMarker>{number}</NextMarker>{items}</ListBucketResult>"
+            ).encode()
+        return Fault(status=200, body=body)
+
+    proxy.misbehave = page
+    with pytest.raises(StorageError, match=f"{BUCKET}/bounded/.*no end, or more than 1 MiB.*fewer objects"):
+        store.list()
+    assert len(proxy.seen) < 12
+
+
+@pytest.mark.parametrize("ask", ["list", "get"])
+def test_an_answer_of_any_store_that_is_too_long_is_read_no_further(ask: str, other) -> None:
+    store, proxy = other
+    proxy.misbehave = lambda request: Fault(status=200, body=long) if request.method == "GET" else None
+    long = b" " * (300 * 2**20)
+    tracemalloc.start()
+    with pytest.raises(StorageError, match="more than 16777216 bytes"):
+        store.list() if ask == "list" else store.get("one", 0, 5)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * 2**20
+    assert len(proxy.seen) == 1
+
+
+def test_a_listing_of_memory_is_limited_too(monkeypatch) -> None:
+    with MemoryStorage(prefix="bounded listing").connect() as store:
+        for number in range(20):
+            store.put(f"many/{number}", b"x")
+        assert len(store.list("many/")) == 20
+        monkeypatch.setattr(fsspec_backends, "LISTING_BYTES", 2000)
+        with pytest.raises(StorageError, match="memory://bounded listing/many/: .*objects so far"):
+            store.list("many/")

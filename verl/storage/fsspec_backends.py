@@ -13,7 +13,7 @@ import os
 import random
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,10 @@ PART_BYTES = 16 * 2**20  # a large object in one request gets `timeout_s` per th
 ANSWER_BYTES = (
     16 * MIB
 )  # limit of an answer that is no object: a page of a listing has 1,000 keys of 1 KiB, or an error
-MOST_LISTED = 5_000_000  # objects
+LISTING_BYTES = 512 * MIB  # limit of a whole listing: the keys, and ENTRY_BYTES for each object and each page
+ENTRY_BYTES = 150
+# One page: keys, relative to the prefix of the storage, and sizes, as the store gives them; and the token of the next.
+Page = tuple[Iterable[tuple[Any, Any]], str | None]
 OSS_CREATE = {"x-oss-forbid-overwrite": "true"}
 
 
@@ -77,24 +80,15 @@ class S3Backend(Backend):
         return self._call(key, lambda s3: s3.head_object(**self._at(key)))["ContentLength"]
 
     def list(self, prefix: str) -> list[StoredObject]:
-        found: list[StoredObject] = []
-        page: dict[str, Any] = {}
-        while True:
+        def page(token: str | None) -> Page:
             asked = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
-            if token := page.get("NextContinuationToken"):
+            if token is not None:
                 asked["ContinuationToken"] = token
-            page = self._call(prefix, lambda s3, asked=asked: s3.list_objects_v2(**asked))
-            for one in page.get("Contents", ()):
-                key, size = one.get("Key"), one.get("Size")
-                if not isinstance(key, str) or type(size) is not int or size < 0:
-                    raise ObjectDamaged(
-                        f"{prefix}: the store lists {ascii(key)[:200]} with the size {ascii(size)[:80]}"
-                    )
-                found.append(StoredObject(key[len(self._prefix) :], size))
-            if not page.get("IsTruncated"):
-                return found
-            if len(found) > MOST_LISTED or page.get("NextContinuationToken") == token:
-                raise ObjectDamaged(f"{prefix}: the store's listing has no end ({len(found)} objects so far)")
+            answer = self._call(prefix, lambda s3: s3.list_objects_v2(**asked))
+            entries = ((_below(self._prefix, one.get("Key")), one.get("Size")) for one in answer.get("Contents", ()))
+            return entries, answer.get("NextContinuationToken", "") if answer.get("IsTruncated") else None
+
+        return _read_listing(f"s3://{self._bucket}/{self._prefix}{prefix}", page)
 
     def delete(self, key: str) -> None:
         self._call(key, lambda s3: s3.delete_object(**self._at(key)))
@@ -177,10 +171,19 @@ class FsspecBackend(Backend):
         root: bucket and prefix.
         timeout_s: time-out of one request, besides those of the file system; None for none.
         create: atomically puts an object unless one exists, else raises FileExistsError; None if the store cannot.
+        page: reads a page of the listing of all paths that begin with its argument; the token is that of the page
+            before. Its keys are paths.
     """
 
-    def __init__(self, fs: Any, root: str, create: Callable[[str, bytes], None] | None, timeout_s: float | None = None):
-        self.fs, self._root, self._create, self._timeout_s = fs, root, create, timeout_s
+    def __init__(
+        self,
+        fs: Any,
+        root: str,
+        create: Callable[[str, bytes], None] | None,
+        page: Callable[[str, str | None], Page],
+        timeout_s: float | None = None,
+    ):
+        self.fs, self._root, self._create, self._page, self._timeout_s = fs, root, create, page, timeout_s
         self.is_conditional = create is not None
 
     def put(self, key: str, data: Data) -> None:
@@ -207,10 +210,14 @@ class FsspecBackend(Backend):
         return self._ask(key, self.fs.info)["size"]
 
     def list(self, prefix: str) -> list[StoredObject]:
-        inside = prefix.rpartition("/")[0]
-        found = self._ask(inside, lambda path: self.fs.find(path, detail=True))
-        keys = {path.lstrip("/")[len(self._root.strip("/")) :].lstrip("/"): info for path, info in found.items()}
-        return sorted(StoredObject(key, info["size"]) for key, info in keys.items() if key.startswith(prefix))
+        path = f"{self._root}/{prefix}"
+
+        def page(token: str | None) -> Page:
+            entries, following = self._ask(prefix, lambda _: self._page(path, token))
+            return ((_below(f"{self._root}/", key), size) for key, size in entries), following
+
+        protocol = self.fs.protocol if isinstance(self.fs.protocol, str) else self.fs.protocol[0]
+        return _read_listing(f"{protocol}://{path.lstrip('/')}", page)
 
     def delete(self, key: str) -> None:
         try:
@@ -239,6 +246,8 @@ class FsspecBackend(Backend):
             raise TransientError(str(error)) from error
         except Exception as error:
             code = getattr(error, "code", None) or getattr(error, "status", None)  # of gcsfs and oss2
+            if isinstance(error, (LookupError, TypeError, ValueError)) and not str(code).isdigit():
+                raise ObjectDamaged(f"{path}: the store's answer cannot be read ({ascii(str(error))[:200]})") from error
             if not str(code).isdigit():
                 raise
             if int(str(code)) == 412:
@@ -246,6 +255,52 @@ class FsspecBackend(Backend):
             if int(str(code)) >= 500 or int(str(code)) in PASSING_STATUS:
                 raise TransientError(redact(str(error))) from error
             raise StorageRefused(f"{path}: {redact(str(error))}") from error
+
+
+def _below(prefix: str, key: Any) -> Any:
+    """The key without the prefix of the storage; what is no text is returned as it is."""
+    return key[len(prefix) :] if isinstance(key, str) else key
+
+
+def _read_listing(url: str, page: Callable[[str | None], Page]) -> list[StoredObject]:
+    """All pages of a listing, sorted by key.
+
+    Args:
+        url: of the store and the prefix, for messages.
+        page: reads the page with a token; None for the first.
+    Raises:
+        ObjectDamaged: the listing is larger than LISTING_BYTES, has no end, or has entries without a key or a size.
+    """
+    found: list[StoredObject] = []
+    size_bytes, token = 0, None
+    while True:
+        entries, following = page(token)
+        size_bytes += ENTRY_BYTES
+        for key, size in entries:
+            if not isinstance(key, str) or type(size) is not int or size < 0:
+                raise ObjectDamaged(f"{url}: the store lists {ascii(key)[:200]} with the size {ascii(size)[:80]}")
+            size_bytes += ENTRY_BYTES + len(key)
+            if size_bytes > LISTING_BYTES:
+                break
+            found.append(StoredObject(key, size))
+        if following is None and size_bytes <= LISTING_BYTES:
+            return sorted(found)
+        if size_bytes > LISTING_BYTES or following == token:
+            raise ObjectDamaged(
+                f"{url}: the store's listing has no end, or more than {LISTING_BYTES // MIB} MiB ({len(found)} objects "
+                "so far). Use a prefix (storage.prefix) with fewer objects, or delete what is no longer needed there."
+            )
+        token = following
+
+
+def _answer_limit(headers: Mapping[str, str]) -> int:
+    """The most bytes of an answer to a request with these headers: ANSWER_BYTES, and the range that it asks for."""
+    begin, _, end = headers.get("Range", "").removeprefix("bytes=").partition("-")
+    return ANSWER_BYTES + (int(end) - int(begin) + 1 if begin.isdigit() and end.isdigit() else 0)
+
+
+def _too_long(url: object) -> ObjectDamaged:
+    return ObjectDamaged(f"{redact(str(url))}: the store's answer has more than {ANSWER_BYTES} bytes")
 
 
 def _within(timeout_s: float | None, call: Callable[[], Any]) -> Any:
@@ -284,12 +339,32 @@ def memory_backend(storage: MemoryStorage) -> Backend:
         with _MEMORY_LOCK:
             fs.pipe_file(path, data, mode="create")
 
-    return FsspecBackend(fs, f"/{storage.prefix}".rstrip("/"), create)
+    def page(path: str, token: str | None) -> Page:
+        return [(name, found.size) for name, found in list(fs.store.items()) if name.startswith(path)], None
+
+    return FsspecBackend(fs, f"/{storage.prefix}".rstrip("/"), create, page)
 
 
 def oss_backend(storage: OSSStorage) -> Backend:
     """OSS by ossfs, whose `put_object` supports the header that forbids overwriting. Its own retries are off."""
+    import oss2
     import ossfs  # type: ignore[import-not-found]
+
+    class BoundedResponse(oss2.http.Response):
+        def read(self, amt: int | None = None) -> bytes:
+            if amt is not None:
+                return super().read(amt)
+            data, limit = bytearray(), _answer_limit(self.response.request.headers)
+            for piece in self:
+                data += piece
+                if len(data) > limit:
+                    self.response.close()
+                    raise _too_long(self.response.url)
+            return bytes(data)
+
+    class BoundedSession(oss2.Session):
+        def do_request(self, req: Any, timeout: Any) -> Any:
+            return BoundedResponse(super().do_request(req, timeout).response)
 
     class OneTry(ossfs.OSSFileSystem):
         @property
@@ -314,10 +389,18 @@ def oss_backend(storage: OSSStorage) -> Backend:
         token=os.environ.get("OSS_SECURITY_TOKEN"),
         skip_instance_cache=True,
     )
+    fs._session = BoundedSession()
+    timeout_s = max(1, round(storage.connect_timeout_s))
+
+    def page(path: str, token: str | None) -> Page:
+        bucket, _, key = path.partition("/")
+        options = {"prefix": key, "marker": token or "", "max_keys": 1000, "bucket": bucket, "timeout": timeout_s}
+        answer = fs._call_oss("list_objects", **options)
+        entries = [(f"{bucket}/{one.key}", one.size) for one in answer.object_list]
+        return entries, (answer.next_marker or answer.object_list[-1].key) if answer.is_truncated else None
 
     def create(path: str, data: bytes) -> None:
         bucket, key = fs.split_path(path)
-        timeout_s = max(1, round(storage.connect_timeout_s))
         try:
             fs._call_oss("put_object", key, data, bucket=bucket, headers=OSS_CREATE, timeout=timeout_s)
         except Exception as error:
@@ -325,11 +408,12 @@ def oss_backend(storage: OSSStorage) -> Backend:
                 raise FileExistsError(path) from error
             raise
 
-    return FsspecBackend(fs, _root(storage), create if storage.conditional_put else None, storage.timeout_s)
+    return FsspecBackend(fs, _root(storage), create if storage.conditional_put else None, page, storage.timeout_s)
 
 
 def gcs_backend(storage: GCSStorage) -> Backend:
     """GCS by gcsfs. Its own retries are off."""
+    import aiohttp
     import gcsfs  # type: ignore[import-not-found]
     import gcsfs.retry  # type: ignore[import-not-found]
 
@@ -339,17 +423,36 @@ def gcs_backend(storage: GCSStorage) -> Backend:
     class OneTry(gcsfs.GCSFileSystem):
         _request = once.__wrapped__
 
+    class BoundedResponse(aiohttp.ClientResponse):
+        async def read(self) -> bytes:
+            if self._body is None:
+                data, limit = bytearray(), _answer_limit(self.request_info.headers)
+                async for piece in self.content.iter_any():
+                    data += piece
+                    if len(data) > limit:
+                        self.close()
+                        raise _too_long(self.url)
+                self._body = bytes(data)
+            return self._body
+
     fs = OneTry(
         endpoint_url=storage.endpoint_url,
         timeout=storage.timeout_s,
         cache_timeout=0,
         skip_instance_cache=True,
+        session_kwargs={"response_class": BoundedResponse},
     )
+
+    def page(path: str, token: str | None) -> Page:
+        bucket, _, key = path.partition("/")
+        answer = fs.call("GET", "b/{}/o", bucket, prefix=key, maxResults=1000, pageToken=token, json_out=True)
+        entries = [(f"{bucket}/{one['name']}", int(one.get("size", 0))) for one in answer.get("items", ())]
+        return entries, answer.get("nextPageToken")
 
     def create(path: str, data: bytes) -> None:
         fs.pipe_file(path, data, mode="create")
 
-    return FsspecBackend(fs, _root(storage), create if storage.conditional_put else None, storage.timeout_s)
+    return FsspecBackend(fs, _root(storage), create if storage.conditional_put else None, page, storage.timeout_s)
 
 
 @functools.lru_cache(maxsize=8)
@@ -387,7 +490,7 @@ def _bounded_session() -> Any:
                     data += piece
                     if len(data) > ANSWER_BYTES:
                         answer.raw.close()
-                        raise ObjectDamaged(f"{request.url}: the store's answer has more than {ANSWER_BYTES} bytes")
+                        raise _too_long(request.url)
                 answer._content = bytes(data)
             return answer
 
