@@ -445,7 +445,7 @@ def gcs_backend(storage: GCSStorage) -> Backend:
 
     def page(path: str, token: str | None) -> Page:
         bucket, _, key = path.partition("/")
-        answer = fs.call("GET", "b/{}/o", bucket, prefix=key, maxResults=1000, pageToken=token, json_out=True)
+        answer: Any = fs.call("GET", "b/{}/o", bucket, prefix=key, maxResults=1000, pageToken=token, json_out=True)
         entries = [(f"{bucket}/{one['name']}", int(one.get("size", 0))) for one in answer.get("items", ())]
         return entries, answer.get("nextPageToken")
 
