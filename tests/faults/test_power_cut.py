@@ -85,7 +85,7 @@ def of_directory(matches: Callable[[str], bool]) -> Callable[[Operation], bool]:
 NEEDED = {
     "weights": ("save with links", of_file("model-00002-of-00002.safetensors")),
     "weights past the page cache": ("save from memory", of_file("model.safetensors")),
-    "a difference": ("save of an increment", of_file("model.safetensors.delta")),
+    "a changed file of an increment": ("save of an increment", of_file("model.safetensors")),
     "fetched weights": ("pull from a store", of_file("model-00002-of-00002.safetensors")),
     "slices": ("save with links", of_file("optim_state_rank_1.safetensors")),
     "trainer_state.json": ("same step again", of_file("trainer_state.json.tmp")),

@@ -260,8 +260,9 @@ def health(
     try:
         newest, passed_over = newest_complete(resolve_path(path))
     except CheckpointUnsupported as error:
-        when = "a later" if isinstance(error, CheckpointTooNew) else "an earlier"
-        _not_ready(f"{error.directory.name} was saved by {when} version of verl, whose format is not read")
+        is_newer = isinstance(error, CheckpointTooNew)
+        writer = "a later version of verl" if is_newer else "an earlier version of verl, and is not read any more"
+        _not_ready(f"{error.directory.name} was saved by {writer}")
     names = ", ".join(error.directory.name for error in passed_over)
     if newest is None:
         _not_ready(f"no complete checkpoint in {path}" + (f" (bad: {names})" if names else ""))

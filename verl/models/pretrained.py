@@ -633,11 +633,6 @@ def _path_faults(field: str, path: str) -> Iterator[str]:
     elif not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
         found = ", ".join(sorted(item.name for item in directory.iterdir())[:5]) or "nothing"
         yield f"{field} is {path!r}: not a model directory, it has no config.json (found: {found})."
-    elif any(directory.glob("*.safetensors.delta")):
-        yield (
-            f"{field} is {path!r}: a part of an incremental checkpoint, whose weights are stored as deltas. Export "
-            f"them with `verl checkpoint export {directory.parent} OUT --component {directory.name}`, and use OUT."
-        )
     else:
         yield from (f"{field} is {path!r}: {fault}" for fault in directory_faults(directory, needs_weights=False))
 

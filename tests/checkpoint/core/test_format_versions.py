@@ -77,10 +77,10 @@ def test_a_later_minor_format_is_read_and_what_it_adds_is_ignored(tmp_path):
 
 OLD = {
     "an older format": ({"format": {"name": "verl-checkpoint", "version": "0.9.0"}}, "verl 0.2.0 was the last"),
-    "an older version of verl": ({"verl_version": "0.2.0"}, "verl 0.2.0 wrote it, and verl 0.2.0 was the last"),
+    "an older version of verl": ({"verl_version": "0.2.0"}, "verl 0.2.0 wrote it, which verl 0.2.0 was the last"),
     "deltas": (
         {"deltas": [{"delta": "actor/model.safetensors.delta"}]},
-        "stores files as deltas, which verl 0.3.0.dev0",
+        "stores files as deltas, which commit 111e8ee5",
     ),
 }
 
@@ -93,6 +93,21 @@ def test_a_checkpoint_that_is_not_read_any_more_is_refused_with_the_last_version
         CheckpointManager(tmp_path / "run").step  # noqa: B018
     assert verify(FileSystem(), tmp_path / "run/global_step_200")
     assert not CheckpointManager(tmp_path / "run").is_valid()
+
+
+@pytest.mark.parametrize(
+    ("addition", "reason"),
+    [
+        ({"verl_version": "0.2.0"}, "verl 0.2.0 wrote it, and verl 0.3.0 reads those of 0.3.0 and later"),
+        ({"deltas": [{"delta": "actor/x.delta"}]}, "it stores files as deltas, which verl 0.3.0 does not read"),
+    ],
+)
+def test_what_this_version_refuses_breaks_and_earlier_versions_read_it(addition, reason, tmp_path):
+    directory = golden_run(tmp_path / "run") / "global_step_200"
+    as_of_format(directory, "1.0.0", addition=addition)
+    for to, breaks in (("0.3.0", reason), ("0.2.0", None)):
+        (finding,) = findings([directory], Version("0.2.0"), Version(to))
+        assert finding.breaks == breaks
 
 
 def test_who_wrote_it_is_noted(tmp_path):

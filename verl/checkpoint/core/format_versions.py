@@ -12,6 +12,7 @@ from packaging.version import InvalidVersion, Version
 import verl
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import (
+    DELTAS,
     FORMAT_NAME,
     FORMAT_VERSION,
     MANIFEST,
@@ -33,7 +34,12 @@ class FormatOf(NamedTuple):
 
 
 # A row for every version of verl that changed one of the two.
-FORMATS = (FormatOf("0.3.0", writes=FORMAT_VERSION, reads_from=OLDEST_FORMAT),)
+FORMATS = (
+    FormatOf("0.1.0", writes="0.9.0", reads_from="0.9.0"),
+    FormatOf("0.2.0", writes="1.0.0", reads_from="0.9.0"),
+    FormatOf("0.3.0", writes=FORMAT_VERSION, reads_from=OLDEST_FORMAT),
+)
+OLDEST_WRITER = Version("0.3.0")  # whose checkpoints this version reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,35 +94,39 @@ def findings(
 
 def _finding(disk: FileSystem, directory: Path, moving_from: Version, moving_to: Version) -> FormatFinding:
     try:
-        written, by = _recorded(disk, directory)
+        written, by, has_deltas = _recorded(disk, directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return FormatFinding(name=directory.name, breaks=f"{MANIFEST} cannot be read; see verl checkpoint verify")
     return FormatFinding(
         name=directory.name,
         format_version=written,
         verl_version=by,
-        breaks=next(_reasons(written, moving_to), None),
+        breaks=next(_reasons(written, Version(by), has_deltas, moving_to), None),
         note=None if Version(by) == moving_from else f"written by verl {by}, not {moving_from}",
     )
 
 
-def _recorded(disk: FileSystem, directory: Path) -> tuple[str, str]:
-    """Recorded format and version of verl, also for unknown formats."""
+def _recorded(disk: FileSystem, directory: Path) -> tuple[str, str, bool]:
+    """Recorded format, version of verl, and whether files are stored as deltas, also for unknown formats."""
     raw = parse_mapping(disk.read(directory / MANIFEST, MANIFEST_LIMIT_BYTES))
     form = raw.get("format")
     if not isinstance(form, dict) or form.get("name") != FORMAT_NAME:
         raise ValueError("it is not a manifest of a checkpoint")
     written, by = form.get("version"), raw.get("verl_version")
-    return str(Version(str(written))), str(Version(str(by)))
+    return str(Version(str(written))), str(Version(str(by))), bool(raw.get("deltas"))
 
 
-def _reasons(written: str, moving_to: Version) -> Iterator[str]:
-    """Why a version cannot read a format."""
+def _reasons(written: str, by: Version, has_deltas: bool, moving_to: Version) -> Iterator[str]:
+    """Why a version cannot read a checkpoint."""
     row = format_of(moving_to)
     if row is None:
         yield f"verl {moving_to} has no checkpoints of this kind; the first version that has is {FORMATS[0].verl}"
         return
-    if is_older(written, than=row.reads_from):
+    if moving_to >= OLDEST_WRITER and by < OLDEST_WRITER and not is_older(written):
+        yield f"verl {by} wrote it, and verl {moving_to} reads those of {OLDEST_WRITER} and later"
+    elif moving_to >= OLDEST_WRITER and has_deltas:
+        yield f"{DELTAS}, which verl {moving_to} does not read"
+    elif is_older(written, than=row.reads_from):
         yield f"format {written} is older than {row.reads_from}, the oldest that verl {moving_to} reads"
     elif not is_readable(written, by=row.writes):
         newer = "major version" if Version(written).major > Version(row.writes).major else "version"

@@ -219,6 +219,7 @@ FORMAT_NAME = "verl-checkpoint"
 FORMAT_VERSION = OLDEST_FORMAT = "1.0.0"  # from here on, what one version wrote every later one reads
 MANIFEST_LIMIT_BYTES = 2**28
 COMMIT_LIMIT_BYTES = 4096
+DELTAS = "it stores files as deltas"
 DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -306,9 +307,9 @@ class Manifest:
             stamped = parse_as(_Stamped, data)
             version = _supported(stamped.format)
             if stamped.deltas:
-                raise ManifestTooOld("it stores files as deltas, which verl 0.3.0.dev0 was the last to read")
+                raise ManifestTooOld(f"{DELTAS}, which commit 111e8ee5 of verl 0.3.0 was the last to read")
             if stamped.verl_version.startswith(("0.1.", "0.2.")):
-                raise ManifestTooOld(f"verl {stamped.verl_version} wrote it, and verl 0.2.0 was the last to read that")
+                raise ManifestTooOld(f"verl {stamped.verl_version} wrote it, which verl 0.2.0 was the last to read")
             saved = parse_as(_SavedManifest, data)
         except ExternalInputError as error:
             raise ManifestError(f"it is not a manifest of a checkpoint ({error})") from error
