@@ -201,7 +201,7 @@ def test_every_place_of_a_well_signed_manifest_may_hold_anything(copied, every):
                 ends_in_words("gc", copied, "--dry-run", "--keep-last-n", "2")
                 ends_in_words("inspect", checkpoint)
                 resumes_in_words(copied)
-    assert tried > 500 / every
+    assert tried > 450 / every
     before = listing(copied.parent)
     ends_in_words("gc", copied, "--keep-last-n", "2")
     assert {name for name in before if "global_step_1" in name} <= listing(copied.parent)

@@ -207,13 +207,17 @@ def test_what_was_proven_of_a_model_is_proven_anew_of_the_one_that_is_set(change
         assert torch.equal(found[: len(alone)], alone)
 
 
-def test_weights_alone_are_no_change_and_neither_are_switches_of_training(actor, encoded):
+def test_weights_alone_are_no_change_and_neither_are_switches_of_training(actor, encoded, tmp_path):
     form, engine = form_of(actor.model), actor.rollout_engine
     optimizer = torch.optim.AdamW(actor.parameters(), lr=0.1)
     actor.train()(input_ids=encoded["input_ids"], labels=encoded["input_ids"]).loss.backward()
     optimizer.step()
     actor.model.config.use_cache = False
+    actor.model.config.pad_token_id = 3
     actor.model.requires_grad_(False)
+    actor.model.config.architectures = None
+    actor.model.save_pretrained(tmp_path / "saved")
+    assert actor.model.config.architectures is not None
     assert not form_difference(form, form_of(actor.model))
     actor.generate(**encoded, **ASKED)
     assert actor.rollout_engine is engine

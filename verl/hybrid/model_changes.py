@@ -57,8 +57,12 @@ class ActorLock:
         )
 
 
-# Configuration entries that do not change results and that training scripts toggle.
-_WITHOUT_EFFECT = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict"})
+# Configuration entries that do not change results and that training scripts toggle or `save_pretrained` writes; the
+# dtype of each parameter and the token ids of each call are compared elsewhere.
+_WITHOUT_EFFECT = frozenset(
+    "use_cache output_attentions output_hidden_states return_dict architectures dtype torch_dtype _name_or_path "
+    "transformers_version pad_token_id bos_token_id eos_token_id".split()
+)
 
 
 Form = dict[str, Any]
@@ -72,7 +76,7 @@ def form_of(model: Any) -> Form:
         the entry.
     """
     entries = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(vars(model.config))
-    form: Form = {f"config.{key}": value for key, value in entries.items() if key not in _WITHOUT_EFFECT}
+    form: Form = {f"config.{key}": value for key, value in _with_effect(entries).items()}
     attention = getattr(model.config, "_attn_implementation", None)
     form["config.attn_implementation"] = "sdpa" if attention == packed_attention.NAME else attention  # set by verl
     form |= {name: type(module).__name__ for name, module in model.named_modules() if name}
@@ -81,6 +85,12 @@ def form_of(model: Any) -> Form:
         shared = first.setdefault(id(parameter), name)
         form[name] = list(parameter.shape), str(parameter.dtype).removeprefix("torch."), shared
     return form
+
+
+def _with_effect(entries: dict[str, Any]) -> dict[str, Any]:
+    """Entries of a configuration, and of those inside it, that change results."""
+    kept = ((key, value) for key, value in entries.items() if key not in _WITHOUT_EFFECT)
+    return {key: _with_effect(value) if isinstance(value, dict) else value for key, value in kept}
 
 
 def form_difference(before: Form, now: Form) -> str:
