@@ -60,8 +60,20 @@ class ActorLock:
 # Configuration entries that do not change results and that training scripts toggle or `save_pretrained` writes; the
 # dtype of each parameter and the token ids of each call are compared elsewhere.
 _WITHOUT_EFFECT = frozenset(
-    "use_cache output_attentions output_hidden_states return_dict architectures dtype torch_dtype _name_or_path "
-    "transformers_version pad_token_id bos_token_id eos_token_id".split()
+    [
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "_name_or_path",
+        "transformers_version",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+    ]
 )
 
 
