@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as npst
 
 from verl.protocol import DataProto
 
@@ -39,34 +38,11 @@ def exact(value: Any) -> Any:
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
         return "tensor", str(value.dtype), tuple(value.shape), _numbers(value)
-    if isinstance(value, np.generic):
-        return (kind, *exact(np.asarray(value))[1:])
-    if isinstance(value, np.ndarray):
-        flat, dtype = value.reshape(-1), str(value.dtype.newbyteorder("="))  # which pickle changes, too
-        if value.dtype.names:
-            return kind, dtype, value.shape, tuple(exact(flat[name]) for name in value.dtype.names)
-        held = [exact(x) for x in flat] if value.dtype == object else [_number(x) for x in flat.tolist()]
-        return kind, dtype, value.shape, tuple(held)
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return kind, tuple(map(exact, value))
     if isinstance(value, dict):
         return kind, frozenset((key, exact(item)) for key, item in value.items())
     return kind, _number(value)
-
-
-def alike(value: Any) -> Any:
-    """The same where NumPy's scalars count as Python's numbers of that kind, as they do in a union."""
-    if isinstance(value, (np.datetime64, np.timedelta64, np.void)):
-        return exact(value)
-    if isinstance(value, np.generic):
-        return exact(value.item())
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, tuple(map(alike, value))
-    if isinstance(value, dict):
-        return "dict", frozenset((key, alike(item)) for key, item in value.items())
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        return "objects", value.shape, tuple(map(alike, value.reshape(-1)))
-    return exact(value)
 
 
 def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -124,33 +100,18 @@ def tensors(draw, rows: int, dtypes: list[torch.dtype] = DTYPES) -> torch.Tensor
     return made(*shape)
 
 
-_RECORD = np.dtype([("a", "<f4"), ("b", "<U3"), ("c", "<i2", (2,))])
 _SCALARS = (
-    st.none() | st.booleans() | st.integers(-3, 3) | st.integers() | st.floats() | st.complex_numbers()
-    | st.text(max_size=4) | st.binary(max_size=3) | st.sampled_from([0.0, -0.0, 1.0, float("nan"), 2**4100, "", b""])
-    | npst.from_dtype(np.dtype("float32")) | npst.from_dtype(np.dtype("float64")) | npst.from_dtype(np.dtype("int8"))
-    | npst.from_dtype(np.dtype("bool")) | npst.from_dtype(np.dtype("M8[ns]")) | npst.from_dtype(np.dtype("m8[s]"))
-    | npst.from_dtype(np.dtype("complex64")) | st.text(max_size=3).map(lambda x: np.str_(x.rstrip("\0")))
-    | st.binary(max_size=3).map(lambda x: np.bytes_(x.rstrip(b"\0")))  # whose pickles have no zeros at their end
-)  # fmt: skip
-_OF_ARRAYS = ("f4", "f8", "f2", "i8", "u1", "?", "c8", "M8[ms]", "U3", "S2", ">i4")
-_ARRAYS = npst.arrays(
-    st.sampled_from([*map(np.dtype, _OF_ARRAYS), _RECORD]),
-    npst.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=3),
+    st.none() | st.booleans() | st.integers(-3, 3) | st.integers() | st.floats() | st.text(max_size=4)
+    | st.sampled_from([0.0, -0.0, 1.0, float("nan"), 2**4100, ""])
 )  # fmt: skip
 
 
 @functools.cache
 def values() -> st.SearchStrategy:
-    """Anything that a row of a column may hold and that a file keeps."""
+    """Anything that a row of a column may hold."""
     return st.recursive(
-        _SCALARS | _ARRAYS | tensors(2),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.lists(inner, max_size=3).map(tuple)
-            | st.dictionaries(st.text(max_size=3) | st.just("__verl__"), inner, max_size=3)
-            | st.lists(inner, min_size=1, max_size=3).map(objects)
-        ),
+        _SCALARS,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
         max_leaves=5,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 
 import pyarrow
@@ -106,6 +108,15 @@ def test_texts_get_the_special_tokens_of_the_tokenizer_and_templates_write_their
 def test_lists_in_a_column_stay_one_object_per_row():
     rows = [{"prompt": "1", "tests": [1, 2]}, {"prompt": "2", "tests": [3, 4]}]
     assert list(open_rows(rows).collate([1, 0])["tests"]) == [[3, 4], [1, 2]]
+
+
+def test_dates_become_texts_decimals_numbers_and_other_values_are_refused_with_column_and_row():
+    rows = [{"prompt": "1", "when": [datetime.date(2020, 1, 2)], "price": {"a": decimal.Decimal("1.5")}, "pair": (1,)}]
+    batch = RLHFDataset.from_rows(rows, TOKENIZER).collate([0])
+    found = [batch[name].tolist() for name in ("when", "price", "pair")]
+    assert found == [[["2020-01-02"]], [{"a": 1.5}], [[1]]]
+    with pytest.raises(ConfigError, match=r"column 'image' is a value of type bytes at row 1\['bytes'\]: .*remove it"):
+        RLHFDataset.from_rows([{"prompt": "1"}, {"prompt": "2", "image": {"bytes": b"x"}}], TOKENIZER)
 
 
 def test_a_column_that_a_row_lacks_is_none_there():

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import copy
 import datetime
-import decimal
-import enum
 import pickle
 import socket
-from collections import OrderedDict, namedtuple
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from any_batches import DTYPES, NAMES, alike, any_batches, assert_identical, exact, objects, tensors, values
+from any_batches import DTYPES, NAMES, any_batches, assert_identical, exact, objects, tensors, values
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from refusals import refusal
@@ -119,7 +115,7 @@ def copied(value):
 def test_a_column_that_differs_in_one_row_is_refused_with_the_row_and_both_values(draw, rows):
     column = draw.draw(st.lists(values(), min_size=rows, max_size=rows))
     row, other = draw.draw(st.integers(0, rows - 1)), draw.draw(values())
-    assume(alike(column[row]) != alike(other))
+    assume(exact(column[row]) != exact(other))
     changed = [other if number == row else copied(value) for number, value in enumerate(column)]
     mine, theirs = (DataProto.from_dict(non_tensors={"x": objects(some)}) for some in (column, changed))
     for one, another in ((mine, theirs), (theirs, mine)):
@@ -169,15 +165,9 @@ def column(*rows: Any) -> DataProto:
 
 
 UNEQUAL = [
-    (np.array([1, 1]), 1), (np.array([]), 5), (np.array([1.0]), 1.0), ([1, 1], np.array([1, 1])), (True, 1), (1, 1.0),
-    (True, 1.0), ("1", b"1"), ("1", 1), (None, 0), (None, float("nan")), ((1, 2), [1, 2]), ([1, [2]], [1, [True]]),
-    ({"a": 1}, {"a": True}), ({1: "a"}, {True: "a"}), ({"a": 1}, {"a": 1, "b": None}), ([], {}), (1, 1 + 0j),
-    (np.array([1, 2]), np.array([1.0, 2.0])), (np.array([1], "i4"), np.array([1], "i8")),
-    (np.zeros((2, 0)), np.zeros((0, 2))),
-    (np.float32(0.1), 0.1), (torch.ones(1), 1.0), (torch.ones(2), torch.ones(1)), (torch.ones(2), np.ones(2)),
-    (complex("nan+1j"), complex("nan+2j")), (np.datetime64("2020-01-01"), np.datetime64("NaT")),
-    ({1, 2}, {1, 3}), ({1}, frozenset({1})), (float("nan"), 0.0), (decimal.Decimal(1), 1), (len, max),
-    (np.array([1.0, np.nan]), np.array([np.nan, 1.0])), (np.datetime64(1, "s"), np.datetime64(1, "ns")),
+    (True, 1), (1, 1.0), (True, 1.0), ("1", 1), (None, 0), (None, float("nan")), ([1, [2]], [1, [True]]), ([1], [1, 1]),
+    ({"a": 1}, {"a": True}), ({"a": 1}, {"a": 1, "b": None}), ({"a": 1}, {"b": 1}), ([], {}), (float("nan"), 0.0),
+    ([1.0, float("nan")], [float("nan"), 1.0]),
 ]  # fmt: skip
 
 
@@ -191,73 +181,52 @@ def test_values_of_another_kind_shape_or_number_are_not_the_same(one, other, swa
         DataProto.from_dict(meta_info={"t": [one]}).union(DataProto.from_dict(meta_info={"t": [other]}))
 
 
-class Colour(enum.Enum):
-    RED = 1
+def test_equal_values_join_whatever_object_they_are():
+    rows = [[n, str(n), {"a": n / 3, "b": [None, float("nan")]}] for n in range(100)]
+    ours, theirs = column(*rows), column(*pickle.loads(pickle.dumps(rows)))
+    assert ours.union(theirs)["x"] is ours["x"]
+    DataProto.from_dict(meta_info={"t": rows}).union(DataProto.from_dict(meta_info={"t": copy.deepcopy(rows)}))
 
 
-class Plain:
-    """An object that compares by its address."""
-
-    def __init__(self):
-        self.held = {"x": np.array([1.0, np.nan]), "t": torch.ones(2)}
-
-
-@dataclass
-class Record:
-    scores: np.ndarray = field(default_factory=lambda: np.array([1.0, np.nan]))
-    mean: float = float("nan")
+@pytest.mark.parametrize("value", [torch.ones(2), np.ones(2), (1, "a"), Path("a"), datetime.date(2020, 1, 1)], ids=repr)
+def test_facts_may_be_other_objects_that_say_whether_they_are_equal(value):
+    ours, theirs = (DataProto.from_dict(meta_info={"t": v}) for v in (value, copy.deepcopy(value)))
+    ours.union(theirs)
+    with pytest.raises(DataProtoValidationError, match="meta_info `t`"):
+        ours.union(DataProto.from_dict(meta_info={"t": 3}))
 
 
-Pair = namedtuple("Pair", "left right")
+def test_numbers_and_arrays_of_numpy_become_those_of_python_and_tuples_lists():
+    given = [np.int8(1), np.float64(1.5), np.bool_(True), np.str_("a"), np.arange(2), ({"a": np.float32(0.5)},)]
+    column_of_them = column(*given)["x"].tolist()
+    assert exact(column_of_them) == exact([1, 1.5, True, "a", [0, 1], [{"a": 0.5}]])
+    assert DataProto.from_dict(non_tensors={"x": np.ones((2, 1))})["x"].tolist() == [[1.0], [1.0]]
+
+
 contains_itself: list[Any] = [1]
 contains_itself.append(contains_itself)
-EQUAL = [
-    np.array([1.0, np.nan]), [np.array([np.nan])], {"a": [float("nan")]}, {float("nan"): 1}, {float("nan"), 1},
-    (float("nan"),), complex("nan+1j"), np.float32("nan"), np.datetime64("NaT"), np.array(["NaT"], "M8[s]"),
-    np.array([(np.nan, 1)], [("a", "f4"), ("b", "i4")]), np.ma.masked_array([1.0, np.nan], [True, False]), Colour.RED,
-    Plain(), Record(), Pair(1, float("nan")), OrderedDict(a=float("nan")), decimal.Decimal("NaN"), Path("a"), len,
-    datetime.datetime(2020, 1, 1), torch.tensor([1.0, float("nan")]), torch.eye(2).to_sparse(), contains_itself,
-    np.longdouble("nan"), np.array([[1, "a"], [None, 2.0]], dtype=object), range(3), slice(1, 2), object(), Plain,
-]  # fmt: skip
+REFUSED = {  # value, the place of what is refused, and its kind
+    "tensor": (torch.ones(2), "", "a Tensor of torch.float32"),
+    "bytes": ([b"a"], "[0]", "a value of type bytes"),
+    "complex": (1j, "", "a value of type complex"),
+    "set": ({"a": [1, {2}]}, "['a'][1]", "a value of type set"),
+    "keys": ([{1: 2}], "[0]", "a dict whose keys are not all strings"),
+    "date": (datetime.date(2020, 1, 1), "", "a value of type date"),
+    "date of NumPy": (np.datetime64("2020-01-01"), "", "a value of type datetime64"),
+    "dates of NumPy": (np.array(["NaT"], "M8[s]"), "", "a ndarray of datetime64[s]"),
+    "object": (Path("a"), "", "a value of type"),
+    "function": ({"f": len}, "['f']", "a value of type builtin_function_or_method"),
+    "itself": (contains_itself, "", "a value that contains itself, or is nested too deeply"),
+}
 
 
-@pytest.mark.parametrize("value", EQUAL, ids=lambda value: type(value).__name__)
-def test_a_value_is_the_same_as_its_own_copy(value):
-    own = pickle.loads(pickle.dumps(value))
-    column("same", value).union(column("same", own))
-    DataProto.from_dict(meta_info={"t": value}).union(DataProto.from_dict(meta_info={"t": own}))
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        lambda n: [str(n), n, {"a": n / 3}],
-        lambda n: np.array([n, float("nan")]),
-        lambda n: torch.tensor([n, 1]),
-        lambda n: torch.tensor([2**53 + n]) if n else torch.tensor([0.5]),
-        lambda n: {"list": [np.arange(n % 9), torch.arange(2) + n]},
-        lambda n: (n, str(n), None, float("nan"))[n % 4],
-        lambda n: np.float32(n),
-    ],
-)
-def test_rows_that_are_compared_at_once_are_compared_in_full(row):
-    """As many as are taken together, and a last one that is alone."""
-    ours, theirs = ([row(n) for n in range(4097)] for _ in range(2))
-    column(*ours).union(column(*theirs))
-    for place in (4096, 7):
-        changed = list(theirs)
-        changed[place] = row(place + 1)
-        with refusal("x", place, kind=DataProtoValidationError):
-            column(*ours).union(column(*changed))
-
-
-def test_numbers_of_numpy_are_the_same_as_those_of_python_where_they_are_as_large():
-    ours = column(1, 1.5, True, "a", b"a", 1j, 0.5)
-    theirs = column(
-        np.int8(1), np.float64(1.5), np.bool_(True), np.str_("a"), np.bytes_(b"a"), np.complex64(1j), np.float16(0.5)
-    )
-    assert ours.union(theirs)["x"] is ours["x"]
-    assert theirs.union(ours)["x"] is theirs["x"]
+@pytest.mark.parametrize(("value", "place", "kind"), REFUSED.values(), ids=REFUSED)
+def test_a_column_of_other_values_is_refused_with_row_place_and_kind(value, place, kind):
+    with refusal("x", 1, kind=DataProtoValidationError) as caught:
+        column("a", value)
+    assert f" at x[1]{place}. Convert it before the batch is made" in str(caught.value)
+    assert f"Found: {kind}" in str(caught.value)
+    assert "Source: column()" in str(caught.value)
 
 
 def test_the_place_within_a_value_is_named():
@@ -283,26 +252,25 @@ def test_a_part_weighs_what_its_rows_do_and_no_more():
     big = torch.zeros(10_000, 100)
     held = DataProto.from_dict(
         {"x": big, "t": big.T.contiguous().T, "e": torch.zeros(1, 100).expand(10_000, 100)},
-        {"nested": [{"hidden": big[row], "list": [big[row, :5]]} for row in range(10_000)], "array": list(big.numpy())},
-        {"kept": big[3], "none": big[:0]},
+        {"list": big.tolist()},
     )
     part = held[5:7]
-    nbytes = 2 * 4 * (100 * 3 + 105 + 100) + 400
+    nbytes = 2 * 100 * (4 * 3 + 9)
     assert len(pickle.dumps(part)) < nbytes + 6000
     assert serialize(part).num_bytes < nbytes + 6000
-    own = copy.deepcopy(part)
-    assert own["nested"][0]["hidden"].untyped_storage().nbytes() == 400
-    assert_identical(own, part)
-    assert part["nested"][0]["hidden"].untyped_storage().nbytes() == big.nbytes  # nothing is copied before it travels
+    assert_identical(copy.deepcopy(part), part)
 
 
-def test_what_a_file_has_no_form_for_is_named_with_its_place(tmp_path):
-    for value in ({1}, {1: 2}, [lambda: 0], contains_itself, np.ma.masked_array([1], [True]), torch.eye(2).to_sparse()):
-        with pytest.raises(DataProtoValidationError, match=r"column `x`\[1\]"):
-            column("a", value).save(tmp_path / "rows")
-        rows = scored_rows(2).union(column("a", value))
-        with pytest.raises(DataProtoValidationError, match=r"(?s)column `x`\[1\].*Source: column\(\)"):
-            rows_to_arrow(rows, dict.fromkeys(("group", "step", "score", "advantage"), np.zeros(2)))
+def test_a_fact_or_a_changed_value_that_json_cannot_hold_is_named_when_it_is_saved(tmp_path):
+    for value in ({1}, {1: 2}, [lambda: 0], contains_itself, torch.eye(2)):
+        with pytest.raises(DataProtoValidationError, match=r"meta_info.* is a"):
+            DataProto.from_dict(meta_info={"t": value}).save(tmp_path / "rows")
+    changed = scored_rows(2).union(column("a", []))
+    changed["x"][1].append({1})
+    with pytest.raises(DataProtoValidationError, match=r"\[1\]\[0\] is a value of type set"):
+        changed.save(tmp_path / "rows")
+    with pytest.raises(DataProtoValidationError, match=r"row 1 of the columns \['x'\]\[0\] is a value of type set"):
+        rows_to_arrow(changed, dict.fromkeys(("group", "step", "score", "advantage"), np.zeros(2)))
     assert not list(tmp_path.iterdir())
 
 
@@ -333,18 +301,6 @@ def test_tensors_that_are_no_rows_of_numbers_are_refused_when_a_batch_is_made():
     for name in (3, None, "\ud800"):
         with pytest.raises(DataProtoValidationError):
             DataProto.from_dict(non_tensors={name: [1]})
-
-
-def test_dates_and_records_stay_what_they_are():
-    data = DataProto.from_dict(
-        non_tensors={
-            "day": np.array(["2020-01-01T00:00:00.000000001", "NaT"], "M8[ns]"),
-            "pair": np.array([(1, "a"), (2, "b")], [("n", "i4"), ("t", "U1")]),
-        }
-    )
-    assert data["day"][0] == np.datetime64("2020-01-01T00:00:00.000000001")
-    assert data["pair"][1]["t"] == "b"
-    data.union(pickle.loads(pickle.dumps(data)))
 
 
 @pytest.mark.parametrize("key", [True, np.bool_(True), torch.tensor(1.5), np.float64(1.0), torch.tensor(True)])

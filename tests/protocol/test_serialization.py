@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from batches import assert_same, batches, rollout
 from hypothesis import given, settings
-from safetensors.torch import save_file
 
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto
@@ -59,46 +56,6 @@ def test_no_pickle_is_in_the_file_and_nothing_unfinished_stays(tmp_path):
     from safetensors.torch import load_file
 
     assert "values" in load_file(tmp_path / "rows")
-
-
-@pytest.mark.parametrize(
-    ("columns", "meta", "place"),
-    [
-        ({"tree": ["a", {"x": {1, 2}}]}, {}, r"column `tree`\[1\]\['x'\] is a set"),
-        ({"tree": [{1: 2}]}, {}, r"column `tree`\[0\] is a dict whose keys"),
-        ({}, {"fn": print}, r"meta_info\['fn'\] is a builtin_function_or_method"),
-    ],
-)
-def test_what_json_cannot_hold_is_named_by_its_place_and_nothing_is_written(columns, meta, place, tmp_path):
-    with pytest.raises(DataProtoValidationError, match=place):
-        DataProto.from_dict(non_tensors=columns, meta_info=meta).save(tmp_path / "rows")
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_json_has_no_form_for_comes_back_with_its_type(tmp_path):
-    row = [np.float32(0.5), np.arange(2, dtype="i2"), (1, b"x"), 1j, torch.ones(2, dtype=torch.bfloat16)]
-    DataProto.from_dict(non_tensors={"n": [row]}, meta_info={"t": (1, 2)}).save(tmp_path / "rows")
-    again = DataProto.load(tmp_path / "rows")
-    found = again["n"][0]
-    assert [type(x) for x in found] == [np.float32, np.ndarray, tuple, complex, torch.Tensor]
-    assert (found[0], found[1].tolist(), found[1].dtype, found[2], found[3]) == (0.5, [0, 1], np.int16, (1, b"x"), 1j)
-    assert found[4].dtype == torch.bfloat16
-    assert again.meta_info == {"t": (1, 2)}
-
-
-def test_a_file_of_an_earlier_version_is_read(tmp_path):
-    """Whose columns and producers lay in objects, and whose fields all had their own names."""
-    rest = {
-        "columns": {"answer": ["a", None]},
-        "meta_info": {"step": 3},
-        "sources": {"x": ["made", 1, "here.py"], "answer": ["made", 1, "here.py"]},
-        "order": ["x"],
-    }
-    text = torch.from_numpy(np.frombuffer(bytearray(json.dumps(rest).encode()), dtype=np.uint8))
-    save_file({"x": torch.tensor([1.0, 2.0]), "__rest__": text}, tmp_path / "rows")
-    found = DataProto.load(tmp_path / "rows")
-    assert (found["x"].tolist(), found["answer"].tolist(), found.meta_info) == ([1.0, 2.0], ["a", None], {"step": 3})
-    assert found.producer("answer").function == "made"
 
 
 def test_a_missing_foreign_or_damaged_file_is_refused_by_name(tmp_path):

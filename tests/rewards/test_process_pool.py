@@ -392,14 +392,16 @@ def test_a_column_that_the_function_needs_and_the_data_lacks_is_named(made, batc
 
 
 def test_a_value_that_cannot_travel_is_named_with_its_column(made):
-    batch = batch_of(["1"]).union(DataProto.from_dict(non_tensors={"opaque": [lambda: 1]}))
+    batch = batch_of(["1"]).union(DataProto.from_dict(non_tensors={"opaque": [None]}))
+    batch["opaque"][0] = lambda: 1
     with pytest.raises(RewardError, match=r"Sample: 0") as refused:
         made("def my_reward(prompt, response, opaque): return 1").score(batch)
     assert "cannot be sent to a worker process" in str(refused.value)
 
 
 def test_a_value_that_cannot_travel_leaves_the_other_samples(made):
-    columns = DataProto.from_dict(non_tensors={"opaque": [lambda: 1] * 3 + [1, 2]})
+    columns = DataProto.from_dict(non_tensors={"opaque": [None] * 3 + [1, 2]})
+    columns["opaque"][:3] = lambda: 1
     reward = made("def my_reward(prompt, response, opaque): return opaque", on_error="score")
     assert list(reward.score(batch_of(RESPONSES).union(columns))["score"]) == [0, 0, 0, 1, 2]
 

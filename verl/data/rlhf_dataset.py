@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +20,7 @@ from verl.data.tokenization import RaggedTokens, cut, fit_lengths, object_array,
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
+from verl.protocol.serialization import JSON_VALUES, NotJson, json_value
 
 log = logging.getLogger(__name__)
 RESERVED_COLUMNS = frozenset({"prompt_text", "prompt_messages", "response_text", "score"})
@@ -36,7 +40,8 @@ class RLHFDataset:
         sources: index of each row's file; None for rows from memory.
     Raises:
         ConfigError: a file is missing, empty or unreadable; the prompt column is missing; a prompt is null, not a text
-            or too long; a column has the name of a batch field; a key of `config` is unknown.
+            or too long; a column has the name of a batch field, or values that are not JSON values, such as bytes; a
+            key of `config` is unknown.
     """
 
     def __init__(
@@ -108,7 +113,7 @@ class RLHFDataset:
         self.sources = rows.sources
         self.tokens = RaggedTokens([tokens[index] for index in kept])
         self._prompt_ids = torch.tensor([rows.number(index) for index in range(len(rows))], dtype=torch.int64)
-        self._columns = {name: object_array([row.get(name) for row in rows.values]) for name in columns}
+        self._columns = {name: _column(rows, name) for name in columns}
         self._columns["prompt_text"] = object_array([texts[index] for index in kept])
         messages = [chat.messages_of(row[options.prompt_key]) for row in rows.values]
         if any(found is not None for found in messages):
@@ -153,6 +158,30 @@ class RLHFDataset:
             non_tensors={name: values[chosen.numpy()] for name, values in self._columns.items()},
             meta_info={"pad_token_id": self._pad_id},
         )
+
+
+def _column(rows: DataRows, name: str) -> np.ndarray:
+    """A column as an object array of JSON values; dates and times become ISO 8601 strings, decimals numbers."""
+    values = []
+    for index, row in enumerate(rows.values):
+        try:
+            values.append(json_value(_without_dates(row.get(name))))
+        except NotJson as error:
+            raise ConfigError(
+                f"column {name!r} is {error.kind} at {rows.place(index)}{error.path}: a batch carries {JSON_VALUES}. "
+                "Convert the column, or remove it from the data."
+            ) from None
+    return object_array(values)
+
+
+def _without_dates(value: Any) -> Any:
+    if isinstance(value, (datetime.date, datetime.time)):  # datetime is a date
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    if isinstance(value, list):
+        return [_without_dates(item) for item in value]
+    return {key: _without_dates(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _columns_beside(rows: DataRows, prompt_key: str) -> list[str]:

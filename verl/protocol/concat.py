@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from verl.errors import DataProtoValidationError
-from verl.protocol.equality import difference
+from verl.protocol.equality import value_difference
 from verl.protocol.fields import FIELDS, Bound, Field
 from verl.protocol.provenance import Source, contract_error
 
@@ -32,10 +32,10 @@ def merged_meta(metas: Sequence[Mapping[str, Any]], verb: str) -> dict[str, Any]
     merged: dict[str, Any] = {}
     for meta in metas:
         for key, value in meta.items():
-            if (found := difference(merged.setdefault(key, value), value)) is not None:
-                one, other = found.texts()
+            if (differing := value_difference(merged.setdefault(key, value), value)) is not None:
+                one, other = differing.texts()
                 raise DataProtoValidationError(
-                    f"meta_info `{key}`{found.path} is {one} in one batch of this {verb} and {other} in another: "
+                    f"meta_info `{key}`{differing.path} is {one} in one batch of this {verb} and {other} in another: "
                     "pop it from one of them."
                 )
     return merged

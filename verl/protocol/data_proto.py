@@ -26,7 +26,7 @@ from verl.protocol.concat import in_threads, join_arrays, join_tensors, lengths_
 from verl.protocol.equality import ValueDifference, column_difference, tensor_difference
 from verl.protocol.fields import Bound, check_rows, check_tensor
 from verl.protocol.provenance import Source, contract_error, source_of, source_of_caller
-from verl.protocol.serialization import copied, from_buffers, portable, read_file, taken, to_buffers, write_file
+from verl.protocol.serialization import copied, from_buffers, read_file, taken, to_buffers, write_file
 from verl.protocol.validation import (
     Indices,
     ReadOnlyFields,
@@ -40,7 +40,7 @@ from verl.protocol.validation import (
 
 
 class DataProto:
-    """A batch: named tensors and columns of Python objects with equal numbers of rows, and `meta_info`.
+    """A batch: named tensors and columns of JSON values with equal numbers of rows, and `meta_info`.
 
     Batches are made by `from_dict`. Presence, type, dtype and dims of fields are checked when a batch is made and when
     two are joined; with `VERL_STRICT_DATA_CHECK=1` or `verl.config.strict_data_check` the content is checked too.
@@ -49,7 +49,7 @@ class DataProto:
 
     Attributes:
         batch: tensors by name, read-only.
-        non_tensor_batch: object arrays `[B]` by name, read-only.
+        non_tensor_batch: object arrays `[B]` of JSON values by name, read-only.
         meta_info: a dict of values for the whole batch.
     """
 
@@ -80,7 +80,8 @@ class DataProto:
         Args:
             tensors: registered fields with the dims of `verl.protocol.fields.FIELDS`; for other names the first dim is
                 B.
-            non_tensors: one Python object per row; numeric arrays become objects too.
+            non_tensors: one JSON value per row: numbers, strings, booleans, None, and lists and dicts of these with
+                strings as keys. Numbers and arrays of NumPy become Python numbers and lists, tuples become lists.
             meta_info: values for the whole batch.
             producer: the function that errors name; by default the caller.
         Raises:
@@ -228,8 +229,7 @@ class DataProto:
     def union(self, *others: DataProto) -> DataProto:
         """A batch with the fields of all batches.
 
-        A field may be in several batches if its values are equal in type, shape and every number (NaN equals NaN); see
-        `verl.protocol.equality`.
+        A field may be in several batches if its values are equal in type, shape and every number; NaN equals NaN.
 
         Raises:
             DataProtoValidationError: a field breaks its contract, or differs between batches; names the first row that
@@ -377,11 +377,8 @@ class DataProto:
     def save(self, path: str | Path) -> None:
         """Save to a file: tensors as safetensors, everything else as JSON in it, without pickle and without gradients.
 
-        Columns and `meta_info` may contain numbers of Python and NumPy, texts, bytes, arrays, tensors, None, and lists,
-        tuples and dicts of these.
-
         Raises:
-            DataProtoValidationError: they contain other objects, or a dict with keys that are not texts.
+            DataProtoValidationError: `meta_info` has a part that is not a JSON value (see `from_dict`).
         """
         write_file(Path(path), self._tensors, self._arrays, self.meta_info, self._sources)
 
@@ -396,8 +393,7 @@ class DataProto:
         return DataProto()._fill(tensors, arrays, meta_info, sources, {}).check()
 
     def __getstate__(self):
-        arrays = {name: portable(array) for name, array in self._arrays.items()}
-        return to_buffers(self._tensors), arrays, portable(self.meta_info), self._sources, self._bound
+        return to_buffers(self._tensors), dict(self._arrays), self.meta_info, self._sources, self._bound
 
     def __setstate__(self, state):
         packed, arrays, meta_info, sources, bound = state
@@ -408,8 +404,8 @@ class DataProto:
 
     def __deepcopy__(self, memo: dict) -> DataProto:
         tensors = {name: copied(tensor) for name, tensor in self._tensors.items()}
-        arrays = {name: copy.deepcopy(portable(array), memo) for name, array in self._arrays.items()}
-        meta_info = copy.deepcopy(portable(self.meta_info), memo)
+        arrays = {name: copy.deepcopy(array, memo) for name, array in self._arrays.items()}
+        meta_info = copy.deepcopy(self.meta_info, memo)
         return DataProto()._fill(tensors, arrays, meta_info, dict(self._sources), dict(self._bound))
 
     # Inner steps

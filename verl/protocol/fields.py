@@ -145,7 +145,7 @@ def check_tensor(name: str, tensor: Any, bound: Bound, sources: Mapping[str, Sou
 
 
 def check_rows(name: str, rows: int, bound: Bound, sources: Mapping[str, Source]) -> None:
-    """Check and bind B for a column of Python objects, which may not take the name of a registered field."""
+    """Check and bind B for a column of JSON values, which may not take the name of a registered field."""
     _check_name(name, sources)
     if name in TABLE:
         raise contract_error(name, f"a tensor {TABLE[name].shape}", "a column that is not a tensor", sources.get(name))

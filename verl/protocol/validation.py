@@ -14,6 +14,7 @@ import torch
 from verl.errors import DataProtoValidationError
 from verl.protocol.fields import FIELDS, Bound
 from verl.protocol.provenance import Source, contract_error
+from verl.protocol.serialization import JSON_VALUES, PLAIN, NotJson, json_value
 
 Indices = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
@@ -55,16 +56,33 @@ def absent_error(name: str, fields: Mapping[str, Any]) -> DataProtoValidationErr
 
 
 def object_array(name: str, column: Any, source: Source) -> np.ndarray:
-    """Convert a column to one Python object per row. NumPy numbers become Python numbers; dates and records, for which
-    Python has no equal type, stay NumPy objects.
+    """Convert a column to one JSON value per row: NumPy numbers become Python numbers, arrays and tuples lists.
+
+    Raises:
+        DataProtoValidationError: not a list or an array, or an entry is not a JSON value; names the row, the place in
+            it and the type.
     """
     if isinstance(column, np.ndarray) and column.ndim:
-        if type(column) is np.ndarray and column.dtype == object and column.ndim == 1:
-            return column
-        column = list(column) if column.dtype.kind in "mMV" else column.tolist()
-    elif not isinstance(column, (list, tuple)):
+        entries = list(column) if column.dtype.kind in "mMV" else column.tolist()
+    elif isinstance(column, (list, tuple)):
+        entries = list(column)
+    else:
         raise contract_error(name, "a list or an array with one entry per row", type(column).__name__, source)
-    return np.fromiter(column, dtype=object, count=len(column))
+    is_plain = set(map(type, entries)) <= PLAIN
+    converted = entries if is_plain else [_json_entry(name, row, entry, source) for row, entry in enumerate(entries)]
+    is_unchanged = is_plain or all(new is old for new, old in zip(converted, entries))
+    if is_unchanged and type(column) is np.ndarray and column.dtype == object and column.ndim == 1:
+        return column
+    return np.fromiter(converted, dtype=object, count=len(converted))
+
+
+def _json_entry(name: str, row: int, entry: Any, source: Source) -> Any:
+    try:
+        return json_value(entry)
+    except NotJson as error:
+        found = f"{error.kind} at {name}[{row}]{error.path}. Convert it before the batch is made"
+        found += ", or pass the column as a tensor." if isinstance(error.value, torch.Tensor) else "."
+        raise contract_error(name, JSON_VALUES, found, source, row) from None
 
 
 def row_number(key: Any) -> int | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
 from verl.protocol.provenance import contract_error
-from verl.protocol.serialization import KEY, column_to_json, in_order, loads
+from verl.protocol.serialization import in_order, json_text
 
 # Fields that are not stored: derived ones, and those that are recomputed with the current weights.
 REBUILT = ("input_ids", "attention_mask", "position_ids", "prompt_mask", "group_ids", "is_replayed")
@@ -31,7 +31,7 @@ COMPUTED = (
     "returns", "advantages",
 )  # fmt: skip
 INDEX = ("group", "step", "policy_version", "score", "advantage")  # columns that stay in memory for every row
-OTHERS = "columns"  # the column of JSON objects, of `verl.protocol.serialization`
+OTHERS = "columns"  # the column of JSON objects
 _KEY = b"verl.fields"
 _ARROW_DTYPES = frozenset(
     {torch.float64, torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32,
@@ -149,8 +149,7 @@ def rows_to_arrow(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.Recor
             `meta_info`, are not stored.
         index: the columns of `INDEX` that the batch does not have, [B] each.
     Raises:
-        DataProtoValidationError: a column cannot be stored as JSON, or a registered field has dims other than [B], [B P
-            ...] or [B T ...].
+        DataProtoValidationError: a registered field has dims other than [B], [B P ...] or [B T ...].
     """
     prompts = batch["prompts"].shape[1]
     lengths = {"P": batch["prompt_mask"].sum(1), "T": batch["attention_mask"][:, prompts:].sum(1)}
@@ -211,7 +210,7 @@ def rows_from_arrow(
         for name, field in fields.items():
             _fill(tensors[name], field, name, part)
         for row, place in zip(part.rows.tolist(), part.places.tolist(), strict=True):
-            objects[place] = loads(part.segment.others[row].as_py())
+            objects[place] = json.loads(part.segment.others[row].as_py())
         if after is not None:
             after(part)
     return DataProto.from_dict(tensors | _rebuilt(tensors, lengths, longest), _columns(objects))
@@ -352,12 +351,10 @@ def _unpadded(values: np.ndarray, counts: np.ndarray, is_right: bool) -> np.ndar
 
 
 def _json_rows(batch: DataProto) -> list[str]:
-    columns = {
-        name: column_to_json(f"column `{name}`", array, batch.producer(name))
-        for name, array in batch.non_tensor_batch.items()
-    }
-    rows = zip(*columns.values(), strict=True) if columns else ((),) * len(batch)
+    columns = {name: array.tolist() for name, array in batch.non_tensor_batch.items()}
+    rows = [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)] if columns else [{}] * len(batch)
     encode = json.JSONEncoder().encode  # json.dumps with options would make an encoder per row
-    if KEY in columns:  # an object with only this key would be decoded as an array
-        return [encode({KEY: ["dict", list(zip(columns, row))]}) for row in rows]
-    return [encode(dict(zip(columns, row))) for row in rows]
+    try:
+        return [encode(row) for row in rows]
+    except (TypeError, ValueError):  # a value that was changed after the batch was made, or an overlong integer
+        return [json_text(f"row {number} of the columns ", row) for number, row in enumerate(rows)]
