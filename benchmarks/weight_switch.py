@@ -90,11 +90,11 @@ def in_place_or_anew(engine: VLLMClient, repeats: int) -> dict[str, Any]:
     taken: dict[str, list[tuple[float, float]]] = {"in_place": [], "anew": []}
     for number in range(2 * repeats + 2):
         way = ("in_place", "anew")[number % 2]
-        engine._in_place = way == "in_place"
+        engine.in_place = way == "in_place"
         start = time.perf_counter()
         load_s = engine.sync().metrics["sync/load_s"]
         taken[way].append((time.perf_counter() - start, load_s))
-    engine._in_place = True
+    engine.in_place = True
     found = {way: list(zip(*pairs[1:], strict=True)) for way, pairs in taken.items()}
     return {
         way: {"seconds": work.spread(whole, 4), "load_s": work.spread(load, 4)} for way, (whole, load) in found.items()
