@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -67,6 +68,17 @@ class Cluster:
             assert process.poll() is None, process.communicate()[0]
         return process
 
+    def workers(self, number: int) -> list[str]:
+        """Process ids of the workers on a host, 0 or 1, as that host numbers them."""
+        return self.hosts.hosts[number].run("pgrep", "-f", "_RayWorker").stdout.split()
+
+    def wait_until_no_worker_is_left(self, *numbers: int) -> None:
+        """Wait until these hosts, 0 and 1, have no worker, at most `END_S`."""
+        end = time.monotonic() + END_S
+        while left := [self.workers(number) for number in numbers if self.workers(number)]:
+            assert time.monotonic() < end, left
+            time.sleep(1.0)
+
     def store(self, name: str) -> list[str]:
         return ["storage=local", f"storage.path={self._shared}/store_{name}"]
 
@@ -129,6 +141,36 @@ def test_hosts_that_lose_each_other_end_within_a_minute_with_the_host_named(kind
     while left := cluster.hosts.hosts[1].run(*workers).stdout.split():
         assert time.monotonic() < began + END_S, left
         time.sleep(1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "message"),
+    [
+        ("killed", signal.SIGKILL, r"rank \d failed in [\w.]+ at step \d[\s\S]*the process ended .* on hostb"),
+        ("stopped", signal.SIGSTOP, r"rank \d failed in [\w.]+ at step \d[\s\S]*does not react at all"),
+    ],
+)
+def test_a_worker_that_is_killed_or_stopped_on_the_other_host_is_named_and_no_worker_is_left(
+    name, number, message, cluster
+):
+    more = ["trainer.placement.call_timeout_s=10", f"trainer.total_steps={10 * STEPS}"]
+    process = cluster.start_until_saved(name, "global_step_2", *more)
+    (worker,) = cluster.workers(1)
+    assert cluster.hosts.hosts[1].run("kill", f"-{int(number)}", worker).returncode == 0
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1, said
+    assert re.search(message, said), said
+    cluster.wait_until_no_worker_is_left(0, 1)
+
+
+def test_workers_of_a_driver_that_is_killed_end_on_both_hosts(cluster):
+    process = cluster.start_until_saved("orphaned", "global_step_2", f"trainer.total_steps={10 * STEPS}")
+    assert cluster.workers(0)
+    assert cluster.workers(1)
+    driver = cluster.hosts.driver.run("pgrep", "-f", "verl.cli ppo").stdout.split()
+    assert cluster.hosts.driver.run("kill", "-KILL", *driver).returncode == 0
+    process.communicate(timeout=LIMIT_S)
+    cluster.wait_until_no_worker_is_left(0, 1)
 
 
 def test_with_a_store_hosts_whose_disks_are_lost_go_on_the_driver_s_too(cluster, tmp_path):
