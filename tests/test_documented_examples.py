@@ -60,7 +60,8 @@ NOT_RUN = {  # the beginning of a command, and why it is not run here
     "verl ppo --config-dir": "needs files of one's own; tests/test_wheel.py runs it",
     "verl ppo trainer=mesh trainer.placement.devices=[cuda:0,cuda:1]": "needs two GPUs; tests/trainer runs it on cpu:N",
     "python -m pytest": "runs tests",
-    "torchrun --nnodes=2": "needs two machines; tests/faults/test_torchrun_hosts.py has two namespaces",
+    "verl ppo trainer=ray trainer.placement.address=auto sharding=fsdp trainer.nnodes=2": "needs two machines; "
+    "tests/faults/test_two_hosts.py has two namespaces",
 }
 SHOWN_ELSEWHERE = {
     "checkpoints.md": "```console blocks: tests/cli/test_documented.py compares them with what is printed"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,16 +17,12 @@ from cluster.ray_here import all_gone, ray_here  # noqa: F401 - a fixture
 from cluster.test_local_worker_group import rows
 from cluster.toy_roles import ToyHost
 from refusals import refusal
-from torch.distributed import TCPStore
 
 from verl.cluster import rpc
-from verl.cluster.hosts.rendezvous import say_ended
-from verl.cluster.hosts.worker_group import HostsWorkerGroup
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import RemoteWorkerGroup, role_handles
 from verl.component import BuildContext
 from verl.errors import VerlError, WorkerDied, WorkerError, WorkerHung
-from verl.utils.torchrun import TorchrunPlace
 
 
 @dataclass
@@ -61,56 +55,17 @@ def in_ray(host: ToyHost, context: BuildContext, size: int, timeout_s: float) ->
     return RayWorkerGroup(session, RayRoleGroup("main", size, 0.5, 0, 1, "PACK", timeout_s), host, context)
 
 
-AGENT = "import sys; from verl.cluster.hosts.agent import serve_driver; from verl.utils import torchrun; "
-AGENT += "sys.exit(serve_driver(torchrun.place()))"
-
-
-@dataclass
-class Torchrun:
-    """What torchrun does on other hosts: it serves a store, and starts a process for each rank but the driver's."""
-
-    agents: list[subprocess.Popen[bytes]]
-
-    def start(self, host: ToyHost, context: BuildContext, size: int, timeout_s: float) -> RemoteWorkerGroup:
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        place = TorchrunPlace(0, size, 0, 1, size, "127.0.0.1", self.store.port)
-        told = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
-        told |= {"WORLD_SIZE": str(size), "GROUP_WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        told |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        for rank in range(1, size):
-            words = [sys.executable, "-c", AGENT]
-            self.agents.append(subprocess.Popen(words, env={**os.environ, **told, "RANK": str(rank)}))
-        try:
-            return HostsWorkerGroup(place, host, context, num_threads=1, call_timeout_s=timeout_s)
-        finally:
-            say_ended(place)  # agents end with the group
-
-    def close(self) -> None:
-        for agent in self.agents:
-            agent.wait(timeout=30)
-
-
 LOCAL = pytest.param("local", marks=pytest.mark.xdist_group("cluster"))
 RAY = [pytest.mark.xdist_group("ray")]
-HOSTS = pytest.param("hosts", marks=pytest.mark.xdist_group("cluster"))
-HOSTS_TOO = pytest.param("hosts", marks=[pytest.mark.xdist_group("cluster"), pytest.mark.exhaustive])
-over_both = pytest.mark.parametrize("groups", [LOCAL, HOSTS_TOO, pytest.param("ray", marks=RAY)], indirect=True)
-over_all = pytest.mark.parametrize("groups", [LOCAL, HOSTS, pytest.param("ray", marks=RAY)], indirect=True)
+over_both = pytest.mark.parametrize("groups", [LOCAL, pytest.param("ray", marks=RAY)], indirect=True)
 
 
-@pytest.fixture(params=[LOCAL, HOSTS_TOO, pytest.param("ray", marks=[*RAY, pytest.mark.exhaustive])])
+@pytest.fixture(params=[LOCAL, pytest.param("ray", marks=[*RAY, pytest.mark.exhaustive])])
 def groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
     if request.param == "ray":
         request.getfixturevalue("ray_here")
         given = Groups("ray", in_ray, lambda pids: bool(all_gone(pids)))
         yield given
-    elif request.param == "hosts":
-        torchrun = Torchrun([])
-        given = Groups("hosts", torchrun.start, lambda pids: wait_until_gone(pids) == [])
-        yield given
-        for cluster in given.started:
-            cluster.close()
-        torchrun.close()
     else:
         with tempfile.TemporaryDirectory(prefix="t_") as directory:  # short, for a socket's path is limited
             monkeypatch.setattr(tempfile, "tempdir", directory)
@@ -124,7 +79,7 @@ def groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         assert given.is_gone(list(cluster.pids))
 
 
-@over_all
+@over_both
 def test_calls_are_divided_joined_and_ended_with_nothing_left(groups, tmp_path):
     cluster, toy = groups.start(2, run_dir=tmp_path)
     answers = [toy.double(rows(count)) for count in (7, 1, 0)]  # more rows than processes, fewer, none
@@ -194,7 +149,7 @@ def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(
 
 
 def test_a_call_may_take_as_long_as_it_needs_while_a_worker_makes_progress(groups):
-    limit_s = {"local": 0.5, "hosts": 1.0, "ray": 1.0}[groups.name]
+    limit_s = {"local": 0.5, "ray": 1.0}[groups.name]
     cluster, toy = groups.start(2, timeout_s=limit_s)
     toy.work(4 * limit_s).result(timeout=60)
     with pytest.raises(
@@ -207,9 +162,8 @@ def test_a_call_may_take_as_long_as_it_needs_while_a_worker_makes_progress(group
 @over_both
 def test_a_stopped_worker_is_named_and_ended(groups, monkeypatch):
     monkeypatch.setattr(rpc, "STACK_TIMEOUT_S", 1.0)
-    if groups.name != "local":
-        module = {"ray": "ray.ray_worker_group", "hosts": "hosts.worker_group"}[groups.name]
-        monkeypatch.setattr(f"verl.cluster.{module}.STACK_TIMEOUT_S", 1.0)
+    if groups.name == "ray":
+        monkeypatch.setattr("verl.cluster.ray.ray_worker_group.STACK_TIMEOUT_S", 1.0)
     cluster, toy = groups.start(2, timeout_s=1.0)
     toy.where().result(timeout=30)
     os.kill(cluster.pids[1], signal.SIGSTOP)
@@ -229,7 +183,7 @@ def test_a_worker_that_is_stopped_is_named_and_not_the_sibling_that_failed_for_i
 
 
 def test_a_worker_that_hangs_is_named_and_not_the_sibling_that_waited_for_it_in_an_exchange(groups):
-    _, toy = groups.start({"local": 3, "hosts": 3, "ray": 2}[groups.name])
+    _, toy = groups.start({"local": 3, "ray": 2}[groups.name])
     with refusal("toy.exchange_without", 1, kind=WorkerHung) as caught:
         toy.exchange_without(1, 2.0).result(timeout=60)
     assert "it did not come to an exchange in which rank" in str(caught.value)

@@ -255,24 +255,43 @@ def test_under_torchrun_one_process_drives_as_many_workers_as_it_has_started(tmp
     assert done.stderr.count("torchrun has started 2 processes: trainer.n_gpus_per_node=2") == 1
 
 
+def started_by_torchrun(monkeypatch, rank: int, of_all: int, here: int, machines: int) -> None:
+    places = {"RANK": rank, "WORLD_SIZE": of_all, "LOCAL_WORLD_SIZE": here, "GROUP_WORLD_SIZE": machines}
+    places |= {"TORCHELASTIC_RUN_ID": 1, "LOCAL_RANK": rank % here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    for name, value in places.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_another_number_of_processes_than_torchrun_has_started_is_refused(tmp_path, run_script, monkeypatch):
+    started_by_torchrun(monkeypatch, rank=0, of_all=2, here=2, machines=1)
+    done = run_script(str(ROOT / "main_ppo.py"), "sharding=fsdp", "trainer.n_gpus_per_node=4")
+    assert done.returncode == 2
+    assert "trainer.n_gpus_per_node is 4: torchrun has started 2 processes. Leave it out." in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
-    ("of_all", "here", "argument", "said"),
+    ("rank", "of_all", "here", "machines", "words", "command"),
     [
-        ("3", "2", "sharding=fsdp", "torchrun has started 3 processes on 2 hosts, 2 of them on this one: every host"),
-        ("4", "2", "trainer.nnodes=3", "trainer.nnodes is 3: torchrun has started 4 processes on 2 hosts. Leave it"),
-        ("2", "2", "trainer.n_gpus_per_node=4", "trainer.n_gpus_per_node is 4: torchrun has started 2 processes"),
+        (0, 4, 2, 2, ["main_ppo.py"], "main_ppo.py trainer=ray trainer.placement.address=auto trainer.nnodes=2 "),
+        (3, 4, 2, 2, ["main_sft.py"], "main_sft.py trainer=sft_ray trainer.placement.address=auto trainer.nnodes=2 "),
+        (1, 2, 1, 2, ["-m", "verl.cli", "ppo"], "verl ppo trainer=ray trainer.placement.address=auto trainer.nnodes=2"),
+        (2, 3, 2, 2, ["-m", "verl.cli", "sft"], "verl sft trainer=sft_ray trainer.placement.address=auto"),
+        (0, 3, 3, 3, ["-m", "verl.cli", "ppo"], "trainer.nnodes=3 trainer.n_gpus_per_node=3 sharding=fsdp "),
     ],
 )
-def test_what_torchrun_has_started_and_a_run_cannot_use_is_refused(
-    of_all, here, argument, said, tmp_path, run_script, monkeypatch
+def test_every_process_of_torchrun_on_several_machines_is_refused_with_the_command_of_ray(
+    rank, of_all, here, machines, words, command, tmp_path, run_script, monkeypatch
 ):
-    places = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": of_all, "LOCAL_WORLD_SIZE": here}
-    places |= {"GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in places.items():
-        monkeypatch.setenv(name, value)
-    done = run_script(str(ROOT / "main_ppo.py"), "sharding=fsdp", argument)
-    assert done.returncode == 2
-    assert said in done.stderr
+    started_by_torchrun(monkeypatch, rank, of_all, here, machines)
+    words = [str(ROOT / words[0]), *words[1:]] if words[0].endswith(".py") else words
+    done = run_script(*words, "sharding=fsdp", "trainer.no_such_key=1")
+    assert done.returncode == 2, done.stderr
+    said = f"torchrun has started processes on {machines} machines: it can start a run on one machine only"
+    assert done.stderr.startswith(said), done.stderr
+    assert command in done.stderr
+    assert f"trainer.n_gpus_per_node={here} sharding=fsdp trainer.no_such_key=1 (docs/ray.md)." in done.stderr
+    assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
 
 

@@ -23,6 +23,7 @@ from verl.errors import ConfigError
 
 SFT_ONLY = {
     "data=arithmetic_sft", "data=calculator_sft", "data=guess_number_sft", "data=sft_files", "trainer=sft",
+    "trainer=sft_ray",
     "experiment=arithmetic_sft",
     "experiment=calculator_sft", "experiment=guess_number_sft",
 }  # fmt: skip

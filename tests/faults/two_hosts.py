@@ -106,14 +106,9 @@ class Host:
 
 
 class TwoHosts:
-    """Both, joined by a cable.
+    """Both, joined by a cable and as one Ray cluster."""
 
-    Args:
-        in_ray: and as one Ray cluster.
-    """
-
-    def __init__(self, in_ray: bool = True) -> None:
-        self._in_ray = in_ray
+    def __init__(self) -> None:
         self.hosts = [Host(1), Host(2)]
         self._join()
 
@@ -159,16 +154,14 @@ class TwoHosts:
         ip(first, *["link", "set", "cable", "master", "lan", "up"])
         for words in ("link set lo up", f"addr add {second.address}/24 dev cable", "link set cable up"):
             ip(second, *words.split())
-        if not self._in_ray:
-            return
         if with_head:
             first.ray("--head", f"--port={PORT}", f"--temp-dir={DISK}/ray", "--include-dashboard=false")
         second.ray(f"--address={self.address}")
 
 
 @contextlib.contextmanager
-def two_hosts(in_ray: bool = True) -> Iterator[TwoHosts]:
-    both = TwoHosts(in_ray)
+def two_hosts() -> Iterator[TwoHosts]:
+    both = TwoHosts()
     try:
         yield both
     finally:

@@ -1,7 +1,6 @@
 """Where roles run: in this process, in sibling processes or in Ray actors; and how a batch is split among them.
 
 batch_partition     A batch partitioned among processes, balanced by tokens
-hosts/              Workers on several hosts that torchrun has started, without Ray
 local_worker_group  Roles in the driver's own process, or in sibling processes on this machine
 network             Addresses and interfaces of this machine, where processes of several machines meet
 placement           Where roles live: the configuration of it, role groups behind one interface

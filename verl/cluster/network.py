@@ -64,16 +64,6 @@ def interface_of(address: str) -> str:
     return next((name for name, own in _interfaces() if own == address), "")
 
 
-def addresses_towards(host: str) -> list[str]:
-    """Addresses of IPv4 of this machine: first that from which it reaches another one, its loopback last."""
-    found = []
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        found.append(probe.getsockname()[0])
-    found += [own for _, own in _interfaces()]
-    return sorted(dict.fromkeys([*found, LOOPBACK]), key=lambda own: own.startswith("127."))
-
-
 def _interfaces() -> Iterator[tuple[str, str]]:
     """Those with an address of IPv4, and that."""
     if sys.platform != "linux":

@@ -4,8 +4,8 @@ arguments -> aliases and checks of the command line -> Hydra -> LaunchedRun -> m
 
     torchrun --nproc_per_node=2 -m verl.cli ppo sharding=fsdp   is   verl ppo sharding=fsdp trainer.n_gpus_per_node=2
 
-The driver starts its workers itself: under torchrun on one host the first process is the driver, and the others exit.
-On several hosts (`torchrun --nnodes=2 ...`) the others start a worker each, see `verl.cluster.hosts`.
+The driver starts its workers itself: under torchrun the first process is the driver, and the others exit. Every process
+refuses `torchrun --nnodes=2`: Ray is the engine for several machines.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import logging
 import os
 import re
+import shlex
 import sys
 import threading
 import time
@@ -54,41 +55,49 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-COUNT, HOSTS = "trainer.n_gpus_per_node", "trainer.nnodes"
+COUNT = "trainer.n_gpus_per_node"
+RAY_OPTIONS = {"ppo": "trainer=ray", "sft": "trainer=sft_ray"}
+
+
+def refuse_several_machines(root: str) -> None:
+    """Refuse a run of which torchrun has started processes on several machines.
+
+    Args:
+        root: `ppo` or `sft`.
+    Raises:
+        ConfigError: it has; with the command that starts the run in Ray.
+    """
+    if (machines := torchrun.num_machines()) == 1:
+        return
+    on_each = torchrun.counts()[1]
+    ray = [RAY_OPTIONS[root], "trainer.placement.address=auto", f"trainer.nnodes={machines}", f"{COUNT}={on_each}"]
+    replaced = ("trainer=", "trainer.nnodes=", f"{COUNT}=")
+    others = [word for word in sys.argv[1:] if not word.lstrip("+").startswith(replaced)]
+    raise ConfigError(
+        f"torchrun has started processes on {machines} machines: it can start a run on one machine only, and Ray joins "
+        "several. Run `ray start --head` on one machine and `ray start --address=HEAD:6379` on the others, and then on "
+        f"the first one, once and without torchrun: {shlex.join([*start_message(sys.argv[0]), *ray, *others])} "
+        "(docs/ray.md)."
+    )
 
 
 def take_over(arguments: list[str], assigned: Overrides) -> None:
     """Use the number of processes that torchrun has started, and remove its environment variables.
 
     Args:
-        arguments: for Hydra; the numbers of hosts and processes are appended.
+        arguments: for Hydra; the number of processes is appended.
         assigned: overrides of the command line.
-    Raises:
-        ConfigError: hosts have different numbers of processes.
     """
-    (count, here), place = torchrun.counts(), torchrun.place()
-    hosts = 1 if place is None else place.num_hosts
-    if count != here * hosts:
-        raise ConfigError(
-            f"torchrun has started {count} processes on {hosts} hosts, {here} of them on this one: every host needs "
-            "the "
-            "same number. Start each with the same --nproc_per_node."
-        )
-    torchrun.join_hosts(place)
+    count, _ = torchrun.counts()
     torchrun.forget()
     if count == 1:
         return
-    on_hosts = f" on {hosts} hosts" if hosts > 1 else ""
-    for key, number in ((COUNT, here), (HOSTS, hosts)):
-        wanted = [str(value) for name, value in assigned.values if name == key]
-        if wanted[-1:] == [str(number)] or (key == HOSTS and hosts == 1):
-            continue
-        if wanted:
-            started = f"torchrun has started {count} processes{on_hosts}"
-            assigned.faults.append(f"{key} is {wanted[-1]}: {started}. Leave it out.")
-        else:
-            assigned.notes.append(f"torchrun has started {count} processes{on_hosts}: {key}={number}")
-            arguments.append(f"++{key}={number}")
+    wanted = [str(value) for name, value in assigned.values if name == COUNT]
+    if not wanted:
+        assigned.notes.append(f"torchrun has started {count} processes: {COUNT}={count}")
+        arguments.append(f"++{COUNT}={count}")
+    elif wanted[-1] != str(count):
+        assigned.faults.append(f"{COUNT} is {wanted[-1]}: torchrun has started {count} processes. Leave it out.")
 
 
 INTERRUPTED, HUNG_UP, TERMINATED = 130, 129, 143  # 128 + number of the signal, as in shells
@@ -180,12 +189,13 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
     def decorate(main: Callable[[LaunchedRun], Any]) -> Callable[[], None]:
         @functools.wraps(main)
         def command() -> None:
+            with _clean_end():
+                refuse_several_machines(root)
             if torchrun.number() > 0:  # the first process is the driver
-                _serve_driver_elsewhere()
                 return
             report_to_starter()
             redact_output()
-            with _without_threads(), _clean_end(), orderly_termination(), _release_hosts():
+            with _without_threads(), _clean_end(), orderly_termination():
                 set_kernel_cache()
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # user modules are in the working directory
@@ -206,31 +216,6 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
         return command
 
     return decorate
-
-
-def _serve_driver_elsewhere() -> None:
-    """Run a torchrun process that is not the driver: start a worker if there are several hosts, else return."""
-    if (place := torchrun.place()) is None:
-        return
-    from verl.cluster.hosts.agent import serve_driver
-
-    set_kernel_cache()
-    sys.path.append(str(Path.cwd()))
-    sys.exit(serve_driver(place))
-
-
-@contextmanager
-def _release_hosts() -> Iterator[None]:
-    """Let processes on other hosts exit after the driver has finished; if it fails, torchrun ends them."""
-    try:
-        yield
-    except SystemExit as end:
-        if end.code:
-            raise
-    if (place := torchrun.joined_hosts()) is not None:
-        from verl.cluster.hosts.rendezvous import say_ended
-
-        say_ended(place)
 
 
 def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[str]) -> None:

@@ -15,7 +15,6 @@ from verl.component import Description, component
 from verl.monitoring.config import Monitoring
 from verl.ops.cpu_matmul import CpuMatmul, library_fault
 from verl.trainer.timers import Profile
-from verl.utils import torchrun
 
 LONGEST_NAME = 200  # bytes, of 255 that file systems allow: suffixes follow
 
@@ -45,6 +44,7 @@ class LoopSettings(Description):
         repeat_first_batch: train only on the first batch of the data, to test whether it can be learned.
         profile: steps to profile, or null.
         safety: handling of non-finite numbers and spikes.
+        placement: where the roles run; null: in this process, or in the processes of the sharding.
     """
 
     project_name: str = "verl"
@@ -66,6 +66,7 @@ class LoopSettings(Description):
     repeat_first_batch: bool = False
     profile: Profile | None = None
     safety: Monitoring = field(default_factory=Monitoring)
+    placement: Placement | None = None
 
     def faults(self) -> Iterator[str]:
         for name in ("project_name", "experiment_name"):
@@ -79,21 +80,24 @@ class LoopSettings(Description):
     def machine_faults(self) -> Iterator[str]:
         """Faults of running here; the run can be planned anywhere."""
         device = self.device
-        if self.nnodes > 1 and not self.spans_machines:
-            alone = "nothing joins this run with other machines"
-            yield f"nnodes is {self.nnodes}: {alone}. Set nnodes=1{self.machines_advice}."
+        if self.nnodes > 1 and (self.placement is None or not self.placement.spans_machines):
+            yield (
+                f"nnodes is {self.nnodes}: nothing joins this run with other machines. Set nnodes=1, or join machines "
+                "with Ray: `ray start --head` on one, `ray start --address=HEAD:6379` on the others, and "
+                f"{self.ray_option} trainer.placement.address=auto on the first (docs/ray.md)."
+            )
         if (fault := library_fault(self.cpu_matmul)) is not None:
             yield f"cpu_matmul is {self.cpu_matmul!r}: {fault}."
         if device.startswith("cuda") and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
             found = f"{count} GPUs, numbered from 0," if count else "no GPU"
             yield f"device is {device!r}: torch finds {found} here. Set trainer.device=auto."
 
-    @property
-    def spans_machines(self) -> bool:
-        """Whether workers may be on other machines than the driver."""
-        return torchrun.joined_hosts() is not None
+    ray_option: ClassVar[str] = "trainer=ray"
 
-    machines_advice: ClassVar[str] = ", or start the run with `torchrun --nnodes=N` on each machine (docs/hosts.md)"
+    @property
+    def max_restarts(self) -> int:
+        """Maximum number of automatic restarts after a lost worker."""
+        return 0 if self.placement is None else self.placement.max_restarts
 
     def num_steps(self, steps_per_epoch: int) -> int:
         """Steps of the whole run."""
@@ -116,7 +120,6 @@ class PPOSettings(LoopSettings):
         success_score: a response with at least this score counts as correct in `eval/accuracy`.
         rollout_ahead: 1: generate the responses of the next step during training, with weights that are one step older;
             requires an engine in a separate process and `algorithm.correction`. 0: generate and train alternately.
-        placement: where the roles run; null: in this process, or in the processes of the sharding.
     """
 
     prompts_per_step: PositiveInt = 64
@@ -125,24 +128,11 @@ class PPOSettings(LoopSettings):
     eval_samples: NonNegativeInt = 0
     eval_without_tools: bool = False
     success_score: float = 1.0
-    placement: Placement | None = None
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
         if self.rollout_ahead and self.repeat_first_batch:
             yield "rollout_ahead is 1: with repeat_first_batch every batch is the first. Set rollout_ahead=0."
-
-    machines_advice: ClassVar[str] = (
-        ", or start the run with `torchrun --nnodes=N` on each machine (docs/hosts.md), or join machines with Ray: "
-        "`ray start --head` on one, `ray start --address=HEAD:6379` on the others, "
-        "and trainer=ray trainer.placement.address=auto on the first (docs/ray.md)"
-    )
-
-    @property
-    def spans_machines(self) -> bool:
-        if self.placement is None:
-            return torchrun.joined_hosts() is not None
-        return self.placement.spans_machines
 
 
 @component
@@ -154,6 +144,8 @@ class SFTSettings(LoopSettings):
     """
 
     batch_size: PositiveInt = 64
+
+    ray_option: ClassVar[str] = "trainer=sft_ray"
 
 
 def _name_fault(name: str) -> str | None:

@@ -27,8 +27,14 @@ from verl.tracking.base import Trackers
 from verl.trainer.config import PPOSettings
 from verl.trainer.one_step_off import ahead_faults
 from verl.trainer.plan.unused_settings import unused_settings
-from verl.trainer.setup import RoleSharding, metric_faults, resume_faults, saving_faults, sharding_faults
-from verl.utils import torchrun
+from verl.trainer.setup import (
+    RoleSharding,
+    metric_faults,
+    placement_faults,
+    resume_faults,
+    saving_faults,
+    sharding_faults,
+)
 from verl.workers.actor import Actor
 from verl.workers.base import TrainedRole
 from verl.workers.colocated import reference_sharding
@@ -68,7 +74,7 @@ def faults_between(run: Any) -> Iterator[str]:
     yield from _rollout_faults(run)
     yield from environment_faults(run)
     yield from _replay_faults(run)
-    yield from _placement_faults(run)
+    yield from placement_faults(run.trainer, run.shardings())
     yield from _context_faults(run)
     for name, columns in run.data.columns().items():
         where = "rows of data" if name == "data" else f"rows of data.{name}"
@@ -171,22 +177,6 @@ def _replay_faults(run: Any) -> Iterator[str]:
             "algorithm.mini_batches), so even the rows of the step before are too old, and none is ever reused. Set it "
             f"to {updates} or a multiple, or null for any."
         )
-
-
-def _placement_faults(run: Any) -> Iterator[str]:
-    placement, settings = run.trainer.placement, run.trainer
-    if placement is None:
-        return
-    size = settings.n_gpus_per_node * settings.nnodes
-    if torchrun.joined_hosts() is not None:
-        yield (
-            f"trainer.placement is a {type(placement).__name__}: torchrun has started a worker of all roles for each "
-            "of its processes on several hosts. Set trainer=local, or start the run by itself."
-        )
-    for fault in placement.faults_with(run.shardings(), size):
-        yield f"trainer.placement.{fault}"
-    if settings.profile is not None:
-        yield "trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set trainer=local."
 
 
 def _context_faults(run: Any) -> Iterator[str]:

@@ -199,7 +199,7 @@ class PPOLifecycle(ABC):
         # without checkpoints nobody claims the directory, and no run comes back to its episodes
         journal_dir = None if run.checkpoint is None else Path(self.saving.directory) / "episode_journal"
         context = replace(context, row_tokens=self._row_tokens(run), journal_dir=journal_dir)
-        self.cluster = start_cluster(host, run.trainer, context, run.trainer.placement)
+        self.cluster = start_cluster(host, run.trainer, context)
         roles = role_handles(self.cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
         self.saving.parts = rank_writers_of(self.cluster, self.trained, run.checkpoint)
@@ -300,7 +300,7 @@ class PPOLifecycle(ABC):
     @property
     def max_restarts(self) -> int:
         """Maximum number of automatic restarts after a lost worker."""
-        return 0 if self.settings.placement is None else self.settings.placement.max_restarts
+        return self.settings.max_restarts
 
     def restart(self, resume: str | None, why: str) -> None:
         """Rebuild everything and continue from a checkpoint, or from the beginning if `resume` is None."""

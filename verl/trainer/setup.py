@@ -24,9 +24,7 @@ from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.resume_point import find
-from verl.cluster.hosts.worker_group import HostsWorkerGroup
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
-from verl.cluster.placement import Placement
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain, hint, nearest
 from verl.compose.print_config import lock_run_directory
@@ -233,17 +231,15 @@ def rank_writers_of(
     return None if cluster.shares_memory or settings is None else RankWriters(trained, settings)
 
 
-def start_cluster(
-    host: Any, settings: LoopSettings, context: BuildContext, placement: Placement | None = None
-) -> WorkerGroup:
-    """Build the roles in the processes given by the placement, or else by their shardings.
+def start_cluster(host: Any, settings: LoopSettings, context: BuildContext) -> WorkerGroup:
+    """Build the roles in the processes given by `trainer.placement`, or else by their shardings.
 
     Raises:
         ConfigError: there are fewer GPUs than processes.
     """
     world_size = settings.n_gpus_per_node * settings.nnodes
-    if placement is not None:
-        return placement.start(host, context, world_size, torch.get_num_threads())
+    if settings.placement is not None:
+        return settings.placement.start(host, context, world_size, torch.get_num_threads())
     divided = {role: sharding for role, sharding in host.shardings().items() if sharding.needs_processes}
     if not divided:
         return InlineWorkerGroup(host, context)
@@ -257,9 +253,21 @@ def start_cluster(
         _log.warning("trainer.n_gpus_per_node is 1: %s has one process, so nothing is sharded.", names)
     num_threads = max(1, torch.get_num_threads() // settings.n_gpus_per_node)
     timeout_s = min(sharding.call_timeout_s for sharding in divided.values())
-    if (place := torchrun.joined_hosts()) is not None:
-        return HostsWorkerGroup(place, host, context, num_threads, timeout_s)
     return LocalWorkerGroup(host, context, world_size, num_threads, call_timeout_s=timeout_s)
+
+
+def placement_faults(settings: LoopSettings, shardings: Mapping[str, Sharding]) -> Iterator[str]:
+    """Faults of `trainer.placement` with the roles of a run, by their full config path.
+
+    Args:
+        shardings: of each role of the run.
+    """
+    if settings.placement is None:
+        return
+    for fault in settings.placement.faults_with(shardings, settings.n_gpus_per_node * settings.nnodes):
+        yield f"trainer.placement.{fault}"
+    if settings.profile is not None:
+        yield "trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Leave it null."
 
 
 @dataclass(frozen=True)

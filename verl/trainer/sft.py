@@ -22,13 +22,16 @@ from verl.protocol import DataProto
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import SFTSettings
+from verl.trainer.plan.memory_estimate import role_layouts
 from verl.trainer.plan.run_plan import log_plan
 from verl.trainer.plan.unused_settings import unused_settings
 from verl.trainer.setup import (
     ProcessState,
     RoleSharding,
+    fit_with_restarts,
     library_messages,
     metric_faults,
+    placement_faults,
     prepare_context,
     prepare_saving,
     rank_writers_of,
@@ -69,17 +72,21 @@ class SFTRun(Description):
 
     def faults(self) -> Iterator[str]:
         """Faults between components, each with its full config path."""
-        own, count = self.actor.sharding, self.trainer.n_gpus_per_node * self.trainer.nnodes
-        path = "sharding" if own is None else "actor.sharding"
-        yield from sharding_faults(
-            [RoleSharding(path, own or self.sharding, count, self.actor.model, "actor.model")], self.trainer
-        )
+        path, placement = "sharding" if self.actor.sharding is None else "actor.sharding", self.trainer.placement
+        count = role_layouts(self)["actor"].processes
+        role = RoleSharding(path, self.shardings()["actor"], count, self.actor.model, "actor.model")
+        yield from sharding_faults([role], self.trainer, placement is not None)
+        yield from placement_faults(self.trainer, self.shardings())
         yield from metric_faults(self, ("eval/loss", "eval/token_accuracy"))
         if (fault := self.actor.model.policy_fault()) is not None:
             yield f"actor.model.{fault}"
         length, limit = getattr(self.data, "max_length", None), self.actor.model.max_positions()
         if length is not None and limit is not None and length > limit:
             yield f"data.max_length is {length}: actor.model holds {limit} tokens. Lower it."
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Sharding of the actor: its own, or that of the run."""
+        return {"actor": self.actor.sharding or self.sharding}
 
     def unused_settings(self, changed: Sequence[str]) -> str | None:
         """One line about the changed settings, by path, that this run never reads; None if it reads all."""
@@ -89,6 +96,9 @@ class SFTRun(Description):
         yield from resume_faults(self.resume)
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
+        placement, settings = self.trainer.placement, self.trainer
+        if placement is not None:
+            yield from placement.lacks(("actor",), settings.nnodes, settings.n_gpus_per_node, settings.device)
         yield from saving_faults(self, context)
 
     def build(self, context: BuildContext) -> SFTTrainer:
@@ -100,10 +110,14 @@ class SFTTrainer:
     """The running trainer. Call `close` when done, or use it as a context manager."""
 
     def __init__(self, run: SFTRun, context: BuildContext):
+        self.restarts: list[str] = []
+        self._context = context  # kept for a rebuild
+        self._build(run, context)
+
+    def _build(self, run: SFTRun, context: BuildContext) -> None:
         self.description, self.settings = run, run.trainer
         self._state = ProcessState(run.trainer)
         self.cluster: WorkerGroup | None = None
-        self.restarts: list[str] = []
         self.saving: Any = None
         try:
             context = prepare_context(context, run.trainer)
@@ -119,7 +133,7 @@ class SFTTrainer:
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
             self.tracker = run.tracker.build(context)
             self.stages = StageTimers(self.tracker)
-            self.saving = prepare_saving(run, context, "sft/loss")
+            self.saving = prepare_saving(run, context, "sft/loss", is_restart=bool(self.restarts))
             self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
             plan = log_plan(run, context, self.saving.directory)
             self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
@@ -190,8 +204,20 @@ class SFTTrainer:
         return self.saving.states_of({"actor": self.learner}, self.cluster.shares_memory), states_of(self.parts)
 
     def fit(self) -> TrainResult:
-        """Train to the end; see `verl.trainer.train_loop.fit`."""
-        return fit(self, as_plain(self.description))
+        """Train to the end; see `verl.trainer.train_loop.fit`. In Ray, a lost worker costs the steps since the last
+        save.
+        """
+
+        def fit_once(may_restart: bool) -> TrainResult:
+            return fit(self, as_plain(self.description), may_restart=may_restart)
+
+        return fit_with_restarts(self, fit_once, self.settings.max_restarts)
+
+    def restart(self, resume: str | None, why: str) -> None:
+        """Rebuild everything and continue from a checkpoint, or from the beginning if `resume` is None."""
+        self.close()
+        self.restarts.append(why)
+        self._build(replace(self.description, resume=resume), self._context)
 
     def close(self) -> None:
         """Stop the workers, free the weights, and restore the process settings that the run changed."""

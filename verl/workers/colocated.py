@@ -183,6 +183,10 @@ class SFTHost(Description):
         """Role -> how it is divided."""
         return {"learner": self.learner.sharding or self.sharding}
 
+    def only(self, roles: Collection[str], size: int) -> SFTHost:
+        """This host, whose only role is the learner."""
+        return self
+
     def build(self, context: BuildContext) -> RoleProcess:
         """Load the model."""
         make_current(context.device)

@@ -18,7 +18,7 @@ from verl.engines.sharding import FSDP, NoSharding, Sharding
 from verl.models.known_shapes import sizes_config
 from verl.models.lora import LoRA
 from verl.models.model_stats import ModelStats, model_stats
-from verl.trainer.config import LoopSettings, PPOSettings
+from verl.trainer.config import LoopSettings
 from verl.utils.memory import gpu_memory_from_outside
 from verl.workers.base import TrainedRole, roles_on_device
 
@@ -97,12 +97,8 @@ def role_layouts(run: Any) -> dict[str, RoleLayout]:
     """Layout of each role, by `trainer.placement` if it is set."""
     settings = run.trainer
     world: int = settings.n_gpus_per_node * settings.nnodes
-    if not isinstance(settings, PPOSettings):
-        shardings, counts = {"actor": run.actor.sharding or run.sharding}, {"actor": world}
-    else:
-        shardings = run.shardings()
-        placement = settings.placement
-        counts = dict.fromkeys(shardings, world) if placement is None else placement.sizes(tuple(shardings), world)
+    shardings, placement = run.shardings(), settings.placement
+    counts = dict.fromkeys(shardings, world) if placement is None else placement.sizes(tuple(shardings), world)
     alone = NoSharding()
     return {role: RoleLayout(shardings[role] if counts[role] > 1 else alone, counts[role]) for role in shardings}
 
@@ -305,7 +301,7 @@ def changes(
     smaller, counts = list(run.sharding.smaller()), [torch.cuda.device_count()] if gpus is None else gpus
     for setting, sharding in smaller:
         yield setting, lambda sharding=sharding: replace(run, sharding=sharding)
-    has_place = getattr(run.trainer, "placement", None) is not None
+    has_place = run.trainer.placement is not None
     for count in counts if not smaller and not has_place else ():
         if count > max(1, run.trainer.n_gpus_per_node):
             divided = {"sharding": FSDP(), "trainer": replace(run.trainer, n_gpus_per_node=count)}

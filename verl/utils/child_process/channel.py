@@ -55,11 +55,6 @@ class Channel:
         """For `multiprocessing.connection.wait`."""
         return self._socket.fileno()
 
-    @property
-    def own_address(self) -> str:
-        """Address of this machine on a network connection."""
-        return self._socket.getsockname()[0]
-
     def send(
         self, message: Any, files: Sequence[int] = (), look: Look | None = None, *, timeout_s: float | None = None
     ) -> None:
