@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -271,27 +272,50 @@ def test_another_number_of_processes_than_torchrun_has_started_is_refused(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("rank", "of_all", "here", "machines", "words", "command"),
+    ("rank", "of_all", "here", "machines", "script", "option"),
     [
-        (0, 4, 2, 2, ["main_ppo.py"], "main_ppo.py trainer=ray trainer.placement.address=auto trainer.nnodes=2 "),
-        (3, 4, 2, 2, ["main_sft.py"], "main_sft.py trainer=sft_ray trainer.placement.address=auto trainer.nnodes=2 "),
-        (1, 2, 1, 2, ["-m", "verl.cli", "ppo"], "verl ppo trainer=ray trainer.placement.address=auto trainer.nnodes=2"),
-        (2, 3, 2, 2, ["-m", "verl.cli", "sft"], "verl sft trainer=sft_ray trainer.placement.address=auto"),
-        (0, 3, 3, 3, ["-m", "verl.cli", "ppo"], "trainer.nnodes=3 trainer.n_gpus_per_node=3 sharding=fsdp "),
+        (0, 4, 2, 2, "main_ppo.py", "trainer=ray"),
+        (3, 4, 2, 2, "main_sft.py", "trainer=sft_ray"),
+        (2, 3, 1, 2, "main_ppo.py", "trainer=ray"),
+        (0, 3, 3, 3, "main_sft.py", "trainer=sft_ray"),
     ],
 )
 def test_every_process_of_torchrun_on_several_machines_is_refused_with_the_command_of_ray(
-    rank, of_all, here, machines, words, command, tmp_path, run_script, monkeypatch
+    rank, of_all, here, machines, script, option, tmp_path, run_script, monkeypatch
 ):
     started_by_torchrun(monkeypatch, rank, of_all, here, machines)
-    words = [str(ROOT / words[0]), *words[1:]] if words[0].endswith(".py") else words
-    done = run_script(*words, "sharding=fsdp", "trainer.no_such_key=1")
+    done = run_script(str(ROOT / script), "sharding=fsdp", "trainer.no_such_key=1", "trainer=local")
     assert done.returncode == 2, done.stderr
     said = f"torchrun has started processes on {machines} machines: it can start a run on one machine only"
     assert done.stderr.startswith(said), done.stderr
+    words = f"{option} trainer.placement.address=auto trainer.nnodes={machines} trainer.n_gpus_per_node={here}"
+    command = f"python {ROOT / script} {words} sharding=fsdp trainer.no_such_key=1 (docs/ray.md)."
     assert command in done.stderr
-    assert f"trainer.n_gpus_per_node={here} sharding=fsdp trainer.no_such_key=1 (docs/ray.md)." in done.stderr
     assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_torchruns_of_one_run_end_with_the_refusal_of_each_process(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    words += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    environment = {**os.environ, **ENVIRONMENT}
+    started = [
+        subprocess.Popen(
+            [*words, f"--node-rank={rank}", "-m", "verl.cli", "ppo", "sharding=fsdp"],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    for process in started:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode != 0
+        assert "verl ppo trainer=ray trainer.placement.address=auto trainer.nnodes=2 " in said
     assert list(tmp_path.iterdir()) == []
 
 

@@ -22,11 +22,11 @@ def counts() -> tuple[int, int]:
 
 
 def num_machines() -> int:
-    """Machines on which torchrun has started processes; 1 without it."""
+    """Machines on which torchrun has started processes, at least 2 where some are elsewhere; 1 without it."""
     if STARTED_BY_IT not in os.environ:
         return 1
     count, here = counts()
-    return max(int(os.environ.get("GROUP_WORLD_SIZE", "1")), -(-count // here))
+    return max(int(os.environ.get("GROUP_WORLD_SIZE", "1")), 2 if count > here else 1)
 
 
 def forget() -> None:
