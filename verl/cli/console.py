@@ -25,6 +25,7 @@ import typer
 from verl.compose.schema import set_own_conf_dirs
 from verl.errors import BadCheckpoint, ConfigError, VerlError
 from verl.tracking.console import fitting_columns, reader_may_leave
+from verl.utils.address_space import out_of_memory_message, refuse_small_address_space
 from verl.utils.external_input import printable
 
 FOUND, FAILED = 1, 2
@@ -71,13 +72,16 @@ def command(app: typer.Typer, name: str) -> Callable[[F], F]:
 def one_line_errors() -> Iterator[None]:
     """Print errors as one line: status 1 for a bad checkpoint, 2 if the command could not run."""
     try:
+        refuse_small_address_space()
         yield
     except BadCheckpoint as error:
         fail(str(error), FOUND)
     except (VerlError, OSError) as error:
         fail(str(error), FAILED)
-    except MemoryError:
-        fail("there is not enough memory for this; see `ulimit -v`", FAILED)
+    except (MemoryError, RuntimeError) as error:
+        if (message := out_of_memory_message(error)) is None:
+            raise
+        fail(message, FAILED)
 
 
 def echo(text: object, err: bool = False, nl: bool = True) -> None:

@@ -45,6 +45,7 @@ from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, W
 from verl.tracking.console import print_line, reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG, setup_logging
 from verl.utils import torchrun
+from verl.utils.address_space import out_of_memory_message, refuse_small_address_space
 from verl.utils.component_exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
 from verl.utils.progress import report_to_starter
@@ -196,6 +197,7 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
             report_to_starter()
             redact_output()
             with _without_threads(), _clean_end(), orderly_termination():
+                refuse_small_address_space()
                 set_kernel_cache()
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # user modules are in the working directory
@@ -371,9 +373,6 @@ def _clean_end(run_dir: Path | None = None) -> Iterator[None]:
         ignore_interrupts()
         _tell("interrupted")
         sys.exit(INTERRUPTED)
-    except MemoryError:
-        _tell("The memory of this process is used up: give it more (`ulimit -v` shows a limit), or use a smaller run.")
-        sys.exit(1)
     except Exception as error:  # noqa: BLE001 - end of the program: report, redacted
         log = None if run_dir is None else run_dir / "run.log"
         _tell(end_message(error, log if log is not None and log.is_file() else None))
@@ -390,6 +389,8 @@ def end_message(error: BaseException, log: Path | None = None) -> str:
         log: path of run.log, which has all tracebacks.
     """
     cause = root_cause(error)
+    if not _is_of_code(cause) and (message := out_of_memory_message(error)) is not None:
+        return f"{message}{_in_log(log)}"
     sentence, _, detail = str(error).strip().partition("\n")
     if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the traceback of the worker
         if (message := _is_user_message(detail)) is not None:

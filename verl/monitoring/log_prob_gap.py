@@ -124,13 +124,17 @@ class Excess:
 
 
 class GapWatch:
-    """Compares the gap of each step with its limit."""
+    """Compares the gap of each step with its limit.
+
+    Attributes:
+        is_beyond: the last gap was beyond the limit, and has been told.
+    """
 
     def __init__(self, settings: LogProbGapLimit):
         self.settings = settings
         self.first: float | None = None
         self._of: list[Any] | None = None  # what that one was computed with
-        self._is_beyond = False
+        self.is_beyond = False
 
     @property
     def stops(self) -> bool:
@@ -150,7 +154,7 @@ class GapWatch:
         if of != self._of:  # resumed with another engine or type, whose rounding is another
             self.first, self._of = None, of
         excess = self.judge(gap, metrics.get(LARGEST, math.nan), numerics)
-        self._is_beyond = excess is not None
+        self.is_beyond = excess is not None
         if excess is None and self.first is None:
             self.first = gap
         return excess
@@ -158,17 +162,17 @@ class GapWatch:
     def judge(self, gap: float, largest: float, numerics: Numerics | None) -> Excess | None:
         """The excess of a gap that no step is measured by; None within the limit."""
         limit, reason = self._limit(numerics)
-        is_news = not self._is_beyond
+        is_news = not self.is_beyond
         return None if gap <= limit else Excess(gap, largest, limit, reason, self.first, numerics, is_news, self.stops)
 
     def state_dict(self) -> dict[str, Any]:
         """The first gap and what it was computed with, and whether the last one was beyond the limit; plain values."""
-        return {"first_nats": self.first, "of": self._of, "is_beyond": self._is_beyond}
+        return {"first_nats": self.first, "of": self._of, "is_beyond": self.is_beyond}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave; from nothing, the next step is the first."""
         self.first, self._of = state.get("first_nats"), state.get("of")
-        self._is_beyond = state.get("is_beyond", False)
+        self.is_beyond = state.get("is_beyond", False)
 
     def _limit(self, numerics: Numerics | None) -> tuple[float, str]:
         limit, reason = limit_of(numerics)

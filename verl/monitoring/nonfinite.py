@@ -117,10 +117,11 @@ class NonFiniteGuard:
             rows: of a step; those of the replay buffer are left out.
             plain: gives `old_log_probs` [B T] by a forward pass of each row alone, and `is_on_policy` [B] if known.
         Raises:
-            LogProbGapError: the difference is beyond the limit, which applies to each row here.
+            LogProbGapError: the difference is beyond the limit, which applies to each row here, and the settings stop
+                (`on_excess=warn` tells it).
         """
         drawn = rows[~rows["is_replayed"]] if "is_replayed" in rows else rows
-        if self._gap is None or not self._gap.stops or longest_row(drawn) <= self._longest_compared:
+        if self._gap is None or longest_row(drawn) <= self._longest_compared:
             return
         chosen = drawn[chosen_rows(drawn)]
         found = plain(chosen)
@@ -136,6 +137,7 @@ class NonFiniteGuard:
         excess = self._gap.judge(gap, largest, self.numerics)
         if excess is not None:
             self._tell_gap(excess, chosen)
+            self._gap.is_beyond = True
 
     def judge(self, role: str, metrics: Mapping[str, float], batch: Callable[[], DataProto]) -> None:
         """Look at the metrics of one optimizer step, which the engine did not make if one of them is not finite.
@@ -165,11 +167,11 @@ class NonFiniteGuard:
         """
         excess = None if self._gap is None else self._gap.add(metrics, self.numerics)
         if excess is not None:
+            self._counts["log_prob_gaps"] += 1
             self._tell_gap(excess, batch)
         self._watch_bands(metrics, batch)
 
     def _tell_gap(self, excess: Excess, batch: DataProto) -> None:
-        self._counts["log_prob_gaps"] += 1
         if not (excess.is_news or excess.stops):
             return
         where = where_gaps_lie(batch)

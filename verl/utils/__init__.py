@@ -1,5 +1,6 @@
 """Utilities that every layer may import.
 
+address_space        The limit of a process's address space (`ulimit -v`), and errors that it explains
 child_process        Child processes, which end with their parent
 component_exits      `exit()` in component code becomes an error
 env_check            Whether this environment can run verl: each requirement on one line

@@ -44,7 +44,11 @@ def exit_without_freeing(status: int = 0) -> NoReturn:
 def flush_open_files() -> None:
     """Flush all open files, as the interpreter does at exit."""
     for kind in (io.TextIOWrapper, io.BufferedIOBase):  # text is flushed to its buffer
-        for file in [found for found in gc.get_objects() if issubclass(type(found), kind)]:
+        try:
+            files = [item for item in gc.get_objects() if issubclass(type(item), kind)]
+        except MemoryError:  # a list of all objects does not fit
+            files = [sys.stdout, sys.stderr] if kind is io.TextIOWrapper else []
+        for file in files:
             with contextlib.suppress(OSError, ValueError):
                 file.flush()
 
