@@ -1,4 +1,4 @@
-"""One episode: its turns, its state while it is played, and its restarts after failures that the model did not cause."""
+"""One episode: its turns, its state while it is played, and its restarts after failures of others than the model."""
 
 from __future__ import annotations
 
