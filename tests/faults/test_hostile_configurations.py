@@ -333,6 +333,14 @@ def test_options_without_code_or_servers_need_no_additions(overrides):
     assert allowed_config(saved, "ppo", {}, "CHECKPOINT").faults == []
 
 
+def test_options_that_refer_to_each_other_are_composed_together(hostile):
+    saved = locate_policy(str(hostile({})))
+    words = ["reward=code_tests", "reward.tests_key=answer", "sandbox=none", "sandbox.timeout_s=3"]
+    assert policy_run(saved, "ppo", words).reward.sandbox.timeout_s == 3.0
+    with pytest.raises(ConfigError, match="sandbox"):
+        policy_run(saved, "ppo", words[:2])
+
+
 def test_a_run_of_ours_is_evaluated_without_additions(hostile):
     result = CliRunner().invoke(app, ["eval", str(hostile({})), "--json"])
     assert result.exit_code == 0, result.output

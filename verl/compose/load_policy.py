@@ -147,7 +147,8 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
     config = compose_root(root, ["actor=pretrained"])
     apply_values(config, [*UNTRAINED.items(), *UNTRAINED_OF[root].items(), *_flat(used.parts)])
     apply_values(config, [("actor.model", _model(saved, used.parts.get("actor", {}).get("model", {})))])
-    apply_values(config, [(group, _option(root, group, text)) for group, text in options])
+    chosen = compose_root(root, [f"{group}={text}" for group, text in options])
+    apply_values(config, [(group, OmegaConf.to_container(chosen, resolve=False)[group]) for group, _ in options])  # type: ignore[index]
     if file is not None:
         assigned.values = [pair for pair in assigned.values if pair[0] not in ("data", "data._target_")]  # replaced
         apply_values(config, [("data", _data(config, root, file, dict(assigned.values)))])
@@ -247,11 +248,6 @@ def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]
     else:
         kept["max_length"] = context
     return {**kept, "_target_": EVALUATED[root], "train_files": [str(file)], "eval_files": [str(file)]}
-
-
-def _option(root: str, group: str, text: str) -> Any:
-    """The configuration node of an option."""
-    return OmegaConf.to_container(compose_root(root, [f"{group}={text}"])[group], resolve=True)
 
 
 def _is_model(directory: Path) -> bool:

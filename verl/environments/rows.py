@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from verl.environments.episode import Episode
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.protocol.joined_rows import PART
 from verl.rollout.base import GenerationRequest, assemble
-
-if TYPE_CHECKING:
-    from verl.environments.episode_loop import Episode
 
 
 def rows_of_episodes(

@@ -25,7 +25,8 @@ from pydantic import PositiveFloat
 from verl.component import BuildContext, component
 from verl.environments.base import Fault, Observation
 from verl.environments.calls import CallResult, CallRunner
-from verl.environments.episode_loop import End, Episode, EpisodeEngine, Turn, dropped_with
+from verl.environments.episode import End, Episode, Turn, dropped_with
+from verl.environments.episode_loop import EpisodeEngine
 from verl.environments.hosted import ADAPTERS, HostedDescription
 from verl.environments.rows import EpisodeSample, episode_record, rows_of_samples
 from verl.errors import RolloutError
@@ -105,8 +106,8 @@ class AgentProgramEngine(EpisodeEngine):
             self._calls = CallRunner(options.factory(self._context), options)
         return self._calls
 
-    def play_parts(self, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
-        """See `EpisodeEngine.play_parts`."""
+    def run_episodes(self, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
+        """See `EpisodeEngine.run_episodes`."""
         of_parts = self.begin_episodes(parts, request)
         episodes = list(chain.from_iterable(of_parts))
         runs = _Programs(self, request, episodes)
