@@ -389,7 +389,8 @@ def end_message(error: BaseException, log: Path | None = None) -> str:
         log: path of run.log, which has all tracebacks.
     """
     cause = root_cause(error)
-    if not _is_of_code(cause) and (message := out_of_memory_message(error)) is not None:
+    message = out_of_memory_message(error)
+    if message is not None and (isinstance(cause, MemoryError) or not _is_of_code(cause)):
         return f"{message}{_in_log(log)}"
     sentence, _, detail = str(error).strip().partition("\n")
     if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the traceback of the worker
