@@ -40,8 +40,7 @@ class RLHFDataset:
         sources: index of each row's file; None for rows from memory.
     Raises:
         ConfigError: a file is missing, empty or unreadable; the prompt column is missing; a prompt is null, not a text
-            or too long; a column has the name of a batch field, or values that are not JSON values, such as bytes; a
-            key of `config` is unknown.
+            or too long; a column has the name of a batch field; a key of `config` is unknown.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class RLHFDataset:
         self.sources = rows.sources
         self.tokens = RaggedTokens([tokens[index] for index in kept])
         self._prompt_ids = torch.tensor([rows.number(index) for index in range(len(rows))], dtype=torch.int64)
-        self._columns = {name: _column(rows, name) for name in columns}
+        self._columns = {name: column for name in columns if (column := _column(rows, name)) is not None}
         self._columns["prompt_text"] = object_array([texts[index] for index in kept])
         messages = [chat.messages_of(row[options.prompt_key]) for row in rows.values]
         if any(found is not None for found in messages):
@@ -160,17 +159,22 @@ class RLHFDataset:
         )
 
 
-def _column(rows: DataRows, name: str) -> np.ndarray:
-    """A column as an object array of JSON values; dates and times become ISO 8601 strings, decimals numbers."""
+def _column(rows: DataRows, name: str) -> np.ndarray | None:
+    """A column as an object array of JSON values; None, with a warning, if it has others.
+
+    Dates and times become ISO 8601 strings, decimals numbers.
+    """
     values = []
     for index, row in enumerate(rows.values):
         try:
             values.append(json_value(_without_dates(row.get(name))))
         except NotJson as error:
-            raise ConfigError(
-                f"column {name!r} is {error.kind} at {rows.place(index)}{error.path}: a batch carries {JSON_VALUES}. "
-                "Convert the column, or remove it from the data."
-            ) from None
+            log.warning(
+                "The column %r is left out, so that no reward and no environment can read it: it is %s at %s%s, and a "
+                "batch carries %s. Convert the column if it is needed.",
+                name, error.kind, rows.place(index), error.path, JSON_VALUES,
+            )  # fmt: skip
+            return None
     return object_array(values)
 
 
