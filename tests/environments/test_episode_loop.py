@@ -22,7 +22,7 @@ from environments.episodes import (
 )
 
 from verl.environments.base import InfraError, StepResult
-from verl.environments.rows import kept_rows
+from verl.environments.episode import kept_rows
 from verl.errors import RolloutError
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.rollout.base import GenerationRequest

@@ -15,7 +15,7 @@ from verl.component import BuildContext, component
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.environments.base import EnvironmentDescription, InfraError, StepResult
-from verl.environments.rows import kept_rows
+from verl.environments.episode import kept_rows
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto

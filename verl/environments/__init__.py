@@ -2,8 +2,8 @@
 
     prompt ──> turn of the model ──> environment ──> observation ──> turn of the model ──> ... ──> one row of training
 
-`base` defines the interface, `episode` is the state of one, `episode_loop` plays many episodes concurrently, `calls`
-runs an environment's code with deadlines and typed outcomes, `tool_calls/` parses the tool calls of a turn,
-`observation_tokens` tokenizes observations, `rows` converts episodes to a batch, `journal` records them on disk while
-they are played. All other modules are environments.
+`base` defines the interface, `episode` is the state of one and its rows of training, `episode_loop` plays many
+episodes concurrently, `calls` runs an environment's code with deadlines and typed outcomes, `tool_calls/` parses the
+tool calls of a turn, `observation_tokens` tokenizes observations, `journal` records them on disk while they are
+played. All other modules are environments.
 """

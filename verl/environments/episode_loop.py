@@ -29,11 +29,10 @@ from verl.environments.base import (
     StepResult,
 )
 from verl.environments.calls import STUCK_S, CallResult, CallRunner
-from verl.environments.episode import End, Episode, Turn, dropped_with
+from verl.environments.episode import End, Episode, Turn, dropped_with, rows_of_episodes, rows_of_turns
 from verl.environments.journal import EpisodeJournal, JournalEntry, refuse_other_answer
 from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.rendered_history import ConversationRenderer
-from verl.environments.rows import rows_of_episodes, rows_of_turns
 from verl.environments.tool_calls.parse import ToolFormat, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import ConfigError, RolloutError

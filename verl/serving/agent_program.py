@@ -25,10 +25,9 @@ from pydantic import PositiveFloat
 from verl.component import BuildContext, component
 from verl.environments.base import Fault, Observation
 from verl.environments.calls import CallResult, CallRunner
-from verl.environments.episode import End, Episode, Turn, dropped_with
+from verl.environments.episode import End, Episode, EpisodeSample, Turn, dropped_with, episode_record, rows_of_samples
 from verl.environments.episode_loop import EpisodeEngine
 from verl.environments.hosted import ADAPTERS, HostedDescription
-from verl.environments.rows import EpisodeSample, episode_record, rows_of_samples
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnLimits

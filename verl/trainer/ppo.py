@@ -25,7 +25,7 @@ from verl.algorithms.dynamic_sampling import (
     selection_metrics,
 )
 from verl.algorithms.importance_sampling import weight_advantages
-from verl.environments.rows import kept_rows, response_texts
+from verl.environments.episode import kept_rows, response_texts
 from verl.errors import NonFiniteError
 from verl.monitoring.nonfinite import StepSkipped
 from verl.monitoring.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
