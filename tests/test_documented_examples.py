@@ -40,7 +40,7 @@ from verl.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(ROOT.glob("docs/*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PROGRAMS = r"(verl|verl-checkpoint-compat|python|torchrun|make|pip|git|export|printf|vllm|\.|[A-Z_]+=\S+) "
+PROGRAMS = r"(verl|verl-checkpoint-compat|python|torchrun|make|ray|pip|git|export|printf|vllm|\.|[A-Z_]+=\S+) "
 COMMAND = re.compile(rf"^[$%] |^{PROGRAMS}", re.MULTILINE)
 
 NOT_RUN = {  # the beginning of a command, and why it is not run here
@@ -60,6 +60,7 @@ NOT_RUN = {  # the beginning of a command, and why it is not run here
     "verl ppo --config-dir": "needs files of one's own; tests/test_wheel.py runs it",
     "verl ppo trainer=mesh trainer.placement.devices=[cuda:0,cuda:1]": "needs two GPUs; tests/trainer runs it on cpu:N",
     "python -m pytest": "runs tests",
+    "ray start": "joins machines to a cluster",
     "verl ppo trainer=ray trainer.placement.address=auto sharding=fsdp trainer.nnodes=2": "needs two machines; "
     "tests/faults/test_two_hosts.py has two namespaces",
 }
