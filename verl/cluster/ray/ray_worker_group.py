@@ -399,7 +399,7 @@ def _ending(error: RayActorError, host: str) -> str:
     text = " ".join(str(error).split())
     if "node" in text and "died" in text and "worker process has died" not in text:
         return f"its machine left the Ray cluster: {host}"
-    return f"the process ended (killed, out of memory, or a crash) on {host}"
+    return f"the process ended (killed, out of memory, a crash, or its machine went down) on {host}"
 
 
 def _refusal(error: Exception, name: str, step: int | None) -> VerlError:
