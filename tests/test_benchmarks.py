@@ -12,6 +12,7 @@ import torch
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
+from verl.rollout.responses import ResponseSampler
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -79,9 +80,9 @@ def test_responses_of_the_workload_have_the_lengths_that_were_prescribed(tmp_pat
     workload.write_model(tmp_path, hidden=16, layers=1, context=64)
     source = Pretrained(path=str(tmp_path))
     lengths = [3, 1, 5, 2, 5, 4]
-    engine = workload.forced_rollout(lengths, ends, 2).attach(
-        source.load_causal_lm("cpu"), source.load_tokenizer(), seed=0
-    )
+    rollout, tokenizer = workload.forced_rollout(lengths, ends, 2), source.load_tokenizer()
+    engine = rollout.attach(source.load_causal_lm("cpu"), tokenizer, seed=0)
+    sampler = ResponseSampler(engine, rollout, tokenizer.pad_token_id)
     prompts = DataProto.from_dict(
         {
             "prompts": torch.tensor([[3, 4], [5, 6], [7, 8]]),
@@ -90,7 +91,7 @@ def test_responses_of_the_workload_have_the_lengths_that_were_prescribed(tmp_pat
             "group_ids": torch.arange(3),
         }
     )
-    drawn = engine.generate(prompts, GenerationRequest(1, 2))["response_mask"].sum(dim=1).tolist()
+    drawn = sampler.generate(prompts, GenerationRequest(1, 2))["response_mask"].sum(dim=1).tolist()
     assert drawn == (lengths if ends else [max(lengths)] * 6)
 
 

@@ -37,7 +37,7 @@ from verl.ops.attention import attend_heads
 from verl.ops.packing import AttentionBlock, pack
 from verl.ops.sampling import inverse_cdf_by_blocks
 from verl.rewards import reward_model
-from verl.rollout.base import GenerationRequest, TurnLimits, TurnRequest
+from verl.rollout.base import TurnLimits, TurnRequest
 from verl.rollout.hf import HFRollout
 from verl.utils import seeding
 from verl.utils.memory import on_current_device
@@ -161,7 +161,7 @@ def test_a_token_of_an_episode_waits_once(monkeypatch):
     syncs, found = DeviceSyncs(), {}
     syncs.on_device([*actor.model.parameters(), *actor.model.buffers()])
     for new in (8, 24):
-        engine = actor.sampler.turns(GenerationRequest(0, 1), TurnLimits(80, 0.1))
+        engine = actor.sampler.engine.turns(TurnLimits(80, 0.1))
         engine.drawing.stops = set()  # all turns have all tokens
         for episode in range(3):
             engine.add(TurnRequest(episode, list(range(4, 9 + episode)), episode, 0, 0, new))

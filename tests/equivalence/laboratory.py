@@ -167,8 +167,10 @@ class Bench:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
                 sampler = trainer.cluster.host.workers["actor"].sampler
-                counts, generate = [], sampler.generate_rows
-                sampler.generate_rows = lambda rows, request: counts.append(len(rows)) or generate(rows, request)
+                counts, sample = [], sampler.sample
+                sampler.sample = lambda turns, parts, request: (
+                    counts.append(sum(map(len, parts))) or sample(turns, parts, request)
+                )
                 trainer.step(trainer.train_data.collate(prompts), 1)
                 return counts
         finally:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from gpu.needs import GIB, gpus, vllm
-from rollout.engines import agreement, random_prompts, save_family, shake
+from rollout.engines import agreement, generate, random_prompts, save_family, shake
 from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
 
 from verl.component import BuildContext
@@ -38,7 +38,7 @@ def test_it_draws_what_our_own_loop_draws_and_follows_the_weights(engines):
         model.to("cuda:0")
         vllm.sync()
         same, gap = agreement(
-            *(engine.generate(random_prompts(), GenerationRequest(seed, 4)) for engine in (vllm, ours))
+            *(generate(engine, random_prompts(), GenerationRequest(seed, 4)) for engine in (vllm, ours))
         )
         assert same >= 0.95
         assert gap < 2e-3
@@ -46,14 +46,14 @@ def test_it_draws_what_our_own_loop_draws_and_follows_the_weights(engines):
 
 def test_three_rounds_of_rest_give_memory_back_although_torch_has_filled_its_cache(engines):
     vllm, _, _ = engines
-    before = vllm.generate(random_prompts(), GenerationRequest(0))
+    before = generate(vllm, random_prompts(), GenerationRequest(0))
     for _ in range(3):
         awake = torch.cuda.mem_get_info()[0]
         vllm.rest()
         assert torch.cuda.mem_get_info()[0] - awake > 2**29
         filler = [torch.empty(2**28, dtype=torch.uint8, device="cuda") for _ in range(16)]  # as activations do
         del filler
-        after = vllm.generate(random_prompts(), GenerationRequest(0))
+        after = generate(vllm, random_prompts(), GenerationRequest(0))
         assert agreement(before, after)[0] == 1
 
 
@@ -67,7 +67,7 @@ def test_it_starts_beside_a_trainer_that_holds_15_gib(tmp_path):
     context = BuildContext(device="cuda:0", run_dir=tmp_path, bytes_beside_engine=15 * GIB)
     engine = VLLMRollout(max_new_tokens=10, max_num_seqs=16).attach(model, tokenizer, 0, None, context)
     try:
-        assert len(engine.generate(random_prompts(), GenerationRequest(0))) == 12
+        assert len(generate(engine, random_prompts(), GenerationRequest(0))) == 12
         assert engine.setting.cache_bytes < torch.cuda.mem_get_info()[1] - held.nbytes
     finally:
         engine.close()

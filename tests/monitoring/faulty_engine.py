@@ -10,8 +10,7 @@ import torch
 
 from verl.component import component
 from verl.model_paths.decode import Decoder
-from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, SyncResult
+from verl.rollout.base import SyncResult, TurnEngine, TurnLimits, TurnRequest
 from verl.rollout.hf import HFRollout, HFSampler
 
 Fault = Literal["none", "stale", "temperature", "padding", "positions", "narrow", "other model", "long rows"]
@@ -60,16 +59,17 @@ class FaultySampler(HFSampler):
                 self.model.model.layers[1].mlp.down_proj.weight.mul_(-1)
         return SyncResult("copied")
 
-    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+    def turns(self, limits: TurnLimits) -> TurnEngine:
+        turns = super().turns(limits)
         if self.fault == "long rows":
-            self.options = replace(self.options, max_new_tokens=3 if request.step < 3 else 7)
-        return super().generate(prompts, request)
+            add = turns.add
 
-    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        self._begun = self.generate(prompts, request)
+            def add_of_step(turn: TurnRequest) -> None:
+                self.options = replace(self.options, max_new_tokens=3 if turn.step < 3 else 7)
+                add(replace(turn, max_new_tokens=self.options.max_new_tokens))
 
-    def finish(self) -> DataProto:
-        return self._begun
+            turns.add = add_of_step
+        return turns
 
     def decoder(self, longest_prompt: int) -> Decoder:
         decoder = super().decoder(longest_prompt)

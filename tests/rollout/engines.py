@@ -11,6 +11,8 @@ from torch import Tensor
 
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
+from verl.rollout.base import GenerationRequest
+from verl.rollout.responses import ResponseSampler
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
@@ -41,6 +43,11 @@ def random_prompts(count: int = 12, longest: int = 100) -> DataProto:
             "group_ids": torch.arange(count),
         }
     )
+
+
+def generate(engine: Any, prompts: DataProto, request: GenerationRequest) -> DataProto:
+    """Rows of responses by an engine."""
+    return ResponseSampler(engine, engine.options, 0).generate(prompts, request)
 
 
 def by_row(rows: DataProto) -> dict[tuple[int, int], tuple[list[int], Tensor]]:

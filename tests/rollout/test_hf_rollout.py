@@ -11,6 +11,7 @@ from verl.ops.logprobs import log_probs_of
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
+from verl.rollout.responses import ResponseSampler
 
 DIGITS = tuple(range(7, 17))
 TEXTS = ("1+2=", "34+5=", "what is 6*7? ", "9-", "a", "x" * 40)
@@ -25,7 +26,8 @@ def generate(model64, prompts):
         rollout = HFRollout(**{"max_new_tokens": 9, "stop_token_ids": DIGITS, **options})
         engine = rollout.attach(model, tokenizer, seed)
         engine.longest_compared = run.longest_compared
-        return engine.generate(batch or prompts(*TEXTS), request or GenerationRequest(3, 4))
+        sampler = ResponseSampler(engine, rollout, tokenizer.pad_token_id)
+        return sampler.generate(batch or prompts(*TEXTS), request or GenerationRequest(3, 4))
 
     run.model, run.tokenizer, run.longest_compared = model, tokenizer, 0
     return run

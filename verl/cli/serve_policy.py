@@ -124,8 +124,7 @@ def server_of(
     Raises:
         ConfigError: the engine does not support turns, or the address is not available.
     """
-    from verl.ops.counter_rng import EVALUATION
-    from verl.rollout.base import GenerationRequest, TurnLimits, stop_tokens
+    from verl.rollout.base import TurnLimits, stop_tokens
     from verl.serving.endpoint import PolicyEndpoint
     from verl.serving.http_api import PolicyServer
 
@@ -138,7 +137,7 @@ def server_of(
     held = trainer.description.actor.model.max_positions()
     if max_tokens is not None and held is not None and max_tokens > held:
         raise ConfigError(f"--max-tokens is {max_tokens}: more than the context length {held} of the model.")
-    engine_holds = actor.sampler.row_tokens
+    engine_holds = actor.sampler.engine.row_tokens
     if max_tokens is not None and engine_holds is not None and max_tokens > engine_holds:
         raise ConfigError(
             f"--max-tokens is {max_tokens}: more than the {engine_holds} of the engine. Add "
@@ -146,10 +145,10 @@ def server_of(
         )
     row_tokens = max_tokens or min(held or DEFAULT_ROW_TOKENS, engine_holds or held or DEFAULT_ROW_TOKENS)
     stops = stop_tokens(actor.model, tokenizer, rollout.stop_token_ids).tolist()
-    request, limits = GenerationRequest(0, stream=EVALUATION), TurnLimits(row_tokens, kv_cache_gib)
+    limits = TurnLimits(row_tokens, kv_cache_gib)
     template = getattr(trainer.description.data, "chat_template", None)
     endpoint = PolicyEndpoint(
-        lambda: actor.sampler.turns(request, limits),
+        lambda: actor.sampler.engine.turns(limits),
         tokenizer, template, stops, rollout.max_new_tokens, row_tokens, record,
         getattr(environment, "tool_format", "auto"), environment,
     )  # fmt: skip

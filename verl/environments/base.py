@@ -217,13 +217,13 @@ class EnvironmentDescription(Description):
         """JSON schemas of its tools, which the chat template writes into the prompt."""
         return ()
 
-    def engine(
+    def sampler(
         self, engine: Any, rollout: Any, tokenizer: Any, stop_ids: tuple[int, ...], context: BuildContext
     ) -> Any:
-        """The rollout engine whose responses are episodes, in place of `EpisodeEngine`; None for that.
+        """The sampler of its episodes, in place of `EpisodeSampler`; None for that.
 
         Args:
-            engine, rollout: a `RolloutEngine` that draws turns, and its description.
+            engine, rollout: a `RolloutEngine`, and its description.
             stop_ids: tokens that end a turn.
         """
         return None

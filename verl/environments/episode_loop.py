@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
-
 from verl.component import BuildContext
 from verl.data.chat_template import ChatTemplate
 from verl.environments.base import (
@@ -42,11 +40,12 @@ from verl.rollout.base import (
     GenerationRequest,
     Rollout,
     RolloutEngine,
-    SyncResult,
     TurnEngine,
     TurnLimits,
     TurnRequest,
 )
+from verl.rollout.prompt_rows import longest_prompt, prompt_tokens
+from verl.rollout.responses import ResponseSampler
 from verl.utils.progress import report
 from verl.utils.seeding import derive_seed
 
@@ -55,8 +54,8 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.5  # between looks at the deadline, while nothing can be drawn
 
 
-class EpisodeEngine(RolloutEngine):
-    """A rollout engine whose responses are episodes; another engine generates the turns.
+class EpisodeSampler(ResponseSampler):
+    """Samples episodes with an environment; single responses too, where a request uses none.
 
     Args:
         engine: generates the turns.
@@ -72,7 +71,8 @@ class EpisodeEngine(RolloutEngine):
         stop_ids: tuple[int, ...],
         context: BuildContext,
     ):
-        self.options, self.engine, self.rollout, self.tokenizer = options, engine, rollout, tokenizer
+        super().__init__(engine, rollout, tokenizer.pad_token_id)
+        self.options, self.tokenizer = options, tokenizer
         self.seed = context.seed
         self.stop_ids = stop_ids
         template = context.chat_template
@@ -91,55 +91,48 @@ class EpisodeEngine(RolloutEngine):
             self.journal = EpisodeJournal(context.journal_dir, options.identity(), context.rank)
 
     @property
-    def compute_type(self) -> str | None:  # type: ignore[override]
-        return self.engine.compute_type
-
-    @property
     def calls(self) -> CallRunner:
         """The call runner of this process, started at the first episode."""
         if self._calls is None:
             self._calls = CallRunner(self.options.factory(self._context), self.options)
         return self._calls
 
-    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """One episode per sample; see `RolloutEngine.generate`."""
+    def limits(self, parts: Sequence[DataProto], request: GenerationRequest) -> TurnLimits:
         if not request.uses_environment:
-            return self.engine.generate(prompts, request)
-        return self.engine.play(prompts, lambda parts: self.run_episodes(parts, request))
+            return super().limits(parts, request)
+        return TurnLimits(longest_prompt(parts) + self.options.max_tokens, self.options.kv_cache_gib)
 
-    def run_episodes(self, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
+    def sample(self, turns: TurnEngine, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
         """The rows of each part of the prompts; the episodes of all parts are played side by side."""
+        if not request.uses_environment:
+            return super().sample(turns, parts, request)
         of_parts = self.begin_episodes(parts, request)
-        episodes, dtype = list(chain.from_iterable(of_parts)), torch.float32
+        try:
+            self.play(turns, list(chain.from_iterable(of_parts)), request)
+        except RolloutError:
+            if self.journal is not None:
+                self.journal.forget_failures()
+            self._close_calls()  # they may be answered yet, and the same episodes be played again
+            raise
+        return [self.rows(part, request, own, turns) for part, own in zip(parts, of_parts, strict=True)]
+
+    def play(self, turns: TurnEngine, episodes: list[Episode], request: GenerationRequest) -> None:
+        """Play episodes to their ends."""
         if episodes:
-            limits = TurnLimits(
-                max(len(episode.prompt) for episode in episodes) + self.options.max_tokens, self.options.kv_cache_gib
-            )
-            turns = self.engine.turns(request, limits)
-            dtype = turns.dtype
-            try:
-                _EpisodeLoop(self, turns, request, episodes).run()
-            except RolloutError:
-                if self.journal is not None:
-                    self.journal.forget_failures()
-                self._close_calls()  # they may be answered yet, and the same episodes be played again
-                raise
-            finally:
-                turns.close()
-        make_rows, pad_id = rows_of_episodes if self.renderer is None else rows_of_turns, self.tokenizer.pad_token_id
-        return [make_rows(part, request, own, pad_id, dtype) for part, own in zip(parts, of_parts, strict=True)]
+            _EpisodeLoop(self, turns, request, episodes).run()
 
-    def sync(self) -> SyncResult:
-        return self.engine.sync()
-
-    def rest(self) -> None:
-        self.engine.rest()
+    def rows(
+        self, prompts: DataProto, request: GenerationRequest, episodes: Sequence[Episode], turns: TurnEngine
+    ) -> DataProto:
+        """The rows of episodes that were played."""
+        make_rows = rows_of_episodes if self.renderer is None else rows_of_turns
+        return make_rows(prompts, request, episodes, self.pad_id, turns.dtype)
 
     def close(self) -> None:
         self._close_calls()
         if self.journal is not None:
             self.journal.close()
-        self.engine.close()
+        super().close()
 
     def _close_calls(self) -> None:
         if self._calls is not None:
@@ -156,9 +149,7 @@ class EpisodeEngine(RolloutEngine):
     ) -> list[Episode]:
         columns = prompts.non_tensor_batch
         episodes = []
-        for place in range(len(prompts)):
-            mask = prompts["prompt_mask"][place]
-            tokens = prompts["prompts"][place][mask].tolist()
+        for place, tokens in enumerate(prompt_tokens(prompts)):
             prompt_id = int(prompts["prompt_ids"][place])
             row = {name: values[place] for name, values in columns.items()} | {"prompt_id": prompt_id}
             if self.renderer is not None:
@@ -175,7 +166,7 @@ class EpisodeEngine(RolloutEngine):
 class _EpisodeLoop:
     """The episodes of one call of the engine, from the first reset to the last turn."""
 
-    def __init__(self, engine: EpisodeEngine, turns: TurnEngine, request: GenerationRequest, episodes: list[Episode]):
+    def __init__(self, engine: EpisodeSampler, turns: TurnEngine, request: GenerationRequest, episodes: list[Episode]):
         self.engine, self.turns, self.request, self.episodes = engine, turns, request, episodes
         self.options, self.calls = engine.options, engine.calls
         self.tools = self.calls.factory.tool_parameters
@@ -306,6 +297,9 @@ class _EpisodeLoop:
                 episode.sample_key,
                 len(episode.turns),
                 min(self.engine.rollout.max_new_tokens, room),
+                self.request.step,
+                self.request.stream,
+                self.request.greedy,
             )
         )
 

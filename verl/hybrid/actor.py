@@ -40,6 +40,7 @@ from verl.models.lora import LoRA
 from verl.models.parallel_info import compute_device
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, GenerationRequest, Rollout, RolloutEngine, SyncResult
+from verl.rollout.responses import ResponseSampler
 from verl.utils.memory import release_cached
 from verl.workers.base import load_unsharded
 
@@ -364,8 +365,7 @@ class HybridActor:
         request = GenerationRequest(number, call.num_samples, call.greedy)
         with self.sampling():
             written = self._times_written()
-            engine = self._synced_engine_for(call)
-            rows = engine.generate(prompts, request)
+            rows = self._synced_sampler_for(call).generate(prompts, request)
             if self._times_written() != written:
                 raise RolloutError(
                     "the weights were changed during generation, by an optimizer step or a load in another thread: the "
@@ -438,15 +438,15 @@ class HybridActor:
             text = ", ".join(f"{name}={value}" for name, value in new.items())
             _log.warning("the generation configuration of the model has %s, which is not supported here.", text)
 
-    def _synced_engine_for(self, call: GenerateCall) -> RolloutEngine:
-        """The engine, synchronised with the current weights.
+    def _synced_sampler_for(self, call: GenerateCall) -> ResponseSampler:
+        """A sampler whose engine is synchronised with the current weights.
 
         Raises:
             ConfigError: the model runs user code that the engine does not.
         """
-        engine = self._engine_for(call)
+        sampler = self._sampler_for(call)
         try:
-            engine.sync()
+            sampler.sync()
         except WeightSyncError as error:
             if not error.faults and (names := with_code_of_its_own(unwrapped(self.model))):
                 raise ConfigError(
@@ -455,10 +455,10 @@ class HybridActor:
                     "them, or set rollout='hf', which samples from the model itself."
                 ) from error
             raise
-        return engine
+        return sampler
 
-    def _engine_for(self, call: GenerateCall) -> RolloutEngine:
-        """The engine for the sampling options of a call; a new one if its options are fixed at start."""
+    def _sampler_for(self, call: GenerateCall) -> ResponseSampler:
+        """A sampler with the options of a call; its engine is a new one if options are fixed at start."""
         asked: Any = replace(self.rollout, **call.sampling)
         model = unwrapped(self.model)
         options = asked.chosen_for(model)
@@ -473,7 +473,7 @@ class HybridActor:
             engine.seed = self.seed  # type: ignore[attr-defined]
         if options.may_change:  # an engine in another process need not restart
             engine.options = options
-        return engine
+        return ResponseSampler(engine, options, call.pad)
 
     def _context(self) -> BuildContext:
         """Build context for the engine of this process."""

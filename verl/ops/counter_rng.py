@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 TRAINING, EVALUATION, REPLAY = 0, 1, 2
+NO_TURN = -1  # in place of the number of a turn: a response outside of an episode
 
 _WORD = (1 << 64) - 1
 _SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: separates neighbouring counters
@@ -24,11 +25,11 @@ _LAST_SHIFT = 31
 
 def uniform(
     seed: int,
-    step: int,
+    step: int | Tensor,
     prompt_ids: Tensor,
     sample_ids: Tensor,
     positions: Tensor | int,
-    stream: int = TRAINING,
+    stream: int | Tensor = TRAINING,
     turns: Tensor | None = None,
 ) -> Tensor:
     """One uniform number in [0, 1) per (prompt, sample, position), or per (prompt, sample, turn, position).
@@ -38,22 +39,28 @@ def uniform(
 
     Args:
         seed: of the run, any integer.
-        step: training step.
+        step: training step, of all or of each.
         prompt_ids: int64, the stable identity of the data row.
         sample_ids: int64, index of the response among those of its prompt.
         positions: int64 index of the response token.
         stream: 0 for training, 1 for evaluation, 2 for the replay buffer: different noise under the same counters.
-        turns: int64, index of the turn within its episode; positions then count from the turn's first token.
+        turns: int64, index of the turn within its episode, positions then count from the turn's first token; NO_TURN
+            for a response outside of an episode, which has the same noise as without `turns`.
     Returns:
         float64 of the broadcast shape, on the device of `prompt_ids`, multiples of 2^-53.
     """
-    state = 0
-    for counter in (seed, stream, step):
-        state = _absorb_int(state, counter)
-    absorbed = torch.tensor(_signed(state), dtype=torch.int64, device=prompt_ids.device)
-    keys = (prompt_ids, sample_ids, positions) if turns is None else (prompt_ids, sample_ids, turns, positions)
-    for counters in keys:
-        absorbed = _absorb(absorbed, torch.as_tensor(counters, dtype=torch.int64, device=prompt_ids.device))
+    state, device = _absorb_int(0, seed), prompt_ids.device
+    if isinstance(stream, int) and isinstance(step, int):
+        state = _absorb_int(_absorb_int(state, stream), step)
+    absorbed = torch.tensor(_signed(state), dtype=torch.int64, device=device)
+    if not (isinstance(stream, int) and isinstance(step, int)):
+        for counters in (stream, step):
+            absorbed = _absorb(absorbed, torch.as_tensor(counters, dtype=torch.int64, device=device))
+    for counters in (prompt_ids, sample_ids):
+        absorbed = _absorb(absorbed, counters)
+    if turns is not None:
+        absorbed = torch.where(turns == NO_TURN, absorbed, _absorb(absorbed, turns))
+    absorbed = _absorb(absorbed, torch.as_tensor(positions, dtype=torch.int64, device=device))
     return _shift_right(absorbed, 11).to(torch.float64) * 2.0**-53
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -16,6 +16,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.models.parallel_info import Autocast
 from verl.ops.counter_rng import TRAINING
 from verl.protocol import DataProto
+from verl.rollout.generation_group import GenerationGroup
 
 ALONE = BuildContext()
 DRAWN = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
@@ -48,8 +49,7 @@ class Rollout(Description):
         takes_experts: likewise from one whose experts are divided by `sharding.ep`.
         takes_modules: the engine can generate with a torch module of the user's (`ModuleModel`).
         call_timeout_s: how long an engine in another process may make no progress; 0 for an engine in this process.
-        draws_turns: the engine can generate single turns of an episode, as `environment` needs; see
-            `RolloutEngine.turns`.
+        draws_turns: the engine can generate several turns of an episode, as `environment` needs.
         no_turns_under: degrees of the actor's sharding, such as `tp`, under which it cannot.
         tells_experts: the engine can record which experts were chosen, as `router_replay` needs.
     """
@@ -159,13 +159,15 @@ SAME_TENSORS = SyncResult("one set of weights: nothing to move")
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """Request for one turn of an episode.
+    """Request for one turn of an episode, or for a response, which is an episode of one turn.
 
     Attributes:
-        episode: number of the episode in this call.
+        episode: number that comes back with the turn.
         tokens: everything before the turn: prompt, earlier turns and observations.
-        prompt_id, sample_id, turn: key of the sampling noise.
+        prompt_id, sample_id, step, stream: key of the sampling noise, as in `GenerationRequest`.
+        turn: further part of that key; NO_TURN for a response outside of an environment.
         max_new_tokens: the most tokens of the turn.
+        greedy: take the likeliest token instead of drawing.
     """
 
     episode: int
@@ -174,6 +176,14 @@ class TurnRequest:
     sample_id: int
     turn: int
     max_new_tokens: int
+    step: int = 0
+    stream: int = TRAINING
+    greedy: bool = False
+
+    @property
+    def noise_key(self) -> tuple[int, int, int, int, int]:
+        """Stream, step, prompt, sample and turn."""
+        return self.stream, self.step, self.prompt_id, self.sample_id, self.turn
 
 
 @dataclass(frozen=True)
@@ -184,25 +194,37 @@ class DrawnTurn:
         tokens: at least one; the stop token included, if it ended by itself.
         log_probs: of each token, by the engine that drew it.
         is_complete: it ended with a stop token; False where a limit cut it.
+        routed_experts: [T layers k] int16, experts of the tokens that predict the turn; None if not recorded.
     """
 
     episode: int
     tokens: list[int]
     log_probs: list[float]
     is_complete: bool
+    routed_experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """Memory limits of a turn engine.
+    """Properties of the turns that an engine is going to generate.
 
     Attributes:
         row_tokens: length of the longest episode, prompt included.
         kv_cache_gib: size of the key-value cache for unfinished episodes, if the engine keeps it in this process.
+        is_single: each episode has one turn, and all are added before the first `advance`, those of one prompt side by
+            side.
+        while_training: the trainer updates its weights meanwhile; an engine that dies cannot get the same ones again.
     """
 
     row_tokens: int
-    kv_cache_gib: float
+    kv_cache_gib: float = 0.0
+    is_single: bool = False
+    while_training: bool = False
+
+    @property
+    def setting(self) -> str:
+        """The setting that makes rows long, for messages."""
+        return "rollout.max_new_tokens" if self.is_single else "environment.max_tokens"
 
 
 class TurnEngine:
@@ -236,57 +258,44 @@ class TurnEngine:
         """Free all memory. Idempotent."""
 
 
-PlayEpisodes = Callable[[Sequence[DataProto]], Sequence[DataProto]]
-
-
 class RolloutEngine:
-    """A running rollout engine. Only `generate` is required if the engine samples from the training tensors.
-
-    An engine that `runs_ahead` also has `begin` and `finish`, so that this process can work during generation.
+    """A running rollout engine. `turns` is required, and `sync` if it has weights of its own.
 
     Attributes:
-        has_redrawn: the last `finish` returned responses that were generated again with newer weights, because the
-            engine died after `begin`.
+        group: the processes that hold the model, and how they divide the generation of their prompts.
         row_tokens: length limit of a row in the engine; None: that of the model alone.
         compute_type: data type of its computation, as named by `verl.models.parallel_info.compute_type`; None: that
             of the trainer.
     """
 
-    has_redrawn: bool = False
+    group: GenerationGroup = GenerationGroup()
     compute_type: str | None = None
     row_tokens: int | None = None
 
-    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""
-        raise NotImplementedError
+    def turns(self, limits: TurnLimits) -> TurnEngine:
+        """An engine for turns, valid until it is closed; the weights must not change before. Collective over the
+        processes that generate (`group`).
 
-    def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
-        """An engine for single turns of episodes, valid until the weights change."""
-        raise NotImplementedError
-
-    def play(self, prompts: DataProto, play: PlayEpisodes) -> DataProto:
-        """Play the episodes of prompts. Collective over the processes that hold the model.
-
-        Args:
-            play: returns the rows of each part of the prompts, sampled by `turns` of this engine. It is called in the
-                processes that have an engine, with unsharded weights that do not change until it returns.
+        Raises:
+            ConfigError: an episode is too long for the engine.
         """
-        return play([prompts])[0]
-
-    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Start generating; returns immediately. `finish` returns the responses."""
         raise NotImplementedError
 
-    def finish(self) -> DataProto:
-        """Wait for the responses of `begin`, in the form of `generate`; sets `has_redrawn`."""
-        raise NotImplementedError
+    def with_log_probs(self, rows: DataProto, greedy: bool) -> DataProto:
+        """The rows of `assemble` with `rollout_log_probs`, for engines whose turns lack them. Collective over the
+        processes that hold the model."""
+        return rows
 
     def sync(self) -> SyncResult:
-        """Load the trainer's weights and verify them."""
+        """Load the trainer's weights and verify them.
+
+        Raises:
+            RolloutError: turns are open, which the former weights have begun.
+        """
         return SAME_TENSORS
 
     def rest(self) -> None:
-        """Free memory for training until the next `generate` or `sync`, if the engine supports it."""
+        """Free memory for training until the next `turns` or `sync`, if the engine supports it."""
 
     def close(self) -> None:
         """Stop all processes and connections of the engine. Idempotent."""
@@ -356,6 +365,37 @@ def assemble(
     made = rows.union(made)
     refuse_wrong_responses(made)
     return made
+
+
+def assemble_turns(
+    prompts: DataProto,
+    drawn: Sequence[DrawnTurn],
+    pad_id: int,
+    dtype: torch.dtype,
+    sample_ids: Tensor | None = None,
+    num_samples: int = 1,
+) -> DataProto:
+    """Rows of responses; see `assemble`.
+
+    Args:
+        drawn: the single turn of each response, a prompt's samples side by side.
+        dtype: of the log-probs.
+    Raises:
+        RolloutError: a log-prob is invalid or a token id is negative; names prompt, sample and token.
+    """
+    shape = (len(drawn), max((len(turn.tokens) for turn in drawn), default=0))
+    responses, mask = torch.full(shape, pad_id, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+    log_probs, routed = torch.zeros(shape, dtype=dtype), None
+    if drawn and (experts := drawn[0].routed_experts) is not None:
+        routed = experts.new_full((*shape, *experts.shape[1:]), -1)
+    for row, turn in enumerate(drawn):
+        length = len(turn.tokens)
+        responses[row, :length] = torch.tensor(turn.tokens)
+        log_probs[row, :length] = torch.tensor(turn.log_probs, dtype=dtype)
+        mask[row, :length] = True
+        if routed is not None and turn.routed_experts is not None:
+            routed[row, :length] = turn.routed_experts
+    return assemble(prompts, num_samples, responses, mask, log_probs, pad_id, routed=routed, sample_ids=sample_ids)
 
 
 def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> None:

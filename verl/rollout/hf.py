@@ -6,10 +6,12 @@ is longer than those compared before. Where they differ, the rows are drawn agai
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import PositiveInt
@@ -22,26 +24,29 @@ from verl.model_paths.decode import Choose, Decoder, allowed, key_multiple, padd
 from verl.model_paths.expert_routing import routing_of
 from verl.model_paths.row_check import WINDOW, bound_of, chosen_rows, longest_row, row_gaps
 from verl.models.call import call_model, unwrapped
-from verl.models.parallel_info import Autocast, compute_device, computing_in, meet, weights_gathered
+from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.ops.cpu_matmul import packed_weights
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
 from verl.rollout.base import (
     ALONE,
-    GenerationRequest,
-    PlayEpisodes,
+    DrawnTurn,
     Rollout,
     RolloutEngine,
     TurnEngine,
     TurnLimits,
-    assemble,
+    TurnRequest,
+    assemble_turns,
     stop_tokens,
 )
-from verl.rollout.token_sampler import TokenSampler
+from verl.rollout.generation_group import GenerationGroup, SplitPrompts
+from verl.rollout.prompt_rows import left_padded
+from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler, greedy_rows, noise_keys
+
+if TYPE_CHECKING:
+    from verl.rollout.hf_slots import SlotTurns
 
 log = logging.getLogger(__name__)
-
-NOISE_TOKENS = 64  # positions per call of the noise generator
 
 
 @component
@@ -83,61 +88,40 @@ class HFSampler(RolloutEngine):
         self.device = compute_device(model)
         self.routing = routing_of(model) if options.router_replay else None
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
-        self._stops = tuple(self.stop_ids.tolist())
+        divided = getattr(model, "divided", None)
+        self.group = GenerationGroup() if divided is None else SplitPrompts(divided)
         self.key_multiple: int | None = None  # of lengths of keys, on another device than a CPU; found with the first
         self.keeps_slots: bool | None = None  # whether turns may keep keys and values; found with the first episode
         self.longest_compared = 0  # tokens of the longest row whose log-probs were compared
         self._wrong: set[str] = set()  # ways of decoding that gave other log-probs than a plain forward pass
 
-    @torch.no_grad()
-    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
-        return self._with_whole_weights(prompts, lambda part: self.generate_rows(part, request))
-
-    @torch.no_grad()
-    def play(self, prompts: DataProto, play: PlayEpisodes) -> DataProto:
-        """See `RolloutEngine.play`; each process plays the episodes of its own share of the prompts."""
-
-        def play_own(part: DataProto) -> DataProto:
-            rows = play([part])[0]
-            if (divided := getattr(self.model, "divided", None)) is not None and divided.generation_groups:
-                meet(divided)  # environments of one process may take long, and its siblings wait for the rows
-            return rows
-
-        return self._with_whole_weights(prompts, play_own)
-
-    def _with_whole_weights(self, prompts: DataProto, make_rows: Callable[[DataProto], DataProto]) -> DataProto:
-        """Rows of all prompts, generated with unsharded weights; processes with the same prompts divide them."""
+    def turns(self, limits: TurnLimits) -> TurnEngine:
+        """See `RolloutEngine.turns`; the draws depend on the noise keys of the turns and the positions alone. Until it
+        is closed, this process has unsharded weights."""
         self.model.eval()
-        divided = getattr(self.model, "divided", None)
-        groups = () if divided is None else divided.generation_groups
-        with weights_gathered(self.model), packed_weights(self.model):
-            for group in groups:
-                count, place = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-                prompts = prompts[len(prompts) * place // count : len(prompts) * (place + 1) // count]
-            found = make_rows(prompts)
-        for group in reversed(groups):
-            parts: list[Any] = [None] * torch.distributed.get_world_size(group)
-            torch.distributed.all_gather_object(parts, found, group=group)
-            found = DataProto.concat(parts)
-        return found
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(weights_gathered(self.model))
+            entered.enter_context(packed_weights(self.model))
+            turns: SlotTurns | BatchTurns | None = None if limits.is_single else self._slot_turns(limits)
+            if turns is None:
+                turns = BatchTurns(self, limits)
+            turns.contexts = entered.pop_all()
+        turns.dtype = torch.promote_types(self.model.dtype, torch.float32)
+        return turns
 
-    def generate_rows(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """As `generate`, for the prompts of this process alone, with whole weights in the model.
+    def _slot_turns(self, limits: TurnLimits) -> SlotTurns | None:
+        """Turns that keep keys and values from one to the next; None if the model cannot."""
+        from verl.rollout.hf_slots import SlotModel, SlotTurns, num_slots, prove_slots  # brings transformers
 
-        Raises:
-            LogProbGapError: no way of decoding gives the log-probs of a plain forward pass.
-        """
-        rows = self._draw(prompts, request)
-        if longest_row(rows) <= self.longest_compared:
-            return rows
-        while (gap := self._decoding_gap(rows)) > bound_of(self.model.dtype, self.autocast):
-            self._fall_back(gap, rows)
-            rows = self._draw(prompts, request)
-        self.longest_compared = max(self.longest_compared, longest_row(rows))
-        return rows
+        if self.keeps_slots is None:
+            decoder = self.decoder(limits.row_tokens - self.options.max_new_tokens)
+            self.keeps_slots = prove_slots(self.model, self.autocast, decoder)
+        if not self.keeps_slots:
+            return None
+        slots = num_slots(self.model, limits, self.options.max_rows)
+        return SlotTurns(self.sampler, SlotModel(self.model, self.autocast, slots))
 
-    def _decoding_gap(self, rows: DataProto) -> float:
+    def decoding_gap(self, rows: DataProto) -> float:
         """Distance of the log-probs of some rows from a plain forward pass of each: no other row, no cache."""
         chosen = rows[chosen_rows(rows)]
         x, wanted = chosen.batch, torch.zeros_like(chosen["rollout_log_probs"])
@@ -153,8 +137,12 @@ class HFSampler(RolloutEngine):
             wanted[row, :count] = log_probs_of(states, tokens[:, -count:], self.options.temperature)[0].to(wanted)
         return float(row_gaps(x["rollout_log_probs"], wanted, x["response_mask"], WINDOW).max())
 
-    def _fall_back(self, gap: float, rows: DataProto) -> None:
-        """From here on decode by the next plainer way."""
+    def fall_back(self, gap: float, rows: DataProto) -> None:
+        """Decode by the next plainer way from here on.
+
+        Raises:
+            LogProbGapError: there is none.
+        """
         before = self.decoder(int(rows["prompt_mask"].sum(dim=1).max())).paths
         self._wrong.add(decoding_name(before))
         after = plainer_decoding(before)
@@ -167,44 +155,18 @@ class HFSampler(RolloutEngine):
             raise LogProbGapError(f"{found}. Choose another attention implementation or another model.", gap, 0.0)
         log.warning("%s. They are drawn again, from here on by %s.", found, decoding_name(after))
 
-    def _draw(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        n, options = request.num_samples, self.options
-        shape = (len(prompts) * n, options.max_new_tokens)
-        responses = torch.full(shape, self.pad_id, dtype=torch.int64)
-        mask = torch.zeros(shape, dtype=torch.bool)
-        log_probs = torch.zeros(shape, dtype=torch.promote_types(self.model.dtype, torch.float32))
-        lengths, routed = prompts.batch["prompt_mask"].sum(dim=1), None
-        if self.routing is not None:
-            routed = torch.full((*shape, self.routing.layers, self.routing.top_k), -1, dtype=torch.int16)
-        longest = int(lengths.max()) if len(prompts) else 0
-        decoder = replace(self.decoder(longest), key_multiple=self.proven_key_multiple(longest))
-        for rows in decoder.batches(lengths, options.max_rows // n):
-            part = prompts[rows].to(self.device)
-            width = int(lengths[rows].max())
-            tokens, attention = part.batch["prompts"][:, -width:], part.batch["prompt_mask"][:, -width:]
-            with computing_in(self.autocast, self.model):
-                out = decoder.decode(tokens, attention, n, self.chooser(part, request))
-            target = (rows[:, None] * n + torch.arange(n)).flatten()
-            pairs = [(responses, out.responses), (mask, out.mask), (log_probs, out.log_probs), (routed, out.routed)]
-            for whole, made in pairs:
-                if whole is not None:
-                    whole[target] = made.to(whole.device)
-        return assemble(prompts, n, responses, mask, log_probs, self.pad_id, routed=routed)
+    @property
+    def sampler(self) -> TokenSampler:
+        """The sampling rule of the present options."""
+        return TokenSampler.of(self.options, self.seed, tuple(self.stop_ids.tolist()))
 
-    def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
-        """See `RolloutEngine.turns`; the draws depend on (seed, stream, step, prompt, sample, turn, position) alone."""
-        from verl.rollout.hf_turns import num_slots, prove_slots, turn_engine  # brings transformers
-
-        self.model.eval()
-        decoder = self.decoder(limits.row_tokens - self.options.max_new_tokens)
-        if self.keeps_slots is None:
-            self.keeps_slots = prove_slots(self.model, self.autocast, decoder)
-        sampler = TokenSampler.of(self.options, request, self.seed, self._stops)
-        slots = num_slots(self.model, limits, self.options.max_rows) if self.keeps_slots else 0
-        return turn_engine(self.model, self.autocast, decoder, sampler, self.stop_ids, slots, self.keeps_slots)
+    @property
+    def gap_bound(self) -> float:
+        """The largest `decoding_gap` that rounding explains, in nats."""
+        return bound_of(self.model.dtype, self.autocast)
 
     def proven_key_multiple(self, longest_prompt: int) -> int:
-        """Of which lengths of keys are: on a GPU 64, where that was shown to be right for this model."""
+        """Key lengths are padded to a multiple of this: 64 on a GPU if verified for the model, else 1."""
         if self.key_multiple is None:
             self.key_multiple = key_multiple(self.device)
             if self.key_multiple > 1:
@@ -222,7 +184,7 @@ class HFSampler(RolloutEngine):
         return self.key_multiple
 
     def decoder(self, longest_prompt: int) -> Decoder:
-        """The decoding loop for prompts of up to so many tokens, on paths checked for the model at this length."""
+        """The decode loop for prompts of at most this many tokens, on paths checked for the model at this length."""
         options = self.options
         paths = paths_for(self.model, longest_prompt + options.max_new_tokens)
         while decoding_name(paths) in self._wrong and (plainer := plainer_decoding(paths)) is not None:
@@ -240,21 +202,126 @@ class HFSampler(RolloutEngine):
             routing=self.routing,
         )
 
-    def chooser(self, prompts: DataProto, request: GenerationRequest) -> Choose:
-        """The function that samples the next tokens of these prompts' responses; a subclass can modify the logits
-        first."""
-        n = request.num_samples
-        prompt_ids = prompts.batch["prompt_ids"].repeat_interleave(n)
-        sample_ids = torch.arange(n, device=self.device).repeat(len(prompts))
-        drawing = TokenSampler.of(self.options, request, self.seed, self._stops)
-
-        noise = torch.empty(0)  # of NOISE_TOKENS positions of all rows: many small kernels at once
+    def chooser(self, turns: Sequence[TurnRequest]) -> Choose:
+        """The function that samples the next tokens of these turns; a subclass can modify the logits first."""
+        keys, is_greedy = noise_keys(turns).to(self.device), greedy_rows(turns)
+        of_rows = None if isinstance(is_greedy, bool) else is_greedy.to(self.device)
+        noise = torch.zeros(len(turns), NOISE_TOKENS, dtype=torch.float64, device=self.device)
 
         def choose(logits: Tensor, rows: Tensor, t: int) -> Tensor:
             nonlocal noise
-            if t % NOISE_TOKENS == 0 and not request.greedy:
-                positions = torch.arange(t, t + NOISE_TOKENS, device=self.device)
-                noise = drawing.noise(prompt_ids[:, None], sample_ids[:, None], positions)
-            return drawing.pick(logits, noise if request.greedy else noise[rows, t % NOISE_TOKENS], t)
+            if t % NOISE_TOKENS == 0 and is_greedy is not True:
+                noise = self.sampler.noise(keys[:, :, None], torch.arange(t, t + NOISE_TOKENS, device=self.device))
+            greedy = is_greedy if of_rows is None else of_rows[rows]
+            return self.sampler.pick(logits, noise[rows, t % NOISE_TOKENS], t, greedy)
 
         return choose
+
+
+class BatchTurns(TurnEngine):
+    """Turns decoded as one batch, from whole rows: responses, and the turns of models without kept keys and values.
+
+    The prompt that turns side by side have in common is computed once. Log-probs are compared with a plain forward pass
+    whenever a row is longer than those before; see the module.
+
+    Attributes:
+        contexts: left when it is closed.
+    """
+
+    def __init__(self, engine: HFSampler, limits: TurnLimits):
+        self.engine, self.limits, self.contexts = engine, limits, contextlib.ExitStack()
+        self.stops = set(engine.stop_ids.tolist())
+        self._queue: list[TurnRequest] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._queue)
+
+    def add(self, turn: TurnRequest) -> None:
+        self._queue.append(turn)
+
+    def close(self) -> None:
+        self._queue.clear()
+        self.contexts.close()
+
+    @torch.no_grad()
+    def advance(self) -> list[DrawnTurn]:
+        """See `TurnEngine.advance`; all turns with the largest limit are generated.
+
+        Raises:
+            LogProbGapError: no way of decoding gives the log-probs of a plain forward pass.
+        """
+        if not self._queue:
+            return []
+        engine, limit = self.engine, max(turn.max_new_tokens for turn in self._queue)
+        turns = [turn for turn in self._queue if turn.max_new_tokens == limit]
+        self._queue = [turn for turn in self._queue if turn.max_new_tokens != limit]
+        drawn = self._decode(turns, limit)
+        longest = max(len(turn.tokens) + len(made.tokens) for turn, made in zip(turns, drawn, strict=True))
+        if longest > engine.longest_compared:
+            rows = _as_rows(turns, drawn, engine.pad_id, self.dtype)
+            while (gap := engine.decoding_gap(rows)) > engine.gap_bound:
+                engine.fall_back(gap, rows)
+                drawn = self._decode(turns, limit)
+                rows = _as_rows(turns, drawn, engine.pad_id, self.dtype)
+            engine.longest_compared = max(engine.longest_compared, longest_row(rows))
+        return drawn
+
+    def _decode(self, turns: Sequence[TurnRequest], limit: int) -> list[DrawnTurn]:
+        engine = self.engine
+        longest = max(len(turn.tokens) for turn in turns)
+        if not self.limits.is_single:
+            longest = max(longest, self.limits.row_tokens - engine.options.max_new_tokens)
+        multiple = engine.proven_key_multiple(longest)
+        decoder = replace(engine.decoder(longest), key_multiple=multiple, max_new_tokens=limit)
+        by_size: dict[int, list[list[int]]] = {}
+        for group in _same_prompts(turns):
+            by_size.setdefault(len(group), []).append(group)
+        drawn: dict[int, DrawnTurn] = {}
+        for n, groups in by_size.items():
+            lengths = torch.tensor([len(turns[group[0]].tokens) for group in groups])
+            for chosen in decoder.batches(lengths, engine.options.max_rows // n):
+                numbers = [number for place in chosen.tolist() for number in groups[place]]
+                made = self._decode_batch(decoder, [turns[number] for number in numbers], n)
+                drawn |= dict(zip(numbers, made, strict=True))
+        return [drawn[number] for number in range(len(turns))]
+
+    def _decode_batch(self, decoder: Decoder, turns: Sequence[TurnRequest], n: int) -> list[DrawnTurn]:
+        """Decode the turns of groups of n, one group after another."""
+        tokens, mask = left_padded([turn.tokens for turn in turns[::n]], self.engine.pad_id)
+        device = self.engine.device
+        with computing_in(self.engine.autocast, self.engine.model):
+            out = decoder.decode(tokens.to(device), mask.to(device), n, self.engine.chooser(turns))
+        lengths = out.mask.sum(dim=1).tolist()
+        responses, log_probs = out.responses.tolist(), out.log_probs.tolist()
+        routed = None if out.routed is None else out.routed.cpu()
+        drawn = []
+        for row, (turn, length) in enumerate(zip(turns, lengths, strict=True)):
+            made = responses[row][:length]
+            experts = None if routed is None else routed[row, :length]
+            drawn.append(DrawnTurn(turn.episode, made, log_probs[row][:length], made[-1] in self.stops, experts))
+        return drawn
+
+
+def _same_prompts(turns: Sequence[TurnRequest]) -> list[list[int]]:
+    """Numbers of the turns that stand side by side and follow on the same tokens of the same prompt."""
+
+    def key(number: int) -> tuple[Any, ...]:
+        turn = turns[number]
+        return turn.prompt_id, turn.turn, turn.tokens
+
+    return [list(numbers) for _, numbers in itertools.groupby(range(len(turns)), key)]
+
+
+def _as_rows(turns: Sequence[TurnRequest], drawn: Sequence[DrawnTurn], pad_id: int, dtype: torch.dtype) -> DataProto:
+    """Each turn as a row, behind everything before it; see `assemble`."""
+    tokens, mask = left_padded([turn.tokens for turn in turns], pad_id)
+    prompts = DataProto.from_dict(
+        {
+            "prompts": tokens,
+            "prompt_mask": mask,
+            "prompt_ids": torch.tensor([turn.prompt_id for turn in turns]),
+            "group_ids": torch.arange(len(turns)),
+        }
+    )
+    return assemble_turns(prompts, drawn, pad_id, dtype, torch.tensor([turn.sample_id for turn in turns]))

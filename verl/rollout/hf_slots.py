@@ -12,6 +12,7 @@ which the slot check fails are decoded turn by turn from whole rows.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -27,9 +28,8 @@ from verl.errors import ConfigError
 from verl.model_paths.decode import Decoder, allowed, key_multiple
 from verl.models.call import call_model
 from verl.models.parallel_info import Autocast, compute_device, computing_in
-from verl.ops.logprobs import log_probs_of
 from verl.rollout.base import DrawnTurn, TurnEngine, TurnLimits, TurnRequest
-from verl.rollout.token_sampler import TokenSampler
+from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler, greedy_rows, noise_keys
 from verl.utils.progress import report
 
 log = logging.getLogger(__name__)
@@ -237,38 +237,20 @@ class _LiveTurn:
     slot: int
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-
-
-class _Drawing:
-    """Base of both turn engines: the sampling rule."""
-
-    def __init__(self, sampler: TokenSampler, stop_ids: Tensor, device: Any):
-        self.sampler, self.device = sampler, device
-        self.stops = set(stop_ids.tolist())
-
-    def choose(self, logits: Tensor, turns: Sequence[TurnRequest], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The next token of each turn, and its log-prob."""
-
-        keys = torch.tensor([(turn.prompt_id, turn.sample_id, turn.turn) for turn in turns], dtype=torch.int64)
-        keys, places = _to_device([keys, torch.tensor(positions)], self.device)
-        return self.choose_by(logits, keys, places)
-
-    def choose_by(self, logits: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for keys [b 3] of noise: prompt, sample and turn."""
-        prompt_ids, sample_ids, numbers = keys.unbind(dim=1)
-        tokens = self.sampler.choose(logits, prompt_ids, sample_ids, positions, numbers)
-        return tokens, log_probs_of(logits[:, None], tokens[:, None], self.sampler.temperature)[:, 0]
+    noise: list[float] = field(default_factory=list)  # of `NOISE_TOKENS` positions
 
 
 class SlotTurns(TurnEngine):
     """Turns over slots; see the module.
 
     Attributes:
+        contexts: left when it is closed.
         evictions: episodes that gave up their slot and had to be computed again.
     """
 
-    def __init__(self, drawing: _Drawing, model: SlotModel):
-        self.drawing, self.slots = drawing, model
+    def __init__(self, sampler: TokenSampler, model: SlotModel):
+        self.sampler, self.slots, self.contexts = sampler, model, contextlib.ExitStack()
+        self.stops = set(sampler.stop_ids)
         self.evictions = 0
         self._queue: deque[TurnRequest] = deque()
         self._live: list[_LiveTurn] = []
@@ -294,14 +276,13 @@ class SlotTurns(TurnEngine):
         self._admit()
         if not self._live:
             return []
-        turns = [live.request for live in self._live]
-        tokens, log_probs = self.drawing.choose(self._logits, turns, [len(live.tokens) for live in self._live])
+        tokens, log_probs = self._choose()
         drawn = torch.stack([tokens.double(), log_probs.double()]).tolist()  # exact for both; one synchronisation
         going, ended = [], []
         for row, (live, token, log_prob) in enumerate(zip(self._live, map(int, drawn[0]), drawn[1], strict=True)):
             live.tokens.append(token)
             live.log_probs.append(log_prob)
-            is_complete = token in self.drawing.stops
+            is_complete = token in self.stops
             if is_complete or len(live.tokens) >= live.request.max_new_tokens:
                 self._held[live.request.episode] = (live.slot, live.request.tokens + live.tokens[:-1])
                 ended.append(DrawnTurn(live.request.episode, live.tokens, live.log_probs, is_complete))
@@ -321,6 +302,25 @@ class SlotTurns(TurnEngine):
     def close(self) -> None:
         self._queue.clear()
         self._live, self._held = [], {}
+        self.contexts.close()
+
+    def _choose(self) -> tuple[Tensor, Tensor]:
+        """The next token of each live turn, and its log-prob."""
+        at = [len(live.tokens) for live in self._live]
+        stale = [live for live, position in zip(self._live, at, strict=True) if position % NOISE_TOKENS == 0]
+        if stale:
+            keys, first = noise_keys([live.request for live in stale]), torch.tensor([len(x.tokens) for x in stale])
+            noise = self.sampler.noise(keys[:, :, None], first[:, None] + torch.arange(NOISE_TOKENS))
+            for live, numbers in zip(stale, noise.tolist(), strict=True):
+                live.noise = numbers
+        numbers = [live.noise[position % NOISE_TOKENS] for live, position in zip(self._live, at, strict=True)]
+        bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64)
+        is_greedy = greedy_rows([live.request for live in self._live])
+        columns = [torch.tensor(at), bits, *([] if isinstance(is_greedy, bool) else [is_greedy.long()])]
+        positions, bits, *of_rows = _to_device(columns, self.slots.device)
+        greedy = is_greedy if isinstance(is_greedy, bool) else of_rows[0].bool()
+        tokens = self.sampler.pick(self._logits, bits.view(torch.float64), positions, greedy)
+        return tokens, self.sampler.log_probs(self._logits, tokens)
 
     def _slot_for(self, turn: TurnRequest) -> tuple[int, int] | None:
         """A slot and the number of the episode's tokens in it; None if all slots are in use."""
@@ -361,7 +361,7 @@ class SlotTurns(TurnEngine):
             sources += [move[0] for move in moves]
             targets += [move[1] for move in moves]
             longest = max(longest, *(move[2] for move in moves))
-        device = self.drawing.device
+        device = self.slots.device
         self.slots.cache.move(torch.tensor(sources, device=device), torch.tensor(targets, device=device), longest)
 
     def _admit(self) -> None:
@@ -392,7 +392,7 @@ class SlotTurns(TurnEngine):
         for source in set(same.values()):
             copies = [number for number, other in same.items() if other == source]
             live = fresh[source][0]
-            (targets,) = _to_device([torch.tensor([fresh[i][0].slot for i in copies])], self.drawing.device)
+            (targets,) = _to_device([torch.tensor([fresh[i][0].slot for i in copies])], self.slots.device)
             self.slots.cache.copy(live.slot, targets, len(live.request.tokens))
             logits |= dict.fromkeys(copies, logits[source])
         made = torch.stack([logits[number] for number in range(len(fresh))])
@@ -409,79 +409,6 @@ class SlotTurns(TurnEngine):
                 parts.append([])
             parts[-1].append(i)
         return parts
-
-
-class RowTurns(TurnEngine):
-    """Turns computed from whole rows, for models without kept keys and values: all waiting turns are one batch."""
-
-    def __init__(self, drawing: _Drawing, decoder: Decoder, autocast: Autocast):
-        self.drawing, self.decoder = drawing, decoder
-        self.autocast: Autocast = autocast
-        self._queue: list[TurnRequest] = []
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._queue)
-
-    def add(self, turn: TurnRequest) -> None:
-        self._queue.append(turn)
-
-    def advance(self) -> list[DrawnTurn]:
-        if not self._queue:
-            return []
-        limit = max(turn.max_new_tokens for turn in self._queue)
-        turns, self._queue = (
-            [turn for turn in self._queue if turn.max_new_tokens == limit],
-            [turn for turn in self._queue if turn.max_new_tokens != limit],
-        )
-        found: list[DrawnTurn] = []
-        lengths = torch.tensor([len(turn.tokens) for turn in turns])
-        decoder = Decoder(**{**vars(self.decoder), "max_new_tokens": limit, "shares": False})
-        for rows in decoder.batches(lengths, 512):
-            part = [turns[row] for row in rows.tolist()]
-            found += self._decode(decoder, part)
-        return found
-
-    def _decode(self, decoder: Decoder, turns: list[TurnRequest]) -> list[DrawnTurn]:
-        width, device = max(len(turn.tokens) for turn in turns), self.drawing.device
-        tokens = torch.zeros(len(turns), width, dtype=torch.int64)
-        mask = torch.zeros(len(turns), width, dtype=torch.bool)
-        for row, turn in enumerate(turns):
-            tokens[row, width - len(turn.tokens) :] = torch.tensor(turn.tokens)
-            mask[row, width - len(turn.tokens) :] = True
-
-        keys = torch.tensor([(turn.prompt_id, turn.sample_id, turn.turn) for turn in turns]).to(device)
-
-        def choose(logits: Tensor, rows: Tensor, t: int) -> Tensor:
-            return self.drawing.choose_by(logits, keys[rows], torch.full_like(rows, t))[0]
-
-        with computing_in(self.autocast, decoder.model):
-            out = decoder.decode(tokens.to(device), mask.to(device), 1, choose)
-        responses, is_made, all_log_probs = out.responses.cpu(), out.mask.cpu(), out.log_probs.cpu()
-        drawn = []
-        for row, turn in enumerate(turns):
-            made = responses[row][is_made[row]].tolist()
-            log_probs = all_log_probs[row][is_made[row]].tolist()
-            drawn.append(DrawnTurn(turn.episode, made, log_probs, made[-1] in self.drawing.stops))
-        return drawn
-
-
-def turn_engine(
-    model: Any,
-    autocast: Autocast,
-    decoder: Decoder,
-    sampler: TokenSampler,
-    stop_ids: Tensor,
-    slots: int,
-    is_proven: bool,
-) -> TurnEngine:
-    """`SlotTurns` if the check passed for this model, else `RowTurns`."""
-    drawing = _Drawing(sampler, stop_ids, stop_ids.device)
-    made: TurnEngine = RowTurns(drawing, decoder, autocast)
-    if is_proven:
-        made = SlotTurns(drawing, SlotModel(model, autocast, slots))
-    made.dtype = torch.promote_types(model.dtype, torch.float32)
-    return made
 
 
 def prove_slots(model: Any, autocast: Autocast, decoder: Decoder) -> bool:

@@ -13,7 +13,17 @@ from verl.component import BuildContext, component
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
-from verl.rollout.base import ALONE, GenerationRequest, Rollout, RolloutEngine, assemble, stop_tokens
+from verl.rollout.base import (
+    ALONE,
+    DrawnTurn,
+    Rollout,
+    RolloutEngine,
+    TurnEngine,
+    TurnLimits,
+    TurnRequest,
+    refuse_wrong_responses,
+    stop_tokens,
+)
 
 
 @component
@@ -50,34 +60,58 @@ class ScriptedSampler(RolloutEngine):
     def __init__(self, options: ScriptedRollout, model: Any, tokenizer: Any, autocast: Autocast = None):
         self.options, self.model = options, model
         self.autocast: Autocast = autocast
-        self.pad_id = tokenizer.pad_token_id
-        end = [int(stop_tokens(model, tokenizer, ())[0])]
+        self.stop_ids = stop_tokens(model, tokenizer, ()).tolist()
         limit = options.max_new_tokens
+        end = self.stop_ids[:1]
         self.script = [(tokenizer(text, add_special_tokens=False).input_ids + end)[:limit] for text in options.texts]
 
+    def turns(self, limits: TurnLimits) -> TurnEngine:
+        return ScriptedTurns(self)
+
     @torch.no_grad()
-    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """See `RolloutEngine.generate`."""
+    def with_log_probs(self, rows: DataProto, greedy: bool) -> DataProto:
+        """The model's log-probs of the rows."""
         self.model.eval()
-        n = request.num_samples
-        entries = (prompts.batch["prompt_ids"][:, None] * n + torch.arange(n)).flatten() % len(self.script)
-        lines = [torch.tensor(self.script[entry]) for entry in entries.tolist()]
-        width = max((len(line) for line in lines), default=0)
-        responses = torch.full((len(lines), width), self.pad_id)
-        mask = torch.zeros_like(responses, dtype=torch.bool)
-        for row, line in enumerate(lines):
-            responses[row, : len(line)] = line
-            mask[row, : len(line)] = True
-        rows = assemble(prompts, n, responses, mask, torch.zeros(responses.shape), self.pad_id)
         with weights_gathered(self.model):
-            return assemble(prompts, n, responses, mask, self._log_probs(rows), self.pad_id)
+            if len(rows):
+                log_probs = self._log_probs(rows).masked_fill(~rows["response_mask"], 0.0)
+                rows["rollout_log_probs"].copy_(log_probs)
+                refuse_wrong_responses(rows)
+        return rows
 
     def _log_probs(self, rows: DataProto) -> Tensor:
-        if not len(rows):
-            return torch.zeros(rows.batch["responses"].shape)
         device = compute_device(self.model)
         fields = {name: rows.batch[name].to(device) for name in ("input_ids", "attention_mask", "position_ids")}
         responses = rows.batch["responses"].to(device)
         with computing_in(self.autocast, self.model):
             logits = response_positions(self.model(**fields, use_cache=False).logits, responses.shape[1])
         return log_probs_of(logits, responses, self.options.temperature).cpu()
+
+
+class ScriptedTurns(TurnEngine):
+    """Turns of a script: those of the same prompt take one entry after another."""
+
+    def __init__(self, engine: ScriptedSampler):
+        self.engine = engine
+        self.dtype = torch.promote_types(engine.model.dtype, torch.float32)
+        self._queue: list[TurnRequest] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._queue)
+
+    def add(self, turn: TurnRequest) -> None:
+        self._queue.append(turn)
+
+    def advance(self) -> list[DrawnTurn]:
+        turns, self._queue = self._queue, []
+        num_samples = 1 + max((turn.sample_id for turn in turns), default=0)
+        drawn = []
+        for turn in turns:
+            script = self.engine.script
+            line = script[(turn.prompt_id * num_samples + turn.sample_id) % len(script)]
+            drawn.append(DrawnTurn(turn.episode, line, [0.0] * len(line), line[-1] in self.engine.stop_ids))
+        return drawn
+
+    def close(self) -> None:
+        self._queue.clear()

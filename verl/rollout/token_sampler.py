@@ -12,19 +12,20 @@ from torch import Tensor
 from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of
 from verl.ops.sampling import filter_logits, inverse_cdf
-from verl.rollout.base import GenerationRequest, Rollout
+from verl.rollout.base import Rollout, TurnRequest
+
+NOISE_TOKENS = 64  # positions per call of the noise generator, whose hash consists of many small operations
 
 
 @dataclass(frozen=True)
 class TokenSampler:
-    """Sampling rule of one request; picklable, because it is sent to the process that samples.
+    """Sampling rule of an engine; picklable, because it is sent to the process that samples.
 
     Attributes:
         seed: of the run.
         stop_ids: sorted; not drawn before `min_new_tokens`.
     """
 
-    request: GenerationRequest
     seed: int
     stop_ids: tuple[int, ...]
     temperature: float = 1.0
@@ -33,41 +34,36 @@ class TokenSampler:
     min_new_tokens: int = 0
 
     @classmethod
-    def of(cls, options: Rollout, request: GenerationRequest, seed: int, stop_ids: Sequence[int]) -> TokenSampler:
+    def of(cls, options: Rollout, seed: int, stop_ids: Sequence[int]) -> TokenSampler:
         """A sampler with the options of an engine."""
         names = ("temperature", "top_k", "top_p", "min_new_tokens")
-        return cls(request, seed, tuple(stop_ids), **{name: getattr(options, name) for name in names})
+        return cls(seed, tuple(stop_ids), **{name: getattr(options, name) for name in names})
 
-    def choose(
-        self,
-        logits: Tensor,
-        prompt_ids: Tensor,
-        sample_ids: Tensor,
-        positions: Tensor,
-        turns: Tensor | None = None,
-    ) -> Tensor:
+    def noise(self, keys: Tensor, positions: Tensor | int) -> Tensor:
+        """Uniform numbers in [0, 1), float64 of the broadcast shape; see `uniform`.
+
+        Args:
+            keys: [5, ...] int64, `TurnRequest.noise_key` of each turn.
+            positions: number of tokens in the turn so far.
+        """
+        stream, step, prompt_ids, sample_ids, turns = keys
+        return uniform(self.seed, step, prompt_ids, sample_ids, positions, stream, turns)
+
+    def pick(self, logits: Tensor, noise: Tensor, positions: Tensor | int, is_greedy: Tensor | bool = False) -> Tensor:
         """The next token of each row, [b].
 
         Args:
             logits: [b V], float32 or wider; not modified.
-            prompt_ids, sample_ids: [b], key of the noise of each row.
-            positions: [b], number of tokens in the response (or turn) so far.
-            turns: [b], index of the turn within its episode; None outside of episodes.
+            noise: [b], see `noise`.
+            positions: [b] or of all, number of tokens in the turn so far.
+            is_greedy: of all or [b] bool, take the likeliest token.
         """
-        return self.pick(logits, self.noise(prompt_ids, sample_ids, positions, turns), positions)
-
-    def noise(self, prompt_ids: Tensor, sample_ids: Tensor, positions: Tensor, turns: Tensor | None = None) -> Tensor:
-        """One uniform number in [0, 1) per row; see `uniform`."""
-        step, stream = self.request.step, self.request.stream
-        return uniform(self.seed, step, prompt_ids, sample_ids, positions, stream=stream, turns=turns)
-
-    def pick(self, logits: Tensor, noise: Tensor, positions: Tensor | int) -> Tensor:
-        """The next token of each row, [b], for given `noise` [b]; see `choose`."""
         logits = self._without_early_stops(logits, positions)
-        if self.request.greedy:
+        if is_greedy is True:
             return logits.argmax(dim=-1)
-        logits = filter_logits(logits / self.temperature, top_k=self.top_k, top_p=self.top_p)
-        return inverse_cdf(logits.softmax(dim=-1), noise)
+        kept = filter_logits(logits / self.temperature, top_k=self.top_k, top_p=self.top_p)
+        drawn = inverse_cdf(kept.softmax(dim=-1), noise)
+        return drawn if is_greedy is False else torch.where(is_greedy, logits.argmax(dim=-1), drawn)
 
     def _without_early_stops(self, logits: Tensor, positions: Tensor | int) -> Tensor:
         if not self.min_new_tokens or (isinstance(positions, int) and positions >= self.min_new_tokens):
@@ -80,6 +76,17 @@ class TokenSampler:
     def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """log_softmax(logits / temperature) at the tokens, [b], over the whole vocabulary."""
         return log_probs_of(logits[:, None], tokens[:, None], self.temperature)[:, 0]
+
+
+def noise_keys(turns: Sequence[TurnRequest]) -> Tensor:
+    """[5 b] int64, the noise keys of turns; see `TokenSampler.noise`."""
+    return torch.tensor([turn.noise_key for turn in turns], dtype=torch.int64).view(-1, 5).T
+
+
+def greedy_rows(turns: Sequence[TurnRequest]) -> Tensor | bool:
+    """Which turns are greedy, [b] bool; a bool if all or none are."""
+    is_greedy = [turn.greedy for turn in turns]
+    return is_greedy[0] if len(set(is_greedy)) == 1 else torch.tensor(is_greedy)
 
 
 @functools.lru_cache(maxsize=4)

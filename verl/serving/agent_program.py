@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,11 +25,11 @@ from verl.component import BuildContext, component
 from verl.environments.base import Fault, Observation
 from verl.environments.calls import CallResult, CallRunner
 from verl.environments.episode import End, Episode, EpisodeSample, Turn, dropped_with, episode_record, rows_of_samples
-from verl.environments.episode_loop import EpisodeEngine
+from verl.environments.episode_loop import EpisodeSampler
 from verl.environments.hosted import ADAPTERS, HostedDescription
 from verl.errors import RolloutError
 from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnLimits
+from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnEngine
 from verl.serving.conversations import RecordedTurn, merge_turns
 from verl.serving.endpoint import PolicyEndpoint
 from verl.serving.http_api import PolicyServer
@@ -86,14 +85,14 @@ class AgentProgram(HostedDescription):
         arguments = {"path": self.path, "command": list(self.command), "timeout_s": self.program_timeout_s}
         return {"kind": "class", "path": f"{ADAPTERS / 'program_adapter.py'}:ProgramEpisode", "arguments": arguments}
 
-    def engine(
+    def sampler(
         self, engine: RolloutEngine, rollout: Rollout, tokenizer: Any, stop_ids: tuple[int, ...], context: BuildContext
-    ) -> RolloutEngine:
-        return AgentProgramEngine(self, engine, rollout, tokenizer, stop_ids, context)
+    ) -> AgentProgramSampler:
+        return AgentProgramSampler(self, engine, rollout, tokenizer, stop_ids, context)
 
 
-class AgentProgramEngine(EpisodeEngine):
-    """A rollout engine whose responses are episodes that programs play; it draws with the engine below it."""
+class AgentProgramSampler(EpisodeSampler):
+    """Samples episodes that programs play."""
 
     options: AgentProgram
 
@@ -105,32 +104,28 @@ class AgentProgramEngine(EpisodeEngine):
             self._calls = CallRunner(options.factory(self._context), options)
         return self._calls
 
-    def run_episodes(self, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
-        """See `EpisodeEngine.run_episodes`."""
-        of_parts = self.begin_episodes(parts, request)
-        episodes = list(chain.from_iterable(of_parts))
-        runs = _Programs(self, request, episodes)
+    def play(self, turns: TurnEngine, episodes: list[Episode], request: GenerationRequest) -> None:
+        self._runs = _Programs(self, request, episodes)
         if episodes:
-            longest = max(len(episode.prompt) for episode in episodes)
-            limits = TurnLimits(longest + self.options.max_tokens, self.options.kv_cache_gib)
-            runs.run(limits)
-        made = []
-        for prompts, own in zip(parts, of_parts, strict=True):
-            samples, records = [runs.samples(episode) for episode in own], [episode_record(episode) for episode in own]
-            made.append(rows_of_samples(prompts, request, samples, records, self.tokenizer.pad_token_id, runs.dtype))
-        return made
+            self._runs.run(turns)
+
+    def rows(
+        self, prompts: DataProto, request: GenerationRequest, episodes: Sequence[Episode], turns: TurnEngine
+    ) -> DataProto:
+        samples = [self._runs.samples(episode) for episode in episodes]
+        records = [episode_record(episode) for episode in episodes]
+        return rows_of_samples(prompts, request, samples, records, self.pad_id, turns.dtype)
 
 
 class _Programs:
     """The episodes of one call, each a program."""
 
-    def __init__(self, engine: AgentProgramEngine, request: GenerationRequest, episodes: Sequence[Episode]):
+    def __init__(self, engine: AgentProgramSampler, request: GenerationRequest, episodes: Sequence[Episode]):
         self.engine, self.request, self.episodes, self.options = engine, request, episodes, engine.options
         self.sessions: dict[int, Session] = {}
-        self.dtype: Any = None
         self.num_open = len(episodes)
 
-    def run(self, limits: TurnLimits) -> None:
+    def run(self, turns: TurnEngine) -> None:
         """Play all of them.
 
         Raises:
@@ -139,16 +134,16 @@ class _Programs:
         engine, options = self.engine, self.options
         calls = engine.calls
         calls.begin_play()
-        turns = engine.engine.turns(self.request, limits)
-        self.dtype = turns.dtype
+        longest = max(len(episode.prompt) for episode in self.episodes)
         endpoint = PolicyEndpoint(
             lambda: turns,
             engine.tokenizer,
             engine.chat.template,
             engine.stop_ids,
             engine.rollout.max_new_tokens,
-            limits.row_tokens,
+            longest + options.max_tokens,
             tool_format=options.tool_format,
+            request=self.request,
         )
         sampling = {"temperature": engine.rollout.temperature, "top_p": engine.rollout.top_p}
         timeout_s = options.turn_timeout_s

@@ -30,7 +30,8 @@ from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.tool_calls.parse import ToolCall, ToolFormat, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import ConfigError, RolloutError
-from verl.rollout.base import DrawnTurn, TurnEngine, TurnRequest
+from verl.ops.counter_rng import EVALUATION
+from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
 from verl.serving.conversations import KnownConversation, KnownConversations, Message, RecordedTurn, text_of
 from verl.serving.sessions import Session
 from verl.utils.memory import on_current_device
@@ -74,6 +75,7 @@ class PolicyEndpoint:
         tool_format: format of the policy's tool calls; `auto` finds that of the chat template.
         environment: that of the training. Its tools are those of requests without `tools`; without a chat template,
             messages are joined as its episodes are. None for none.
+        request: step and stream of the sampling noise; None for step 0 of the evaluation.
     Attributes:
         recorded: all answered requests, in the order of the answers.
         format_fault: why calls of the model cannot be read, so that requests with tools are refused; None if they can.
@@ -90,6 +92,7 @@ class PolicyEndpoint:
         record: Path | None = None,
         tool_format: ToolFormat = "auto",
         environment: EnvironmentDescription | None = None,
+        request: GenerationRequest | None = None,
     ):
         self.tokenizer, self.max_new_tokens, self.row_tokens = tokenizer, max_new_tokens, row_tokens
         self.chat = ChatTemplate(tokenizer, chat_template)
@@ -105,6 +108,7 @@ class PolicyEndpoint:
         self._suffix = str(getattr(environment, "suffix", ""))  # after a tool result in a text
         self._continues = environment is None or environment.history == "append"
         self.recorded: list[RecordedTurn] = []
+        self._noise_of = request or GenerationRequest(0, stream=EVALUATION)
         self._known, self._lock = KnownConversations(), threading.Lock()
         self._begun: Counter[int] = Counter()
         self._numbers = 0
@@ -152,7 +156,9 @@ class PolicyEndpoint:
         if session is not None:
             turn = session.turn_key(ids, sample)
             before = replace(before, prompt_id=session.prompt_id, sample_id=session.sample_id, num_turns=turn)
-        request = TurnRequest(before.number, ids, before.prompt_id, before.sample_id, before.num_turns, limit)
+        request = TurnRequest(
+            before.number, ids, before.prompt_id, before.sample_id, before.num_turns, limit, *self._key
+        )
         drawn = self._drawn(request, timeout_s)
         turn = RecordedTurn(
             f"chatcmpl-{uuid.uuid4().hex}", before.ids, tuple(drawn.tokens), tuple(drawn.log_probs), drawn.is_complete

@@ -17,7 +17,7 @@ from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.environments.base import EnvironmentDescription
-from verl.environments.episode_loop import EpisodeEngine
+from verl.environments.episode_loop import EpisodeSampler
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
@@ -25,7 +25,8 @@ from verl.models.parallel_info import Numerics, compute_type
 from verl.ops.logprobs import LogProbGap
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, SyncResult, refuse_wrong_responses, stop_tokens
+from verl.rollout.base import GenerationRequest, Rollout, SyncResult, refuse_wrong_responses, stop_tokens
+from verl.rollout.responses import ResponseSampler
 from verl.utils.memory import release_cached
 from verl.workers.base import TrainedRole, TrainedWorker
 from verl.workers.first_batch_check import FirstBatchCheck
@@ -76,11 +77,13 @@ class Actor(TrainedRole):
             engine.replay_routing("actor.model")
         if restore is not None:
             restore.optimizer(engine, "actor")
-        sampler = rollout.attach(model, context.tokenizer, context.seed, self.decided_autocast, context)
+        tokenizer = context.tokenizer
+        rollout_engine = rollout.attach(model, tokenizer, context.seed, self.decided_autocast, context)
+        sampler = ResponseSampler(rollout_engine, rollout, tokenizer.pad_token_id)
         if environment is not None:
-            stops = tuple(stop_tokens(model, context.tokenizer, rollout.stop_token_ids).tolist())
-            own = environment.engine(sampler, rollout, context.tokenizer, stops, context)
-            sampler = own or EpisodeEngine(environment, sampler, rollout, context.tokenizer, stops, context)
+            stops = tuple(stop_tokens(model, tokenizer, rollout.stop_token_ids).tolist())
+            arguments = rollout_engine, rollout, tokenizer, stops, context
+            sampler = environment.sampler(*arguments) or EpisodeSampler(environment, *arguments)
         worker = ActorWorker(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
         engine.balance_routers(self.router_aux_loss_coef, worker.head)
         return worker
@@ -98,7 +101,7 @@ class ActorWorker(TrainedWorker):
         self,
         engine: TrainingEngine,
         algorithm: Algorithm,
-        sampler: RolloutEngine,
+        sampler: ResponseSampler,
         temperature: float,
         tokenizer: Any,
     ):
@@ -212,7 +215,8 @@ class ActorWorker(TrainedWorker):
     def numerics(self) -> Numerics:
         """Compute types of the log-probs of model and rollout engine."""
         own = compute_type(self.model, self.engine.autocast)
-        return Numerics(own, self.sampler.compute_type or own, type(self.sampler).__name__, self.temperature)
+        engine = self.sampler.engine
+        return Numerics(own, engine.compute_type or own, type(engine).__name__, self.temperature)
 
     def close(self) -> None:
         """End what the rollout engine has started."""

@@ -15,7 +15,7 @@ from rollout.speaking import Speaker, gap
 
 from verl.component import BuildContext
 from verl.environments.base import StepResult
-from verl.environments.episode_loop import EpisodeEngine
+from verl.environments.episode_loop import EpisodeSampler
 from verl.errors import ConfigError, RolloutError
 from verl.ops.counter_rng import EVALUATION
 from verl.rollout.base import GenerationRequest, TurnLimits
@@ -276,18 +276,17 @@ def test_log_probs_that_would_be_wrong_are_refused_where_the_trainer_cannot_tell
 
 def test_turns_of_episodes_are_requests_of_their_own_with_seeds_by_turn(attached, speaker, prompts):
     actor = attached(speaker, stop_token_ids=tuple(range(20, 60)))
-    request, sampler = GenerationRequest(1, 2), actor.sampler
+    request, sampler = GenerationRequest(1, 2), actor.sampler.engine
 
     def answer(row, turn, action):
         return StepResult("12", float(turn), terminated=turn >= 3)
 
     def played(rows):
         environment, context = Scripted(answer=answer, max_tokens=30), BuildContext()
-        engine = EpisodeEngine(
-            environment, sampler, sampler.options, actor.tokenizer, sampler.sampling_params.stop_ids, context
-        )
-        found = engine.generate(rows, request)
-        engine.calls.close()
+        stops = sampler.sampling_params.stop_ids
+        episodes = EpisodeSampler(environment, sampler, sampler.options, actor.tokenizer, stops, context)
+        found = episodes.generate(rows, request)
+        episodes.calls.close()
         return found
 
     rows = played(prompts())
@@ -309,6 +308,6 @@ def test_turns_of_episodes_are_requests_of_their_own_with_seeds_by_turn(attached
 def test_turns_need_the_servers_own_log_probs(attached, speaker):
     actor = attached(speaker, log_probs="trainer")
     with pytest.raises(ConfigError, match="turns of episodes need those of the server"):
-        actor.sampler.turns(GenerationRequest(0), TurnLimits(32, 1.0))
+        actor.sampler.engine.turns(TurnLimits(32))
     with pytest.raises(ConfigError, match="episodes of up to 500 tokens"):
-        attached(speaker).sampler.turns(GenerationRequest(0), TurnLimits(500, 1.0))
+        attached(speaker).sampler.engine.turns(TurnLimits(500))

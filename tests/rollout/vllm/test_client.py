@@ -14,16 +14,17 @@ import torch
 from cluster.processes_of import is_running
 from environments.episodes import REQUEST, Scripted, first_differences, long_turns, prompts_of, tokens_by_sample
 from refusals import refusal
-from rollout.engines import agreement, by_row, random_prompts, save_family, shake
+from rollout.engines import agreement, by_row, generate, random_prompts, save_family, shake
 
 from verl.component import BuildContext
 from verl.engines.optimizer import AdamW
-from verl.environments.episode_loop import EpisodeEngine
+from verl.environments.episode_loop import EpisodeSampler
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.ops.counter_rng import EVALUATION
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.rollout.base import GenerationRequest, TurnLimits, TurnRequest
 from verl.rollout.hf import HFRollout
+from verl.rollout.responses import ResponseSampler
 from verl.rollout.vllm.config import VLLMRollout
 from verl.serving.endpoint import PolicyEndpoint
 
@@ -50,7 +51,7 @@ def engines(request, tmp_path_factory):
         found = []
         for engine in (vllm, ours):
             engine.options = dataclasses.replace(engine.options, **{**UNSET, **PLAIN, **options})
-            found.append(engine.generate(prompts, request))
+            found.append(generate(engine, prompts, request))
         return found
 
     both.vllm, both.ours, both.model, both.tokenizer = vllm, ours, model, tokenizer
@@ -167,7 +168,7 @@ def test_a_prompt_that_leaves_no_room_for_the_response_is_refused_with_the_numbe
 def test_torchs_own_generator_is_neither_used_nor_changed(engines):
     state = torch.get_rng_state()
     engines.vllm.sync()
-    engines.vllm.generate(random_prompts(), GenerationRequest(1))
+    generate(engines.vllm, random_prompts(), GenerationRequest(1))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -181,7 +182,7 @@ def play(engines):
 
     def played(engine, texts=TEXTS, ids=None):
         environment = Scripted(answer=long_turns, max_tokens=60)
-        loop = EpisodeEngine(environment, engine, engine.options, tokenizer, engines.vllm.stop_ids, context)
+        loop = EpisodeSampler(environment, engine, engine.options, tokenizer, engines.vllm.stop_ids, context)
         prompts = prompts_of(tokenizer, texts, ids)
         try:
             return loop.generate(prompts, REQUEST)
@@ -224,7 +225,7 @@ def test_the_endpoint_of_a_policy_goes_on_from_the_tokens_of_an_engine_in_anothe
     engines.vllm.options = dataclasses.replace(engines.vllm.options, **TURNS)
     engines.vllm.sync()
     chat = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + ';' }}{% endfor %}a:"
-    turns = partial(engines.vllm.turns, GenerationRequest(0, stream=EVALUATION), TurnLimits(200, 0.0))
+    turns = partial(engines.vllm.turns, TurnLimits(200))
     endpoint = PolicyEndpoint(turns, engines.tokenizer, chat, engines.vllm.stop_ids, 10, 200)
     messages = [{"role": "user", "content": "1+2="}]
     try:
@@ -261,12 +262,11 @@ def test_an_engine_killed_between_turns_is_started_again_and_draws_the_same_epis
 
 
 def test_later_turns_take_keys_and_values_from_the_prefix_cache_until_a_sync(engines):
-    request, limits = GenerationRequest(1), TurnLimits(250, 0.0)
     tokens = list(range(3, 90)) * 2
 
     def cached(turn):
-        drawing = engines.vllm.turns(request, limits)
-        drawing.add(TurnRequest(0, tokens + [5] * turn, 7, 0, turn, 4))
+        drawing = engines.vllm.turns(TurnLimits(250))
+        drawing.add(TurnRequest(0, tokens + [5] * turn, 7, 0, turn, 4, step=1))
         while drawing.num_pending:
             drawing.advance()
         drawing.close()
@@ -277,10 +277,10 @@ def test_later_turns_take_keys_and_values_from_the_prefix_cache_until_a_sync(eng
     engines.vllm.sync()
     assert cached(2) == 128  # the sync itself has asked for the row, and found nothing of it
     with pytest.raises(ConfigError, match=r"environment.max_tokens makes episodes of up to 300 tokens, .* holds 256"):
-        engines.vllm.turns(request, TurnLimits(300, 0.0))
+        engines.vllm.turns(TurnLimits(300))
 
 
-def kill_after_sending(vllm, monkeypatch, what="draw") -> list[int]:
+def kill_after_sending(vllm, monkeypatch, what="advance_turns") -> list[int]:
     """Let the engine's process be killed as soon as it has its next call to draw; gives the ids of those killed."""
     killed, send = [], vllm.process.send
 
@@ -311,13 +311,16 @@ def test_an_engine_killed_while_it_draws_is_started_again_and_draws_the_same(eng
 
 def test_what_is_begun_is_drawn_while_the_trainer_changes_its_weights(engines):
     vllm, prompts, request = engines.vllm, random_prompts(), GenerationRequest(9, 3)
-    expected = vllm.generate(prompts, request)
-    vllm.begin(prompts, request)
+    expected = generate(vllm, prompts, request)
+    sampler = ResponseSampler(vllm, vllm.options, 0)
+    sampler.begin(prompts, request)
     shake(engines.model, seed=8)  # the engine has its own weights until the next sync
-    found = vllm.finish()
+    with pytest.raises(RolloutError, match="Weights cannot be changed while"):
+        vllm.sync()
+    found = sampler.finish()
     assert agreement(expected, found)[0] == 1
     vllm.sync()
-    changed, ours = vllm.generate(prompts, request), engines.ours.generate(prompts, request)
+    changed, ours = generate(vllm, prompts, request), generate(engines.ours, prompts, request)
     assert agreement(expected, changed)[0] < 1
     assert agreement(changed, ours)[0] >= 0.99
 
@@ -325,7 +328,7 @@ def test_what_is_begun_is_drawn_while_the_trainer_changes_its_weights(engines):
 @pytest.mark.exhaustive
 def test_what_is_begun_is_drawn_again_if_the_engine_makes_no_progress(engines, monkeypatch, caplog):
     vllm, prompts, request = engines.vllm, random_prompts(), GenerationRequest(9, 3)
-    expected = vllm.generate(prompts, request)
+    expected = generate(vllm, prompts, request)
     process, kill = vllm.process, vllm.process.kill
 
     def kill_it() -> None:
@@ -335,9 +338,10 @@ def test_what_is_begun_is_drawn_again_if_the_engine_makes_no_progress(engines, m
     monkeypatch.setattr(process, "kill", kill_it)
     process.call_timeout_s = 1.0
     os.kill(vllm.process_id, signal.SIGSTOP)
-    vllm.begin(prompts, request)
+    sampler = ResponseSampler(vllm, vllm.options, 0)
+    sampler.begin(prompts, request)
     with caplog.at_level(logging.WARNING):
-        assert agreement(expected, vllm.finish())[0] == 1
+        assert agreement(expected, sampler.finish())[0] == 1
     assert "asked to generate, made no progress for 1 s (rollout.call_timeout_s) at: idle; it is stopped" in caplog.text
     assert "A new engine" in caplog.text
 
@@ -407,7 +411,7 @@ def test_an_engine_that_dies_twice_in_a_row_ends_the_run_with_its_last_lines(eng
     killed = kill_after_sending(vllm, monkeypatch)
     vllm.options = dataclasses.replace(vllm.options, start_timeout_s=0.01)
     with pytest.raises(RolloutError) as caught:
-        vllm.generate(random_prompts(), GenerationRequest(0))
+        generate(vllm, random_prompts(), GenerationRequest(0))
     last = str(caught.value).splitlines()[-1]
     assert last.startswith("The rollout engine died twice in a row. The second time: The vLLM engine (process ")
     assert "asked to start, was not ready within 0.01 s (rollout.start_timeout_s)" in last

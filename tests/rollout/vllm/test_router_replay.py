@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from refusals import refusal
-from rollout.engines import random_prompts, save_family
+from rollout.engines import generate, random_prompts, save_family
 from trainer.runs import GRPO_ALGORITHM, ppo_run
 
 from verl.component import BuildContext
@@ -35,7 +35,7 @@ def test_the_experts_of_each_token_are_those_of_our_own_loop(tensor, tmp_path):
     try:
         vllm.sync()
         for request in (GenerationRequest(1, 4), GenerationRequest(2, 4)):  # prompts of the second are in the cache
-            found, expected = (engine.generate(random_prompts(), request) for engine in (vllm, ours))
+            found, expected = (generate(engine, random_prompts(), request) for engine in (vllm, ours))
             mask = found["response_mask"]
             assert found["routed_experts"].shape == (*mask.shape, 2, 2)
             assert ((found["routed_experts"] != UNKNOWN).flatten(2).all(dim=2) == mask).all()
@@ -44,7 +44,7 @@ def test_the_experts_of_each_token_are_those_of_our_own_loop(tensor, tmp_path):
             left, right = (rows["routed_experts"][same].sort(dim=-1).values for rows in (found, expected))
             assert (left == right).float().mean() > 0.999  # rounding may turn a choice
             assert len(left.flatten(0, -2).unique(dim=0)) > 3
-        empty = vllm.generate(random_prompts()[:0], GenerationRequest(1, 4))
+        empty = generate(vllm, random_prompts()[:0], GenerationRequest(1, 4))
         assert empty["routed_experts"].shape[2:] == (2, 2)
     finally:
         vllm.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster.processes_of import is_running, wait_until_gone
-from rollout.engines import agreement, random_prompts, save_family, shake
+from rollout.engines import agreement, generate, random_prompts, save_family, shake
 
 from verl.component import BuildContext
 from verl.errors import RolloutError
@@ -22,6 +22,7 @@ from verl.hybrid.actor import HybridActor
 from verl.models.lora import LoRA
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
+from verl.rollout.responses import ResponseSampler
 from verl.rollout.vllm.client.engine_process import EngineDied, EngineFiles, EngineHung, EngineProcess
 from verl.rollout.vllm.config import VLLMRollout
 from verl.utils.orphan_cleanup import members
@@ -118,17 +119,17 @@ def pair(source, tmp_path_factory):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("before", [False, True], ids=["after it is asked", "before"])
-@pytest.mark.parametrize("stage", ["draw", "load", "prove"])
+@pytest.mark.parametrize("stage", ["advance_turns", "load", "prove"])
 def test_a_stop_at_any_stage_is_outlived(stage, before, pair, monkeypatch, caplog):
     vllm, ours, model = pair
     shake(model, seed=len(stage) + before)
-    vllm.is_synced = stage == "draw"
-    if stage == "draw":
+    vllm.is_synced = stage == "advance_turns"
+    if stage == "advance_turns":
         vllm.sync()
     stopped = stop_at(vllm, monkeypatch, stage, before=before)
     with caplog.at_level(logging.WARNING):
-        found = vllm.generate(random_prompts(), GenerationRequest(3, 4))
-    assert agreement(found, ours.generate(random_prompts(), GenerationRequest(3, 4)))[0] >= 0.99
+        found = generate(vllm, random_prompts(), GenerationRequest(3, 4))
+    assert agreement(found, generate(ours, random_prompts(), GenerationRequest(3, 4)))[0] >= 0.99
     assert "made no progress for 6 s (rollout.call_timeout_s)" in caplog.text
     assert "it is stopped (SIGSTOP or SIGTSTP)" in caplog.text
     assert stopped != [vllm.process_id]
@@ -140,7 +141,7 @@ def test_a_stop_while_a_message_is_sent_that_no_buffer_holds_is_outlived(pair, m
     vllm, _, _ = pair
     vllm.sync()
     prompts = random_prompts(6000)
-    stop_at(vllm, monkeypatch, "draw", before=True)
+    stop_at(vllm, monkeypatch, "advance_turns", before=True)
     vllm.process.call_timeout_s = 2.0
     kill = vllm.process.kill
 
@@ -150,7 +151,7 @@ def test_a_stop_while_a_message_is_sent_that_no_buffer_holds_is_outlived(pair, m
 
     monkeypatch.setattr(vllm.process, "kill", kill_and_wait_longer)
     with caplog.at_level(logging.WARNING):
-        rows = vllm.generate(prompts, GenerationRequest(0, 1))
+        rows = generate(vllm, prompts, GenerationRequest(0, 1))
     assert len(rows) == 6000
     assert "asked to generate, made no progress for 2 s" in caplog.text
 
@@ -159,12 +160,13 @@ def test_a_stop_while_a_message_is_sent_that_no_buffer_holds_is_outlived(pair, m
 def test_a_stop_between_begin_and_finish_is_outlived(pair, caplog):
     vllm, _, _ = pair
     request = GenerationRequest(4, 4)
-    expected = vllm.generate(random_prompts(), request)
+    expected = generate(vllm, random_prompts(), request)
     os.kill(vllm.process_id, signal.SIGSTOP)  # while nothing is asked: noticed with the next call
-    vllm.begin(random_prompts(), request)
+    sampler = ResponseSampler(vllm, vllm.options, 0)
+    sampler.begin(random_prompts(), request)
     with caplog.at_level(logging.WARNING):
-        assert agreement(expected, vllm.finish())[0] == 1
-    assert vllm.has_redrawn
+        assert agreement(expected, sampler.finish())[0] == 1
+    assert sampler.has_redrawn
     assert "made no progress for 6 s" in caplog.text
 
 
@@ -172,11 +174,11 @@ def test_a_stop_between_begin_and_finish_is_outlived(pair, caplog):
 def test_an_engine_that_is_stopped_for_a_while_and_goes_on_is_not_ended(pair, monkeypatch):
     vllm, _, _ = pair
     before = vllm.process_id
-    expected = vllm.generate(random_prompts(), GenerationRequest(5, 4))
-    stop_at(vllm, monkeypatch, "draw")
+    expected = generate(vllm, random_prompts(), GenerationRequest(5, 4))
+    stop_at(vllm, monkeypatch, "advance_turns")
     timer = threading.Timer(LIMIT_S / 2, os.kill, (before, signal.SIGCONT))
     timer.start()
-    assert agreement(expected, vllm.generate(random_prompts(), GenerationRequest(5, 4)))[0] == 1
+    assert agreement(expected, generate(vllm, random_prompts(), GenerationRequest(5, 4)))[0] == 1
     assert vllm.process_id == before
 
 
@@ -200,7 +202,7 @@ def test_work_that_takes_longer_than_the_limit_and_goes_on_is_waited_for(source,
         pulsing = threading.Thread(target=pulse)
         pulsing.start()
         try:
-            vllm.generate(random_prompts(64), GenerationRequest(0, 8))
+            generate(vllm, random_prompts(64), GenerationRequest(0, 8))
         finally:
             is_done.set()
             pulsing.join()
@@ -217,13 +219,13 @@ def test_a_second_stop_in_a_row_ends_the_run_in_words(pair, monkeypatch):
     process, send = vllm.process, vllm.process.send_message
 
     def sending(method, message):
-        if method in ("draw", "load"):
+        if method in ("advance_turns", "load"):
             os.kill(process.process_id, signal.SIGSTOP)
         send(method, message)
 
     monkeypatch.setattr(process, "send_message", sending)
     with pytest.raises(RolloutError) as caught:
-        vllm.generate(random_prompts(), GenerationRequest(0))
+        generate(vllm, random_prompts(), GenerationRequest(0))
     last = str(caught.value).splitlines()[-1]
     assert last.startswith("The rollout engine died twice in a row. The second time: The vLLM engine (process ")
     assert "asked to load weights, made no progress for 6 s (rollout.call_timeout_s) at: idle" in last
@@ -234,14 +236,14 @@ def test_an_engine_that_is_stopped_when_it_is_to_give_memory_back_is_ended_and_m
     pair, monkeypatch, caplog
 ):
     vllm, _, _ = pair
-    expected = vllm.generate(random_prompts(), GenerationRequest(6, 4))
+    expected = generate(vllm, random_prompts(), GenerationRequest(6, 4))
     os.kill(vllm.process_id, signal.SIGSTOP)
     with monkeypatch.context() as on_gpu, caplog.at_level(logging.WARNING):
         on_gpu.setattr(vllm, "setting", dataclasses.replace(vllm.setting, is_on_gpu=True))
         vllm.rest()
     assert "asked to give its GPU memory back, made no progress" in caplog.text
     assert vllm.process_id is None
-    assert agreement(expected, vllm.generate(random_prompts(), GenerationRequest(6, 4)))[0] == 1
+    assert agreement(expected, generate(vllm, random_prompts(), GenerationRequest(6, 4)))[0] == 1
 
 
 @pytest.mark.exhaustive
@@ -256,7 +258,7 @@ def test_closing_a_stopped_engine_leaves_nothing_and_waits_for_nothing(source):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", ["adopt", "prove", "draw"])
+@pytest.mark.parametrize("stage", ["adopt", "prove", "advance_turns"])
 def test_a_stop_beside_an_adapter_is_outlived(stage, source, tmp_path, monkeypatch):
     model = LoRA(rank=8).apply(source.load_causal_lm("cpu"), causal_lm=True).eval()
     tokenizer = source.load_tokenizer()
@@ -267,7 +269,7 @@ def test_a_stop_beside_an_adapter_is_outlived(stage, source, tmp_path, monkeypat
         shake(model, 0.1, 3)
         stop_at(vllm, monkeypatch, stage)
         vllm.sync()
-        same, _ = agreement(*(one.generate(random_prompts(), GenerationRequest(1, 4)) for one in (vllm, ours)))
+        same, _ = agreement(*(generate(one, random_prompts(), GenerationRequest(1, 4)) for one in (vllm, ours)))
         assert same >= 0.95
         assert list(vllm.files.directory.glob("adapter*")) == []
     finally:
@@ -276,7 +278,7 @@ def test_a_stop_beside_an_adapter_is_outlived(stage, source, tmp_path, monkeypat
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-@pytest.mark.parametrize("stage", ["draw", "load", "prove"])
+@pytest.mark.parametrize("stage", ["advance_turns", "load", "prove"])
 @pytest.mark.parametrize("workers", ["tensor", "pipeline"])
 def test_a_worker_of_an_engine_of_two_that_is_stopped_or_killed_is_outlived(
     workers, stage, number, source, tmp_path, monkeypatch, caplog
@@ -292,10 +294,10 @@ def test_a_worker_of_an_engine_of_two_that_is_stopped_or_killed_is_outlived(
     try:
         vllm.sync()
         group = members(vllm.process_id)
-        vllm.is_synced = stage == "draw"
+        vllm.is_synced = stage == "advance_turns"
         stop_at(vllm, monkeypatch, stage, before=True, whom=last_worker, number=number)
         with caplog.at_level(logging.WARNING):
-            same, _ = agreement(*(one.generate(random_prompts(), GenerationRequest(1, 4)) for one in (vllm, ours)))
+            same, _ = agreement(*(generate(one, random_prompts(), GenerationRequest(1, 4)) for one in (vllm, ours)))
         assert same >= 0.95
         assert ("is stopped (SIGSTOP or SIGTSTP)" if number == signal.SIGSTOP else "signal SIGKILL") in caplog.text
         assert wait_until_gone(group) == []

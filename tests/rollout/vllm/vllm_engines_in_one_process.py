@@ -21,17 +21,19 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER"
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 import torch
-from rollout.engines import agreement, random_prompts, save_family, shake
+from rollout.engines import agreement, generate, random_prompts, save_family, shake
 
 from verl.models.lora import LoRA
+from verl.ops.counter_rng import NO_TURN
 from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, TurnRequest, assemble
+from verl.rollout.base import DrawnTurn, GenerationRequest, TurnRequest, assemble_turns
 from verl.rollout.hf import HFRollout
+from verl.rollout.prompt_rows import prompt_tokens
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import as_config_error, engine_args, write_model_directory
 from verl.rollout.vllm.client.engine_process import EngineError
 from verl.rollout.vllm.config import VLLMRollout
-from verl.rollout.vllm.messages import FeedPlan, LoadRequest, NumberedTurn, TurnOutput, plan_chunks
+from verl.rollout.vllm.messages import FeedPlan, LoadRequest, NumberedTurn, plan_chunks
 from verl.rollout.vllm.shm_stream import StreamWriter
 from verl.rollout.vllm.state_dict import weights_of
 from verl.weight_verification.fingerprint import ProbeVectors
@@ -71,17 +73,18 @@ def load(engine: Any, model: Any) -> str | None:
 def compared(engine: Any, model: Any, tokenizer: Any, prompts: DataProto) -> tuple[float, float]:
     """Same tokens, and gap of log-probs, of an engine and our own loop."""
     ours = HFRollout(max_new_tokens=10).attach(model, tokenizer, 0)
-    request = GenerationRequest(1, 4)
-    drawing = TokenSampler.of(OPTIONS, request, 0, ours.stop_ids.tolist())
-    rows = [p[m].tolist() for p, m in zip(prompts["prompts"], prompts["prompt_mask"], strict=True)]
-    drawn = engine.draw(drawing, [10] * 4 * len(rows), rows, prompts["prompt_ids"].tolist())
-    mask = torch.arange(10) < torch.from_numpy(drawn.lengths)[:, None]
-    responses = torch.zeros(mask.shape, dtype=torch.int64)
-    responses[mask] = torch.from_numpy(drawn.tokens)
-    log_probs = torch.zeros(mask.shape)
-    log_probs[:, : drawn.log_probs.shape[1]] = drawn.log_probs
-    found = assemble(prompts, 4, responses, mask, log_probs, 0)
-    return agreement(found, ours.generate(prompts, request))
+    engine.begin_turns(TokenSampler.of(OPTIONS, 0, ours.stop_ids.tolist()), 10, None)
+    turns = [
+        NumberedTurn(4 * place + sample, TurnRequest(0, tokens, place, sample, NO_TURN, 10, step=1))
+        for place, tokens in enumerate(prompt_tokens(prompts))
+        for sample in range(4)
+    ]
+    made = engine.advance_turns(turns, 600.0, True)
+    engine.end_turns()
+    ordered = sorted(zip(made.numbers, made.tokens, made.log_probs, strict=True))
+    drawn = [DrawnTurn(number, tokens, log_probs, True) for number, tokens, log_probs in ordered]
+    found = assemble_turns(prompts, drawn, 0, torch.float32, num_samples=4)
+    return agreement(found, generate(ours, prompts, GenerationRequest(1, 4)))
 
 
 def family(name: str, directory: Path, lora: LoRA | None = None) -> dict[str, Any]:
@@ -122,16 +125,12 @@ def stale_cache(directory: Path) -> dict[str, Any]:
     model = source.load_causal_lm("cpu")
     engine = engine_of(model, directory / "engine")
     load(engine, model)
-    request = GenerationRequest(1)
     question = VerifyRequest(ProbeVectors(), ((3, 4, 5),), weights=False)
     prompt = [3 + i % 80 for i in range(150)]
 
     def drawn() -> list[int]:
-        engine.begin_turns(TokenSampler.of(OPTIONS, request, 0, [1]), 10)
-        turn, found = NumberedTurn(4, TurnRequest(0, prompt, 0, 0, 0, 10)), TurnOutput([], [], [], 0)
-        while not found.numbers:
-            found = engine.advance_turns([turn] if turn else [], 1.0)
-            turn = None
+        engine.begin_turns(TokenSampler.of(OPTIONS, 0, [1]), 10, None)
+        found = engine.advance_turns([NumberedTurn(4, TurnRequest(0, prompt, 0, 0, 0, 10, step=1))], 600.0, False)
         engine.end_turns()
         return found.tokens[0]
 

@@ -8,8 +8,7 @@ sync    ──> weights ──> server, proven by log-probs of fixed text on bot
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from verl.errors import ConfigError, RolloutError
 from verl.http_client.client import HTTPClient
-from verl.http_client.request import RequestReport
 from verl.models.parallel_info import (
     Autocast,
     ParallelInfo,
@@ -28,16 +26,15 @@ from verl.models.parallel_info import (
     weights_gathered,
 )
 from verl.ops.batching import micro_batches
-from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, RolloutEngine, SyncResult, TurnEngine, TurnLimits, assemble
+from verl.rollout.base import RolloutEngine, SyncResult, TurnEngine, TurnLimits, refuse_wrong_responses
+from verl.rollout.generation_group import OneGenerates
 from verl.rollout.server.logprob_check import LogProbCheck
-from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol
+from verl.rollout.server.protocols import SamplingRequest, ServerProtocol
 from verl.rollout.server.turns import ServerTurns
 from verl.rollout.server.weight_update import ServerWeightUpdate, named_tensors
 from verl.rollout.vllm.client.engine_args import dtype_of
-from verl.rollout.vllm.sync.consensus import ConsensusFailed, consensus, from_first
 from verl.rollout.vllm.sync.weight_transfer import TransferToFirst
 from verl.weight_verification.logprob_probe import ALLOWED_NATS
 
@@ -72,16 +69,6 @@ class ServerConnection:
     gap_nats: float | None = None
 
 
-@dataclass(frozen=True)
-class _PendingResponses:
-    """Responses that were requested and not yet collected; `answers` is None where a sibling has requested them."""
-
-    prompts: DataProto
-    request: GenerationRequest
-    draws: list[GenerateRequest]
-    answers: Future[list[RequestReport | None]] | None
-
-
 class ServerSampler(RolloutEngine):
     """See `ServerRollout`. Made by `verl.rollout.server.connect.connect`, which checks the server."""
 
@@ -96,98 +83,44 @@ class ServerSampler(RolloutEngine):
         autocast: Autocast,
     ):
         self.options, self.parts, self.sampling_params, self.model = options, parts, sampling_params, model
-        self.seed, self.pad_id = seed, tokenizer.pad_token_id
+        self.seed = seed
         self.autocast: Autocast = autocast
-        self._begun: _PendingResponses | None = None
         self._before: np.ndarray | None = None  # the trainer's log-probs of the probe at the last sync
         self.compute_type, self.row_tokens = self._compute_type(), parts.limit
         divided: ParallelInfo | None = getattr(model, "divided", None)
         self._transfer = None if divided is None else TransferToFirst(model, dtype_of(model, autocast))
-        # Of processes that work on the same rows one asks.
-        self._siblings = divided if divided is not None and len(divided.siblings) > 1 else None
-        self._asks = self._siblings is None or self._siblings.rank == self._siblings.siblings[0]
+        if divided is not None and len(divided.siblings) > 1:  # of processes with the same rows, one sends the requests
+            self.group = OneGenerates(divided, len(divided.siblings))
 
-    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """See `RolloutEngine.generate`.
-
-        Raises:
-            ConfigError: a prompt is too long for the server.
-            RolloutError: a response is missing after all retries.
-        """
-        self._begin(prompts, request)
-        return self.finish()
-
-    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Send the requests; the server's weights must not change until `finish`.
-
-        Raises:
-            ConfigError: log-probs come from the trainer, which trains at the same time.
-        """
-        if self.parts.source == "trainer":
-            raise ConfigError(
-                "trainer.rollout_ahead is 1: log-probs come from the trainer (rollout.log_probs), whose weights change "
-                "while the server draws. Use those of the server (docs/rollout_server.md), or set rollout_ahead=0."
-            )
-        self._begin(prompts, request)
-
-    def finish(self) -> DataProto:
-        """Wait for the responses of `begin`, in the form of `generate`."""
-        assert self._begun is not None
-        begun, self._begun = self._begun, None
-        if self._siblings is None:
-            self._await(begun)
-        else:
-            self._await_together(begun, self._siblings)
-        return self._rows(begun)
-
-    def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
+    def turns(self, limits: TurnLimits) -> TurnEngine:
         """See `RolloutEngine.turns`.
 
         Raises:
-            ConfigError: the server does not return log-probs, or an episode is too long for it.
+            ConfigError: the server does not return log-probs where they are needed, or an episode is too long for it.
         """
-        if self.parts.source != "server":
+        if self.parts.source == "trainer" and not limits.is_single:
             raise ConfigError(
                 "environment: log-probs come from the trainer (rollout.log_probs), and turns of episodes need those of "
                 "the server. Use those of the server (docs/rollout_server.md), or set rollout=hf."
             )
-        limit = self.parts.limit
-        if limit is not None and limits.row_tokens > limit:
+        if self.parts.source == "trainer" and limits.while_training:
             raise ConfigError(
-                f"environment.max_tokens makes episodes of up to {limits.row_tokens} tokens, their prompts included, "
-                f"and the server takes {limit}. Lower it."
+                "trainer.rollout_ahead is 1: log-probs come from the trainer (rollout.log_probs), whose weights change "
+                "while the server draws. Use those of the server (docs/rollout_server.md), or set rollout_ahead=0."
             )
+        self._refuse_too_long(limits)
         seed = self.seed if self.options.send_seed else None
-        return ServerTurns(self.parts.client, self.parts.protocol, self.sampling_params, request, seed)
+        return ServerTurns(self.parts.client, self.parts.protocol, self.sampling_params, seed, limits)
 
-    def _begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        assert self._begun is None
-        rows = [row[mask].tolist() for row, mask in zip(prompts["prompts"], prompts["prompt_mask"], strict=True)]
-        self._refuse_too_long(max(map(len, rows), default=0))
-        sampling_params = replace(self.sampling_params, greedy=request.greedy)
-        draws = [
-            GenerateRequest(self.parts.protocol, rows[i // request.num_samples], replace(sampling_params, seed=seed))
-            for i, seed in enumerate(self._seeds(prompts, request))
-        ]
-        answers = self.parts.client.begin(draws, stop_at_failure=True) if self._asks else None
-        self._begun = _PendingResponses(prompts, request, draws, answers)
-
-    def _rows(self, begun: _PendingResponses) -> DataProto:
-        prompts, request, draws = begun.prompts, begun.request, begun.draws
-        n, count = request.num_samples, len(draws)
-        responses = torch.full((count, self.options.max_new_tokens), self.pad_id)
-        mask = torch.zeros(responses.shape, dtype=torch.bool)
-        log_probs = torch.zeros(responses.shape)
-        for row, draw in enumerate(draws):
-            assert draw.drawn is not None
-            length = len(draw.drawn.ids)
-            responses[row, :length] = torch.tensor(draw.drawn.ids)
-            log_probs[row, :length] = torch.tensor(draw.drawn.log_probs)
-            mask[row, :length] = True
-        made = assemble(prompts, n, responses, mask, log_probs, self.pad_id)
-        if self.parts.source == "server" and not (request.greedy and self.options.temperature != 1):
-            return made
-        return assemble(prompts, n, responses, mask, self._trainers_log_probs(made, responses.shape[1]), self.pad_id)
+    def with_log_probs(self, rows: DataProto, greedy: bool) -> DataProto:
+        """The trainer's log-probs, where those of the server are not used or, of greedy responses, have another
+        temperature."""
+        if self.parts.source == "server" and not (greedy and self.options.temperature != 1):
+            return rows
+        log_probs = self._trainers_log_probs(rows, rows["responses"].shape[1]).masked_fill(~rows["response_mask"], 0.0)
+        rows["rollout_log_probs"].copy_(log_probs)
+        refuse_wrong_responses(rows)
+        return rows
 
     def sync(self) -> SyncResult:
         """Send the current weights to the server and compare log-probs of fixed text on both sides.
@@ -236,44 +169,6 @@ class ServerSampler(RolloutEngine):
         self.parts.client.close()
         if self.parts.transfer is not None:
             self.parts.transfer.close()
-
-    def _seeds(self, prompts: DataProto, request: GenerationRequest) -> list[int | None]:
-        """One seed per response, derived from its identity; below 2^53, which JSON numbers represent exactly."""
-        n = request.num_samples
-        if not self.options.send_seed:
-            return [None] * (len(prompts) * n)
-        ids, samples = prompts["prompt_ids"].repeat_interleave(n), torch.arange(n).repeat(len(prompts))
-        noise = uniform(self.seed, request.step, ids, samples, 0, stream=request.stream)
-        return (noise * 2.0**53).long().tolist()
-
-    def _await_together(self, begun: _PendingResponses, divided: ParallelInfo) -> None:
-        """Wait for responses that one of the processes with the same rows has requested, and give them to all."""
-
-        def part() -> None:
-            if begun.answers is not None:
-                self._await(begun)
-
-        try:
-            consensus(divided, part, lambda error: False)
-        except ConsensusFailed as failed:
-            raise failed.error from failed
-        drawn = from_first(divided, [draw.drawn for draw in begun.draws])
-        for draw, found in zip(begun.draws, drawn, strict=True):
-            draw.drawn = found
-
-    def _await(self, begun: _PendingResponses) -> None:
-        assert begun.answers is not None
-        n, reports = begun.request.num_samples, self.parts.client.wait(begun.answers)
-        for row, report in enumerate(reports):
-            if report is not None and report.failure is not None:
-                prompt = int(begun.prompts["prompt_ids"][row // n])
-                raise RolloutError(
-                    f"The server at {self.parts.client.endpoint.base_url} gives no response to prompt {prompt}, sample "
-                    f"{row % n}, sent {report.attempts} times: {report.failure}"
-                )
-        again = sum(report.attempts > 1 for report in reports if report is not None)
-        if again:
-            logger.warning("%d of %d responses needed more than one request.", again, len(begun.draws))
 
     @torch.no_grad()
     def _trainers_log_probs(self, rows: DataProto, width: int) -> Tensor:
@@ -333,10 +228,17 @@ class ServerSampler(RolloutEngine):
             f"log-probs of fixed text differ by {gap:.3g} nats on average, where {allowed:g} may be rounding. {likely}"
         )
 
-    def _refuse_too_long(self, longest: int) -> None:
-        limit, new = self.parts.limit, self.options.max_new_tokens
-        if limit is not None and longest + new > limit:
+    def _refuse_too_long(self, limits: TurnLimits) -> None:
+        held, new = self.parts.limit, self.options.max_new_tokens
+        if held is None or limits.row_tokens <= held:
+            return
+        if limits.is_single:
             raise ConfigError(
-                f"rollout.max_new_tokens is {new}: with a prompt of {longest} tokens that makes {longest + new}, and "
-                f"the server takes {limit} (vLLM's --max-model-len). Lower it, or raise the server's."
+                f"rollout.max_new_tokens is {new}: with a prompt of {limits.row_tokens - new} tokens that makes "
+                f"{limits.row_tokens}, and the server takes {held} (vLLM's --max-model-len). Lower it, or raise the "
+                "server's."
             )
+        raise ConfigError(
+            f"environment.max_tokens makes episodes of up to {limits.row_tokens} tokens, their prompts included, and "
+            f"the server takes {held}. Lower it."
+        )

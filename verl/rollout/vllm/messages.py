@@ -1,6 +1,6 @@
 """Messages between the trainer and the vLLM process; neither side imports the other's libraries.
 
-`EngineInfo`, `SampleOutput` and `LoadResult` come from the engine. `ChunkEntry`, `FeedPlan` and `LoadRequest` describe
+`EngineInfo`, `TurnOutput` and `LoadResult` come from the engine. `ChunkEntry`, `FeedPlan` and `LoadRequest` describe
 a stream of weights before it starts: location of each tensor in the chunks of shared memory, and which worker reads
 it.
 """
@@ -13,7 +13,6 @@ from itertools import groupby
 from math import prod
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,39 +62,27 @@ class EngineInfo:
 
 
 @dataclass(frozen=True)
-class SampleOutput:
-    """Responses: their lengths [B], their tokens one after another, and log-probs [B T].
-
-    Attributes:
-        experts: [B T layers k] of the tokens that predict them, with `rollout.router_replay`.
-    """
-
-    lengths: np.ndarray
-    tokens: np.ndarray
-    log_probs: torch.Tensor
-    experts: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
 class NumberedTurn:
-    """A turn of an episode to draw; its number comes back with it."""
+    """A turn to generate; its number comes back with it."""
 
     number: int
     request: TurnRequest
 
 
-@dataclass(frozen=True)
+@dataclass
 class TurnOutput:
     """Turns that have ended: their numbers, tokens, and log-probs of those.
 
     Attributes:
-        cached_tokens: of their prompts, which came from the prefix cache.
+        cached_tokens: tokens of their prompts that came from the prefix cache.
+        experts: of each turn [T layers k], of the tokens that predict it; None without `rollout.router_replay`.
     """
 
-    numbers: list[int]
-    tokens: list[list[int]]
-    log_probs: list[list[float]]
-    cached_tokens: int
+    numbers: list[int] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    log_probs: list[list[float]] = field(default_factory=list)
+    cached_tokens: int = 0
+    experts: list[torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,15 @@
-"""vLLM as the trainer sees it: prompts out, responses in, weights synced. `VLLMClient` is the engine of one process.
+"""vLLM as the trainer sees it: turns and weights out, tokens in. `VLLMClient` is the engine of one process.
 
-    generate   prompts ──> vLLM process ──> tokens, log-probs ──> rows
+    turns      tokens ──> vLLM process ──> tokens, log-probs
     sync       weights ──> two chunks of shared memory ──> the engine's own parameters
 
-An engine that dies is restarted: it gets the weights, and the same samples are drawn again. `GroupVLLMClient` is the
+An engine that dies is restarted: it gets the weights, and open turns are generated again. `GroupVLLMClient` is the
 engine of a group of ranks, held by the first of them; failures there are decided on by all ranks together, in
 `rollout/vllm/sync/sharded_client.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
 import time
@@ -24,19 +23,16 @@ import torch
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.model_paths.expert_routing import UNKNOWN, routing_of
+from verl.model_paths.expert_routing import routing_of
 from verl.models.parallel_info import Autocast, compute_device
-from verl.protocol import DataProto
 from verl.rollout.base import (
-    GenerationRequest,
     RolloutEngine,
     SyncResult,
     TurnEngine,
     TurnLimits,
-    assemble,
     stop_tokens,
 )
-from verl.rollout.token_sampler import TokenSampler
+from verl.rollout.generation_group import GenerationGroup, RepeatGeneration
 from verl.rollout.vllm.client.engine_args import (
     EngineArgs,
     as_config_error,
@@ -57,7 +53,6 @@ from verl.rollout.vllm.messages import (
     ChunkPlan,
     FeedPlan,
     LoadRequest,
-    SampleOutput,
     SyncOffer,
     SyncRound,
     plan_chunks,
@@ -98,6 +93,26 @@ class _Connection:
     num_bytes: int
 
 
+class RepeatAfterDeath(GenerationGroup):
+    """A process with an engine of its own. Responses of an engine that died while the trainer went on are generated
+    again by another one.
+
+    Args:
+        restart: starts it.
+    """
+
+    def __init__(self, restart: Callable[[], None]):
+        self.restart = restart
+
+    def run(self, generate: Callable[[], T]) -> T:
+        try:
+            return generate()
+        except EngineDied as death:
+            log.warning("%s\nA new engine is started, and the same samples are generated again.", death)
+            self.restart()
+            raise RepeatGeneration from death
+
+
 class VLLMClient(RolloutEngine):
     """The running engine of `VLLMRollout`.
 
@@ -121,16 +136,16 @@ class VLLMClient(RolloutEngine):
         gpus: Sequence[str] | None = None,
     ):
         self.options, self.model, self.seed, self.gpus = options, model, seed, gpus
+        self.group = RepeatAfterDeath(self._restart)
         self.pad_id, self.experts = tokenizer.pad_token_id, experts_shape(model, options)
         self.stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
         self.is_synced = self.is_asleep = self._has_base = self._was_proven = False
         self.in_place = True
         self._adapters, self.chunk_bytes = 0, options.chunk_mib * MIB
-        self._begun: tuple[DataProto, GenerationRequest, tuple[Any, ...]] | None = None
+        self.open_turns: VLLMTurns | None = None
         self.stream: StreamWriter | None = None
         self.connection: _Connection | None = None
         self._connected: list[FeedPlan] | None = None  # the streams that the engine reads
-        self._while_drawing = contextlib.ExitStack()
         self.files = EngineFiles()
         try:
             directory = write_model_directory(model, self.files.directory)
@@ -158,74 +173,28 @@ class VLLMClient(RolloutEngine):
         """Process id of the vLLM process."""
         return self.process.process_id
 
-    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
-        asked = self._question(prompts, request)
-        drawn = self.outliving_death(lambda: self.call("draw", *asked)) if asked else None
-        return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id, self.experts)
-
-    def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
-        """See `RolloutEngine.turns`; the draws depend on (seed, stream, step, prompt, sample, turn, position) alone.
+    def turns(self, limits: TurnLimits) -> TurnEngine:
+        """See `RolloutEngine.turns`; the draws depend on the noise keys of the turns and the positions alone. While
+        training goes on beside it, both sides use fewer threads if necessary.
 
         Raises:
             ConfigError: an episode is too long for the engine.
         """
-        held = self.engine_info.max_model_len
-        if limits.row_tokens > held:
-            raise ConfigError(
-                f"environment.max_tokens makes episodes of up to {limits.row_tokens} tokens, their prompts included, "
-                f"and the engine holds {held} (rollout.max_model_len, or the model's own limit). Lower it, or raise "
-                "that."
-            )
-        return VLLMTurns(self, request)
-
-    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Start generating. The engine's weights must not change until `finish`; both sides use fewer threads if
-        necessary."""
-        assert self._begun is None
-        asked = self._question(prompts, request)
-        if asked:
-            self.outliving_death(lambda: self._ask(asked))
-            self._while_drawing.enter_context(using_threads(self._threads_while_both_work))
-        self._begun = prompts, request, asked
-
-    def finish(self) -> DataProto:
-        """Wait for the responses. If the engine died, they are generated again with the current weights."""
-        assert self._begun is not None
-        (prompts, request, asked), self._begun = self._begun, None
-        self._while_drawing.close()
-        answers = iter([self.process.answer])  # of the request that was sent; later ones are new requests
-        self.has_redrawn = False
-
-        def anew() -> SampleOutput:
-            self.has_redrawn = True
-            return self.call("draw", *asked)
-
-        drawn = self.outliving_death(lambda: next(answers, anew)()) if asked else None
-        return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id, self.experts)
-
-    def _question(self, prompts: DataProto, request: GenerationRequest) -> tuple[Any, ...]:
-        """Arguments of the call; empty if there is nothing to generate."""
-        tokens = [row[mask].tolist() for row, mask in zip(*map(prompts.batch.get, ("prompts", "prompt_mask")))]
-        self._refuse_too_long(max(map(len, tokens), default=0))
-        drawing = TokenSampler.of(self.options, request, self.seed, self.stop_ids)
-        ids = prompts.batch["prompt_ids"].tolist()
-        limits = self._limits(ids, request.num_samples)
-        return (drawing, limits, tokens, ids) if limits else ()
-
-    def _ask(self, asked: tuple[Any, ...]) -> None:
-        if not self.is_synced:
-            self._sync()
-        self.process.send("draw", *asked, self._threads_while_both_work)
+        self._refuse_too_long(limits)
+        if limits.while_training:
+            self.outliving_death(self._sync_if_needed)
+        threads = self._threads_while_both_work if limits.while_training else None
+        self.open_turns = VLLMTurns(self, limits, threads)
+        return self.open_turns
 
     def sync(self) -> SyncResult:
-        """Stream the present weights into the engine."""
-        assert self._begun is None, "weights may not change while responses are drawn"
+        """Stream the present weights into the engine, which drops all keys and values."""
+        self.refuse_open_turns()
         return self.outliving_death(self._sync)
 
     def rest(self) -> None:
         """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
-        may_sleep = self.setting.is_on_gpu and self.options.sleep and self._begun is None
+        may_sleep = self.setting.is_on_gpu and self.options.sleep and self.open_turns is None
         if may_sleep and not self.is_asleep and self.process.is_alive():
             self.is_synced = self._has_base = False
             try:
@@ -237,13 +206,19 @@ class VLLMClient(RolloutEngine):
 
     def close(self) -> None:
         """End the child, and leave nothing of it."""
-        self._while_drawing.close()
         if hasattr(self, "process"):
             self.process.kill()
         if self.stream is not None:
             self.stream.close()
             self.stream = None
         self.files.remove()
+
+    def _restart(self) -> None:
+        self.process.kill()
+        try:
+            self._start()
+        except EngineDied as death:
+            raise died_twice(death) from None
 
     def _start(self) -> None:
         self.connection = self._connected = None
@@ -257,8 +232,7 @@ class VLLMClient(RolloutEngine):
 
     def call(self, method: str, *args: Any) -> Any:
         """A call to an engine that holds the present weights."""
-        if not self.is_synced:
-            self._sync()
+        self._sync_if_needed()
         try:
             return self.process.call(method, *args)
         except EngineError:  # requests may be left in it: the next call gets a new one
@@ -279,6 +253,18 @@ class VLLMClient(RolloutEngine):
             return action()
         except EngineDied as death:
             raise died_twice(death) from None
+
+    def refuse_open_turns(self) -> None:
+        """Raises RolloutError while turns are open: the present weights have begun them."""
+        if self.open_turns is not None:
+            raise RolloutError(
+                f"Weights cannot be changed while {self.open_turns.num_pending} turns are being generated with them. "
+                "Close the turns first."
+            )
+
+    def _sync_if_needed(self) -> None:
+        if not self.is_synced:
+            self._sync()
 
     def _sync(self) -> SyncResult:
         """Send the present weights and prove them.
@@ -409,59 +395,26 @@ class VLLMClient(RolloutEngine):
             release_cached(compute_device(self.model))  # the engine cannot use what torch keeps here for later
             self.process.call("wake", what)
 
-    def _limits(self, prompt_ids: list[int], num_samples: int) -> list[int]:
-        """Tokens that each response may have."""
-        return [self.options.max_new_tokens] * (len(prompt_ids) * num_samples)
-
-    def _refuse_too_long(self, longest: int) -> None:
-        limit, new = self.engine_info.max_model_len, self.options.max_new_tokens
-        if longest + new > limit:
+    def _refuse_too_long(self, limits: TurnLimits) -> None:
+        held, new = self.engine_info.max_model_len, self.options.max_new_tokens
+        if limits.row_tokens <= held:
+            return
+        limit = f"the engine holds {held} (rollout.max_model_len, or the model's own limit). Lower one of them."
+        if limits.is_single:
             raise ConfigError(
-                f"rollout.max_new_tokens is {new}: with a prompt of {longest} tokens that makes {longest + new}, and "
-                f"the engine holds {limit} (rollout.max_model_len, or the model's own limit). Lower one of them."
+                f"rollout.max_new_tokens is {new}: with a prompt of {limits.row_tokens - new} tokens that makes "
+                f"{limits.row_tokens}, and {limit}"
             )
+        raise ConfigError(
+            f"environment.max_tokens makes episodes of up to {limits.row_tokens} tokens, their prompts included, and "
+            f"{limit.replace('Lower one of them', 'Lower it, or raise that')}"
+        )
 
 
 def experts_shape(model: Any, options: VLLMRollout) -> tuple[int, int] | None:
     """Layers with experts, and experts of a token; None if they are not recorded."""
     routing = routing_of(model) if options.router_replay else None
     return None if routing is None else (routing.layers, routing.top_k)
-
-
-def rows_of(
-    prompts: DataProto,
-    request: GenerationRequest,
-    drawn: SampleOutput | None,
-    width: int,
-    pad_id: int,
-    experts: tuple[int, int] | None = None,
-) -> DataProto:
-    """What was drawn as rows; None for no rows.
-
-    Args:
-        experts: see `experts_shape`.
-    Raises:
-        RolloutError: the engine recorded another number of experts.
-    """
-    rows = len(prompts) * request.num_samples
-    responses = torch.full((rows, width), pad_id)
-    mask = torch.zeros(rows, width, dtype=torch.bool)
-    log_probs = torch.zeros(rows, width)
-    routed = None if experts is None else torch.full((rows, width, *experts), UNKNOWN, dtype=torch.int16)
-    if drawn is not None:
-        mask = torch.arange(width) < torch.from_numpy(drawn.lengths)[:, None]
-        responses[mask] = torch.from_numpy(drawn.tokens)
-        log_probs[:, : drawn.log_probs.shape[1]] = drawn.log_probs
-        if routed is not None:
-            found = None if drawn.experts is None else drawn.experts.shape[2:]
-            if drawn.experts is None or found != experts:
-                raise RolloutError(
-                    f"vLLM recorded experts of shape {found} for each token, and the actor has {experts} (layers, "
-                    "experts of a token). Set rollout.router_replay=false."
-                )
-            routed[:, : drawn.experts.shape[1]] = drawn.experts
-            routed[~mask] = UNKNOWN
-    return assemble(prompts, request.num_samples, responses, mask, log_probs, pad_id, routed=routed)
 
 
 def died_twice(death: EngineDied) -> RolloutError:
@@ -515,12 +468,13 @@ class GroupVLLMClient(VLLMClient):
         """Run an action. Restarts only an engine that dies while starting: weights have to come from all processes."""
         return super().outliving_death(action, is_start=True) if is_start else action()
 
-    def has_played(self) -> None:
-        """Reset the count of engine deaths, after all turns of some episodes."""
+    def reset_death_count(self) -> None:
+        """Called after a generation that succeeded."""
         self._deaths = 0
 
     def begin_sync(self) -> SyncRound:
         """Prepare for weights; an engine that has died is restarted."""
+        self.refuse_open_turns()
         question = self._prover.question()  # before what may fail: questions are counted alike beside all engines
         if not self.process.is_alive():
             self.process.kill()
@@ -570,29 +524,3 @@ class GroupVLLMClient(VLLMClient):
     def note(self, name: str, tensor: Any) -> None:
         """Take the mark of a whole tensor on its way."""
         self._prover.note(name, tensor)
-
-    def begin_drawing(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to draw with the weights that it has."""
-        asked = self._question(prompts, request)
-        self._begun = prompts, request, asked  # before what may fail: `end_drawing` may follow in any case
-        if asked:
-            self.process.send("draw", *asked)
-
-    def has_drawn(self, within_s: float) -> bool:
-        """Whether `end_drawing` would not wait; waits a while for that."""
-        return self._begun is None or not self._begun[2] or self.process.has_answered(within_s)
-
-    def end_drawing(self) -> SampleOutput | None:
-        """What was begun; None for no rows."""
-        assert self._begun is not None
-        (*_, asked), self._begun = self._begun, None
-        if not asked:
-            return None
-        try:
-            drawn = self.process.answer()
-        except Exception:  # requests may be left in it: the next call gets a new one
-            self.process.kill()
-            self.is_synced = False
-            raise
-        self._deaths = 0
-        return drawn

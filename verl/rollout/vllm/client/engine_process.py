@@ -100,7 +100,6 @@ FOREIGN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_
 TIMEOUT_SETTING = "rollout.call_timeout_s"
 ASKED = {  # a call, as messages say it
     "start": "start",
-    "draw": "generate",
     "begin_turns": "generate",
     "advance_turns": "generate",
     "end_turns": "give up its turns",

@@ -1,4 +1,4 @@
-"""Turns of episodes by vLLM, as the trainer sees them: added at any time, drawn while environments answer others."""
+"""Turns by vLLM, as the trainer sees them: added at any time, generated while environments answer others."""
 
 from __future__ import annotations
 
@@ -7,32 +7,40 @@ import itertools
 from typing import TYPE_CHECKING
 
 from verl.errors import RolloutError
-from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
+from verl.rollout.base import DrawnTurn, TurnEngine, TurnLimits, TurnRequest
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.messages import NumberedTurn, TurnOutput
+from verl.rollout.vllm.shm_stream import using_threads
 from verl.utils.progress import report
 
 if TYPE_CHECKING:
     from verl.rollout.vllm.client.client import VLLMClient
 
 ADVANCE_S = 0.02  # of one call, unless a turn ends before; then environments are looked at again
+ADVANCE_ALL_S = 5.0  # where there is no environment: the engine waits for no call in between
 
 
 class VLLMTurns(TurnEngine):
-    """Turns under way in the vLLM process. If it dies they are drawn again by another, with the same noise.
+    """Turns under way in the vLLM process. If it dies, another one generates them again, with the same noise; while
+    training goes on, that is left to the caller, because the weights have changed.
 
+    Args:
+        num_threads: threads of each side until the turns are closed; None: as many as each has.
     Attributes:
-        cached_tokens: of prompts of turns, that came from vLLM's prefix cache.
+        cached_tokens: tokens of the turns' prompts that came from vLLM's prefix cache.
     """
 
-    def __init__(self, client: VLLMClient, request: GenerationRequest):
-        self.client = client
-        self.drawing = TokenSampler.of(client.options, request, client.seed, client.stop_ids)
+    def __init__(self, client: VLLMClient, limits: TurnLimits, num_threads: int | None):
+        self.client, self.limits, self.num_threads = client, limits, num_threads
+        self.sampler = TokenSampler.of(client.options, client.seed, client.stop_ids)
         self.cached_tokens = 0
         self._numbers = itertools.count()
         self._new: list[NumberedTurn] = []
         self._open: dict[int, TurnRequest] = {}
         self._begun_in: int | None = None  # the process that knows of the turns under way
+        self._contexts = contextlib.ExitStack()
+        if num_threads is not None:
+            self._contexts.enter_context(using_threads(num_threads))
 
     @property
     def num_pending(self) -> int:
@@ -52,18 +60,25 @@ class VLLMTurns(TurnEngine):
         report()
         if not self._open:
             return []
-        found = self.client.outliving_death(self._advance)
-        self.cached_tokens += found.cached_tokens
+        output = self._advance() if self.limits.while_training else self.client.outliving_death(self._advance)
+        self.cached_tokens += output.cached_tokens
         drawn = []
-        for number, tokens, log_probs in zip(found.numbers, found.tokens, found.log_probs, strict=True):
-            turn = self._open.pop(number)
-            drawn.append(DrawnTurn(turn.episode, tokens, log_probs, tokens[-1] in self.drawing.stop_ids))
+        for place, (number, tokens) in enumerate(zip(output.numbers, output.tokens, strict=True)):
+            turn, experts = self._open.pop(number), None
+            if self.client.experts is not None:
+                experts = None if output.experts is None else output.experts[place]
+                self._refuse_other_experts(None if experts is None else tuple(experts.shape[1:]))
+            is_complete = tokens[-1] in self.sampler.stop_ids
+            drawn.append(DrawnTurn(turn.episode, tokens, output.log_probs[place], is_complete, experts))
         return drawn
 
     def close(self) -> None:
         self._open.clear()
         self._new.clear()
-        if self._begun_in is not None and self._begun_in == self.client.process_id:
+        self._contexts.close()
+        if self.client.open_turns is self:
+            self.client.open_turns = None
+        if self._begun_in is not None and self._begun_in == self.client.process_id and self.client.is_synced:
             with contextlib.suppress(RolloutError):
                 self.client.call("end_turns")
         self._begun_in = None
@@ -71,7 +86,15 @@ class VLLMTurns(TurnEngine):
     def _advance(self) -> TurnOutput:
         new, self._new = self._new, []
         if self._begun_in is None or self._begun_in != self.client.process_id:
-            self.client.call("begin_turns", self.drawing, self.client.options.max_new_tokens)
+            self.client.call("begin_turns", self.sampler, self.client.options.max_new_tokens, self.num_threads)
             self._begun_in = self.client.process_id
             new = [NumberedTurn(number, turn) for number, turn in self._open.items()]
-        return self.client.call("advance_turns", new, ADVANCE_S)
+        budget_s = ADVANCE_ALL_S if self.limits.is_single else ADVANCE_S
+        return self.client.call("advance_turns", new, budget_s, self.limits.is_single)
+
+    def _refuse_other_experts(self, shape: tuple[int, ...] | None) -> None:
+        if shape != self.client.experts:
+            raise RolloutError(
+                f"vLLM recorded experts of shape {shape} for each token, and the actor has {self.client.experts} "
+                "(layers, experts of a token). Set rollout.router_replay=false."
+            )

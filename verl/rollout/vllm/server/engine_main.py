@@ -31,7 +31,6 @@ from verl.utils.progress import Progress, report, report_to
 PROGRESS_PATH_VARIABLE = "VERL_ENGINE_PROGRESS_PATH"  # for workers that are spawned
 WORK = {"import", "compile", "exec", "open", "subprocess.Popen"}  # audit events of a process that starts or compiles
 STAGES = {
-    "draw": "generating",
     "advance_turns": "generating",
     "load": "loading weights",
     "adopt": "loading an adapter",

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from vllm import LLM, ModelRegistry
 from vllm.lora.request import LoRARequest
@@ -25,12 +24,10 @@ from verl.rollout.vllm.messages import (
     FeedPlan,
     LoadRequest,
     NumberedTurn,
-    SampleOutput,
     TurnOutput,
     WantedSlices,
 )
-from verl.rollout.vllm.server.logits_processor import NO_TURN
-from verl.rollout.vllm.server.turns import EngineTurns, PrefixCacheCheck, greedy_params, sampling_worker
+from verl.rollout.vllm.server.turns import EngineTurns, PrefixCacheCheck
 from verl.utils.child_process.exit_report import describe_exit, memory_kills
 from verl.utils.progress import report
 from verl.weight_verification.verifier import VerifyRequest
@@ -90,7 +87,8 @@ class EngineServer:
         self._report_steps(self.llm.llm_engine)
         if setting.options.pipeline_parallel_size > 1:
             self.llm.collective_rpc("verl_prepare_stage")
-        if setting.options.router_replay:
+        self._records_experts = setting.options.router_replay
+        if self._records_experts:
             self.llm.collective_rpc("verl_record_experts")
         if setting.options.runs_eager(setting.is_on_gpu):  # what is compiled runs no hooks
             self.llm.collective_rpc("verl_report_layers")
@@ -146,56 +144,23 @@ class EngineServer:
         self._cache_check.assert_forgotten(self._lora_request)
         return answer_request(self.llm, question, self._lora_request, rpc="prove_on_rank")
 
-    def draw(
-        self,
-        drawing: TokenSampler,
-        limits: list[int],
-        prompts: list[list[int]],
-        prompt_ids: list[int],
-        num_threads: int | None = None,
-    ) -> SampleOutput:
-        """Generate `num_samples` responses for each prompt, in adjacent rows, with a token limit for each.
+    def begin_turns(self, drawing: TokenSampler, width: int, num_threads: int | None) -> None:
+        """Prepare for turns with at most this many tokens each; earlier turns are cancelled.
 
         Args:
             num_threads: threads of each worker, on a CPU that the trainer uses at the same time; None: all.
         """
-        self._purpose.text = "generating"
-        n = drawing.request.num_samples
-        rows = len(prompts) * n
-        self.llm.collective_rpc("verl_begin", args=(drawing, rows, max(limits), num_threads))
-        asked = [prompt for prompt in prompts for _ in range(n)]
-        whose = [(i, prompt_ids[i // n], i % n, NO_TURN) for i in range(rows)]
-        params = [greedy_params(limit, drawing.stop_ids, own) for own, limit in zip(whose, limits, strict=True)]
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in asked],
-            params,
-            use_tqdm=False,
-            lora_request=self._lora_request,
-        )
-        tokens = [output.outputs[0].token_ids for output in outputs]
-        lengths = np.array([len(line) for line in tokens])
-        for prompt, line in zip(asked, tokens, strict=True):
-            self._cache_check.note(prompt, line)
-        log_probs, experts = self.llm.collective_rpc("verl_end")[sampling_worker(self.llm)]
-        width = lengths.max()
-        return SampleOutput(
-            lengths,
-            np.concatenate([np.asarray(line) for line in tokens]),
-            log_probs[:, :width],
-            None if experts is None else experts[:, :width].clone(),
-        )
-
-    def begin_turns(self, drawing: TokenSampler, width: int) -> None:
-        """Prepare for turns of episodes with at most this many tokens each; earlier turns are cancelled."""
         self.end_turns()
         self._purpose.text = "generating"
-        self.llm.collective_rpc("verl_begin", args=(drawing, self._max_num_seqs, width, None))
-        self._turns = EngineTurns(self.llm, drawing, self._max_num_seqs, self._lora_request, self._cache_check)
+        self.llm.collective_rpc("verl_begin", args=(drawing, self._max_num_seqs, width, num_threads))
+        self._turns = EngineTurns(
+            self.llm, drawing, self._max_num_seqs, self._lora_request, self._cache_check, self._records_experts
+        )
 
-    def advance_turns(self, new: list[NumberedTurn], budget_s: float) -> TurnOutput:
-        """Take new turns, and draw for a while; see `EngineTurns.advance`."""
+    def advance_turns(self, new: list[NumberedTurn], budget_s: float, until_all: bool) -> TurnOutput:
+        """Take new turns, and generate for a while; see `EngineTurns.advance`."""
         assert self._turns is not None
-        return self._turns.advance(new, budget_s)
+        return self._turns.advance(new, budget_s, until_all)
 
     def end_turns(self) -> None:
         """Give up the turns under way. May be called again."""

@@ -1,7 +1,8 @@
-"""Turns of episodes in the vLLM process: requests that come and go, beside vLLM's cache of prefixes.
+"""Turns in the vLLM process: requests that come and go, beside vLLM's cache of prefixes.
 
-A turn is a request whose prompt is its episode so far; vLLM finds the blocks of keys and values that earlier turns left
-in its prefix cache. `PrefixCacheCheck` asserts that none of those outlive a change of the weights.
+A turn is a request whose prompt is its episode so far; vLLM finds the blocks of keys and values that earlier turns, and
+other samples of a prompt, left in its prefix cache. `PrefixCacheCheck` asserts that none of those outlive a change of
+the weights.
 """
 
 from __future__ import annotations
@@ -18,20 +19,7 @@ from verl.errors import RolloutError
 from verl.rollout.base import TurnRequest
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.messages import NumberedTurn, TurnOutput
-from verl.rollout.vllm.server.logits_processor import WHOSE
-
-
-def greedy_params(limit: int, stop_ids: Sequence[int], whose: tuple[int, ...]) -> SamplingParams:
-    """Sampling parameters of a row: greedy, since `CounterNoiseProcessor` leaves a single token."""
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=limit,
-        ignore_eos=True,
-        detokenize=False,
-        stop_token_ids=list(stop_ids),
-        extra_args={WHOSE: whose},
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+from verl.rollout.vllm.server.logits_processor import TURN
 
 
 def sampling_worker(llm: Any) -> int:
@@ -45,25 +33,37 @@ class EngineTurns:
 
     Args:
         capacity: concurrent turns; further ones wait here.
+        records_experts: the experts of each turn are part of the output.
     """
 
-    def __init__(self, llm: Any, drawing: TokenSampler, capacity: int, lora_request: Any, check: PrefixCacheCheck):
+    def __init__(
+        self,
+        llm: Any,
+        drawing: TokenSampler,
+        capacity: int,
+        lora_request: Any,
+        check: PrefixCacheCheck,
+        records_experts: bool = False,
+    ):
         self.llm, self.drawing, self.lora_request, self.check = llm, drawing, lora_request, check
+        self.records_experts = records_experts
         self._free = list(range(capacity - 1, -1, -1))
         self._waiting: deque[NumberedTurn] = deque()
         self._open: dict[str, tuple[NumberedTurn, int]] = {}  # request -> turn and its row of log-probs
 
-    def advance(self, new: Sequence[NumberedTurn], budget_s: float) -> TurnOutput:
-        """Add new turns, and generate until one has ended or the time has passed."""
+    def advance(self, new: Sequence[NumberedTurn], budget_s: float, until_all: bool) -> TurnOutput:
+        """Add new turns, and generate until one has ended, or all of them, or the time has passed."""
         self._waiting.extend(new)
         engine, deadline = self.llm.llm_engine, time.monotonic() + budget_s
-        ended: list[Any] = []
+        output = TurnOutput(experts=[] if self.records_experts else None)
         self._admit()
-        while self._open and not ended:
-            ended = [output for output in engine.step() if output.finished]
-            if time.monotonic() > deadline:
+        while self._open:
+            if ended := [made for made in engine.step() if made.finished]:
+                self._collect(ended, output)
+                self._admit()
+            if (output.numbers and not until_all) or time.monotonic() > deadline:
                 break
-        return self._output(ended)
+        return output
 
     def close(self) -> None:
         """Give up what is under way."""
@@ -77,33 +77,40 @@ class EngineTurns:
             turn, row = self._waiting.popleft(), self._free.pop()
             request: TurnRequest = turn.request
             name = f"turn-{turn.number}"
-            whose = (row, request.prompt_id, request.sample_id, request.turn)
+            sampling_params = SamplingParams(  # greedy, since `CounterNoiseProcessor` leaves a single token
+                temperature=0.0,
+                max_tokens=request.max_new_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                stop_token_ids=list(self.drawing.stop_ids),
+                extra_args={TURN: (row, int(request.greedy), *request.noise_key)},
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
             self.llm.llm_engine.add_request(
-                name,
-                {"prompt_token_ids": request.tokens},
-                greedy_params(request.max_new_tokens, self.drawing.stop_ids, whose),
-                lora_request=self.lora_request,
+                name, {"prompt_token_ids": request.tokens}, sampling_params, lora_request=self.lora_request
             )
             self._open[name] = turn, row
 
-    def _output(self, ended: Sequence[Any]) -> TurnOutput:
-        turns = [self._open.pop(output.request_id) for output in ended]
-        tokens = [list(output.outputs[0].token_ids) for output in ended]
-        log_probs: list[list[float]] = []
-        if ended:
-            rows = [row for _, row in turns]
-            found = self.llm.collective_rpc("verl_rows_of_log_probs", args=(rows, max(map(len, tokens))))
-            found = found[sampling_worker(self.llm)]
-            log_probs = [line[: len(own)].tolist() for line, own in zip(found, tokens, strict=True)]
-        for (turn, row), own in zip(turns, tokens, strict=True):
+    def _collect(self, ended: Sequence[Any], output: TurnOutput) -> None:
+        """Append the turns that have ended, and free their rows."""
+        turns = [self._open.pop(made.request_id) for made in ended]
+        tokens = [list(made.outputs[0].token_ids) for made in ended]
+        rows = [row for _, row in turns]
+        of_workers = self.llm.collective_rpc("verl_rows", args=(rows, max(map(len, tokens))))
+        log_probs, experts = of_workers[sampling_worker(self.llm)]
+        for place, ((turn, row), made) in enumerate(zip(turns, tokens, strict=True)):
+            output.numbers.append(turn.number)
+            output.tokens.append(made)
+            output.log_probs.append(log_probs[place, : len(made)].tolist())
+            if output.experts is not None and experts is not None:
+                output.experts.append(experts[place, : len(made)].clone())
             self._free.append(row)
-            self.check.note(turn.request.tokens, own)
-        cached = sum(output.num_cached_tokens or 0 for output in ended)
-        return TurnOutput([turn.number for turn, _ in turns], tokens, log_probs, cached)
+            self.check.note(turn.request.tokens, made)
+        output.cached_tokens += sum(made.num_cached_tokens or 0 for made in ended)
 
 
 class PrefixCacheCheck:
-    """Sees to it that the prefix cache is empty after a change of the weights.
+    """Ensures that the prefix cache is empty after a change of the weights.
 
     An earlier row is requested again: tokens of it that come from the cache belong to former weights.
     """

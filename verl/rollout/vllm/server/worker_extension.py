@@ -46,19 +46,18 @@ class WorkerExtension:
         if num_threads is not None:
             self._threads.enter_context(using_threads(num_threads))
 
-    def verl_end(self) -> tuple[Tensor, Tensor | None]:
-        """The log-probs [B T] of the sampled tokens, and the experts [B T layers k] of those that predict them, if they
-        are recorded."""
+    def verl_end(self) -> None:
+        """Stop generating."""
         self._threads.close()
-        under_way, CounterNoiseProcessor.under_way = CounterNoiseProcessor.under_way, None
-        assert under_way is not None
-        return under_way.log_probs.cpu(), under_way.experts
+        CounterNoiseProcessor.under_way = None
 
-    def verl_rows_of_log_probs(self, rows: list[int], width: int) -> Tensor:
-        """The log-probs [rows, width] of some rows, of tokens that were drawn."""
+    def verl_rows(self, rows: list[int], width: int) -> tuple[Tensor, Tensor | None]:
+        """The log-probs [rows, width] of tokens that were sampled in some rows, and the experts [rows, width, layers k]
+        of those that predict them, if they are recorded."""
         under_way = CounterNoiseProcessor.under_way
         assert under_way is not None
-        return under_way.log_probs[torch.tensor(rows, device=self.device), :width].cpu()
+        experts = None if under_way.experts is None else under_way.experts[rows, :width]
+        return under_way.log_probs[torch.tensor(rows, device=self.device), :width].cpu(), experts
 
     def verl_record_experts(self) -> None:
         """Record from here on which experts the routers choose."""

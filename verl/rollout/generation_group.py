@@ -1,0 +1,127 @@
+"""How the processes that hold one model divide the generation of responses.
+
+    gather    prompts of this process ──> those that it generates for     one part per process whose prompts they are
+    run       generation, in the processes that got a part; all of them fail together
+    scatter   rows of the parts ──> rows of this process's own prompts
+
+`GenerationGroup`: each process generates for its own prompts. `SplitPrompts`: processes with the same prompts generate
+a share each. `OneGenerates`: the first of some siblings generates for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from verl.models.parallel_info import ParallelInfo, meet
+from verl.protocol import DataProto
+from verl.rollout.consensus import ConsensusFailed, among_siblings, consensus, from_first
+
+T = TypeVar("T")
+
+
+class RepeatGeneration(Exception):
+    """Raised by `GenerationGroup.run` in all processes: generate once more, with weights that are sent anew."""
+
+
+class GenerationGroup:
+    """Each process generates for its own prompts."""
+
+    def gather(self, prompts: DataProto) -> list[DataProto]:
+        """The prompts for which this process generates, in parts; an empty list for none. Collective."""
+        return [prompts]
+
+    def run(self, generate: Callable[[], T]) -> T:
+        """The result of generation. Collective.
+
+        Raises:
+            RepeatGeneration: it failed, and can be repeated.
+        """
+        return generate()
+
+    def scatter(self, rows: Sequence[DataProto]) -> DataProto:
+        """The rows of this process's prompts, from those of each part. Collective."""
+        return rows[0]
+
+
+class SplitPrompts(GenerationGroup):
+    """Processes with the same prompts generate a share each.
+
+    Args:
+        divided: its `generation_groups` are the groups of such processes, each within the one before.
+    """
+
+    def __init__(self, divided: ParallelInfo):
+        self.divided = divided
+
+    def gather(self, prompts: DataProto) -> list[DataProto]:
+        import torch.distributed as dist
+
+        for group in self.divided.generation_groups:
+            count, rank = dist.get_world_size(group), dist.get_rank(group)
+            prompts = prompts[len(prompts) * rank // count : len(prompts) * (rank + 1) // count]
+        return [prompts]
+
+    def scatter(self, rows: Sequence[DataProto]) -> DataProto:
+        import torch.distributed as dist
+
+        joined = rows[0]
+        if self.divided.generation_groups:
+            meet(self.divided)  # environments of one process may take long, and its siblings wait for the rows
+        for group in reversed(self.divided.generation_groups):
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, joined, group=group)
+            joined = DataProto.concat(parts)
+        return joined
+
+
+class OneGenerates(GenerationGroup):
+    """The first of the siblings generates for all of them.
+
+    Args:
+        num_same_rows: siblings in a row that have the same prompts.
+        prepare: called by all processes before each generation.
+        may_repeat: whether a failure of this process may be followed by another try.
+        on_failure: called by all processes after a failure; raises unless they are to try again.
+        on_success: called after each generation.
+    """
+
+    def __init__(
+        self,
+        divided: ParallelInfo,
+        num_same_rows: int,
+        prepare: Callable[[], None] = lambda: None,
+        may_repeat: Callable[[Exception], bool] = lambda error: False,
+        on_failure: Callable[[ConsensusFailed], None] | None = None,
+        on_success: Callable[[], None] = lambda: None,
+    ):
+        self.divided, self.num_same_rows = divided, num_same_rows
+        self.prepare, self.may_repeat = prepare, may_repeat
+        self.on_failure, self.on_success = on_failure, on_success
+
+    @property
+    def generates(self) -> bool:
+        """Whether this process is the one."""
+        return self.divided.rank == self.divided.siblings[0]
+
+    def gather(self, prompts: DataProto) -> list[DataProto]:
+        self.prepare()
+        is_same = len(self.divided.siblings) == self.num_same_rows
+        parts = [prompts] if is_same else among_siblings(self.divided, prompts)[:: self.num_same_rows]
+        return parts if self.generates else []
+
+    def run(self, generate: Callable[[], T]) -> T:
+        made: list[T] = []
+        try:
+            consensus(self.divided, lambda: made.append(generate()), self.may_repeat)
+        except ConsensusFailed as failed:
+            if self.on_failure is None:
+                raise failed.error from failed
+            self.on_failure(failed)
+            raise RepeatGeneration from failed
+        self.on_success()
+        return made[0]
+
+    def scatter(self, rows: Sequence[DataProto]) -> DataProto:
+        of_parts = from_first(self.divided, rows)
+        return of_parts[(self.divided.rank - self.divided.siblings[0]) // self.num_same_rows]

@@ -1,0 +1,166 @@
+"""Responses to prompts, sampled as single turns of a rollout engine.
+
+    prompts ── `GenerationGroup.gather` ──> parts ── turns of the engine ──> rows ── `scatter` ──> rows of the prompts
+
+`verl.environments.episode_loop.EpisodeSampler` inherits this and plays episodes of several turns instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from verl.errors import RolloutError
+from verl.ops.counter_rng import NO_TURN
+from verl.protocol import DataProto
+from verl.rollout.base import (
+    DrawnTurn,
+    GenerationRequest,
+    Rollout,
+    RolloutEngine,
+    SyncResult,
+    TurnEngine,
+    TurnLimits,
+    TurnRequest,
+    assemble_turns,
+)
+from verl.rollout.generation_group import RepeatGeneration
+from verl.rollout.prompt_rows import longest_prompt, prompt_tokens
+from verl.utils.memory import on_current_device
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A generation in the background: its turns, and the rows of its parts."""
+
+    parts: list[DataProto]
+    request: GenerationRequest
+    turns: TurnEngine | None
+    rows: Future[list[DataProto]]
+
+
+class ResponseSampler:
+    """Samples responses with a rollout engine.
+
+    Args:
+        rollout: the description of the engine.
+        pad_id: fills the places without a token.
+    Attributes:
+        has_redrawn: the last `finish` returned responses that were generated again with newer weights, because the
+            engine died after `begin`.
+    """
+
+    def __init__(self, engine: RolloutEngine, rollout: Rollout, pad_id: int):
+        self.engine, self.rollout, self.pad_id = engine, rollout, pad_id
+        self.has_redrawn = False
+        self._begun: _Begun | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`. Collective over
+        the processes that hold the model.
+
+        Raises:
+            ConfigError: a prompt is too long for the engine.
+            RolloutError: the engine failed.
+        """
+        return self._finish(self.engine.group.gather(prompts), request, None)
+
+    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
+        """Start generating with the engine's present weights, in a thread; returns immediately. The engine's weights
+        must not change until `finish`."""
+        assert self._begun is None
+        parts, turns, rows = self.engine.group.gather(prompts), None, Future[list[DataProto]]()
+        try:
+            turns = self._turns(parts, request, while_training=True) if parts else None
+        except RolloutError as error:  # raised in `finish`, where all processes meet
+            rows.set_exception(error)
+        else:
+            if turns is None:
+                rows.set_result([])
+            else:
+                self._thread = self._thread or ThreadPoolExecutor(1, "rollout")
+                rows = self._thread.submit(on_current_device(self.sample), turns, parts, request)
+        self._begun = _Begun(parts, request, turns, rows)
+
+    def finish(self) -> DataProto:
+        """Wait for the responses of `begin`, in the form of `generate`; sets `has_redrawn`. If the engine died, they
+        are generated again with the present weights."""
+        assert self._begun is not None
+        begun, self._begun = self._begun, None
+        self.has_redrawn = False
+        return self._finish(begun.parts, begun.request, begun)
+
+    def sync(self) -> SyncResult:
+        """See `RolloutEngine.sync`."""
+        return self.engine.sync()
+
+    def rest(self) -> None:
+        """See `RolloutEngine.rest`."""
+        self.engine.rest()
+
+    def close(self) -> None:
+        """Stop the engine. Idempotent."""
+        self.engine.close()
+        begun, self._begun = self._begun, None
+        if begun is not None and begun.turns is not None:
+            begun.turns.close()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
+
+    def limits(self, parts: Sequence[DataProto], request: GenerationRequest) -> TurnLimits:
+        """Limits of the turns of a generation."""
+        return TurnLimits(longest_prompt(parts) + self.rollout.max_new_tokens, is_single=True)
+
+    def sample(self, turns: TurnEngine, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
+        """The rows of each part."""
+        drawn: dict[int, DrawnTurn] = {}
+        for turn in self._requests(parts, request):
+            turns.add(turn)
+        while turns.num_pending:
+            drawn |= {turn.episode: turn for turn in turns.advance()}
+        rows, first = [], 0
+        for part in parts:
+            own = [drawn[number] for number in range(first, first + len(part) * request.num_samples)]
+            rows.append(assemble_turns(part, own, self.pad_id, turns.dtype, num_samples=request.num_samples))
+            first += len(own)
+        return rows
+
+    def _requests(self, parts: Sequence[DataProto], request: GenerationRequest) -> Iterator[TurnRequest]:
+        numbers, limit = itertools.count(), self.rollout.max_new_tokens
+        key = request.step, request.stream, request.greedy
+        for part in parts:
+            for tokens, prompt_id in zip(prompt_tokens(part), part["prompt_ids"].tolist(), strict=True):
+                for sample in range(request.num_samples):
+                    yield TurnRequest(next(numbers), tokens, prompt_id, sample, NO_TURN, limit, *key)
+
+    def _turns(self, parts: Sequence[DataProto], request: GenerationRequest, *, while_training: bool) -> TurnEngine:
+        return self.engine.turns(replace(self.limits(parts, request), while_training=while_training))
+
+    def _finish(self, parts: list[DataProto], request: GenerationRequest, begun: _Begun | None) -> DataProto:
+        group = self.engine.group
+        while True:
+            try:
+                rows = group.run(lambda begun=begun: self._rows(parts, request, begun))
+                break
+            except RepeatGeneration:
+                begun, self.has_redrawn = None, True
+                self.engine.sync()
+        return self.engine.with_log_probs(group.scatter(rows), request.greedy)
+
+    def _rows(self, parts: list[DataProto], request: GenerationRequest, begun: _Begun | None) -> list[DataProto]:
+        turns = None
+        try:
+            if begun is not None:
+                turns = begun.turns
+                return begun.rows.result()
+            if not parts:
+                return []
+            turns = self._turns(parts, request, while_training=False)
+            return self.sample(turns, parts, request)
+        finally:
+            if turns is not None:
+                turns.close()

@@ -1,0 +1,60 @@
+"""An engine of the user's that answers whole batches, as a `RolloutEngine`."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.ops.counter_rng import TRAINING
+from verl.protocol import DataProto
+from verl.rollout.base import DrawnTurn, GenerationRequest, RolloutEngine, TurnEngine, TurnLimits, TurnRequest
+from verl.rollout.prompt_rows import left_padded
+
+
+class WholeBatchEngine(RolloutEngine):
+    """An engine with one method, `generate`; it cannot generate several turns of an episode.
+
+    Attributes:
+        pad_id: fills prompts on the left.
+    """
+
+    pad_id: int = 0
+
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""
+        raise NotImplementedError
+
+    def turns(self, limits: TurnLimits) -> TurnEngine:
+        return _WholeBatchTurns(self)
+
+
+class _WholeBatchTurns(TurnEngine):
+    def __init__(self, engine: WholeBatchEngine):
+        self.engine = engine
+        self._queue: list[TurnRequest] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._queue)
+
+    def add(self, turn: TurnRequest) -> None:
+        self._queue.append(turn)
+
+    def advance(self) -> list[DrawnTurn]:
+        turns, self._queue = self._queue, []
+        n = 1 + max((turn.sample_id for turn in turns), default=0)
+        first = turns[0] if turns else TurnRequest(0, [], 0, 0, 0, 0, 0, TRAINING)
+        request = GenerationRequest(first.step, n, first.greedy, first.stream)
+        tokens, mask = left_padded([turn.tokens for turn in turns[::n]], self.engine.pad_id)
+        prompt_ids = torch.tensor([turn.prompt_id for turn in turns[::n]], dtype=torch.int64)
+        fields = {"prompts": tokens, "prompt_mask": mask, "prompt_ids": prompt_ids}
+        prompts = DataProto.from_dict(fields | {"group_ids": torch.arange(len(tokens))})
+        rows = self.engine.generate(prompts, request)
+        self.dtype = rows["rollout_log_probs"].dtype
+        columns = zip(turns, rows["responses"], rows["response_mask"], rows["rollout_log_probs"], strict=True)
+        return [
+            DrawnTurn(turn.episode, ids[made].tolist(), log_probs[made].tolist(), int(made.sum()) < turn.max_new_tokens)
+            for turn, ids, made, log_probs in columns
+        ]
+
+    def close(self) -> None:
+        self._queue.clear()
