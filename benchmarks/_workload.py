@@ -103,10 +103,9 @@ def forced_rollout(lengths: Sequence[int], ends: bool, group_size: int, **option
     wanted = torch.tensor(lengths)
 
     class ForcedSampler(HFSampler):
-        def chooser(self, prompts: Any, request: Any) -> Any:
-            choose = super().chooser(prompts, request)
-            samples = torch.arange(request.num_samples).repeat(len(prompts))
-            numbers = prompts["prompt_ids"].repeat_interleave(request.num_samples) * group_size + samples
+        def chooser(self, turns: Any) -> Any:
+            choose = super().chooser(turns)
+            numbers = torch.tensor([turn.prompt_id * group_size + turn.sample_id for turn in turns])
             own = wanted[numbers % len(wanted)]
             return lambda logits, rows, t: choose(forced(logits, own[rows], t, ends), rows, t)
 
@@ -119,15 +118,22 @@ def forced_rollout(lengths: Sequence[int], ends: bool, group_size: int, **option
 
 def forced_vllm(lengths: Sequence[int], group_size: int, **options: Any) -> Any:
     """vLLM with the prescribed lengths, as `forced_rollout` has them; what ends a response is its limit."""
-    from dataclasses import fields
+    from dataclasses import fields, replace
 
     from verl.rollout.vllm.client.client import VLLMClient
+    from verl.rollout.vllm.client.turns import VLLMTurns
     from verl.rollout.vllm.config import VLLMRollout
 
+    class ForcedTurns(VLLMTurns):
+        def add(self, turn: Any) -> None:
+            length = lengths[(turn.prompt_id * group_size + turn.sample_id) % len(lengths)]
+            super().add(replace(turn, max_new_tokens=length))
+
     class ForcedEngine(VLLMClient):
-        def _limits(self, prompt_ids: list[int], num_samples: int) -> list[int]:
-            numbers = (prompt * group_size + sample for prompt in prompt_ids for sample in range(num_samples))
-            return [lengths[number % len(lengths)] for number in numbers]
+        def turns(self, limits: Any) -> Any:
+            super().turns(limits).close()  # with its checks
+            self.open_turns = ForcedTurns(self, limits, None)
+            return self.open_turns
 
     class ForcedVLLM(VLLMRollout):
         def attach(self, *args: Any, **kwargs: Any) -> VLLMClient:

@@ -145,7 +145,7 @@ def second_turn_tokens_per_s(model: Any, tokenizer: Any, keeps: bool) -> float:
     engine = HFRollout(max_new_tokens=TURN_TOKENS).attach(model, tokenizer, 0)
     if not keeps:
         engine.keeps_slots = False
-    turns = engine.turns(GenerationRequest(0), TurnLimits(HISTORY + 4 * TURN_TOKENS, 2.0))
+    turns = engine.turns(TurnLimits(HISTORY + 4 * TURN_TOKENS, 2.0))
     texts = {row: history(row)[: HISTORY - TURN_TOKENS] for row in range(ROWS)}
 
     def play(turn: int) -> float:

@@ -338,11 +338,10 @@ def sampling(device: str, small: bool) -> dict[str, float]:
     """Drawing a token for each of 256 rows from 128,256, beside the products of a decode step of an 8B model."""
     import torch
 
-    from verl.rollout.base import GenerationRequest
     from verl.rollout.token_sampler import TokenSampler
 
     rows, vocabulary, width, layers = (4, 1000, 64, 2) if small else (256, 128_256, 4096, 32)
-    sampler = TokenSampler(GenerationRequest(0), 0, (0,))
+    sampler = TokenSampler(0, (0,))
     logits = torch.randn(rows, vocabulary, device=device)
     noise = torch.rand(rows, dtype=torch.float64, device=device)
 

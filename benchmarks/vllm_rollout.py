@@ -31,10 +31,9 @@ from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
+from verl.rollout.responses import ResponseSampler
 from verl.rollout.token_sampler import TokenSampler
-from verl.rollout.vllm.client.client import VLLMClient
 from verl.rollout.vllm.client.engine_args import environment
-from verl.rollout.vllm.config import VLLMRollout
 
 SHAPES: dict[str, dict[str, int]] = {
     "2.6M": {"hidden": 256, "layers": 4, "mlp": 512, "kv_heads": 4},
@@ -43,15 +42,6 @@ SHAPES: dict[str, dict[str, int]] = {
 SMALL = {"small": {"hidden": 128, "layers": 2}}
 RULES = ("fixed", "longtail")
 PROMPT_TOKENS, SAMPLES, CONTEXT, TARGET = 8, 8, 512, 0.9
-
-
-class PrescribedEngine(VLLMClient):
-    """Our engine with responses of given lengths."""
-
-    lengths: list[int]
-
-    def _limits(self, prompt_ids: list[int], num_samples: int) -> list[int]:
-        return self.lengths
 
 
 def prompts_of(count: int) -> DataProto:
@@ -63,12 +53,13 @@ def prompts_of(count: int) -> DataProto:
 
 def noise_us(vocabulary: int, rows: int) -> tuple[float, list[float]]:
     """Microseconds per token of drawing by our noise and recording the log-prob."""
-    drawing, numbers = TokenSampler(GenerationRequest(0), 0, (1,)), torch.arange(rows)
+    drawing, keys = TokenSampler(0, (1,)), torch.zeros(5, rows, dtype=torch.int64)
+    keys[2] = torch.arange(rows)
     logits = torch.randn(rows, vocabulary)
     spent = []
     for position in range(50):
         start = time.perf_counter()
-        tokens = drawing.choose(logits, numbers, numbers, torch.full_like(numbers, position))
+        tokens = drawing.pick(logits, drawing.noise(keys, position), position)
         drawing.log_probs(logits, tokens)
         spent.append((time.perf_counter() - start) / rows * 1e6)
     return work.spread(spent[10:], 2)
@@ -89,8 +80,10 @@ class Contest:
         self.model, self.tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
         self.prompts = prompts_of(options.prompts)
         longest = max(options.new_tokens, 128)
-        described = VLLMRollout(max_new_tokens=longest, min_new_tokens=longest, kv_cache_gib=1.0, max_num_seqs=rows)
-        self.ours = PrescribedEngine(described, self.model, self.tokenizer, 0, None, BuildContext())
+        self.lengths = [longest]  # of each response, in the order of prompts and samples
+        described = work.forced_vllm(self.lengths, SAMPLES, kv_cache_gib=1.0, max_num_seqs=rows)
+        self.ours = described.attach(self.model, self.tokenizer, 0, None, BuildContext())
+        self.sampler = ResponseSampler(self.ours, described, work.PAD)
         variables = environment(described, BuildContext(), self.ours.setting.num_threads)
         self.bare = BareEngine(str(directory), self.ours.setting.engine_arguments(), variables)
 
@@ -120,13 +113,13 @@ class Contest:
         return found | {"rounds": len(rates["verl"])}
 
     def _ways(self, lengths: list[int]) -> dict[str, Callable[[int], Any]]:
-        self.ours.lengths = lengths
+        self.lengths[:] = lengths
         asked = [row for row in self.prompts["prompts"].tolist() for _ in range(SAMPLES)]
         described = work.forced_rollout(lengths, len(set(lengths)) > 1, SAMPLES)
-        loop = described.attach(self.model, self.tokenizer, 0)
+        loop = ResponseSampler(described.attach(self.model, self.tokenizer, 0), described, work.PAD)
         plain = {"do": "generate", "prompts": asked, "lengths": lengths}
         return {
-            "verl": lambda step: self.ours.generate(self.prompts, GenerationRequest(step, SAMPLES)),
+            "verl": lambda step: self.sampler.generate(self.prompts, GenerationRequest(step, SAMPLES)),
             "bare_with_log_probs": lambda step: self.bare.ask(**plain, log_probs=True),
             "bare": lambda step: self.bare.ask(**plain, log_probs=False),
             "hf": lambda step: loop.generate(self.prompts, GenerationRequest(step, SAMPLES)),

@@ -86,7 +86,7 @@ def drawn(width, options, monkeypatch, multiple, before=lambda: None):
     monkeypatch.setattr(hf, "key_multiple", lambda device: multiple)
     model = TinyModel(dtype="float64", hidden_size=32, intermediate_size=64)
     actor = start_actor(model, HFRollout(max_new_tokens=150, **options))
-    actor.sampler.stop_ids = torch.arange(3)  # of few tokens: rows end one after another
+    actor.sampler.engine.stop_ids = torch.arange(3)  # of few tokens: rows end one after another
     actor.sampler.proven_key_multiple(width)
     before()
     generator = torch.Generator().manual_seed(1)
@@ -106,7 +106,7 @@ def test_decoding_meets_one_length_of_keys_per_64_tokens_and_draws_the_same(widt
     found = {}
     for multiple in (1, KEY_MULTIPLE):
         actor, rows = drawn(width, options, monkeypatch, multiple, key_shapes.clear)
-        assert actor.sampler.key_multiple == multiple
+        assert actor.sampler.engine.key_multiple == multiple
         found[multiple] = rows, set(key_shapes)
     (plain, as_they_come), (padded, few) = found[1], found[KEY_MULTIPLE]
     assert torch.equal(plain["responses"], padded["responses"])
@@ -121,7 +121,7 @@ def test_lengths_that_change_numbers_are_not_used(monkeypatch, caplog):
     shared = packed_attention.has_keys_behind
     monkeypatch.setattr(packed_attention, "has_keys_behind", lambda asked: False)  # no mask: zeros are attended to
     actor, rows = drawn(20, {}, monkeypatch, KEY_MULTIPLE)
-    assert actor.sampler.key_multiple == 1
+    assert actor.sampler.engine.key_multiple == 1
     assert "Each new token uses its exact length of keys, without padding: log-probs differ by" in caplog.text
     monkeypatch.setattr(packed_attention, "has_keys_behind", shared)
     _, plain = drawn(20, {}, monkeypatch, 1)

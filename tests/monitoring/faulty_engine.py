@@ -28,7 +28,7 @@ class FaultyRollout(HFRollout):
         says: the type that it claims to compute in.
     """
 
-    runs_ahead: ClassVar[bool] = True
+    location: ClassVar[Literal["trainer", "process", "server"]] = "process"
 
     fault: Fault = "none"
     says: str | None = None

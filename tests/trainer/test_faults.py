@@ -138,7 +138,7 @@ def test_several_processes_without_a_sharding_are_refused(model32):
 class OfWholeModels(HFRollout):
     """An engine of a user's that knows nothing of stages."""
 
-    takes_stages: ClassVar[bool] = False
+    supports: ClassVar[frozenset[str]] = HFRollout.supports - {"stages"}
 
 
 def test_stages_that_a_model_or_a_rollout_does_not_have_are_refused(model32):

@@ -129,7 +129,7 @@ def server_of(
     from verl.serving.http_api import PolicyServer
 
     rollout, tokenizer = trainer.description.rollout, trainer.tokenizer
-    if not rollout.draws_turns:
+    if "turns" not in rollout.supports:
         raise ConfigError(
             f"rollout is {type(rollout).__name__}: it does not support conversations of several turns. Set rollout=hf."
         )

@@ -468,7 +468,7 @@ def environment_faults(run: Any) -> Iterator[str]:
         for column in environment.columns_read():
             if column not in columns:
                 yield f"{prefix}: the {where} have no column {column!r}. Their columns: {', '.join(sorted(columns))}."
-    if not run.rollout.draws_turns:
+    if "turns" not in run.rollout.supports:
         yield f"{prefix}: {type(run.rollout).__name__} draws no turns of episodes. Set rollout=hf."
     if getattr(run.rollout, "protocol", "openai") != "openai" or getattr(run.rollout, "log_probs", "") == "trainer":
         yield f"{prefix}: turns of episodes need the ids and log-probs of the server. Set rollout.protocol=openai."

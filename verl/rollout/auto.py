@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from verl.component import BuildContext, component
 from verl.models.parallel_info import Autocast, compute_device
-from verl.rollout.base import ALONE, Rollout, RolloutEngine
+from verl.rollout.base import ALONE, Capability, Rollout, RolloutEngine
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.client.engine_args import unfit
 from verl.rollout.vllm.config import VLLMRollout
@@ -34,18 +34,17 @@ class AutoRollout(Rollout):
         max_model_len: as of `VLLMRollout`; `hf` needs no limit.
     """
 
-    takes_stages: ClassVar[bool] = True
-    takes_experts: ClassVar[bool] = True
-    takes_modules: ClassVar[bool] = True
+    supports: ClassVar[frozenset[Capability]] = HFRollout.supports - {"router_replay"}
     can_rest: ClassVar[bool] = True
-    draws_turns: ClassVar[bool] = True
-    no_turns_under: ClassVar[tuple[str, ...]] = HFRollout.no_turns_under
 
     max_model_len: int | None = None
 
     def with_room_for(self, prompt: int, response: int | None = None) -> AutoRollout:
         asked = prompt + (self.max_new_tokens if response is None else response)
         return self if self.max_model_len is not None else replace(self, max_model_len=asked)
+
+    def episodes_fault(self, degrees: Any) -> str | None:
+        return HFRollout().episodes_fault(degrees)
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE

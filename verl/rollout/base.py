@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -22,6 +22,11 @@ ALONE = BuildContext()
 DRAWN = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
 LARGEST_LOG_PROB = 1e-3  # nats above 0 that are put down to rounding; more is not a log-prob
 PLACEHOLDER = -9000.0  # nats: values at or below are minus infinity, such as -9999 of vLLM
+
+
+# Weights from an actor in pipeline `stages`, or whose `experts` are divided (sharding.ep); a torch module of the user's
+# (`modules`); several `turns` of an episode; recording the experts that routers choose (`router_replay`)
+Capability = Literal["stages", "experts", "modules", "turns", "router_replay"]
 
 
 @component
@@ -41,30 +46,19 @@ class Rollout(Description):
         router_replay: the experts that routers chose for sampled tokens are recorded (`routed_experts`), and used
             again where the actor scores and learns from these tokens.
     Attributes:
-        runs_ahead: the engine has its own copy of the weights, so it can generate while the trainer updates them.
+        location: of generation: in the `trainer` with the tensors that train, in a `process` beside it with its own
+            copy of the weights, or on a `server`.
+        supports: what it can do beyond responses of a model of transformers; see `Capability`.
         can_rest: whether the engine can release GPU memory between the last response of a step and the next sync.
-        generates_here: on the machines of the trainer, rather than on a server's.
         may_change: the engine reads `options` at every call, so they may be replaced between calls.
-        takes_stages: the engine takes weights from an actor whose layers are pipeline stages.
-        takes_experts: likewise from one whose experts are divided by `sharding.ep`.
-        takes_modules: the engine can generate with a torch module of the user's (`ModuleModel`).
         call_timeout_s: how long an engine in another process may make no progress; 0 for an engine in this process.
-        draws_turns: the engine can generate several turns of an episode, as `environment` needs.
-        no_turns_under: degrees of the actor's sharding, such as `tp`, under which it cannot.
-        tells_experts: the engine can record which experts were chosen, as `router_replay` needs.
     """
 
-    runs_ahead: ClassVar[bool] = False
+    location: ClassVar[Literal["trainer", "process", "server"]] = "trainer"
+    supports: ClassVar[frozenset[Capability]] = frozenset()
     can_rest: ClassVar[bool] = False
-    generates_here: ClassVar[bool] = True
     may_change: ClassVar[bool] = False
-    takes_stages: ClassVar[bool] = False
-    takes_experts: ClassVar[bool] = False
-    takes_modules: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 0.0
-    draws_turns: ClassVar[bool] = False
-    no_turns_under: ClassVar[tuple[str, ...]] = ()
-    tells_experts: ClassVar[bool] = False
 
     temperature: PositiveFloat = 1.0
     top_k: NonNegativeInt = 0
@@ -74,8 +68,13 @@ class Rollout(Description):
     stop_token_ids: tuple[int, ...] = ()
     router_replay: bool = False
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the engine can generate while the trainer updates its weights."""
+        return self.location != "trainer"
+
     def faults(self) -> Iterator[str]:
-        if self.router_replay and not self.tells_experts:
+        if self.router_replay and "router_replay" not in self.supports:
             yield (
                 f"router_replay is true: {type(self).__name__} does not tell which experts were chosen. Set it to "
                 "false, or rollout=hf or vllm."
@@ -91,6 +90,11 @@ class Rollout(Description):
     def faults_with_actor(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
         """Faults in combination with the actor: the rank of its adapter, and whether its weights are sharded."""
         return iter(())
+
+    def episodes_fault(self, degrees: Any) -> str | None:
+        """Why the engine cannot generate several turns of an episode with an actor of these `ParallelDegrees`; None if
+        it can."""
+        return None
 
     def check_here(self, device: str) -> None:
         """Check that the engine's requirements are installed, before weights are loaded.
@@ -234,9 +238,11 @@ class TurnEngine:
 
     Attributes:
         dtype: of the log-probs.
+        experts: layers with experts, and experts of a token, in `DrawnTurn.routed_experts`; None if not recorded.
     """
 
     dtype: torch.dtype = torch.float32
+    experts: tuple[int, int] | None = None
 
     @property
     def num_pending(self) -> int:
@@ -370,28 +376,28 @@ def assemble(
 def assemble_turns(
     prompts: DataProto,
     drawn: Sequence[DrawnTurn],
+    turns: TurnEngine,
     pad_id: int,
-    dtype: torch.dtype,
-    sample_ids: Tensor | None = None,
     num_samples: int = 1,
+    sample_ids: Tensor | None = None,
 ) -> DataProto:
     """Rows of responses; see `assemble`.
 
     Args:
         drawn: the single turn of each response, a prompt's samples side by side.
-        dtype: of the log-probs.
+        turns: the engine that generated them.
     Raises:
         RolloutError: a log-prob is invalid or a token id is negative; names prompt, sample and token.
     """
     shape = (len(drawn), max((len(turn.tokens) for turn in drawn), default=0))
     responses, mask = torch.full(shape, pad_id, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-    log_probs, routed = torch.zeros(shape, dtype=dtype), None
-    if drawn and (experts := drawn[0].routed_experts) is not None:
-        routed = experts.new_full((*shape, *experts.shape[1:]), -1)
+    log_probs, routed = torch.zeros(shape, dtype=turns.dtype), None
+    if turns.experts is not None:
+        routed = torch.full((*shape, *turns.experts), -1, dtype=torch.int16)
     for row, turn in enumerate(drawn):
         length = len(turn.tokens)
         responses[row, :length] = torch.tensor(turn.tokens)
-        log_probs[row, :length] = torch.tensor(turn.log_probs, dtype=dtype)
+        log_probs[row, :length] = torch.tensor(turn.log_probs, dtype=turns.dtype)
         mask[row, :length] = True
         if routed is not None and turn.routed_experts is not None:
             routed[row, :length] = turn.routed_experts

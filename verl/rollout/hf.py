@@ -30,6 +30,7 @@ from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
 from verl.rollout.base import (
     ALONE,
+    Capability,
     DrawnTurn,
     Rollout,
     RolloutEngine,
@@ -60,17 +61,20 @@ class HFRollout(Rollout):
             Affects speed only.
     """
 
+    supports: ClassVar[frozenset[Capability]] = frozenset({"stages", "experts", "modules", "turns", "router_replay"})
     may_change: ClassVar[bool] = True
-    takes_stages: ClassVar[bool] = True
-    takes_experts: ClassVar[bool] = True
-    takes_modules: ClassVar[bool] = True
-    draws_turns: ClassVar[bool] = True
-    no_turns_under: ClassVar[tuple[str, ...]] = ("tp",)  # its ranks must decode the same rows in lockstep
-    tells_experts: ClassVar[bool] = True
 
     max_rows: PositiveInt = 512
     share_prefix: bool = True
     drop_finished: bool = True
+
+    def episodes_fault(self, degrees: Any) -> str | None:
+        if degrees.tp == 1:
+            return None
+        return (
+            f"HFRollout does not draw turns of episodes with an actor divided by tp {degrees.tp}, whose processes must "
+            "decode the same rows in lockstep. Set sharding=fsdp, or rollout=vllm."
+        )
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
@@ -230,6 +234,8 @@ class BatchTurns(TurnEngine):
 
     def __init__(self, engine: HFSampler, limits: TurnLimits):
         self.engine, self.limits, self.contexts = engine, limits, contextlib.ExitStack()
+        routing = engine.routing
+        self.experts = None if routing is None else (routing.layers, routing.top_k)
         self.stops = set(engine.stop_ids.tolist())
         self._queue: list[TurnRequest] = []
 
@@ -259,11 +265,11 @@ class BatchTurns(TurnEngine):
         drawn = self._decode(turns, limit)
         longest = max(len(turn.tokens) + len(made.tokens) for turn, made in zip(turns, drawn, strict=True))
         if longest > engine.longest_compared:
-            rows = _as_rows(turns, drawn, engine.pad_id, self.dtype)
+            rows = self._as_rows(turns, drawn)
             while (gap := engine.decoding_gap(rows)) > engine.gap_bound:
                 engine.fall_back(gap, rows)
                 drawn = self._decode(turns, limit)
-                rows = _as_rows(turns, drawn, engine.pad_id, self.dtype)
+                rows = self._as_rows(turns, drawn)
             engine.longest_compared = max(engine.longest_compared, longest_row(rows))
         return drawn
 
@@ -302,6 +308,15 @@ class BatchTurns(TurnEngine):
             drawn.append(DrawnTurn(turn.episode, made, log_probs[row][:length], made[-1] in self.stops, experts))
         return drawn
 
+    def _as_rows(self, turns: Sequence[TurnRequest], drawn: Sequence[DrawnTurn]) -> DataProto:
+        """Each turn as a row, behind everything before it; see `assemble`."""
+        tokens, mask = left_padded([turn.tokens for turn in turns], self.engine.pad_id)
+        prompt_ids = torch.tensor([turn.prompt_id for turn in turns])
+        fields = {"prompts": tokens, "prompt_mask": mask, "prompt_ids": prompt_ids}
+        prompts = DataProto.from_dict(fields | {"group_ids": torch.arange(len(turns))})
+        sample_ids = torch.tensor([turn.sample_id for turn in turns])
+        return assemble_turns(prompts, drawn, self, self.engine.pad_id, sample_ids=sample_ids)
+
 
 def _same_prompts(turns: Sequence[TurnRequest]) -> list[list[int]]:
     """Numbers of the turns that stand side by side and follow on the same tokens of the same prompt."""
@@ -311,17 +326,3 @@ def _same_prompts(turns: Sequence[TurnRequest]) -> list[list[int]]:
         return turn.prompt_id, turn.turn, turn.tokens
 
     return [list(numbers) for _, numbers in itertools.groupby(range(len(turns)), key)]
-
-
-def _as_rows(turns: Sequence[TurnRequest], drawn: Sequence[DrawnTurn], pad_id: int, dtype: torch.dtype) -> DataProto:
-    """Each turn as a row, behind everything before it; see `assemble`."""
-    tokens, mask = left_padded([turn.tokens for turn in turns], pad_id)
-    prompts = DataProto.from_dict(
-        {
-            "prompts": tokens,
-            "prompt_mask": mask,
-            "prompt_ids": torch.tensor([turn.prompt_id for turn in turns]),
-            "group_ids": torch.arange(len(turns)),
-        }
-    )
-    return assemble_turns(prompts, drawn, pad_id, dtype, torch.tensor([turn.sample_id for turn in turns]))

@@ -125,7 +125,7 @@ class ResponseSampler:
         rows, first = [], 0
         for part in parts:
             own = [drawn[number] for number in range(first, first + len(part) * request.num_samples)]
-            rows.append(assemble_turns(part, own, self.pad_id, turns.dtype, num_samples=request.num_samples))
+            rows.append(assemble_turns(part, own, turns, self.pad_id, request.num_samples))
             first += len(own)
         return rows
 

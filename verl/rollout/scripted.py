@@ -15,6 +15,7 @@ from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
 from verl.rollout.base import (
     ALONE,
+    Capability,
     DrawnTurn,
     Rollout,
     RolloutEngine,
@@ -36,9 +37,7 @@ class ScriptedRollout(Rollout):
         texts: the responses; each is ended by the end-of-text token unless it fills `max_new_tokens`.
     """
 
-    takes_stages: ClassVar[bool] = True
-    takes_experts: ClassVar[bool] = True
-    takes_modules: ClassVar[bool] = True
+    supports: ClassVar[frozenset[Capability]] = frozenset({"stages", "experts", "modules"})
 
     texts: Annotated[tuple[str, ...], Field(min_length=1)]
 

@@ -156,9 +156,9 @@ class PolicyEndpoint:
         if session is not None:
             turn = session.turn_key(ids, sample)
             before = replace(before, prompt_id=session.prompt_id, sample_id=session.sample_id, num_turns=turn)
-        request = TurnRequest(
-            before.number, ids, before.prompt_id, before.sample_id, before.num_turns, limit, *self._key
-        )
+        key = before.prompt_id, before.sample_id, before.num_turns
+        noise = self._noise_of.step, self._noise_of.stream, self._noise_of.greedy
+        request = TurnRequest(before.number, ids, *key, limit, *noise)
         drawn = self._drawn(request, timeout_s)
         turn = RecordedTurn(
             f"chatcmpl-{uuid.uuid4().hex}", before.ids, tuple(drawn.tokens), tuple(drawn.log_probs), drawn.is_complete

@@ -3,12 +3,12 @@
 api/             Trainers for scripts and notebooks: models, data and rewards passed as objects
 config           Settings of a run that belong to no single component: how long, how often, how many
 local_trainer    PPO from a script or a notebook: one short file, everything in this process, no Ray
-one_step_off     One-step-off-policy rollout: generate batch k+1 while training on batch k
 plan/            What a run will take in memory, time and disk, before anything is loaded
 ppo              Policy optimisation: the steps of PPO, GRPO and similar algorithms, as the papers describe them
 ppo_config       PPORun: everything that a policy-gradient run is made of, and the checks across its components
 ppo_lifecycle    Building, restoring, saving and closing a policy-gradient run
 ray_trainer      PPO from a script or a notebook with the roles in Ray actors, one by one or all of them
+rollout_pipeline The queue between generation and training: one-step-off-policy rollout at depth 1
 replay_mixing    Replay mixing: rows of earlier steps beside those of this one
 setup            Set-up and tear-down that all trainers share (device, seeds, threads, roles, restored state)
 sft              Supervised fine-tuning: maximum likelihood of given completions, in the same loop as PPO

@@ -169,9 +169,9 @@ class PPOTrainer(PPOLifecycle):
 
     def sync(self) -> dict[str, float]:
         """Send the trained weights to the rollout engine and verify them."""
-        if self.ahead is not None:
+        if self.pipeline.depth:
             with self.stages.stage("gen"):  # what is left of it
-                self.ahead.collect()
+                self.pipeline.collect()
         with self.stages.stage("sync") as note:
             synced = self.actor.sync().result()
             note.say(synced.note)
@@ -221,12 +221,7 @@ class PPOTrainer(PPOLifecycle):
         """Rows with responses, the data columns, and the response texts."""
         prompts = _grouped(prompts)
         asked, is_training = self._asked(prompts, request), request.stream == TRAINING and not request.greedy
-        if self.ahead is not None and is_training:
-            rows = self.ahead.take(asked, request)
-        else:
-            if self.ahead is not None:
-                self.ahead.collect()
-            rows = self.actor.generate(asked, request).result()
+        rows = (self.pipeline.take if is_training else self.pipeline.generate)(asked, request)
         if is_training:
             self.lengths.note(rows)
         texts: Any = response_texts(rows, self.tokenizer)
@@ -235,17 +230,15 @@ class PPOTrainer(PPOLifecycle):
 
     def _rest(self) -> None:
         """Free the engine's GPU memory, because it generates nothing before the next sync."""
-        if self.ahead is None and self.description.rollout.can_rest:
+        if not self.pipeline.depth and self.description.rollout.can_rest:
             self.actor.rest().result()
 
     def _draw_ahead(self, step: int) -> None:
         """Start generation for the next step, if there is one and `rollout_ahead` is on."""
-        if self.ahead is not None and step <= self.num_steps:
-            prompts, request = (
-                self.train_data.collate(self.sampler.peek()),
-                GenerationRequest(step, self.settings.group_size),
-            )
-            self.ahead.begin(self._asked(_grouped(prompts), request), request)
+        if self.pipeline.depth and step <= self.num_steps:
+            request = GenerationRequest(step, self.settings.group_size)
+            prompts = self.train_data.collate(self.sampler.peek())
+            self.pipeline.begin(self._asked(_grouped(prompts), request), request)
 
     def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """The generation request for the actor."""

@@ -25,8 +25,8 @@ from verl.sandbox.base import Sandbox
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import PPOSettings
-from verl.trainer.one_step_off import ahead_faults
 from verl.trainer.plan.unused_settings import unused_settings
+from verl.trainer.rollout_pipeline import ahead_faults
 from verl.trainer.setup import (
     RoleSharding,
     metric_faults,
@@ -112,26 +112,22 @@ def _rollout_faults(run: Any) -> Iterator[str]:
     shardings, adapter = run.shardings(), run.actor.lora
     is_divided = shardings["actor"].parameter_shards(_processes(run, shardings)["actor"]) > 1
     yield from run.rollout.faults_with_actor(None if adapter is None else adapter.rank, is_divided)
-    if isinstance(run.actor.model, ModuleModel) and not run.rollout.takes_modules:
+    if isinstance(run.actor.model, ModuleModel) and "modules" not in run.rollout.supports:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes models of transformers alone, and actor.model is a "
             f"{type(run.actor.model).__name__}. Set rollout=hf, where its own forward draws the responses."
         )
     stages = shardings["actor"].degrees(_processes(run, shardings)["actor"]).pp
-    if stages > 1 and not run.rollout.takes_stages:
+    if stages > 1 and "stages" not in run.rollout.supports:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes no weights from an actor in {stages} pipeline stages "
             "(sharding.pp). Set rollout=vllm or rollout=hf, or sharding.pp=1."
         )
     degrees = shardings["actor"].degrees(_processes(run, shardings)["actor"])
-    for name in run.rollout.no_turns_under if run.environment is not None else ():
-        if (size := getattr(degrees, name)) > 1:
-            yield (
-                f"environment is {type(run.environment).__name__}: {type(run.rollout).__name__} does not draw turns of "
-                f"episodes with an actor divided by {name} {size}. Set sharding=fsdp, or rollout=vllm."
-            )
+    if run.environment is not None and (fault := run.rollout.episodes_fault(degrees)) is not None:
+        yield f"environment is {type(run.environment).__name__}: {fault}"
     ep = degrees.ep
-    if ep > 1 and not run.rollout.takes_experts:
+    if ep > 1 and "experts" not in run.rollout.supports:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it was not tried with an actor whose experts are divided over "
             f"{ep} processes (sharding.ep). Set rollout=vllm or rollout=hf, or sharding.ep=1."

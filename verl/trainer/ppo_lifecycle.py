@@ -20,9 +20,9 @@ from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
 from verl.rollout.base import Rollout
-from verl.trainer.one_step_off import LengthPredictor, OneStepOffRollout
 from verl.trainer.plan.run_plan import log_plan
 from verl.trainer.replay_mixing import ReplayMixing
+from verl.trainer.rollout_pipeline import LengthPredictor, RolloutPipeline
 from verl.trainer.setup import (
     ProcessState,
     fit_with_restarts,
@@ -203,7 +203,7 @@ class PPOLifecycle(ABC):
         roles = role_handles(self.cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
         self.saving.parts = rank_writers_of(self.cluster, self.trained, run.checkpoint)
-        self.ahead = OneStepOffRollout(self.actor) if run.trainer.rollout_ahead else None
+        self.pipeline = RolloutPipeline(self.actor, run.trainer.rollout_ahead)
         if run.reward_as_role is not None:
             self.reward = RemoteRewardModel(roles["rm"], run.reward_as_role)
 
@@ -240,7 +240,7 @@ class PPOLifecycle(ABC):
         """The driver's parts of a checkpoint."""
         assert self.cluster is not None
         assert self.reuse is not None
-        ahead = {} if self.ahead is None else {"drawn_ahead": self.ahead}
+        ahead = {"drawn_ahead": self.pipeline} if self.pipeline.depth else {}
         return {
             "sampler": self.sampler,
             "kl": self.kl,

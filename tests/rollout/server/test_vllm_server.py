@@ -104,7 +104,7 @@ def attached(address, model):
 
 def test_log_probs_are_the_trainers_and_a_seed_draws_the_same_again(attached, prompts):
     actor = attached()
-    assert actor.sampler.parts.limit == 64
+    assert actor.sampler.engine.parts.limit == 64
     rows = actor.generate(prompts(), GenerationRequest(0, 4))
     assert gap(actor, rows) < 1e-4
     assert len({tuple(row.tolist()) for row in rows["responses"]}) > 8
@@ -130,7 +130,7 @@ def test_it_follows_the_trained_weights_and_proves_it(actor, attached, prompts):
 
 def test_its_log_probs_are_found_to_be_those_before_temperature(attached, prompts):
     actor = attached(temperature=0.5)
-    assert actor.sampler.parts.source == "trainer"
+    assert actor.sampler.engine.parts.source == "trainer"
     assert gap(actor, actor.generate(prompts(), GenerationRequest(0, 2))) < 1e-5
     with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs, or set temperature=1"):
         attached(temperature=0.5, weights="fixed")

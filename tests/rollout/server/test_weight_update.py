@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
+from environments.episodes import Scripted, long_turns
 from http_client.servers import Say, serving
 from refusals import refusal
 from roles import experience
@@ -17,6 +19,7 @@ from verl.engines.sharding import DDP, FSDP, TP, Parallel
 from verl.errors import RolloutError, WorkerError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
+from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.base import GenerationRequest
 from verl.rollout.server.config import ServerRollout
 from verl.tracking.base import Trackers
@@ -140,6 +143,35 @@ def test_a_run_trains_on_what_the_server_draws(num_processes, sharding, speaker,
     assert all(line["sync/probe_gap_nats"] < 1e-4 for line in lines)
     assert all(line["rollout/log_prob_gap_nats"] < 1e-4 for line in lines)
     assert len(speaker.reloads) == 3  # before the first response, and after each step; by one process
+
+
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        TP(timeout_s=60.0),
+        *(pytest.param(Parallel(timeout_s=60.0, **way), marks=pytest.mark.exhaustive) for way in WAYS),
+    ],
+    ids=["tp", "cp", "pp"],
+)
+def test_one_of_the_processes_with_the_same_rows_plays_their_episodes(sharding, speaker, dir32, tmp_path):
+    with serving(speaker.post, speaker.page) as server:
+        run = ppo_run(
+            Pretrained(path=str(dir32)),
+            GRPO_ALGORITHM,
+            rollout=ServerRollout(endpoint=server.endpoint(), max_new_tokens=7, stop_token_ids=tuple(range(20, 60))),
+            total_steps=1,
+            tracker=Trackers(jsonl=JsonLines()),
+            sharding=sharding,
+            n_gpus_per_node=2,
+        )
+        episodes = Scripted(answer=long_turns, max_tokens=40)
+        run = dataclasses.replace(run, environment=episodes, reward=EpisodeReward())
+        with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+            trainer.fit()
+    (line,) = [line for line in read_lines(tmp_path / "metrics.jsonl") if "reward/mean" in line]
+    assert line["rollout/log_prob_gap_nats"] < 1e-4
+    assert line["env/turns"] > 1
 
 
 @pytest.mark.exhaustive

@@ -26,7 +26,7 @@ from rollout.engines import agreement, generate, random_prompts, save_family, sh
 from verl.models.lora import LoRA
 from verl.ops.counter_rng import NO_TURN
 from verl.protocol import DataProto
-from verl.rollout.base import DrawnTurn, GenerationRequest, TurnRequest, assemble_turns
+from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest, assemble_turns
 from verl.rollout.hf import HFRollout
 from verl.rollout.prompt_rows import prompt_tokens
 from verl.rollout.token_sampler import TokenSampler
@@ -83,7 +83,7 @@ def compared(engine: Any, model: Any, tokenizer: Any, prompts: DataProto) -> tup
     engine.end_turns()
     ordered = sorted(zip(made.numbers, made.tokens, made.log_probs, strict=True))
     drawn = [DrawnTurn(number, tokens, log_probs, True) for number, tokens, log_probs in ordered]
-    found = assemble_turns(prompts, drawn, 0, torch.float32, num_samples=4)
+    found = assemble_turns(prompts, drawn, TurnEngine(), 0, 4)
     return agreement(found, generate(ours, prompts, GenerationRequest(1, 4)))
 
 

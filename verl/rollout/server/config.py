@@ -10,7 +10,7 @@ from pydantic import PositiveFloat
 from verl.component import BuildContext, component
 from verl.http_client.endpoint import Endpoint
 from verl.models.parallel_info import Autocast
-from verl.rollout.base import Rollout, RolloutEngine
+from verl.rollout.base import Capability, Rollout, RolloutEngine
 
 
 @component
@@ -38,11 +38,8 @@ class ServerRollout(Rollout):
             where the actor may have moved on. Before the first reload a distance above 1 means another model.
     """
 
-    runs_ahead: ClassVar[bool] = True
-    draws_turns: ClassVar[bool] = True
-    no_turns_under: ClassVar[tuple[str, ...]] = ("tp", "cp", "pp")  # processes that share rows would ask for them twice
-    generates_here: ClassVar[bool] = False
-    takes_stages: ClassVar[bool] = True
+    location: ClassVar[Literal["trainer", "process", "server"]] = "server"
+    supports: ClassVar[frozenset[Capability]] = frozenset({"stages", "turns"})
 
     endpoint: Endpoint
     protocol: Literal["openai", "tgi"] = "openai"

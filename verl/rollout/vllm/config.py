@@ -11,7 +11,7 @@ from pydantic import PositiveFloat, PositiveInt
 from verl.component import BuildContext, component
 from verl.errors import ConfigError
 from verl.models.parallel_info import Autocast
-from verl.rollout.base import ALONE, Rollout, RolloutEngine
+from verl.rollout.base import ALONE, Capability, Rollout, RolloutEngine
 from verl.rollout.vllm.client.engine_args import DIVIDED, HIGHEST_RANK, LORA_RANKS
 from verl.utils.env_check import vllm_fault
 
@@ -45,13 +45,10 @@ class VLLMRollout(Rollout):
         start_timeout_s: largest time until the engine is ready, even if it makes progress; null: no limit.
     """
 
-    runs_ahead: ClassVar[bool] = True
+    location: ClassVar[Literal["trainer", "process", "server"]] = "process"
+    supports: ClassVar[frozenset[Capability]] = frozenset({"stages", "experts", "turns", "router_replay"})
     can_rest: ClassVar[bool] = True
     may_change: ClassVar[bool] = True
-    draws_turns: ClassVar[bool] = True
-    takes_stages: ClassVar[bool] = True
-    takes_experts: ClassVar[bool] = True
-    tells_experts: ClassVar[bool] = True
 
     kv_cache_gib: PositiveFloat | None = None
     max_num_seqs: PositiveInt = 256

@@ -301,7 +301,7 @@ def _engine_parts(
 ) -> dict[str, int]:
     """Memory of generation: an engine with its own weights, or only the key-value cache."""
     actor, rollout = next(role for role in members if role.name == "actor"), run.rollout
-    if not rollout.generates_here:
+    if rollout.location == "server":
         return {}
     vocabulary = actor.config.get_text_config().vocab_size
     rows = getattr(rollout, "max_rows", None) or getattr(rollout, "max_num_seqs", 0)

@@ -174,7 +174,7 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
         cache = 0
         roles[0] = replace(roles[0], generating=0)
         naps = getattr(rollout, "sleep", False) and not settings.rollout_ahead
-        stays_awake = rollout.generates_here and not is_here and not naps
+        stays_awake = rollout.location == "process" and not is_here and not naps
     group_of = {role: number for number, (members, _) in enumerate(groups) for role in members}
     group_of["reward"] = group_of["actor"] if placement is None else group_of.get("rm", group_of["actor"])
     roles = [replace(role, group=group_of[role.name]) for role in roles]

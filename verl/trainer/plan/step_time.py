@@ -74,7 +74,7 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
     rows, new = settings.prompts_per_step * settings.group_size, response or run.response_tokens
     prompt = getattr(run.data, "max_prompt_length", 0)
     found = []
-    if run.rollout.generates_here:
+    if run.rollout.location != "server":
         layout = next(role.memory.layout for role in memory.roles if role.name == "actor")
         own = -(-rows // (layout.shares if run.rollout.runs_ahead else layout.generation_shares))
         same = layout.processes // layout.shares if run.rollout.runs_ahead else 1  # processes with the same rows

@@ -33,7 +33,7 @@ class VLLMTurns(TurnEngine):
     def __init__(self, client: VLLMClient, limits: TurnLimits, num_threads: int | None):
         self.client, self.limits, self.num_threads = client, limits, num_threads
         self.sampler = TokenSampler.of(client.options, client.seed, client.stop_ids)
-        self.cached_tokens = 0
+        self.experts, self.cached_tokens = client.experts, 0
         self._numbers = itertools.count()
         self._new: list[NumberedTurn] = []
         self._open: dict[int, TurnRequest] = {}
@@ -65,7 +65,7 @@ class VLLMTurns(TurnEngine):
         drawn = []
         for place, (number, tokens) in enumerate(zip(output.numbers, output.tokens, strict=True)):
             turn, experts = self._open.pop(number), None
-            if self.client.experts is not None:
+            if self.experts is not None:
                 experts = None if output.experts is None else output.experts[place]
                 self._refuse_other_experts(None if experts is None else tuple(experts.shape[1:]))
             is_complete = tokens[-1] in self.sampler.stop_ids
@@ -93,8 +93,8 @@ class VLLMTurns(TurnEngine):
         return self.client.call("advance_turns", new, budget_s, self.limits.is_single)
 
     def _refuse_other_experts(self, shape: tuple[int, ...] | None) -> None:
-        if shape != self.client.experts:
+        if shape != self.experts:
             raise RolloutError(
-                f"vLLM recorded experts of shape {shape} for each token, and the actor has {self.client.experts} "
+                f"vLLM recorded experts of shape {shape} for each token, and the actor has {self.experts} "
                 "(layers, experts of a token). Set rollout.router_replay=false."
             )

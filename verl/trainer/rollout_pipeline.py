@@ -1,4 +1,5 @@
-"""One-step-off-policy rollout: generate batch k+1 while training on batch k.
+"""The queue between generation and training. Depth 1 is one-step-off-policy rollout: generate batch k+1 while training
+on batch k.
 
 step k      take(k) ── begin(k+1) ── score, update ── collect(k+1) ── sync
 engine                 └────── draws k+1 with the weights before ──┘
@@ -25,53 +26,61 @@ from verl.rollout.base import GenerationRequest, Rollout
 log = logging.getLogger(__name__)
 
 
-class OneStepOffRollout:
-    """The batch that is generated ahead.
+class RolloutPipeline:
+    """The batches between generation and training.
 
-    The engine's weights must not change before `collect`. The generated responses are part of a checkpoint, because the
-    weights that generated them no longer exist.
+    With depth 1 the responses to the next batch are generated while the present one is trained on. The engine's weights
+    must not change between `begin` and `collect`. Responses that were generated ahead are part of a checkpoint, because
+    the weights that generated them no longer exist.
 
     Args:
-        actor: handle of a role whose engine can generate during training.
+        actor: handle of the role that generates.
+        depth: batches that are generated ahead: 0, or 1 for an engine that can generate during training.
     """
 
-    def __init__(self, actor: Any):
-        self._actor = actor
-        self._asked: tuple[DataProto, GenerationRequest] | None = None
-        self._drawn: DataProto | None = None
-        self._is_loaded = False  # what was drawn comes from a checkpoint
+    def __init__(self, actor: Any, depth: int):
+        self._actor, self.depth = actor, depth
+        self._begun: tuple[DataProto, GenerationRequest] | None = None
+        self._ahead: DataProto | None = None
+        self._is_loaded = False  # the responses generated ahead come from a checkpoint
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Start generating; returns immediately."""
-        assert self._asked is None
-        assert self._drawn is None
-        self._actor.begin_generate(prompts, request).result()
-        self._asked = prompts, request
+        """Start generating for the next batch; returns immediately. Does nothing with depth 0."""
+        if self.depth:
+            assert self._begun is None
+            assert self._ahead is None
+            self._actor.begin_generate(prompts, request).result()
+            self._begun = prompts, request
 
     def collect(self) -> None:
         """Wait for the responses of `begin`. Idempotent."""
-        if self._asked is not None:
-            asked, self._asked = self._asked, None
-            self._drawn, self._is_loaded = self._actor.finish_generate(*asked).result(), False
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            self._ahead, self._is_loaded = self._actor.finish_generate(*begun).result(), False
+
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """New responses, beside the pipeline."""
+        self.collect()
+        return self._actor.generate(prompts, request).result()
 
     def take(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """The responses to these prompts: those generated ahead, or new ones if there are none."""
         self.collect()
-        drawn, self._drawn = self._drawn, None
-        if drawn is not None:
-            wanted = prompts.batch["prompt_ids"].repeat_interleave(request.num_samples)
-            if wanted.equal(drawn.batch["prompt_ids"]):
-                return drawn
-            assert self._is_loaded, "what was drawn ahead belongs to another batch"
+        rows, self._ahead = self._ahead, None
+        if rows is not None:
+            expected = prompts.batch["prompt_ids"].repeat_interleave(request.num_samples)
+            if expected.equal(rows.batch["prompt_ids"]):
+                return rows
+            assert self._is_loaded, "the responses generated ahead belong to another batch"
             log.warning(
                 "The responses generated ahead in the checkpoint are for another batch size; they are generated again."
             )
-        return self._actor.generate(prompts, request).result()
+        return self.generate(prompts, request)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The responses that were not trained on yet; empty if there are none."""
         self.collect()
-        return {} if self._drawn is None else dict(self._drawn.batch)
+        return {} if self._ahead is None else dict(self._ahead.batch)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace the current responses by those of a checkpoint.
@@ -79,7 +88,7 @@ class OneStepOffRollout:
         They are used only if the next batch has the same prompts, that is, if the batch size was not changed.
         """
         self.collect()
-        self._drawn, self._is_loaded = DataProto.from_dict(dict(state)) if state else None, True
+        self._ahead, self._is_loaded = DataProto.from_dict(dict(state)) if state else None, True
 
 
 def ahead_faults(rollout: Rollout, algorithm: Algorithm) -> Iterator[str]:
