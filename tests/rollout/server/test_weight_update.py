@@ -150,7 +150,8 @@ def test_a_run_trains_on_what_the_server_draws(num_processes, sharding, speaker,
     "sharding",
     [
         TP(timeout_s=60.0),
-        *(pytest.param(Parallel(timeout_s=60.0, **way), marks=pytest.mark.exhaustive) for way in WAYS),
+        pytest.param(Parallel(cp=2, timeout_s=60.0), marks=pytest.mark.exhaustive),
+        pytest.param(Parallel(pp=2, timeout_s=60.0), marks=pytest.mark.exhaustive),
     ],
     ids=["tp", "cp", "pp"],
 )
@@ -171,7 +172,7 @@ def test_one_of_the_processes_with_the_same_rows_plays_their_episodes(sharding, 
             trainer.fit()
     (line,) = [line for line in read_lines(tmp_path / "metrics.jsonl") if "reward/mean" in line]
     assert line["rollout/log_prob_gap_nats"] < 1e-4
-    assert line["env/turns"] > 1
+    assert line["episode/turns"] > 1
 
 
 @pytest.mark.exhaustive
