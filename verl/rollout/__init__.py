@@ -1,10 +1,16 @@
 """Prompts in; responses and their log-probabilities out.
 
-auto           `rollout=auto`: chooses the engine that was faster in measurements with models of this size
-base           The interface of rollout engines: a generation request, and rows of prompts with their responses
-hf             `rollout=hf`: generation on the tensors that train
-scripted       Scripted responses: for tests, and for replaying text that another system wrote
-server/        Rollout by an external server: vLLM, another OpenAI-compatible one, or TGI
-token_sampler  From logits to the next token of each row: the sampling rule of every rollout engine
-vllm/          vLLM as a rollout engine, in a separate process; the trainer's weights are streamed to it
+auto              `rollout=auto`: chooses the engine that was faster in measurements with models of this size
+base              The interface of rollout engines: turns, sync, rest, close; and rows of prompts with their responses
+consensus         Consensus of ranks around engines that may fail: all of them go on, or all of them stop
+generation_group  How the processes that hold one model divide the generation of responses
+hf                `rollout=hf`: generation on the tensors that train
+hf_slots          Turns of episodes by `rollout=hf`: keys and values of an episode stay in a slot from turn to turn
+prompt_rows       Prompts of a batch, padded on the left, as lists of token ids, and back
+responses         Responses to prompts, sampled as single turns of a rollout engine
+scripted          Scripted responses: for tests, and for replaying text that another system wrote
+server/           Rollout by an external server: vLLM, another OpenAI-compatible one, or TGI
+token_sampler     From logits to the next token of each row: the sampling rule of every rollout engine
+vllm/             vLLM as a rollout engine, in a separate process; the trainer's weights are streamed to it
+whole_batch       An engine of the user's that answers whole batches, as a `RolloutEngine`
 """
