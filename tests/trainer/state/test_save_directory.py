@@ -151,16 +151,13 @@ def test_a_summary_that_cannot_be_written_does_not_fail_the_run(model32, tmp_pat
 def test_an_unrelated_run_is_refused_with_what_differs_and_what_to_do_and_nothing_is_changed(save_dir, model32):
     save = {"save_dir": save_dir}
     first = fit(run(model32, total_steps=3, save=save))
-    before = {path: path.stat().st_mtime_ns for path in first.parent.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
     with refusal("checkpoint.save_dir") as refused:
         fit(run(model32, algorithm=PPO_ALGORITHM, total_steps=3, save=save))
-    assert f"leads to {first}: it holds checkpoints of another training (algorithm.advantage._target_, " in str(
-        refused.value
-    )
-    assert "resume=latest and its settings, or give this run another directory: trainer.experiment_name=NAME" in str(
-        refused.value
-    )
-    assert {path: path.stat().st_mtime_ns for path in first.parent.rglob("*")} == before
+    said = str(refused.value)
+    assert f"leads to {first}: it holds checkpoints of another training (algorithm.advantage._target_, " in said
+    assert "resume=latest and its settings, or give this run another directory: trainer.experiment_name=NAME" in said
+    assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
     assert names(first) == ["global_step_2", "global_step_3"]
     other = {"experiment_name": "other"} if save_dir is None else {"save": {"save_dir": "other"}}
     assert fit(run(model32, algorithm=PPO_ALGORITHM, **other)).name == "other"
@@ -218,12 +215,12 @@ def test_latest_is_the_newest_of_this_training_and_another_one_there_is_refused(
     first = fit(run(model32, stop_after=1))
     assert fit(run(model32, resume="latest")) == first
     assert names(first) == ["global_step_1", "global_step_2"]
-    before = sorted(Path().rglob("*"))
+    before = sorted(Path("checkpoints").rglob("*"))
     with pytest.raises(ConfigError) as refused:
         fit(run(model32, algorithm=PPO_ALGORITHM, resume="latest"))
     assert any(fault.startswith("algorithm.advantage._target_ is ") for fault in refused.value.faults)
     assert "holds no checkpoint of this training. Set back what differs to go on" in str(refused.value)
-    assert sorted(Path().rglob("*")) == before
+    assert sorted(Path("checkpoints").rglob("*")) == before
 
 
 def test_latest_in_a_directory_that_two_trainings_share_passes_over_the_others(model32, tmp_path):

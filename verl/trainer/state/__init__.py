@@ -5,7 +5,6 @@ compare_runs       Comparison of two runs: the metrics of each step, and everyth
 distributed_save   Distributed save: every process of a role writes its own part, and the driver commits
 driver_state       Driver state: what the driver holds, as a dictionary of parts with state_dict and load_state_dict
 lineage            Lineage: which run came from which checkpoint of which run
-load_checkpoint    Loading a checkpoint into a running trainer
 resume             Resuming: may this configuration continue a checkpoint, in what do the two differ
 run_date           The day that chat templates write: of the run, also after a resume
 run_directory      Ownership of a run directory: which run has trained there
