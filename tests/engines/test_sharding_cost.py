@@ -54,6 +54,26 @@ def test_traffic_is_that_of_ring_algorithms():
     assert FSDP().cost(4, SIZES).per_step(3, 2) == 3 * FSDP().cost(4, SIZES).per_micro_batch
 
 
+@pytest.mark.parametrize(
+    "sharding", [FSDP(), FSDP(strategy="SHARD_GRAD_OP"), HSDP(replicas=2), TPFSDP(), Parallel(cp=2)], ids=repr
+)
+def test_gradients_that_are_reduced_once_per_update_are_whole_until_then(sharding):
+    each, once = sharding.cost(4, SIZES), replace(sharding, reduce_gradients="update").cost(4, SIZES)
+    assert once.per_step(1) == each.per_step(1)
+    assert 0 < once.per_update == each.per_micro_batch - once.per_micro_batch
+    assert once.whole_gradients == each.gradients * sharding.degrees(4).shards
+    assert each.whole_gradients == 0
+    assert replace(once, whole_gradients=0, per_update=0, per_micro_batch=0) == replace(each, per_micro_batch=0)
+
+
+def test_experts_are_reduced_over_fewer_processes_however_often():
+    sizes = replace(SIZES, expert_elements=400_000, expert_layers=4, top_k=2)
+    each, once = Parallel(ep=2).cost(4, sizes), Parallel(ep=2, reduce_gradients="update").cost(4, sizes)
+    assert once.per_step(1) == pytest.approx(each.per_step(1), abs=2)
+    assert once.per_update == pytest.approx(4 * (3 / 4 * 600_000 + 1 / 2 * 200_000), abs=2)
+    assert once.whole_gradients == 4 * 800_000  # of half of the experts
+
+
 def test_processes_that_share_tokens_send_keys_and_values_of_each_layer():
     weights = FSDP().cost(4, SIZES).per_micro_batch
     gathered = Parallel(cp=4).cost(4, SIZES, tokens=10).per_micro_batch - weights
@@ -87,6 +107,8 @@ def test_a_block_and_the_embedding_are_gathered_or_all_weights():
 
 def test_what_is_refused_is_not_named_as_a_smaller_setting():
     assert [setting for setting, _ in Parallel(cp=2).smaller()] == ["sharding.cpu_offload=true"]
+    settings = [setting for setting, _ in FSDP(reduce_gradients="update").smaller()]
+    assert settings == ["sharding.reduce_gradients=micro_batch", "sharding.cpu_offload=true"]
     assert not [*Parallel(pp=2).smaller(), *Parallel(ep=2).smaller()]
 
 

@@ -29,6 +29,8 @@ CASES = [
     (FSDP(), 4, "bfloat16"),
     (FSDP(strategy="SHARD_GRAD_OP"), 4, None),
     (HSDP(replicas=2), 4, None),
+    (FSDP(reduce_gradients="update"), 4, "bfloat16"),
+    (HSDP(replicas=2, reduce_gradients="update"), 4, None),
     (TP(), 2, None),
     (TPFSDP(tensor_parallel=2), 4, None),
     (Parallel(cp=2), 2, None),
@@ -44,11 +46,8 @@ def group(monkeypatch):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize(
-    ("sharding", "size", "autocast"), CASES, ids=lambda x: type(x).__name__ if hasattr(x, "build") else str(x)
-)
-def test_an_update_sends_what_the_cost_model_says(sharding, size, autocast, tied, group, tmp_path):
+def sent_by(sharding, size, autocast, tied, group, tmp_path):
+    """What an update of several micro-batches sends, and what the cost model says."""
     path = save_random_model(tmp_path, "llama", torch.float32, tie_word_embeddings=tied, vocab_size=256, **SHAPE)
     source, rows = Pretrained(path=str(path)), rows_with_holes([24] * 8, 1, [40])
     group(size)
@@ -56,6 +55,25 @@ def test_an_update_sends_what_the_cost_model_says(sharding, size, autocast, tied
     parallel.sums = dict  # objects of others are not there
     sent, ran = bytes_of_update(source.load_causal_lm("cpu"), parallel, rows, 128, autocast)
     sizes, predicted = model_stats(source.load_config()), int(rows["response_mask"].sum())
-    wanted = planned_bytes(sharding, size, sizes, ran, predicted, 4, 2 if autocast else 4)
+    return sent, planned_bytes(sharding, size, sizes, ran, predicted, 4, 2 if autocast else 4), len(ran)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize(
+    ("sharding", "size", "autocast"), CASES, ids=lambda x: type(x).__name__ if hasattr(x, "build") else str(x)
+)
+def test_an_update_sends_what_the_cost_model_says(sharding, size, autocast, tied, group, tmp_path):
+    sent, wanted, _ = sent_by(sharding, size, autocast, tied, group, tmp_path)
     assert sent.total() == pytest.approx(wanted, rel=0.01), sent
     assert wanted > 500_000
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_gradients_are_reduced_once_per_update_or_once_per_micro_batch(strategy, group, tmp_path):
+    sharding = FSDP(strategy=strategy, reduce_gradients="update")
+    sent, _, micro_batches = sent_by(sharding, 4, None, False, group, tmp_path)
+    assert micro_batches > 2
+    dist.destroy_process_group()
+    each, _, _ = sent_by(FSDP(strategy=strategy), 4, None, False, group, tmp_path)
+    assert each["_reduce_scatter_base"] == micro_batches * sent["_reduce_scatter_base"] > 0
+    assert each["_allgather_base"] == sent["_allgather_base"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.engines.sharding import DDP
 from verl.replay.config import TieredReplay
 from verl.replay.remote_tier import RemoteTier
+from verl.replay.shard import Shard
 from verl.storage.config import LocalStorage
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
@@ -93,10 +95,14 @@ def _without_layers(metrics: dict[str, float]) -> dict[str, float]:
 def test_rows_in_the_store_stay_where_checkpoints_are_uploaded_too(upload_interval, model32, tmp_path, monkeypatch):
     deleted: list[str] = []
     monkeypatch.setattr(RemoteTier, "delete", lambda cold, names: deleted.extend(names))
-    uploaded = RemoteTier.uploaded
-    monkeypatch.setattr(
-        RemoteTier, "uploaded", lambda cold: (cold.settle(), uploaded(cold))[1]
-    )  # however slow the machine
+    upload = RemoteTier.upload
+
+    def upload_and_wait(cold: RemoteTier, shard: Shard) -> bool:  # however slow the machine
+        upload(cold, shard)
+        wait([shard.upload] if shard.upload is not None else [], timeout=60)
+        return upload(cold, shard)
+
+    monkeypatch.setattr(RemoteTier, "upload", upload_and_wait)
     run = course(GRPO_ALGORITHM, model32, tmp_path / "run")
     checkpoint = dataclasses.replace(run.checkpoint, upload_interval=upload_interval, keep_last_n=1, save_async=False)
     settings = dataclasses.replace(run.trainer, total_steps=10)

@@ -84,6 +84,17 @@ def test_processes_without_rows_add_nothing_to_the_gradients_of_a_tied_model(nam
         assert {key: gap for key, gap in gaps.items() if not gap <= 1e-9} == {}
 
 
+@names("fsdp", "shard_grad_op", "offload", "hsdp", "tp_fsdp", short=("fsdp", "hsdp"))
+def test_gradients_that_are_reduced_once_per_update_are_those_of_one_process(name, bench, tied64):
+    """One of the processes has fewer micro-batches than the others, so that it adds an empty one at the end."""
+    rows = rows_with_holes([4, 4, 4, 4, 4], 2, [7, 3])
+    sharding = dataclasses.replace(SHARDINGS[name], reduce_gradients="update")
+    wanted = one_update(tied64, NoSharding().build(BuildContext()), rows, exact=True)
+    for found in bench.updated(tied64, sharding, rows, {"tokens": 12, "exact": True}).result(timeout=120):
+        gaps = {key: float((x - wanted[key]).abs().max()) for key, x in found.items()}
+        assert {key: gap for key, gap in gaps.items() if not gap <= 1e-12} == {}
+
+
 @pytest.mark.parametrize(
     ("actor", "critic", "reference"),
     [

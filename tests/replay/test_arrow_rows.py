@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from replay.rows_here import scored_rows
 
 from verl.protocol import DataProto
-from verl.replay.arrow_rows import RowSegment, SegmentRows, rows_from_arrow, rows_to_arrow
+from verl.replay.arrow_rows import RowSegment, SegmentRows, last_rows, rows_from_arrow, rows_to_arrow
 
 KEPT = (
     "prompts", "prompt_mask", "prompt_ids", "sample_ids", "responses", "response_mask", "input_ids", "attention_mask",
@@ -65,8 +67,22 @@ def test_rows_of_two_batches_come_back_in_any_order(dtype):
 
 def test_the_last_rows_of_a_segment_are_those_rows():
     batch = scored_rows(6, seed=3)
-    last = RowSegment.of(packed(batch)).last(2)
+    last = RowSegment.of(last_rows(packed(batch), 2))
     assert_equal(rows_from_arrow([SegmentRows(last, np.arange(2), np.arange(2))], 0), trimmed(batch, [4, 5]))
+
+
+def test_rows_whose_values_are_tensors_are_gathered_like_those_of_arrays():
+    """As on a device."""
+    batch = scored_rows(6, seed=3).union(DataProto.from_dict({"block": torch.arange(12).reshape(6, 2).to(torch.int16)}))
+    segment = RowSegment.of(packed(batch))
+    tensors = {name: torch.tensor(values) for name, values in segment.flat.items()}
+    rows, positions = np.array([4, 0, 5]), np.array([2, 0, 1])
+    expected, found = (
+        rows_from_arrow([SegmentRows(one, rows, positions)], 0)
+        for one in (segment, dataclasses.replace(segment, flat=tensors))
+    )
+    assert_equal(found, expected.select([*KEPT]))
+    assert torch.equal(found["block"], expected["block"])
 
 
 def test_blocks_of_numbers_and_missing_columns_survive():
@@ -90,10 +106,10 @@ def test_experts_of_each_token_survive():
         drawn = torch.randint(0, 128, (*batch["responses"].shape, 3, 2), generator=generator)
         routed = torch.where(mask, drawn, -1).to(torch.int16)
         batches[place] = batch.union(DataProto.from_dict({"routed_experts": routed}))
-    segments = [RowSegment.of(packed(batch)) for batch in batches]
+    records = [packed(batch) for batch in batches]
     parts = [
-        SegmentRows(segments[0], np.array([5, 0]), np.array([1, 0])),
-        SegmentRows(segments[1].last(2), np.array([1]), np.array([2])),
+        SegmentRows(RowSegment.of(records[0]), np.array([5, 0]), np.array([1, 0])),
+        SegmentRows(RowSegment.of(last_rows(records[1], 2)), np.array([1]), np.array([2])),
     ]
     found = rows_from_arrow(parts, 0)
     width = found["responses"].shape[1]

@@ -15,7 +15,7 @@ from verl.errors import ReplayCorrupt
 from verl.protocol import DataProto
 from verl.replay.buffer import TieredBuffer
 from verl.replay.checkpoint import buffer_state, restore_buffer
-from verl.replay.config import TieredReplay
+from verl.replay.config import SharedShard, TieredReplay
 from verl.replay.sampling import ReplayRequest, draw
 
 SMALL = TieredReplay(max_rows=400, memory_mib=8, shard_mib=1)
@@ -37,15 +37,25 @@ def texts(batch: DataProto | None) -> list[str]:
 
 def carried(buffer: TieredBuffer, directory: Path, settings: TieredReplay | None = None) -> TieredBuffer:
     """The buffer of a run that goes on from a checkpoint of this one."""
-    state = buffer_state(buffer)
-    (directory / "saved").mkdir(parents=True)
-    for name, data in state.files.items():
-        (directory / "saved" / name).write_bytes(data)
-    for name, shard in state.shared.items():
-        (directory / "saved" / name).hardlink_to(shard.path)
     other = TieredBuffer(settings or buffer.settings, directory / "next", seed=7)
-    restore_buffer(other, directory / "saved", verify=True)
+    restore_buffer(other, saved(buffer, directory / "saved"))
     return other
+
+
+def saved(buffer: TieredBuffer, directory: Path) -> Path:
+    """A directory with what a checkpoint holds of a buffer."""
+    directory.mkdir(parents=True)
+    for name, item in buffer_state(buffer).items():
+        if isinstance(item, bytes):
+            (directory / name).write_bytes(item)
+        else:
+            (directory / name).hardlink_to(item.path)
+    return directory
+
+
+def shared(buffer: TieredBuffer) -> dict[str, SharedShard]:
+    """Files that a checkpoint links."""
+    return {name: item for name, item in buffer_state(buffer).items() if isinstance(item, SharedShard)}
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "recency", "advantage"])
@@ -99,14 +109,14 @@ def test_a_buffer_from_a_checkpoint_draws_and_goes_on_like_the_one_that_was_save
 
 def test_a_second_save_adds_only_the_files_of_new_rows(tmp_path):
     buffer = filled(tmp_path)
-    before = buffer_state(buffer)
+    before = shared(buffer)
     buffer.append(scored_rows(24, seed=13), 13)
-    after = buffer_state(buffer)
-    assert before.shared.keys() < after.shared.keys()
-    (new,) = after.shared.keys() - before.shared.keys()
+    after = shared(buffer)
+    assert before.keys() < after.keys()
+    (new,) = after.keys() - before.keys()
     rows = sum(len(batch) for batch in buffer.iterate(100))
     assert rows == 13 * 24
-    assert after.shared[new].path.stat().st_size < 2 * 24 * 400
+    assert after[new].path.stat().st_size < 2 * 24 * 400
     buffer.close()
 
 
@@ -157,17 +167,13 @@ def test_taking_a_row_out_of_the_race_leaves_the_others_as_they_were():
 
 def test_a_file_that_is_cut_short_is_not_read(tmp_path):
     buffer = filled(tmp_path / "one", steps=3)
-    state = buffer_state(buffer)
-    (shard,) = state.shared.values()
-    with open(shard.path, "r+b") as file:
-        file.truncate(shard.path.stat().st_size - 8)
+    (shard,) = saved(buffer, tmp_path / "saved").glob("*.arrow")
+    with open(shard, "r+b") as file:
+        file.truncate(shard.stat().st_size - 8)
     buffer.close()
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved/buffer.json").write_bytes(state.files["buffer.json"])
-    (tmp_path / "saved" / shard.path.name).hardlink_to(shard.path)
     other = TieredBuffer(SMALL, tmp_path / "next")
     with pytest.raises(ReplayCorrupt, match="rows_"):
-        restore_buffer(other, tmp_path / "saved", verify=False)
+        restore_buffer(other, tmp_path / "saved")
     other.close()
 
 

@@ -12,15 +12,16 @@ from pathlib import Path
 
 from faults.disks import KILLED
 from replay.rows_here import scored_rows
-from replay.test_buffer import SMALL, texts
+from replay.test_buffer import SMALL, saved, shared, texts
+from replay.test_remote_tier import uploaded
 
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.replay.buffer import TieredBuffer
 from verl.replay.checkpoint import buffer_state, restore_buffer
-from verl.replay.checkpoint_state import SharedShard, directory_of, empty_state
-from verl.replay.disk_tier import described
+from verl.replay.config import SharedShard
 from verl.replay.remote_tier import RemoteTier
 from verl.replay.sampling import ReplayRequest
+from verl.replay.shard import ShardFile
 from verl.storage.config import LocalStorage
 
 ALL = ReplayRequest(num_rows=1000, step=9, version=9)
@@ -42,21 +43,17 @@ def test_a_full_disk_loses_nothing_while_memory_has_room(tmp_path, caplog):
     buffer = TieredBuffer(SMALL, tmp_path / "here", seed=7, disk=disk)
     for step in range(1, 5):
         buffer.append(scored_rows(24, seed=step, version=step), step)
-    state = buffer_state(buffer)
+    directory = saved(buffer, tmp_path / "saved")  # the checkpoint may lie on another disk
     assert "cannot be written and stay in memory" in caplog.text
-    assert not state.shared
+    assert not shared(buffer)
     found = buffer.sample(ALL)
     assert found is not None
     assert len(found) == 96
-    saved = tmp_path / "saved"
-    saved.mkdir()
-    for name, data in state.files.items():  # the checkpoint may lie on another disk
-        (saved / name).write_bytes(data)
     other = TieredBuffer(SMALL, tmp_path / "next", seed=7)
-    restore_buffer(other, saved, verify=True)
+    restore_buffer(other, directory)
     assert texts(other.sample(ALL)) == texts(found)
     disk.is_full = False
-    assert len(buffer_state(buffer).shared) == 1
+    assert len(shared(buffer)) == 1
     assert buffer.stats()["replay/lost_rows"] == 0
     buffer.close()
     other.close()
@@ -69,7 +66,7 @@ def test_a_full_disk_and_full_memory_cost_the_oldest_rows_and_are_counted(tmp_pa
         buffer.append(scored_rows(24, seed=step, version=step, longest=longest), step)
     lost = buffer.stats()["replay/lost_rows"]
     assert lost > 0
-    assert buffer.write_buffer.num_bytes < 4 * 2**20
+    assert buffer.unwritten_bytes < 4 * 2**20
     found = buffer.sample(ALL)
     assert found is not None
     assert len(found) == 11 * 24 - lost
@@ -98,8 +95,7 @@ def test_a_full_disk_keeps_a_shard_that_the_store_has_without_sending_it_again(t
     disk.is_full = True
     may_send.set()
     for _ in range(3):
-        cold.settle()
-        buffer.settle()
+        uploaded(buffer)
     assert buffer.stats()["replay/rows_cold"] == 0
     found = buffer.sample(ALL)
     assert found is not None
@@ -143,9 +139,9 @@ def sealed(directory: Path, disk: FileSystem | None = None) -> dict[str, SharedS
     """The shard of 24 rows."""
     buffer = TieredBuffer(SMALL, directory, seed=7, disk=disk)
     buffer.append(scored_rows(24, seed=1, version=1), 1)
-    state = buffer_state(buffer)
+    files = shared(buffer)
     buffer.close()
-    return dict(state.shared)
+    return files
 
 
 def test_a_process_killed_while_it_seals_leaves_a_whole_shard_or_none(tmp_path):
@@ -161,13 +157,14 @@ def test_a_process_killed_while_it_seals_leaves_a_whole_shard_or_none(tmp_path):
 
 def test_a_process_killed_while_it_fetches_leaves_nothing_that_is_taken_for_a_shard(tmp_path):
     (whole,) = sealed(tmp_path / "whole").values()
-    shard = described(whole.path.read_bytes(), 0, 24)
+    size = whole.path.stat().st_size
+    shard = ShardFile(first_row=0, num_rows=24, size=size, leaves=whole.leaves)
     storage, here = LocalStorage(path=str(tmp_path / "store")), tmp_path / "here"
 
     def fetch(disk: FileSystem) -> None:
         cold = RemoteTier(storage.connect(), here, timeout_s=30.0, retry_s=1.0)
         cold.disk = disk
-        assert cold.fetch([shard])[shard.name].read_bytes() == whole.path.read_bytes()
+        assert cold.download(shard).read_bytes() == whole.path.read_bytes()
 
     with storage.connect() as store:
         store.put_file(f"replay/{shard.name}", whole.path)
@@ -183,10 +180,10 @@ def test_a_process_killed_while_it_fetches_leaves_nothing_that_is_taken_for_a_sh
 def test_runs_of_one_name_that_keep_their_rows_elsewhere_do_not_meet(tmp_path):
     settings = dataclasses.replace(SMALL, directory=str(tmp_path / "scratch"))
     runs = [tmp_path / sweep / "0" for sweep in ("monday", "tuesday")]
-    (mine,) = sealed(directory_of(settings, runs[0])).values()
-    empty_state(directory_of(settings, runs[1]))
+    (mine,) = sealed(settings.directory_of(runs[0])).values()
+    TieredBuffer(settings, settings.directory_of(runs[1])).close()
     assert mine.path.is_file()
     assert mine.path.parent.parent == tmp_path / "scratch"
     assert (runs[0] / "replay" / mine.path.name).samefile(mine.path), "the run's directory leads there"
-    empty_state(directory_of(settings, runs[0]))  # the same run once more
+    TieredBuffer(settings, settings.directory_of(runs[0])).close()  # the same run once more
     assert not mine.path.exists()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 import torch
 from replay.rows_here import scored_rows
-from replay.test_buffer import SMALL, texts
+from replay.test_buffer import SMALL, saved, texts
 
 from verl.errors import StorageUnreachable
 from verl.replay.buffer import TieredBuffer
@@ -28,17 +29,21 @@ def tiered(directory: Path, store: Path, timeout_s: float = 60.0) -> TieredBuffe
     return TieredBuffer(TIERED, directory, seed=7, cold=cold)
 
 
+def uploaded(buffer: TieredBuffer) -> None:
+    """Wait for uploads, and let the buffer see that they are over."""
+    wait([shard.upload for shard in buffer.index.shards if shard.upload is not None], timeout=30)
+    buffer.settle()
+
+
 def with_cold_rows(directory: Path, store: Path, timeout_s: float = 60.0) -> TieredBuffer:
     """A buffer with shards of 24 rows, of which the oldest are in the store alone."""
     buffer = tiered(directory, store, timeout_s)
     for step in range(1, 13):
         buffer.append(scored_rows(24, seed=step, version=step), step)
         buffer_state(buffer)
-    assert buffer.cold is not None
-    buffer.cold.settle()
-    buffer.settle()
+    uploaded(buffer)
     assert buffer.stats()["replay/rows_cold"] == 24  # 288 rows, of which the newest 261 stay here: a whole shard goes
-    buffer.disk_tier.sweep()
+    buffer.sweep()
     return buffer
 
 
@@ -56,21 +61,10 @@ def test_rows_in_the_store_are_drawn_like_all_others(tmp_path):
     buffer.close()
 
 
-def saved(buffer: TieredBuffer, directory: Path) -> Path:
-    """A directory with what a checkpoint holds of a buffer."""
-    state = buffer_state(buffer)
-    directory.mkdir()
-    for name, data in state.files.items():
-        (directory / name).write_bytes(data)
-    for name, shard in state.shared.items():
-        (directory / name).hardlink_to(shard.path)
-    return directory
-
-
 def test_rows_in_a_store_that_a_run_no_longer_has_are_lost_and_told(tmp_path, caplog):
     buffer = with_cold_rows(tmp_path / "here", tmp_path / "store")
     other = TieredBuffer(TIERED, tmp_path / "next", seed=7)
-    restore_buffer(other, saved(buffer, tmp_path / "saved"), verify=True)
+    restore_buffer(other, saved(buffer, tmp_path / "saved"))
     assert len(other) == 288 - 24
     assert other.stats()["replay/lost_rows"] == 24
     assert "24 replay rows are lost" in caplog.text
@@ -78,7 +72,7 @@ def test_rows_in_a_store_that_a_run_no_longer_has_are_lost_and_told(tmp_path, ca
     assert found is not None
     assert set(found["policy_version"].tolist()) == set(range(2, 13))
     again = TieredBuffer(TIERED, tmp_path / "again", seed=7)
-    restore_buffer(again, saved(other, tmp_path / "saved_again"), verify=True)
+    restore_buffer(again, saved(other, tmp_path / "saved_again"))
     assert texts(again.sample(ALL)) == texts(found)
     assert again.stats()["replay/lost_rows"] == 24
     for one in (buffer, other, again):
@@ -89,7 +83,7 @@ def test_a_buffer_goes_on_with_rows_in_the_store_from_a_checkpoint(tmp_path):
     buffer = with_cold_rows(tmp_path / "here", tmp_path / "store")
     saved(buffer, tmp_path / "saved")
     other = tiered(tmp_path / "next", tmp_path / "store")
-    restore_buffer(other, tmp_path / "saved", verify=True)
+    restore_buffer(other, tmp_path / "saved")
     wanted = dataclasses.replace(ALL, num_rows=100)
     assert texts(other.sample(wanted)) == texts(buffer.sample(wanted))
     assert other.stats()["replay/rows_cold"] == 24
@@ -124,9 +118,8 @@ def test_rows_in_place_of_lost_ones_may_be_in_the_store_too(tmp_path):
     for step in range(1, 13):
         buffer.append(scored_rows(24, seed=step, version=step), step)
         buffer_state(buffer)
-    cold.settle()
-    buffer.settle()
-    buffer.disk_tier.sweep()
+    uploaded(buffer)
+    buffer.sweep()
     stored = sorted((tmp_path / "store").rglob("rows_*.arrow"))
     assert len(stored) == 8
     for path in stored[::2]:
@@ -194,12 +187,15 @@ def test_a_shard_that_expires_on_its_way_to_the_store_stays_nowhere(is_swept, tm
     for step in range(1, 15):  # the first 24 rows are to go to the store after 12 steps, and expire after 14
         buffer.append(scored_rows(24, seed=step, version=step), step)
         buffer_state(buffer)
-    first = f"replay/{next(iter(buffer.cold.uploads))}"
+    (expired,) = buffer._expired
+    assert expired.file is not None
+    assert expired.upload is not None
+    first = f"replay/{expired.file.name}"
     if is_swept:
-        buffer.disk_tier.sweep()
+        buffer.sweep()
     begins.set()
-    buffer.cold.settle()
-    buffer.settle()
+    wait([expired.upload], timeout=30)
+    uploaded(buffer)
     assert buffer.cold.is_reachable, "the store has done nothing wrong"
     assert [f"replay/{name}" for name in buffer.released] == ([] if is_swept else [first])
     assert (buffer.cold.store.find(first) is None) is is_swept
@@ -213,6 +209,6 @@ def test_rows_that_expire_in_the_store_leave_no_file_here(tmp_path):
         buffer.append(scored_rows(24, seed=step, version=step), step)
     assert len(buffer.released) == 1
     assert len([*(tmp_path / "here").glob("rows_000000000000_*")]) == 1, "a save under way may link it"
-    buffer.disk_tier.sweep()
+    buffer.sweep()
     assert not [*(tmp_path / "here").glob("rows_000000000000_*")]
     buffer.close()

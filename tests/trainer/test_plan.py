@@ -166,6 +166,19 @@ def test_8b_fits_on_eight_devices_and_names_its_parts(llama_8b):
     assert 20 * GIB < plan.memory.peak.total - cache < 50 * GIB
 
 
+def test_what_it_takes_to_reduce_gradients_once_per_update_is_told(llama_8b):
+    common = ["rollout=vllm", "sharding=fsdp", "trainer.n_gpus_per_node=8", "actor.micro_batch_tokens=4096"]
+    each = planned_8b(llama_8b, "h100", *common)
+    once = planned_8b(llama_8b, "h100", *common, "sharding.reduce_gradients=update")
+    less, most = (next(x.total for x in p.memory.phases if x.name == "update actor") for p in (each, once))
+    more = most - less
+    assert more == pytest.approx(4 * each.memory.roles[0].sizes.parameters, rel=1e-6)
+    (told,) = [line for line in each.memory.lines() if "reduce_gradients" in line]
+    fits = "fits" if most <= each.memory.limit else "does not fit"
+    assert f"reduce_gradients=update: actor would take {more / GIB:.2f} GiB more in an update, which {fits}" in told
+    assert not [line for line in once.memory.lines() if "reduce_gradients" in line]
+
+
 def test_what_does_not_fit_is_told_with_changes_that_make_it_fit(llama_8b):
     common = ["rollout=vllm", "sharding=fsdp", "trainer.n_gpus_per_node=8", "actor.gradient_checkpointing=false"]
     plan = planned_8b(llama_8b, "a100-40", *common, "trainer.prompts_per_step=512")

@@ -22,7 +22,10 @@ SHORT = ["trainer.total_steps=2", "trainer.eval_before=false", "trainer.eval_int
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "tp", "pp", "parallel cp=2", "parallel pp_schedule=gpipe pp=2"])
+@pytest.mark.parametrize(
+    "sharding",
+    ["ddp", "fsdp", "fsdp reduce_gradients=update", "tp", "pp", "parallel cp=2", "parallel pp_schedule=gpipe pp=2"],
+)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
 def test_an_update_in_two_processes_takes_what_the_plan_says(tmp_path, family, sharding):
     path = save_random_model(tmp_path / "model", family, torch.float32, vocab_size=512, **SHAPE)
@@ -30,7 +33,8 @@ def test_an_update_in_two_processes_takes_what_the_plan_says(tmp_path, family, s
     group, *sizes = sharding.split()
     layout = [f"sharding={group}", *(f"sharding.{size}" for size in sizes)]
     two = [*layout, "trainer.n_gpus_per_node=2", f"+actor.place={tmp_path}", "tracker=[jsonl]"]
-    run = validate(compose_root("ppo", [*actor, *two, *GRPO, *ROWS, *LONG, *SHORT]))
+    several = ["actor.micro_batch_tokens=300"] if "reduce_gradients" in sharding else []  # micro-batches of an update
+    run = validate(compose_root("ppo", [*actor, *two, *GRPO, *ROWS, *LONG, *SHORT, *several]))
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         trainer.fit()
     plan = plan_run(run, device_named("cpu"))

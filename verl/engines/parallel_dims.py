@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from verl.component import BuildContext
 from verl.engines.expert_parallel import EXPERT, EXPERT_SHARD, divide_experts, experts_gathered
-from verl.engines.fsdp import gathered, load_own_slices, settle, shard_fully
+from verl.engines.fsdp import gathered, load_own_slices, set_reduces_gradients, settle, shard_fully
 from verl.engines.own_module import OwnModuleParts
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.tensor_parallel import shard_over
@@ -250,6 +250,7 @@ class ShardedParallelism(DataParallelism):
         fully: shard weights, gradients and optimizer state along `shard`; otherwise they are replicated along it.
         reshard: see `shard_fully`.
         offload: keep shards in main memory.
+        reduces_once: with `fully`, reduce gradients after the last micro-batch of an update, not after each.
         cp_style: see `verl.model_paths.context_attention`.
     """
 
@@ -264,6 +265,7 @@ class ShardedParallelism(DataParallelism):
         fully: bool,
         reshard: bool = True,
         offload: bool = False,
+        reduces_once: bool = False,
         cp_style: ContextStyle = "allgather",
     ):
         super().__init__(context, timeout_s)
@@ -278,6 +280,7 @@ class ShardedParallelism(DataParallelism):
             self.mesh = Mesh(dims, joined=((SHARD, (EXPERT_SHARD, EXPERT)),))
             self._expert_mesh = self._new_mesh(dims)
         self.fully, self.reshard, self.offload = fully, reshard, offload
+        self.reduces_once = fully and reduces_once
         self.in_step = fully
         self.routers_are_whole = degrees.tp == 1 and degrees.pp == 1
         self._device_mesh = self._new_mesh(tuple(zip(names, sizes, strict=True)))
@@ -395,8 +398,20 @@ class ShardedParallelism(DataParallelism):
     ) -> None:
         """See `Parallelism.run_micro_batches`."""
         parts = self._own_modules.get(id(model))
+        if trains and self.reduces_once:
+            micros = self._reducing_after_last(micros, head_of(model).backbone)
         with contextlib.nullcontext() if parts is None else parts.running(trains):
             super().run_micro_batches(micros, forward, computing, model=model, trains=trains)
+
+    @staticmethod
+    def _reducing_after_last(micros: Iterable[MicroBatch], core: nn.Module) -> Iterator[MicroBatch]:
+        """The micro-batches, of which the backward pass of the last alone reduces gradients."""
+        micros = iter(micros)
+        following = next(micros, None)
+        while following is not None:
+            micro, following = following, next(micros, None)
+            set_reduces_gradients(core, following is None)
+            yield micro
 
     @contextlib.contextmanager
     def _gathered(self, core: nn.Module, experts: list[nn.Module]) -> Iterator[None]:

@@ -31,6 +31,7 @@ class ShardingCost:
     Attributes:
         weights, gradients, optimizer: at rest; the last two are 0 for a role that is not trained.
         gathered: weights of other shards that are here during a forward or backward pass.
+        whole_gradients: gradients of other shards that are here until the last backward pass of an update.
         generating: the same while responses are generated from the training weights.
         per_micro_batch: sent in the forward and backward pass of one micro-batch.
         per_update: sent in addition once per optimizer step.
@@ -41,6 +42,7 @@ class ShardingCost:
     gradients: int
     optimizer: int
     gathered: int = 0
+    whole_gradients: int = 0
     generating: int = 0
     per_micro_batch: int = 0
     per_update: int = 0
@@ -218,6 +220,9 @@ class FSDP(_Processes):
         strategy: FULL_SHARD frees a block's weights after its forward pass and gathers them again for the backward
             pass; SHARD_GRAD_OP keeps them until then: more memory, a third less traffic.
         cpu_offload: weights, gradients and optimizer state rest in main memory, where the optimizer step runs too.
+        reduce_gradients: `micro_batch` reduces gradients in the backward pass of each micro-batch; `update` accumulates
+            whole gradients in each process and reduces them in the last backward pass of an update: less traffic, for
+            memory of the size of all trained weights of a process.
         timeout_s: how long a process waits for its siblings in one collective operation.
         call_timeout_s: how long the driver waits for processes that make no progress; that of trainer.placement, if it
             has one, goes first.
@@ -225,9 +230,12 @@ class FSDP(_Processes):
 
     strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP"] = "FULL_SHARD"
     cpu_offload: bool = False
+    reduce_gradients: Literal["micro_batch", "update"] = "micro_batch"
     is_fully_sharded: ClassVar[bool] = True
 
     def smaller(self) -> Iterator[tuple[str, Sharding]]:
+        if self.reduce_gradients == "update":
+            yield "sharding.reduce_gradients=micro_batch", replace(self, reduce_gradients="micro_batch")
         if not self.cpu_offload:
             yield "sharding.cpu_offload=true", replace(self, cpu_offload=True)
 
@@ -251,14 +259,17 @@ class FSDP(_Processes):
         ends, twice = held - block * sizes.layers, self.strategy == "FULL_SHARD"
         trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
         again = held - ends if twice and trains else 0  # the ends stay from the forward pass to the backward pass
-        sent = _part(shards) * ((held + again) * compute + trained * weight_bytes) + cost.per_update
+        sent = int(_part(shards) * (held + again) * compute)
+        reduced = int(_part(shards) * trained * weight_bytes + cost.per_update)  # within a replica, and over replicas
+        once = self.reduce_gradients == "update"
         return replace(
             cost,
             **rests,
             gathered=(ends + block if twice else held) * compute,
+            whole_gradients=trained * weight_bytes if once else 0,
             generating=held * compute,
-            per_micro_batch=cost.per_micro_batch + int(sent),
-            per_update=0,  # FSDP adds gradients up over replicas in each backward pass
+            per_micro_batch=cost.per_micro_batch + sent + (0 if once else reduced),
+            per_update=reduced if once else 0,
         )
 
     def build(self, context: BuildContext) -> Parallelism:
@@ -271,6 +282,7 @@ class FSDP(_Processes):
             fully=True,
             reshard=self.strategy == "FULL_SHARD",
             offload=self.cpu_offload,
+            reduces_once=self.reduce_gradients == "update",
         )
 
     def degrees(self, world_size: int) -> ParallelDegrees:
@@ -521,14 +533,17 @@ class Parallel(FSDP):
         degrees, twice = self.degrees(world_size), self.strategy == "FULL_SHARD"
         whole, own = sizes.expert_elements, sizes.expert_elements // self.ep
         spared = (whole - own) // (sizes.expert_layers if twice else 1)
-        passes = (1 + (twice and trains)) * compute
-        passes += weight_bytes if trains and sizes.trained == sizes.parameters else 0
-        fewer = (_part(degrees.shards) * whole - _part(degrees.expert_shards) * own) * passes
+        once, all_train = self.reduce_gradients == "update", trains and sizes.trained == sizes.parameters
+        fewer = _part(degrees.shards) * whole - _part(degrees.expert_shards) * own
+        reduced = int(fewer * weight_bytes) if all_train else 0
         sent += int(self.expert_exchange_elements(sizes, tokens, trains) * compute)
+        sent -= int(fewer * (1 + (twice and trains)) * compute) + (0 if once else reduced)
         return replace(
             cost,
             gathered=cost.gathered - spared * compute,
-            per_micro_batch=cost.per_micro_batch - int(fewer) + sent,
+            whole_gradients=cost.whole_gradients - ((whole - own) * weight_bytes if once and all_train else 0),
+            per_micro_batch=cost.per_micro_batch + sent,
+            per_update=cost.per_update - (reduced if once else 0),
         )
 
     def expert_exchange_elements(self, sizes: ModelStats, tokens: int, trains: bool = True) -> float:
@@ -571,6 +586,7 @@ class Parallel(FSDP):
             fully=degrees.shards > 1,
             reshard=self.strategy == "FULL_SHARD",
             offload=self.cpu_offload,
+            reduces_once=self.reduce_gradients == "update",
             cp_style=self.cp_style,
         )
 

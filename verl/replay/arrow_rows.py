@@ -8,6 +8,7 @@ B responses, P prompt length, T response length. Prompts lie right-aligned in a 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,6 +24,7 @@ from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
 from verl.protocol.provenance import contract_error
 from verl.protocol.serialization import in_order, json_text
+from verl.protocol.serialization import taken as selected_rows
 
 # Fields that are not stored: derived ones, and those that are recomputed with the current weights.
 REBUILT = ("input_ids", "attention_mask", "position_ids", "prompt_mask", "group_ids", "is_replayed")
@@ -76,7 +78,7 @@ class RowSegment:
 
     Attributes:
         flat: by field, arrays on the host or tensors on a device.
-        ends: for kinds P and T, offsets [rows + 1] of the rows in the flat arrays.
+        ends: for kinds P and T, offsets [rows + 1] of the rows in the flat arrays, in memory of their own.
         others: JSON objects of the other columns, one per row.
         num_bytes: total size.
     """
@@ -90,9 +92,8 @@ class RowSegment:
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> RowSegment:
-        """Wrap a record batch without copying."""
-        fields = fields_of(batch.schema)
-        flat, ends = {}, {}
+        """Wrap a record batch without copying values."""
+        fields, flat, ends = _fields((batch.schema.metadata or {})[_KEY]), {}, {}
         for name, field in fields.items():
             column = batch.column(field.column or name)
             if field.kind == "B":
@@ -103,42 +104,50 @@ class RowSegment:
             flat[name] = values.to_numpy()
         return cls(batch.num_rows, fields, flat, ends, batch.column(OTHERS), batch.nbytes)
 
-    def with_own_ends(self) -> RowSegment:
-        """A copy whose offsets are in memory of their own, so that looking rows up does not touch the mapped file."""
-        return replace(self, ends={kind: x.copy() for kind, x in self.ends.items()})
-
-    def last(self, count: int) -> RowSegment:
-        """A copy of the last `count` rows."""
-        first = max(0, self.num_rows - count)
-        begins = {"B": first, **{kind: int(ends[first]) for kind, ends in self.ends.items()}}
-        flat = {}
-        for name, field in self.fields.items():
-            size = math.prod(field.block)
-            flat[name] = np.array(self.flat[name][begins[field.kind] * size :])
-        ends = {kind: x[first:] - x[first] for kind, x in self.ends.items()}
-        num_bytes = self.num_bytes * (self.num_rows - first) // max(self.num_rows, 1)
-        others = pa.concat_arrays([self.others.slice(first)])
-        return RowSegment(self.num_rows - first, self.fields, flat, ends, others, num_bytes)
-
     def to(self, device: torch.device) -> RowSegment:
-        """A copy with its values on a device."""
+        """A copy with its values on a device; the segment itself on the CPU."""
+        if device.type == "cpu":
+            return self
         flat = {name: torch.tensor(values).to(device) for name, values in self.flat.items()}
-        return RowSegment(self.num_rows, self.fields, flat, self.ends, self.others, self.num_bytes)
+        return replace(self, flat=flat, others=pa.concat_arrays([self.others]))
+
+    def on_host(self, rows: np.ndarray) -> tuple[RowSegment, np.ndarray]:
+        """A segment on the host with these rows, and their numbers there; rows on a device are gathered first."""
+        if not any(isinstance(values, Tensor) for values in self.flat.values()):
+            return self, rows
+        chosen, ends = {"B": rows}, {}
+        for kind, offsets in self.ends.items():
+            begins, stops = offsets[rows], offsets[rows + 1]
+            chosen[kind] = np.concatenate([np.arange(begin, stop) for begin, stop in zip(begins, stops)])
+            ends[kind] = np.concatenate([[0], np.cumsum(stops - begins)])
+        flat = {}
+        for name, values in self.flat.items():
+            field = self.fields[name]
+            blocks = torch.as_tensor(values).view(self.num_rows if field.kind == "B" else -1, *field.block)
+            at = torch.from_numpy(chosen[field.kind].astype(np.int64)).to(values.device)
+            flat[name] = selected_rows(blocks, at).cpu().numpy().reshape(-1)
+        others = self.others.take(pa.array(rows))
+        return replace(self, num_rows=len(rows), flat=flat, ends=ends, others=others), np.arange(len(rows))
 
 
 class SegmentRows(NamedTuple):
-    """Rows of a segment, and their positions in a batch; `file` is the file that they are read from, or None."""
+    """Rows of a segment, and their positions in a batch; `shard` is the one that they are read from, or None."""
 
     segment: RowSegment
     rows: np.ndarray
-    places: np.ndarray
-    file: Any = None
+    positions: np.ndarray
+    shard: Any = None
 
 
-def fields_of(schema: pa.Schema) -> dict[str, RowField]:
+@functools.lru_cache(maxsize=16)
+def _fields(text: bytes) -> dict[str, RowField]:
     """The fields of a record batch, from the metadata of its schema."""
-    fields = json.loads((schema.metadata or {})[_KEY])
-    return {name: RowField.from_json(value) for name, value in fields.items()}
+    return {name: RowField.from_json(value) for name, value in json.loads(text).items()}
+
+
+def last_rows(batch: pa.RecordBatch, count: int) -> pa.RecordBatch:
+    """A copy of the last `count` rows."""
+    return pa.concat_batches([batch.slice(max(0, batch.num_rows - count))])
 
 
 def rows_to_arrow(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.RecordBatch:
@@ -196,9 +205,9 @@ def rows_from_arrow(
     """
     fields, count = _common_fields(parts), sum(len(part.rows) for part in parts)
     lengths = {kind: np.zeros(count, dtype=np.int64) for kind in "PT"}
-    for segment, rows, places, _ in parts:
+    for segment, rows, positions, _ in parts:
         for kind, ends in segment.ends.items():
-            lengths[kind][places] = ends[rows + 1] - ends[rows]
+            lengths[kind][positions] = ends[rows + 1] - ends[rows]
     longest = {kind: max(1, int(x.max(initial=0))) for kind, x in lengths.items()}
     tensors: dict[str, Tensor] = {}
     for name, field in fields.items():
@@ -207,10 +216,11 @@ def rows_from_arrow(
         tensors[name] = torch.full((count, *shape), pad_token_id if pad == "pad_token" else pad, dtype=field.dtype)
     objects: list[dict[str, Any]] = [{}] * count
     for part in parts:
+        segment, rows = part.segment.on_host(part.rows)
         for name, field in fields.items():
-            _fill(tensors[name], field, name, part)
-        for row, place in zip(part.rows.tolist(), part.places.tolist(), strict=True):
-            objects[place] = json.loads(part.segment.others[row].as_py())
+            _fill(tensors[name], field, name, SegmentRows(segment, rows, part.positions))
+        for row, position in zip(rows.tolist(), part.positions.tolist(), strict=True):
+            objects[position] = json.loads(segment.others[row].as_py())
         if after is not None:
             after(part)
     return DataProto.from_dict(tensors | _rebuilt(tensors, lengths, longest), _columns(objects))
@@ -257,50 +267,23 @@ def _rebuilt(tensors: Mapping[str, Tensor], lengths: Mapping[str, np.ndarray], l
 
 def _columns(objects: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     """Columns that are not tensors; None for rows without the column."""
-    names = dict.fromkeys(name for found in objects for name in found)
-    return {
-        name: np.fromiter((found.get(name) for found in objects), dtype=object, count=len(objects)) for name in names
-    }
+    names = dict.fromkeys(name for row in objects for name in row)
+    return {name: np.fromiter((row.get(name) for row in objects), dtype=object, count=len(objects)) for name in names}
 
 
 def _fill(target: Tensor, field: RowField, name: str, part: SegmentRows) -> None:
-    """Write rows of a segment into a tensor that is already filled with padding."""
-    segment, rows, places, _ = part
-    flat = segment.flat[name]
-    if isinstance(flat, Tensor) and flat.device.type != "cpu":
-        _fill_from_device(target, field, flat, part)
-        return
-    values, bits = np.asarray(flat), _bits(target).numpy()
+    """Write rows of a segment on the host into a tensor that is already filled with padding."""
+    segment, rows, positions, _ = part
+    values, bits = np.asarray(segment.flat[name]), _bits(target).numpy()
     if field.kind == "B":
-        bits[places] = values.reshape(segment.num_rows, *field.block)[rows]
+        bits[positions] = values.reshape(segment.num_rows, *field.block)[rows]
         return
     ends, values = segment.ends[field.kind], values.reshape(-1, *field.block)
-    begins, stops = ends[rows].tolist(), ends[rows + 1].tolist()
-    for place, begin, stop in zip(places.tolist(), begins, stops):
+    for position, begin, stop in zip(positions.tolist(), ends[rows].tolist(), ends[rows + 1].tolist()):
         if field.kind == "P":
-            bits[place, bits.shape[1] - (stop - begin) :] = values[begin:stop]
+            bits[position, bits.shape[1] - (stop - begin) :] = values[begin:stop]
         else:
-            bits[place, : stop - begin] = values[begin:stop]
-
-
-def _fill_from_device(target: Tensor, field: RowField, flat: Tensor, part: SegmentRows) -> None:
-    """`_fill` for values on a device: gathered there, and copied to the host at once."""
-    segment, rows, places, _ = part
-    at, bits = torch.from_numpy(places), _bits(target)
-    if field.kind == "B":
-        chosen = flat.view(segment.num_rows, *field.block)[torch.from_numpy(rows).to(flat.device)]
-        bits[at] = chosen.cpu().to(bits.dtype)
-        return
-    flat = flat.view(-1, *field.block)
-    ends, width = torch.from_numpy(segment.ends[field.kind].astype(np.int64)), target.shape[1]
-    begins, lengths = ends[rows], ends[rows + 1] - ends[rows]
-    shift = width - lengths if field.kind == "P" else torch.zeros_like(lengths)
-    within = torch.arange(width) - shift[:, None]
-    is_there = (within >= 0) & (within < lengths[:, None])
-    source = (begins[:, None] + within)[is_there]
-    found = bits[at]
-    found[is_there] = flat.index_select(0, source.to(flat.device)).cpu().to(bits.dtype)
-    bits[at] = found
+            bits[position, : stop - begin] = values[begin:stop]
 
 
 def _field_of(name: str, tensor: Tensor, taken: Collection[str]) -> RowField:
@@ -351,10 +334,24 @@ def _unpadded(values: np.ndarray, counts: np.ndarray, is_right: bool) -> np.ndar
 
 
 def _json_rows(batch: DataProto) -> list[str]:
-    columns = {name: array.tolist() for name, array in batch.non_tensor_batch.items()}
-    rows = [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)] if columns else [{}] * len(batch)
-    encode = json.JSONEncoder().encode  # json.dumps with options would make an encoder per row
+    """The columns that are not tensors as one JSON object per row."""
+    columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
+    if not columns:
+        return ["{}"] * len(batch)
     try:
-        return [encode(row) for row in rows]
+        texts = [[f"{_encode(name)}: {text}" for text in _json_texts(column)] for name, column in columns.items()]
+        return ["{" + ", ".join(row) + "}" for row in zip(*texts, strict=True)]
     except (TypeError, ValueError):  # a value that was changed after the batch was made, or an overlong integer
+        rows = [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)]
         return [json_text(f"row {number} of the columns ", row) for number, row in enumerate(rows)]
+
+
+_encode = json.JSONEncoder().encode  # json.dumps with options would make an encoder per value
+_encode_lines = json.JSONEncoder(separators=("\n", ":")).encode
+
+
+def _json_texts(values: list[Any]) -> list[str]:
+    """JSON of each value. Scalars are encoded by one call for all: JSON has no line breaks within a scalar."""
+    if values and {*map(type, values)} <= {str, int, float, bool, type(None)}:
+        return _encode_lines(values)[1:-1].split("\n")
+    return [_encode(value) for value in values]

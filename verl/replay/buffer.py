@@ -1,16 +1,20 @@
 """TieredBuffer: a replay buffer of scored rows, the newest in device memory, most on disk, the oldest in object
 storage.
 
-append ──> hot (the newest, on the device)      sample <── weighted sampling over all eligible rows
-      └──> write buffer ── full ──> shard on disk (warm) ── old ──> storage (cold) ── oldest ──> deleted
+append ──> hot (a copy of the newest, on the device)
+      └──> open shard ── full ──> file on disk (warm) ── old ──> storage (cold) ── oldest ──> deleted
 
-Rows and groups (the responses to one prompt) are numbered from the start of the buffer. What is sampled depends on
-these numbers, the run's seed and the step, not on where rows are stored nor on the number of processes.
+One index names all rows and the shards that hold them, wherever these are. Rows and groups (the responses to one
+prompt) are numbered from the start of the buffer. What is sampled depends on these numbers, the run's seed and the
+step, not on where rows are stored nor on the number of processes.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +22,51 @@ import torch
 
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.protocol import DataProto
-from verl.replay.arrow_rows import INDEX, RowSegment, SegmentRows, rows_from_arrow, rows_to_arrow
+from verl.replay.arrow_rows import INDEX, RowSegment, SegmentRows, last_rows, rows_from_arrow, rows_to_arrow
 from verl.replay.config import MIB, TieredReplay
-from verl.replay.disk_tier import DiskTier, ReplayShard, ShardLocation, index_file, index_name, write_bytes
+from verl.replay.index import RowIndex
 from verl.replay.remote_tier import RemoteTier
-from verl.replay.sampling import ReplayRequest, RowIndex, draw, weights_of
-from verl.replay.write_buffer import MemoryTier, WriteBuffer
+from verl.replay.sampling import ReplayRequest, choose
+from verl.replay.shard import Shard, ShardFile, find_rows, write_index
 from verl.utils.memory import give_back
+
+_log = logging.getLogger(__name__)
+
+
+class HotTier:
+    """Copies of the newest rows in device memory.
+
+    Args:
+        limit_bytes: total size; the oldest segments are dropped beyond it.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int):
+        self._device, self._limit_bytes = device, limit_bytes
+        self.segments: deque[tuple[int, RowSegment]] = deque()  # with their first rows
+        self.num_bytes = 0
+
+    def append(self, first_row: int, segment: RowSegment) -> None:
+        """Add the newest rows."""
+        self.segments.append((first_row, segment.to(self._device)))
+        self.num_bytes += segment.num_bytes
+        while self.segments and self.num_bytes > self._limit_bytes:
+            self._drop_oldest()
+
+    def prepend(self, first_row: int, segment: RowSegment) -> bool:
+        """Add older rows; returns whether there was room."""
+        if self.num_bytes + segment.num_bytes > self._limit_bytes:
+            return False
+        self.segments.appendleft((first_row, segment.to(self._device)))
+        self.num_bytes += segment.num_bytes
+        return True
+
+    def drop_before(self, row: int) -> None:
+        """Drop the segments that end before this row."""
+        while self.segments and self.segments[0][0] + self.segments[0][1].num_rows <= row:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self.num_bytes -= self.segments.popleft()[1].num_bytes
 
 
 class TieredBuffer:
@@ -32,12 +74,14 @@ class TieredBuffer:
 
     Args:
         settings: sizes of the tiers, and sampling.
-        directory: for its files; no other process may write there.
+        directory: for its files; no other process may write there. Files of an earlier buffer are removed: their rows
+            are in checkpoints, or newer than the last one.
         device: of the hot tier.
         seed: of the run.
         cold: the remote tier; None keeps the oldest rows on the disk.
         disk: the file system.
     Attributes:
+        index: all rows, and the shards that hold them.
         num_steps: calls of `append` with rows, including those before a resume.
         num_lost: rows that could not be written or read.
         released: names of shards in the store that the buffer no longer needs.
@@ -53,20 +97,25 @@ class TieredBuffer:
         disk: FileSystem | None = None,
     ):
         self.settings, self.directory, self.seed, self.cold = settings, directory, seed, cold
-        self.disk, self._device = disk or FileSystem(), torch.device(device)
+        self.disk, self.index = disk or FileSystem(), RowIndex()
         directory.mkdir(parents=True, exist_ok=True)
-        memory = settings.memory_mib * MIB
-        self.index, self.disk_tier, self._hot = RowIndex(), DiskTier(self.disk, memory // 8), MemoryTier()
-        self.write_buffer = WriteBuffer(self.disk, directory, settings.shard_mib * MIB, memory // 4)
-        self._hot_bytes = memory // 4  # the rest is for the shard being written, the index, and a sampled batch
+        for leftover in directory.glob("rows_*"):
+            leftover.unlink(missing_ok=True)
+        memory = settings.memory_mib * MIB  # the rest is for files being written, and the index
+        self._unwritten_limit, self._mapped_limit = memory // 4, memory // 8
+        self._hot = HotTier(torch.device(device), memory // 4)
         self.num_groups = self.num_steps = self.num_lost = 0
         self.released: list[str] = []
-        self._confirmed: set[str] = set()  # shards confirmed by the store whose local files are still needed
+        self._unused_files: list[Path] = []  # a save in progress may still need them
+        self._expired: list[Shard] = []  # during their uploads
+        self._read_files: set[Shard] = set()  # whose mapped pages may be in memory
+        self._writers = ThreadPoolExecutor(2, thread_name_prefix="replay_shards")  # one hashes while one syncs
+        self._reported_full = False
 
     def __len__(self) -> int:
         return int(self.index["is_there"].sum())
 
-    # -- putting in ---------------------------------------------------------------------------------------------------
+    # -- adding rows --------------------------------------------------------------------------------------------------
 
     def append(self, batch: DataProto, step: int) -> None:
         """Append scored rows. They are written to the disk in the background.
@@ -89,38 +138,65 @@ class TieredBuffer:
                 "advantage": _sums(batch["advantages"].abs(), mask) / np.maximum(mask.sum(1).cpu().numpy(), 1),
             },
         )
-        first_row = self.index.end
+        first_row, segment = self.index.end, RowSegment.of(record)
         self.index.append({name: record.column(name).to_numpy() for name in INDEX})
-        self._into_hot(first_row, RowSegment.of(record))
-        if (given_up := self.write_buffer.add(first_row, record)) is not None:
-            self.num_lost += self.index.lose(*given_up)
+        self._hot.append(first_row, segment)
+        self._hot.drop_before(self.index.end - self.settings.hot_rows)
+        shards = self.index.shards
+        if not shards or not shards[-1].accepts(record.schema):
+            self._start_writes()
+            shards.append(Shard(first_row))
+        shards[-1].append(record, segment)
+        if shards[-1].num_bytes >= self.settings.shard_mib * MIB:
+            self._start_writes()
+        self._limit_memory()
         self.num_groups += int(groups[-1]) + 1
         self.num_steps += 1
         self.settle()
 
     def settle(self) -> None:
         """Process finished background work, and move rows between tiers."""
-        if written := self.write_buffer.collect():
-            for shard in written:
-                self.disk_tier.add(shard, self.directory / shard.name)
-            give_back()
+        self._collect_files()
         self._expire()
         if self.cold is not None:
             self._demote(self.cold)
 
-    # -- taking out ---------------------------------------------------------------------------------------------------
+    def flush(self) -> list[tuple[ShardFile, bytes]]:
+        """Write all rows, and wait; returns the files that the disk refused, with their content."""
+        self._start_writes()
+        for shard in self._unwritten:
+            if shard.write_error() is not None:
+                self._start_write(shard)  # once more: the disk may have room now
+        for shard in self._unwritten:
+            shard.write_error()
+        self.settle()
+        refused = [(shard, shard.content()) for shard in self._unwritten]
+        return [(shard.describe(data), bytes(data)) for shard, data in refused]
 
-    def prefetch(self, wanted: ReplayRequest) -> None:
+    def sweep(self) -> None:
+        """Delete files that the buffer no longer needs. Not to be called during a save, which may need them."""
+        for path in self._unused_files:
+            try:
+                self.disk.unlink(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                _log.warning("%s could not be removed: %s", path, error)
+        self._unused_files = []
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    def prefetch(self, request: ReplayRequest) -> None:
         """Start to fetch the shards of the rows that `sample` would return now."""
         if self.cold is not None and self.cold.is_reachable and self._is_warmed_up:
-            rows = self._chosen(wanted, np.zeros(len(self.index), dtype=bool))
-            self.cold.want(placed.shard for placed, _ in self._far(rows))
+            rows = self._choose(request, np.zeros(len(self.index), dtype=bool))
+            self.cold.start_fetches(self._remote(rows))
 
-    def sample(self, wanted: ReplayRequest, pad_token_id: int = 0) -> DataProto | None:
+    def sample(self, request: ReplayRequest, pad_token_id: int = 0) -> DataProto | None:
         """Sample rows of earlier steps, oldest first, with the fields that were stored.
 
         Args:
-            wanted: number of rows, step and limits.
+            request: number of rows, step and limits.
             pad_token_id: padding of prompts and responses.
         Returns:
             The rows, with `group_ids` renumbered from 0; None if no row is eligible.
@@ -128,19 +204,24 @@ class TieredBuffer:
         if not self._is_warmed_up:
             return None
         left_out = np.zeros(len(self.index), dtype=bool)
-        rows = self._chosen(wanted, left_out)
-        if self.cold is not None and any(self._far(rows)):
-            self._leave_fetched(self.cold)
-        while self.cold is not None and (far := list(self._far(rows))):
-            for placed in self._bring(self.cold, [placed for placed, _ in far]):
-                left_out[self._span(placed.shard)] = True
-            rows = self._chosen(wanted, left_out)  # replaces rows that could not be fetched
+        rows = self._choose(request, left_out)
+        while self.cold is not None and (remote := self._remote(rows)):
+            for shard in self.cold.fetch(remote):
+                self.num_lost += self.index.lose(shard.first_row, shard.end)
+            for shard in remote:
+                left_out[self.index.span(shard.first_row, shard.end)] = shard.is_remote
+            rows = self._choose(request, left_out)  # replaces rows that could not be fetched
+        if self.cold is not None:
+            needed = {shard for shard, _ in self.index.holding(rows)}
+            for shard in self.index.shards:
+                if shard.is_stored and shard not in needed:  # fetched for an earlier step
+                    self.cold.forget(shard)
         if not len(rows):
             return None
         groups = np.unique(self.index["group"][rows - self.index.first], return_inverse=True)[1]
-        found = self.rows(rows, pad_token_id)
+        batch = self.rows(rows, pad_token_id)
         give_back()
-        return found.union(DataProto.from_dict({"group_ids": torch.from_numpy(groups.astype(np.int64))}))
+        return batch.union(DataProto.from_dict({"group_ids": torch.from_numpy(groups.astype(np.int64))}))
 
     def rows(self, numbers: np.ndarray, pad_token_id: int = 0) -> DataProto:
         """Rows by number, in the order given; they must be in memory or in local files.
@@ -148,16 +229,14 @@ class TieredBuffer:
         Raises:
             ReplayCorrupt: a file differs from what was written.
         """
-        return rows_from_arrow(list(self._parts(numbers)), pad_token_id, self.disk_tier.touched)
+        return rows_from_arrow(list(self._find(numbers)), pad_token_id, self._limit_mapped)
 
     def iterate(self, size: int, rank: int = 0, world_size: int = 1, pad_token_id: int = 0) -> Iterator[DataProto]:
         """Yield all local rows, oldest first, in batches of `size`; each of `world_size` ranks gets a share of the
         shards.
         """
-        for number, (first, end, is_far) in enumerate(self._stretches()):
-            if is_far or number % world_size != rank:
-                continue
-            numbers = np.arange(max(first, self.index.first), end)
+        for shard in [shard for shard in self.index.shards[rank::world_size] if not shard.is_remote]:
+            numbers = np.arange(max(shard.first_row, self.index.first), shard.end)
             numbers = numbers[self.index["is_there"][numbers - self.index.first]]
             for begin in range(0, len(numbers), size):
                 yield self.rows(numbers[begin : begin + size], pad_token_id)
@@ -165,40 +244,48 @@ class TieredBuffer:
     def stats(self) -> dict[str, float]:
         """Row counts by tier; see docs/metrics.md."""
         hot = self.index.end - self._hot_first
-        far = sum(placed.shard.num_rows for placed in self.disk_tier if placed.is_stored)
+        cold = sum(shard.num_rows for shard in self.index.shards if shard.is_stored)
         return {
             "replay/rows": float(len(self)),
             "replay/rows_hot": float(hot),
-            "replay/rows_warm": float(max(0, len(self) - hot - far)),
-            "replay/rows_cold": float(far),
+            "replay/rows_warm": float(max(0, len(self) - hot - cold)),
+            "replay/rows_cold": float(cold),
             "replay/lost_rows": float(self.num_lost),
-            "replay/memory_mib": (self._hot.num_bytes + self.write_buffer.num_bytes) / MIB,
+            "replay/memory_mib": (self._hot.num_bytes + self.unwritten_bytes) / MIB,
         }
 
     def fill_hot(self) -> None:
         """Read the newest rows from files into device memory, after a restart."""
-        for placed in reversed(self.disk_tier.placed):
-            if placed.path is None:
+        first_hot = self.index.end - self.settings.hot_rows
+        for shard in reversed(self.index.shards):
+            if shard.path is None:
                 return
-            opened = self.disk_tier.opened(placed)
-            for start, segment in zip(reversed(opened.starts.tolist()), reversed(opened.segments)):
-                end = placed.first_row + start + segment.num_rows
-                if (count := end - (self.index.end - self.settings.hot_rows)) <= 0:
+            end = shard.end
+            for batch in reversed(shard.batches(self.disk)):
+                if end <= first_hot:
                     return
-                kept = segment.last(min(segment.num_rows, count))
-                if self._hot.num_bytes + kept.num_bytes > self._hot_bytes:
+                newest = RowSegment.of(last_rows(batch, end - first_hot))
+                if not self._hot.prepend(end - newest.num_rows, newest):
                     return
-                on_device = kept if self._device.type == "cpu" else kept.to(self._device)
-                self._hot.prepend(end - kept.num_rows, on_device)
+                end -= batch.num_rows
 
     def close(self) -> None:
         """Write the remaining rows to disk and stop the threads. The files remain."""
-        self.write_buffer.seal()
-        self.write_buffer.close()
+        self.flush()
+        self._writers.shutdown(wait=True)
         if self.cold is not None:
             self.cold.close()
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- where rows are -----------------------------------------------------------------------------------------------
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Size of the rows that are not in a file yet."""
+        return sum(shard.num_bytes for shard in self._unwritten)
+
+    @property
+    def _unwritten(self) -> list[Shard]:
+        return [shard for shard in self.index.shards if shard.file is None]
 
     @property
     def _is_warmed_up(self) -> bool:
@@ -206,75 +293,74 @@ class TieredBuffer:
 
     @property
     def _hot_first(self) -> int:
-        return self.index.end if self._hot.first is None else self._hot.first
+        return self._hot.segments[0][0] if self._hot.segments else self.index.end
 
-    def _into_hot(self, first_row: int, segment: RowSegment) -> None:
-        on_device = segment if self._device.type == "cpu" else segment.to(self._device)
-        self._hot.append(first_row, on_device)
-        self._hot.drop_before(self.index.end - self.settings.hot_rows)
-        self._hot.trim(self._hot_bytes)
+    def _choose(self, request: ReplayRequest, left_out: np.ndarray) -> np.ndarray:
+        settings = self.settings
+        return choose(self.index, request, left_out, settings.sampling, settings.recency_half_life, self.seed)
 
-    def _span(self, shard: ReplayShard) -> slice:
-        """The slice of a shard in the columns of the index."""
-        return slice(max(0, shard.first_row - self.index.first), max(0, shard.end - self.index.first))
+    def _find(self, numbers: np.ndarray) -> Iterator[SegmentRows]:
+        positions, is_hot = np.arange(len(numbers)), numbers >= self._hot_first
+        yield from find_rows(self._hot.segments, numbers[is_hot], positions[is_hot])
+        numbers, positions = numbers[~is_hot], positions[~is_hot]
+        for shard, is_here in self.index.holding(numbers):
+            yield from find_rows(shard.segments(self.disk), numbers[is_here], positions[is_here], shard)
 
-    def _chosen(self, wanted: ReplayRequest, left_out: np.ndarray) -> np.ndarray:
-        """Numbers of the sampled rows, ascending."""
-        index, settings = self.index, self.settings
-        staleness = wanted.version - index["policy_version"].astype(np.int64)
-        fits = index["is_there"] & ~left_out
-        if wanted.max_staleness is not None:
-            fits &= staleness <= wanted.max_staleness
-        numbers, sizes = np.arange(index.first, index.end), np.ones(len(index), dtype=np.int64)
-        heads, advantage = np.arange(len(index)), np.abs(index["advantage"])
-        if wanted.whole_groups and len(index):
-            groups = index["group"]
-            heads = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))
-            sizes = np.diff(heads, append=len(index))
-            fits, staleness = np.logical_and.reduceat(fits, heads), np.maximum.reduceat(staleness, heads)
-            advantage, numbers = np.add.reduceat(advantage, heads) / sizes, groups[heads]
-        (able,) = np.nonzero(fits)
-        weights = weights_of(settings.sampling, staleness[able], advantage[able], settings.recency_half_life)
-        taken = able[draw(numbers[able], weights, sizes[able], wanted.num_rows, self.seed, wanted.step)]
-        spans = [np.arange(first, first + size) for first, size in zip(heads[taken].tolist(), sizes[taken].tolist())]
-        return index.first + np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+    def _remote(self, rows: np.ndarray) -> list[Shard]:
+        """Shards of these rows that are only in the store."""
+        rows = rows[rows < self._hot_first]
+        return [shard for shard, _ in self.index.holding(rows) if shard.is_remote]
 
-    def _parts(self, numbers: np.ndarray) -> Iterator[SegmentRows]:
-        places, unwritten_first = np.arange(len(numbers)), self.write_buffer.first
-        is_hot = numbers >= self._hot_first
-        in_write_buffer = ~is_hot & (numbers >= (self.index.end if unwritten_first is None else unwritten_first))
-        for layer, is_here in (
-            (self._hot, is_hot),
-            (self.write_buffer, in_write_buffer),
-            (self.disk_tier, ~is_hot & ~in_write_buffer),
-        ):
-            if is_here.any():
-                yield from layer.find(numbers[is_here], places[is_here])
+    def _limit_mapped(self, part: SegmentRows) -> None:
+        """Release the pages of all files that were read if these are large (they stay in the page cache)."""
+        if part.shard is not None:
+            self._read_files.add(part.shard)
+        if sum(shard.file.size for shard in self._read_files if shard.file is not None) > self._mapped_limit:
+            for shard in self._read_files:
+                shard.release()
+            self._read_files.clear()
 
-    def _far(self, rows: np.ndarray) -> Iterator[tuple[ShardLocation, np.ndarray]]:
-        """Shards of these rows that are only in the store, with a mask of their rows."""
-        in_shards = rows[
-            rows < min(self._hot_first, self.index.end if self.write_buffer.first is None else self.write_buffer.first)
-        ]
-        if len(in_shards):
-            yield from ((placed, has) for placed, has in self.disk_tier.holding(in_shards) if placed.path is None)
+    # -- writing shards -----------------------------------------------------------------------------------------------
 
-    def _bring(self, cold: RemoteTier, placed: list[ShardLocation]) -> list[ShardLocation]:
-        """Fetch shards; returns those that could not be fetched."""
-        paths = cold.fetch([one.shard for one in placed])
-        for one in placed:
-            one.path = paths.get(one.shard.name)
-        for shard in cold.lost:
-            self.num_lost += self.index.lose(shard.first_row, shard.end)
-        cold.lost.clear()
-        return [one for one in placed if one.path is None]
+    def _start_writes(self) -> None:
+        for shard in self._unwritten:
+            if shard.writing is None:
+                self._start_write(shard)
 
-    def _leave_fetched(self, cold: RemoteTier) -> None:
-        """Drop the files that were fetched for earlier steps."""
-        for one in self.disk_tier:
-            if one.is_stored and one.path is not None:
-                one.path = one.mapped = None
-        cold.forget()
+    def _start_write(self, shard: Shard) -> None:
+        shard.writing = self._writers.submit(shard.write, self.disk, self.directory)
+
+    def _collect_files(self) -> None:
+        """Read shards from their files once these are written; failed writes are retried."""
+        num_files = 0
+        for shard in self._unwritten:
+            if shard.writing is None or not shard.writing.done():
+                break
+            if (error := shard.write_error()) is not None:
+                self._report_full(error)
+                self._start_write(shard)
+                break
+            file = shard.writing.result()
+            shard.moved_to(file, self.directory / file.name)
+            self._reported_full, num_files = False, num_files + 1
+        if num_files:
+            give_back()
+
+    def _limit_memory(self) -> None:
+        """Wait for the disk if memory is full; if the write fails, drop the oldest rows that are not written."""
+        if self.unwritten_bytes <= self._unwritten_limit or (oldest := self._unwritten[0]).writing is None:
+            return
+        if (error := oldest.write_error()) is not None:
+            self._report_full(error)
+            self.index.shards.remove(oldest)
+            self.num_lost += self.index.lose(oldest.first_row, oldest.end)
+
+    def _report_full(self, error: OSError) -> None:
+        if not self._reported_full:
+            _log.warning("Replay rows cannot be written and stay in memory; the write is retried: %s", error)
+        self._reported_full = True
+
+    # -- moving shards between tiers ----------------------------------------------------------------------------------
 
     def _expire(self) -> None:
         """Drop the oldest rows beyond `max_rows`, in whole groups."""
@@ -282,39 +368,44 @@ class TieredBuffer:
         if surplus <= 0:
             return
         groups = index["group"]
-        index.drop_before(index.first + int(np.searchsorted(groups, groups[surplus - 1], side="right")))
+        dropped = index.drop_before(index.first + int(np.searchsorted(groups, groups[surplus - 1], side="right")))
         self._hot.drop_before(index.first)
-        stored = self.disk_tier.drop_before(index.first)
-        self.released += [shard.name for shard in stored]
-        self.disk_tier.to_delete += [self.directory / index_name(shard) for shard in stored]
+        for shard in dropped:
+            assert shard.file is not None
+            if shard.is_stored:
+                self.released.append(shard.file.name)
+                self._unused_files.append(self.directory / shard.file.index_name)
+            else:
+                self._leave_file(shard)
+            if self.cold is not None and shard.is_stored:
+                self.cold.forget(shard)
+            elif shard.upload is not None:
+                self._expired.append(shard)
 
     def _demote(self, cold: RemoteTier) -> None:
         """Upload the oldest shards to the store; local files are deleted once it has confirmed them."""
-        self._confirmed |= {shard.name for shard in cold.uploaded()}
-        expired = self._confirmed - {placed.shard.name for placed in self.disk_tier}  # expired during their upload
-        self.released += sorted(expired)
-        self._confirmed -= expired
-        for placed in self.disk_tier:
-            if placed.shard.end > self.index.end - self.settings.near_rows:
+        for shard in [shard for shard in self._expired if shard.upload is not None and shard.upload.done()]:
+            self._expired.remove(shard)
+            if shard.upload is not None and shard.upload.exception() is None and shard.file is not None:
+                self.released.append(shard.file.name)
+        for shard in self.index.shards:
+            if shard.end > self.index.end - self.settings.near_rows:
                 break
-            if placed.path is None or placed.is_stored:
+            if shard.path is None or shard.file is None or shard.is_stored or not cold.upload(shard):
                 continue
-            if placed.shard.name not in self._confirmed:
-                cold.upload(placed.shard, placed.path)
-                continue
-            index = index_file(self.disk_tier.opened(placed).index())
             try:
-                write_bytes(self.disk, self.directory / index_name(placed.shard), index)
+                write_index(self.disk, self.directory / shard.file.index_name, shard.index(self.disk))
             except OSError:
                 continue  # waits until there is room
-            self._confirmed.remove(placed.shard.name)
-            placed.is_stored = True
-            self.disk_tier.leave(placed)
+            shard.is_stored = True
+            self._leave_file(shard)
 
-    def _stretches(self) -> list[tuple[int, int, bool]]:
-        """(first row, end, only in the store?) of each shard, and of the rows in no shard yet."""
-        found = [(placed.first_row, placed.shard.end, placed.path is None) for placed in self.disk_tier]
-        return found if self.write_buffer.first is None else [*found, (self.write_buffer.first, self.index.end, False)]
+    def _leave_file(self, shard: Shard) -> None:
+        """Forget the local file of a shard; the next `sweep` deletes it."""
+        assert shard.file is not None
+        if shard.path is not None:
+            self._unused_files.append(shard.path)
+            shard.moved_to(shard.file, None)
 
 
 def _sums(x: torch.Tensor, mask: torch.Tensor) -> np.ndarray:

@@ -14,7 +14,7 @@ import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -22,68 +22,72 @@ from verl.checkpoint.core.filesystem import duplicate
 from verl.checkpoint.core.hashing import hash_buffers
 from verl.errors import ReplayCorrupt
 from verl.replay.buffer import TieredBuffer
-from verl.replay.checkpoint_state import COMPONENT, FILE, VERSION, ReplayState, SharedShard
-from verl.replay.disk_tier import SUFFIX, MappedShard, ReplayShard, index_name, read_index
+from verl.replay.config import COMPONENT, SharedShard
+from verl.replay.shard import Shard, ShardFile, read_index
 from verl.utils.external_input import ByteCount, ExternalInputError, parse_as, read_bytes
 
 _log = logging.getLogger(__name__)
+FILE, VERSION = "buffer.json", 1
 
 
-def buffer_state(buffer: TieredBuffer) -> ReplayState:
-    """Flush all rows to disk and return the state; rows that the disk refused are included as bytes."""
-    shards, refused = buffer.write_buffer.seal()
-    for shard in shards:
-        buffer.disk_tier.add(shard, buffer.directory / shard.name)
-    buffer.settle()
-    entries, shared = [], {}
-    for placed in buffer.disk_tier:
-        is_far = placed.is_stored
-        entries.append({**placed.shard.as_json(), "place": "cold" if is_far else "here"})
-        name = index_name(placed.shard) if is_far else placed.shard.name
-        path = buffer.directory / name
-        leaves = hash_buffers([read_bytes(path)]) if is_far else placed.shard.leaves
-        shared[name] = SharedShard(path, leaves)
-    refused = [(shard, data) for shard, data in refused if shard.name not in shared]
-    entries += [{**shard.as_json(), "place": "here"} for shard, _ in refused]
+def buffer_state(buffer: TieredBuffer) -> dict[str, bytes | SharedShard]:
+    """Files of a checkpoint by name. All rows are written to disk first; rows that it refused are bytes here."""
+    refused = buffer.flush()
+    entries: list[dict] = []
+    state: dict[str, bytes | SharedShard] = {}
+    for shard in buffer.index.shards:
+        if (file := shard.file) is None:
+            continue
+        name, leaves = file.name, file.leaves
+        if shard.is_stored:
+            name = file.index_name
+            leaves = hash_buffers([read_bytes(buffer.directory / name)])
+        state[name] = SharedShard(buffer.directory / name, leaves)
+        entries.append(_entry(file, "cold" if shard.is_stored else "here"))
+    for file, data in refused:
+        state[file.name] = data
+        entries.append(_entry(file, "here"))
     index = buffer.index
-    lost = index.first + np.flatnonzero(~index["is_there"])
     description = {
         "version": VERSION, "first": index.first, "end": index.end, "num_groups": buffer.num_groups,
-        "num_steps": buffer.num_steps, "num_lost": buffer.num_lost, "lost": _ranges(lost), "shards": entries,
+        "num_steps": buffer.num_steps, "num_lost": buffer.num_lost,
+        "lost": _ranges(index.first + np.flatnonzero(~index["is_there"])), "shards": entries,
     }  # fmt: skip
-    files = {FILE: (json.dumps(description) + "\n").encode(), **{shard.name: bytes(data) for shard, data in refused}}
-    return ReplayState(files, shared)
+    return {FILE: (json.dumps(description) + "\n").encode(), **state}
 
 
-def restore_buffer(buffer: TieredBuffer, directory: Path, verify: bool) -> None:
+def restore_buffer(buffer: TieredBuffer, directory: Path) -> None:
     """Restore an empty buffer from a checkpoint: files are linked or copied, and the hot tier is read from them.
 
     Args:
         buffer: without rows.
-        directory: `replay_buffer/` of a checkpoint.
-        verify: hash the files; unnecessary if the whole checkpoint was hashed.
+        directory: `replay_buffer/` of a checkpoint, whose files were verified.
     Raises:
-        ReplayCorrupt: rows are missing, or differ from what was written.
+        ReplayCorrupt: rows are missing, or a file is cut short.
     """
     assert not len(buffer.index), "only an empty buffer can be restored"
     saved = _read(directory / FILE)
-    index, out_of_reach = buffer.index, list[ReplayShard]()
-    for entry in sorted(saved.shards, key=lambda entry: entry.first_row):
-        shard = entry.shard
-        if not len(index):
-            index.first = index.end = shard.first_row
-        index.append(_lost_rows(shard.first_row - index.end), is_there=False)
-        if entry.place == "cold" and buffer.cold is None:
-            out_of_reach.append(shard)
-            index.append(read_index(read_bytes(directory / index_name(shard))))
-        else:
-            index.append(_take_over(buffer, directory, shard, entry.place == "cold", verify))
-    index.append(_lost_rows(saved.end - index.end), is_there=False)
+    index, out_of_reach = buffer.index, list[SavedShard]()
+    for file in sorted(saved.shards, key=lambda file: file.first_row):
+        index.skip_to(file.first_row)
+        is_stored = file.place == "cold"
+        name = file.index_name if is_stored else file.name
+        if is_stored and buffer.cold is None:
+            out_of_reach.append(file)
+            index.append(read_index(read_bytes(directory / name)))
+            continue
+        path = buffer.directory / name
+        if not duplicate(buffer.disk, directory / name, path):
+            shutil.copyfile(directory / name, path)
+        shard = Shard(file.first_row, file, None if is_stored else path, is_stored)
+        index.shards.append(shard)
+        index.append(read_index(read_bytes(path)) if is_stored else shard.index(buffer.disk))
+    index.skip_to(saved.end)
     for first, end in saved.lost:
         index.lose(first, end)
     index.drop_before(saved.first)
     buffer.num_groups, buffer.num_steps, buffer.num_lost = saved.num_groups, saved.num_steps, saved.num_lost
-    if num_lost := sum(index.lose(shard.first_row, shard.end) for shard in out_of_reach):
+    if num_lost := sum(index.lose(file.first_row, file.end) for file in out_of_reach):
         buffer.num_lost += num_lost
         _log.warning(
             "%d replay rows are lost: they are in object storage, and this run has none. To restore them, resume "
@@ -96,18 +100,14 @@ def restore_buffer(buffer: TieredBuffer, directory: Path, verify: bool) -> None:
 def cold_names(directory: Path) -> set[str]:
     """Names of the shards in the store that checkpoints below a directory need."""
     saved = [_read(file) for file in directory.glob(f"*/{COMPONENT}/{FILE}")]
-    return {shard.name for one in saved for shard in one.shards if shard.place == "cold"}
+    return {file.name for buffer in saved for file in buffer.shards if file.place == "cold"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedShard(ReplayShard):
+class SavedShard(ShardFile):
     """A shard of a saved buffer, and whether it is local or in the store."""
 
     place: Literal["here", "cold"]
-
-    @property
-    def shard(self) -> ReplayShard:
-        return ReplayShard(first_row=self.first_row, num_rows=self.num_rows, size=self.size, leaves=self.leaves)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,29 +141,11 @@ def _read(file: Path) -> SavedBuffer:
     return saved
 
 
-def files_of(directory: Path) -> list[Path]:
-    """Shard files of a directory in order of their rows, for reading without a buffer."""
-    return sorted(path for path in directory.glob(f"*{SUFFIX}") if not path.name.endswith(".index.arrow"))
-
-
-def _take_over(buffer: TieredBuffer, source: Path, shard: ReplayShard, is_far: bool, verify: bool) -> dict[str, Any]:
-    """Add a shard to the disk tier, and return its index columns."""
-    name = index_name(shard) if is_far else shard.name
-    path = buffer.directory / name
-    if not duplicate(buffer.disk, source / name, path):
-        shutil.copyfile(source / name, path)
-    if is_far:
-        buffer.disk_tier.add(shard, None, is_stored=True)
-        return read_index(read_bytes(path))
-    if verify and hash_buffers([buffer.disk.map(path)]) != shard.leaves:
-        raise ReplayCorrupt(f"{source / name} differs from what was written")
-    buffer.disk_tier.add(shard, path)
-    return MappedShard(buffer.disk, path, shard).index()
-
-
-def _lost_rows(count: int) -> dict[str, np.ndarray]:
-    zeros = np.zeros(max(0, count))
-    return dict.fromkeys(("group", "step", "policy_version", "score", "advantage"), zeros)
+def _entry(file: ShardFile, place: str) -> dict:
+    return {
+        "first_row": file.first_row, "num_rows": file.num_rows, "size": file.size,
+        "leaves": [list(leaf) for leaf in file.leaves], "place": place,
+    }  # fmt: skip
 
 
 def _ranges(numbers: np.ndarray) -> list[tuple[int, int]]:

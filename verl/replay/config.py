@@ -1,16 +1,29 @@
-"""The group `replay`: number of rows, tiers, and sampling."""
+"""The group `replay`: number of rows, tiers, and sampling. Does not import Arrow."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from verl.checkpoint.core.hashing import Leaf
 from verl.component import Description, UnitInterval, component
 from verl.replay.sampling import SamplingStrategy
 
+COMPONENT = "replay_buffer"  # of a checkpoint, and its directory
 MIB = 2**20
+
+
+@dataclass(frozen=True)
+class SharedShard:
+    """An immutable file of the buffer that a checkpoint links, with the digests of its pieces."""
+
+    path: Path
+    leaves: tuple[Leaf, ...]
 
 
 @component
@@ -21,8 +34,8 @@ class TieredReplay(Description):
         max_rows: capacity; the oldest rows are dropped.
         hot_share, warm_share, cold_share: fractions of the rows, newest first, in device memory, on the local disk and
             in object storage; they sum to 1. Without object storage the oldest rows stay on the disk.
-        memory_mib: memory limit of the buffer: at most a quarter each for the hot tier and for rows that wait to be
-            written, an eighth each for the shard being written and for mapped pages of files.
+        memory_mib: memory limit of the buffer: at most a quarter each for the hot tier, for rows that wait to be
+            written and for the two shards that may be written at a time, and an eighth for mapped pages of files.
         shard_mib: size of a shard file, at most an eighth of `memory_mib`.
         sampling: `uniform`, `recency` (newer rows are likelier) or `advantage` (rows of large advantage are).
         recency_half_life: policy versions that halve the weight of a row under `recency`.
@@ -70,3 +83,19 @@ class TieredReplay(Description):
     def near_rows(self) -> int:
         """Capacity of the hot and the warm tier in rows."""
         return round((self.hot_share + self.warm_share) * self.max_rows)
+
+    def directory_of(self, run_dir: Path) -> Path:
+        """The directory of a run's buffer files. Below `directory` it is unique to the run, and the run directory has
+        a link to it.
+        """
+        in_run = run_dir / "replay"
+        if self.directory is None:
+            return in_run
+        digest = hashlib.blake2b(os.fsencode(run_dir.resolve()), digest_size=6).hexdigest()
+        directory = Path(self.directory).resolve() / f"{run_dir.name}-{digest}"
+        if in_run.is_symlink():
+            in_run.unlink()
+        if not in_run.exists():
+            run_dir.mkdir(parents=True, exist_ok=True)
+            in_run.symlink_to(directory)
+        return directory

@@ -11,79 +11,16 @@ Source: Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
 from verl.ops.counter_rng import REPLAY, uniform
 
-DTYPES = {
-    "group": np.int64, "step": np.int32, "policy_version": np.int32, "score": np.float32, "advantage": np.float32,
-    "is_there": np.bool_,
-}  # fmt: skip
-
-
-class RowIndex:
-    """Index columns of all rows of a buffer, 25 bytes per row. Row numbers never change.
-
-    Attributes:
-        first, end: number of the oldest row, and of the next row to be appended.
-    """
-
-    def __init__(self, first: int = 0):
-        self.first = self.end = first
-        self._columns = {name: np.zeros(1024, dtype) for name, dtype in DTYPES.items()}
-        self._begin = 0  # position of row `first` in the arrays
-
-    def __len__(self) -> int:
-        return self.end - self.first
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        """A column of all rows, read-only."""
-        return self._columns[name][self._begin : self._begin + len(self)]
-
-    def append(self, columns: Mapping[str, np.ndarray], is_there: bool = True) -> None:
-        """Append rows.
-
-        Args:
-            columns: [n] each.
-            is_there: false for lost rows, which keep their numbers.
-        """
-        count = len(columns["group"])
-        self._make_room(count)
-        at = self._begin + len(self)
-        for name in DTYPES:
-            self._columns[name][at : at + count] = is_there if name == "is_there" else columns[name]
-        self.end += count
-
-    def lose(self, first: int, end: int) -> int:
-        """Mark rows as lost; returns how many of them were not lost before."""
-        first, end = max(first, self.first), min(end, self.end)
-        there = self["is_there"][max(0, first - self.first) : max(0, end - self.first)]
-        count = int(there.sum())
-        there[:] = False
-        return count
-
-    def drop_before(self, row: int) -> None:
-        """Remove the rows before this number."""
-        self._begin += max(0, row - self.first)
-        self.first = max(self.first, row)
-        self.end = max(self.end, self.first)
-
-    def _make_room(self, count: int) -> None:
-        held, room = len(self), len(self._columns["group"])
-        if self._begin + held + count <= room:
-            return
-        wanted = room if 2 * (held + count) <= room else 2 * (held + count)
-        for name, column in self._columns.items():
-            larger = np.zeros(wanted, column.dtype)
-            larger[:held] = column[self._begin : self._begin + held]
-            self._columns[name] = larger
-        self._begin = 0
-
+if TYPE_CHECKING:
+    from verl.replay.index import RowIndex
 
 SamplingStrategy = Literal["uniform", "recency", "advantage"]
 LEAST_ADVANTAGE = 1e-3  # relative to the largest: rows without advantage keep a small weight
@@ -127,14 +64,49 @@ def weights_of(
     return np.ones(len(staleness))
 
 
-def draw(numbers: np.ndarray, weights: np.ndarray, sizes: np.ndarray, wanted: int, seed: int, step: int) -> np.ndarray:
+def choose(
+    index: RowIndex,
+    request: ReplayRequest,
+    left_out: np.ndarray,
+    sampling: SamplingStrategy,
+    half_life: float,
+    seed: int,
+) -> np.ndarray:
+    """Numbers of the sampled rows, ascending.
+
+    Args:
+        index: of all rows.
+        left_out: rows that cannot be sampled now, [len(index)].
+        sampling, half_life: see `weights_of`.
+        seed: of the run.
+    """
+    staleness = request.version - index["policy_version"].astype(np.int64)
+    fits = index["is_there"] & ~left_out
+    if request.max_staleness is not None:
+        fits &= staleness <= request.max_staleness
+    numbers, sizes = np.arange(index.first, index.end), np.ones(len(index), dtype=np.int64)
+    heads, advantage = np.arange(len(index)), np.abs(index["advantage"])
+    if request.whole_groups and len(index):
+        groups = index["group"]
+        heads = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))
+        sizes = np.diff(heads, append=len(index))
+        fits, staleness = np.logical_and.reduceat(fits, heads), np.maximum.reduceat(staleness, heads)
+        advantage, numbers = np.add.reduceat(advantage, heads) / sizes, groups[heads]
+    (able,) = np.nonzero(fits)
+    weights = weights_of(sampling, staleness[able], advantage[able], half_life)
+    taken = able[draw(numbers[able], weights, sizes[able], request.num_rows, seed, request.step)]
+    spans = [np.arange(first, first + size) for first, size in zip(heads[taken].tolist(), sizes[taken].tolist())]
+    return index.first + np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+
+
+def draw(numbers: np.ndarray, weights: np.ndarray, sizes: np.ndarray, most: int, seed: int, step: int) -> np.ndarray:
     """Sample items without replacement, in order of t_i (see the module), until the next item does not fit.
 
     Args:
         numbers: int64, numbers of rows or groups, which seed their noise.
         weights: positive.
         sizes: rows of each item.
-        wanted: the most rows in all.
+        most: rows in all.
         seed, step: of the noise.
     Returns:
         Indices into `numbers`, ascending.
@@ -142,7 +114,7 @@ def draw(numbers: np.ndarray, weights: np.ndarray, sizes: np.ndarray, wanted: in
     noise = uniform(seed, step, torch.from_numpy(numbers), torch.zeros(1, dtype=torch.int64), 0, REPLAY).numpy()
     with np.errstate(divide="ignore"):
         times = -np.log(noise) / weights
-    enough = min(len(times), wanted)  # each has at least one row
+    enough = min(len(times), most)  # each has at least one row
     first = np.argpartition(times, enough - 1)[:enough] if 0 < enough < len(times) else np.arange(len(times))
     order = first[np.lexsort((numbers[first], times[first]))]
-    return np.sort(order[np.cumsum(sizes[order]) <= wanted])
+    return np.sort(order[np.cumsum(sizes[order]) <= most])

@@ -19,8 +19,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.importance_sampling import reuse_weights
 from verl.component import BuildContext
 from verl.protocol import DataProto
-from verl.replay.checkpoint_state import SharedShard, directory_of, empty_state
-from verl.replay.config import TieredReplay
+from verl.replay.config import SharedShard, TieredReplay
 from verl.replay.sampling import ReplayRequest
 from verl.storage.config import Storage
 
@@ -49,13 +48,13 @@ class ReplayMixing:
         self._keeps_all = saves is not None and (saves.upload_interval is not None or saves.cold_storage is not None)
         self._storage: Storage | None = None if run.storage is None else run.storage.below("/".join(names))
         settings = self.settings
-        self.buffer: TieredBuffer | None = None if settings is None else self._made(settings)
+        self.buffer: TieredBuffer | None = None if settings is None else self._new_buffer(settings)
         self._rows = self._version = 0  # of the last step, from which the next one's are guessed
 
     def expect(self, step: int) -> None:
         """Begin to fetch what this step is likely to take."""
-        if self.buffer is not None and (wanted := self._wanted(step, self._rows, self._version)):
-            self.buffer.prefetch(wanted)
+        if self.buffer is not None and (request := self._request(step)):
+            self.buffer.prefetch(request)
 
     def mixed(self, rollout: DataProto, step: int) -> DataProto:
         """Rewarded rows of this step, and behind them the rows of the buffer that it trains on too."""
@@ -63,10 +62,10 @@ class ReplayMixing:
             return rollout
         self._rows, self._version = len(rollout), int(rollout["policy_version"].max())
         new = rollout.union(_marked(rollout, is_replayed=False))
-        if (wanted := self._wanted(step, self._rows, self._version)) is None:
+        if (request := self._request(step)) is None:
             return new
-        found = self.buffer.sample(wanted, rollout.meta_info.get("pad_token_id", 0))
-        return new if found is None else DataProto.concat([new, _like(found, new)])
+        old = self.buffer.sample(request, rollout.meta_info.get("pad_token_id", 0))
+        return new if old is None else DataProto.concat([new, _like(old, new)])
 
     def weights(self, batch: DataProto) -> tuple[Tensor | None, dict[str, float]]:
         """How much each token counts, [B, T] or None for 1; see `reuse_weights`."""
@@ -74,14 +73,14 @@ class ReplayMixing:
         if self.buffer is None:
             return weights, metrics
         is_old = batch["is_replayed"]
-        behind = (self._version - batch["policy_version"])[is_old].double()
-        of_replay = {"replay/old_rows": float(is_old.sum())}
-        if len(behind):
-            of_replay |= {
-                "replay/staleness_mean": float(behind.mean()),
-                "replay/staleness_max": float(behind.max()),
+        staleness = (self._version - batch["policy_version"])[is_old].double()
+        metrics["replay/old_rows"] = float(is_old.sum())
+        if len(staleness):
+            metrics |= {
+                "replay/staleness_mean": float(staleness.mean()),
+                "replay/staleness_max": float(staleness.max()),
             }
-        return weights, metrics | of_replay
+        return weights, metrics
 
     def new(self, batch: DataProto) -> DataProto:
         """The rows that were drawn in this step."""
@@ -97,7 +96,7 @@ class ReplayMixing:
             return {}
         self.buffer.append(self.new(experience), step)
         if not is_saving:
-            self.buffer.disk_tier.sweep()
+            self.buffer.sweep()
             self._release(self.buffer)
         return self.buffer.stats()
 
@@ -107,8 +106,7 @@ class ReplayMixing:
             return {}
         from verl.replay.checkpoint import buffer_state
 
-        state = buffer_state(self.buffer)
-        return {**state.files, **state.shared}
+        return dict(buffer_state(self.buffer))
 
     def load_state_dict(self, state: Mapping[str, Path]) -> None:
         """Go on with the rows of a checkpoint, in place of those that are here."""
@@ -121,11 +119,11 @@ class ReplayMixing:
 
         if self.buffer is not None:
             self.buffer.close()
-        self.buffer = self._made(self.settings)
+        self.buffer = self._new_buffer(self.settings)
         if saved is None:
             _log.warning("The checkpoint has no replay buffer: it starts empty.")
             return
-        restore_buffer(self.buffer, saved, verify=False)
+        restore_buffer(self.buffer, saved)
         _log.info("The replay buffer continues with %d rows of %s.", len(self.buffer), saved.parent.name)
 
     def close(self) -> None:
@@ -133,14 +131,13 @@ class ReplayMixing:
         if self.buffer is not None:
             self.buffer.close()
 
-    def _made(self, settings: TieredReplay) -> TieredBuffer:
+    def _new_buffer(self, settings: TieredReplay) -> TieredBuffer:
         from verl.replay.buffer import TieredBuffer  # Arrow is loaded where there is a buffer, and else not
         from verl.replay.remote_tier import RemoteTier
 
         context = self._context
         assert context.run_dir is not None
-        directory = directory_of(settings, context.run_dir)
-        empty_state(directory)
+        directory = settings.directory_of(context.run_dir)
         cold = None
         if self._storage is not None:
             cold = RemoteTier(
@@ -148,12 +145,13 @@ class ReplayMixing:
             )
         return TieredBuffer(settings, directory, context.device, context.seed, cold)
 
-    def _wanted(self, step: int, num_rows: int, version: int) -> ReplayRequest | None:
+    def _request(self, step: int) -> ReplayRequest | None:
+        """Old rows for this many new ones; None where the algorithm takes none."""
         share, algorithm = self.algorithm.replay_fraction, self.algorithm
-        count = round(num_rows * share / (1 - share))
+        count = round(self._rows * share / (1 - share))
         if not count:
             return None
-        return ReplayRequest(count, step, version, algorithm.replay_max_staleness, algorithm.needs_groups)
+        return ReplayRequest(count, step, self._version, algorithm.replay_max_staleness, algorithm.needs_groups)
 
     def _release(self, buffer: TieredBuffer) -> None:
         """Delete from the store what nothing needs any more; where checkpoints go there too, nothing."""
@@ -171,19 +169,13 @@ def _marked(rows: DataProto, is_replayed: bool) -> DataProto:
     return DataProto.from_dict({"is_replayed": torch.full((len(rows),), is_replayed)})
 
 
-def _like(found: DataProto, new: DataProto) -> DataProto:
+def _like(old: DataProto, new: DataProto) -> DataProto:
     """Rows of the buffer with the fields of this step's, in groups of their own."""
-    found = found.select([name for name in found.batch if name != "group_ids"]).union(
-        DataProto.from_dict({"group_ids": found["group_ids"] + 1 + int(new["group_ids"].max())})
-    )
-    if "routed_experts" in new and "routed_experts" not in found:  # sampled without recorded experts
-        shape = (*found["responses"].shape, *new["routed_experts"].shape[2:])
-        unknown = torch.full(shape, -1, dtype=new["routed_experts"].dtype)
-        found = found.union(DataProto.from_dict({"routed_experts": unknown}))
-    columns = found.non_tensor_batch
-    empty = np.full(len(found), None, dtype=object)  # another reward may tell more of a row than the one before
-    same = DataProto.from_dict(
-        {name: found[name].to(new[name].device) for name in new.batch if name != "is_replayed"},
-        {name: columns.get(name, empty) for name in new.non_tensor_batch},
-    )
-    return same.union(_marked(same, is_replayed=True))
+    tensors = {**old.batch, "group_ids": old["group_ids"] + 1 + int(new["group_ids"].max())}
+    if "routed_experts" in new and "routed_experts" not in old:  # sampled without recorded experts
+        shape = (*old["responses"].shape, *new["routed_experts"].shape[2:])
+        tensors["routed_experts"] = torch.full(shape, -1, dtype=new["routed_experts"].dtype)
+    empty = np.full(len(old), None, dtype=object)  # another reward may tell more of a row than the one before
+    tensors = {name: tensors[name].to(new[name].device) for name in new.batch if name != "is_replayed"}
+    rows = DataProto.from_dict(tensors, {name: old.non_tensor_batch.get(name, empty) for name in new.non_tensor_batch})
+    return rows.union(_marked(rows, is_replayed=True))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from verl.engines.sharding import FSDP
 from verl.errors import ConfigError
 from verl.models.known_shapes import sizes_config
 from verl.models.model_stats import ModelStats, model_stats
@@ -158,6 +159,7 @@ class MemoryPlan:
         host: bytes of main memory on each machine, where the device is another.
         limit: bytes that a process has on its device.
         beside_engine: bytes that the actor's processes need there while an engine beside them is awake.
+        reductions: sentences on what it costs and saves to reduce gradients once per update.
         unbalanced: the phases where the experts of this process get twice their share of the tokens; none without
             experts that are divided over processes.
     """
@@ -168,6 +170,7 @@ class MemoryPlan:
     host: int
     limit: int
     beside_engine: int = 0
+    reductions: tuple[str, ...] = ()
     unbalanced: tuple[PhaseMemory, ...] = ()
 
     @property
@@ -199,6 +202,7 @@ class MemoryPlan:
                     f"With twice the balanced load on its experts {twice.name} takes {twice.total / unit:.2f} {name}"
                     + ("." if twice.total <= self.limit else ", which does not fit.")
                 )
+        yield from self.reductions
         for role in self.roles:
             if (why := role.activations.why_counted) is not None:
                 yield f"Activations of {role.name} are counted as those of Llama, not traced ({why[:100]})."
@@ -232,7 +236,29 @@ def memory_plan(run: Any, device: DeviceRates, exact: bool = False, limit: int |
         unbalanced += _phases(run, worst, estimate, device, is_ppo, engine)
     if all(role.unbalanced is None for role in roles):
         unbalanced = []
-    return MemoryPlan(estimate, tuple(roles), tuple(phases), estimate.host, limit, beside, tuple(unbalanced))
+    reductions = tuple(_reductions(run, roles, phases, limit))
+    return MemoryPlan(
+        estimate, tuple(roles), tuple(phases), estimate.host, limit, beside, reductions, tuple(unbalanced)
+    )
+
+
+def _reductions(run: Any, roles: Sequence[RolePlan], phases: Sequence[PhaseMemory], limit: int) -> Iterator[str]:
+    """Whether there is memory to reduce gradients once per update, where each micro-batch reduces them."""
+    for role in roles:
+        layout, peak = role.memory.layout, [phase for phase in phases if phase.name == f"update {role.name}"]
+        if not isinstance(layout.sharding, FSDP) or not peak or layout.sharding.reduce_gradients == "update":
+            continue
+        sharding = replace(layout.sharding, reduce_gradients="update")
+        itemsize = getattr(torch, getattr(run, role.name).model.dtype).itemsize
+        cost = sharding.cost(layout.processes, role.sizes, role.tokens, itemsize, role.dtype.itemsize)
+        count = -(-micro_batch_limit(run, role.memory) // role.tokens)
+        if cost.whole_gradients and count > 1:
+            fits = "fits" if peak[0].total + cost.whole_gradients <= limit else "does not fit"
+            more, less = cost.whole_gradients / GIB, (count - 1) * cost.per_update / GIB
+            yield (
+                f"sharding.reduce_gradients=update: {role.name} would take {more:.2f} GiB more in an update, which "
+                f"{fits}, and send {less:.2f} GiB less for each update of {count} micro-batches."
+            )
 
 
 def _beside_engine(phases: Sequence[PhaseMemory], members: Sequence[RolePlan], estimate: MemoryEstimate) -> int:
@@ -285,6 +311,8 @@ def _phases(
             "logits": on_top if role.name == "actor" else 0,
             "gathered weights": role.memory.gathered,
         }
+        if micro_batch_limit(run, role.memory) > role.tokens:
+            working["whole gradients"] = role.memory.whole_gradients
         if not (device.is_gpu and role.memory.is_offloaded):
             working[f"{role.name} gradients"] = role.memory.gradients
         yield PhaseMemory(f"update {role.name}", names, {**resting, **beside, **working})

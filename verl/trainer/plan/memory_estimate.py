@@ -75,6 +75,7 @@ class RoleMemory:
         weights: including a copy in the computation's data type, if that is different.
         gradients, optimizer: of trained parameters; gradients only during an update.
         gathered: gathered weights of other shards during updates and scoring.
+        whole_gradients: gradients of other shards during an update of several micro-batches.
         generating: the same during generation.
         is_offloaded: weights, gradients and optimizer state are kept in main memory.
         group: roles with the same number share their processes.
@@ -87,6 +88,7 @@ class RoleMemory:
     gradients: int = 0
     optimizer: int = 0
     gathered: int = 0
+    whole_gradients: int = 0
     generating: int = 0
     is_offloaded: bool = False
     group: int = 0
@@ -248,6 +250,7 @@ def _trained(name: str, role: TrainedRole, sizes: ModelStats, layout: RoleLayout
         gradients=cost.gradients,
         optimizer=cost.optimizer,
         gathered=cost.gathered,
+        whole_gradients=cost.whole_gradients,
         generating=cost.generating,
         is_offloaded=cost.is_offloaded,
         saved=3 * sizes.trained * itemsize,

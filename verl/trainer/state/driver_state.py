@@ -30,8 +30,8 @@ from verl.checkpoint.save.save_plan import CopiedFile, LinkedFile, SharedFile
 from verl.checkpoint.save.save_request import SavedComponent, TensorItem
 from verl.cluster.rpc import WorkerGroup
 from verl.component import as_plain
-from verl.replay.checkpoint_state import COMPONENT as REPLAY_BUFFER
-from verl.replay.checkpoint_state import SharedShard
+from verl.replay.config import COMPONENT as REPLAY_BUFFER
+from verl.replay.config import SharedShard
 from verl.rewards.base import Reward, RewardDescription
 from verl.trainer.state.training_identity import differences, reward_identity
 from verl.utils.seeding import RngState, derive_seed, rng_state, set_rng_state
