@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,15 +31,13 @@ from verl.protocol import DataProto
 from verl.rollout.base import RolloutEngine, SyncResult, TurnEngine, TurnLimits, refuse_wrong_responses
 from verl.rollout.generation_group import OneGenerates
 from verl.rollout.server.logprob_check import LogProbCheck
+from verl.rollout.server.options import ServerOptions
 from verl.rollout.server.protocols import SamplingRequest, ServerProtocol
 from verl.rollout.server.turns import ServerTurns
 from verl.rollout.server.weight_update import ServerWeightUpdate, named_tensors
 from verl.rollout.vllm.client.engine_args import dtype_of
 from verl.rollout.vllm.sync.weight_transfer import TransferToFirst
 from verl.weight_verification.logprob_probe import ALLOWED_NATS
-
-if TYPE_CHECKING:
-    from verl.rollout.server.config import ServerRollout
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +72,7 @@ class ServerSampler(RolloutEngine):
 
     def __init__(
         self,
-        options: ServerRollout,
+        options: ServerOptions,
         parts: ServerConnection,
         sampling_params: SamplingRequest,
         model: Any,

@@ -5,7 +5,7 @@ usable?
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from verl.models.parallel_info import Autocast
 from verl.rollout.base import stop_tokens
 from verl.rollout.server.client import ServerConnection, ServerSampler
 from verl.rollout.server.logprob_check import LogProbCheck, probe_rows_for
+from verl.rollout.server.options import ServerOptions
 from verl.rollout.server.protocols import (
     GenerateRequest,
     OpenAIProtocol,
@@ -26,15 +27,12 @@ from verl.rollout.server.protocols import (
 )
 from verl.rollout.server.weight_update import ServerWeightUpdate
 
-if TYPE_CHECKING:
-    from verl.rollout.server.config import ServerRollout
-
 ANOTHER_MODEL_NATS = 1.0  # mean distance of log-probs, beyond which a server is taken for one of another model
 MODE = "start vLLM with --logprobs-mode"
 
 
 def connect(
-    options: ServerRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast, context: BuildContext
+    options: ServerOptions, model: Any, tokenizer: Any, seed: int, autocast: Autocast, context: BuildContext
 ) -> ServerSampler:
     """Check a server and return the engine that uses it.
 
@@ -82,7 +80,7 @@ def _refuse_absence(client: HTTPClient) -> None:
         raise ConfigError(f"endpoint.base_url is {client.endpoint.base_url}: no server answers there ({absence}).")
 
 
-def _protocol(options: ServerRollout, client: HTTPClient, tokenizer: Any) -> tuple[ServerProtocol, int | None]:
+def _protocol(options: ServerOptions, client: HTTPClient, tokenizer: Any) -> tuple[ServerProtocol, int | None]:
     """The protocol, and the server's limit on tokens of prompt and response if it reports one."""
     if options.protocol == "tgi":
         info = _server_reply(client, "/info", "protocol is tgi")
@@ -148,7 +146,7 @@ class _TrialRequest(GenerateRequest):
                 raise
 
 
-def _source(options: ServerRollout, probe: LogProbCheck) -> Literal["server", "trainer"]:
+def _source(options: ServerOptions, probe: LogProbCheck) -> Literal["server", "trainer"]:
     """Where log-probs come from: they must be log_softmax(logits / temperature), without the effect of top_k and
     top_p."""
     is_cut = options.top_k > 0 or options.top_p < 1
@@ -176,7 +174,7 @@ def _source(options: ServerRollout, probe: LogProbCheck) -> Literal["server", "t
     )
 
 
-def _refuse_another_model(options: ServerRollout, probe: LogProbCheck, model: Any, autocast: Autocast) -> float | None:
+def _refuse_another_model(options: ServerOptions, probe: LogProbCheck, model: Any, autocast: Autocast) -> float | None:
     """Raise if the server holds another model, before its weights are replaced.
 
     Returns:

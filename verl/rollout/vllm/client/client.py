@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -57,16 +57,13 @@ from verl.rollout.vllm.messages import (
     SyncRound,
     plan_chunks,
 )
+from verl.rollout.vllm.options import VLLMOptions
 from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
 from verl.rollout.vllm.state_dict import NamedWeight, weights_of
 from verl.utils.env_check import num_cores
 from verl.utils.memory import on_current_device, release_cached
 from verl.weight_verification.fingerprint import FingerprintShards, join_shards
 from verl.weight_verification.verifier import SyncVerifier, VerificationResult, VerifyRequest
-
-if TYPE_CHECKING:
-    from verl.rollout.vllm.config import VLLMRollout
-
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +124,7 @@ class VLLMClient(RolloutEngine):
 
     def __init__(
         self,
-        options: VLLMRollout,
+        options: VLLMOptions,
         model: Any,
         tokenizer: Any,
         seed: int,
@@ -411,7 +408,7 @@ class VLLMClient(RolloutEngine):
         )
 
 
-def experts_shape(model: Any, options: VLLMRollout) -> tuple[int, int] | None:
+def experts_shape(model: Any, options: VLLMOptions) -> tuple[int, int] | None:
     """Layers with experts, and experts of a token; None if they are not recorded."""
     routing = routing_of(model) if options.router_replay else None
     return None if routing is None else (routing.layers, routing.top_k)

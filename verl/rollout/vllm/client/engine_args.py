@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,20 +30,10 @@ from verl.rollout.vllm.client.gpu_memory import (
     utilization,
     warn_of_small_cache,
 )
+from verl.rollout.vllm.options import HIGHEST_RANK, LORA_RANKS, VLLMOptions
 from verl.utils.env_check import num_cores
 from verl.utils.kernel_cache import cache_directory
 from verl.utils.memory import device_memory
-
-if TYPE_CHECKING:
-    from verl.rollout.vllm.config import VLLMRollout
-
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
-HIGHEST_RANK = f"vLLM takes adapters of at most rank {LORA_RANKS[-1]}. Set rollout.lora=merged."
-DIVIDED = (
-    "and the actor is divided over processes: set rollout.lora=merged, whose merging is divided too, or sharding=ddp."
-)
-
 
 NO_LIMIT_S = str(30 * 24 * 3600)
 HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -64,7 +54,7 @@ class EngineArgs:
         utilization: fraction of the GPU that the engine uses; None on a CPU.
     """
 
-    options: VLLMRollout
+    options: VLLMOptions
     directory: str
     dtype: torch.dtype
     num_threads: int
@@ -100,7 +90,7 @@ class EngineArgs:
 
 
 def engine_args(
-    options: VLLMRollout,
+    options: VLLMOptions,
     model: Any,
     autocast: Autocast,
     directory: Path,
@@ -147,7 +137,7 @@ def unfit(model: Any, autocast: Autocast) -> str | None:
     return None
 
 
-def indivisible(options: VLLMRollout, config: Any) -> str | None:
+def indivisible(options: VLLMOptions, config: Any) -> str | None:
     """Why a model with this configuration cannot be divided over the processes of an engine; None if it can."""
     heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
     if heads and heads % (size := options.tensor_parallel_size):
@@ -171,7 +161,7 @@ EXACT_FLOAT32 = {  # or products of float32 numbers would be those of tf32, of 1
 
 
 def environment(
-    options: VLLMRollout,
+    options: VLLMOptions,
     context: BuildContext,
     num_threads: int,
     dtype: torch.dtype = torch.float32,
@@ -263,7 +253,7 @@ def gpu_name(device: str) -> str:
     return names[index].strip() if index < len(names) else str(index)
 
 
-def engine_gpus(context: BuildContext, options: VLLMRollout) -> list[str]:
+def engine_gpus(context: BuildContext, options: VLLMOptions) -> list[str]:
     """The GPUs of an engine that belongs to one training process; the process's own GPU comes first.
 
     Raises:

@@ -13,16 +13,14 @@ import logging
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from verl.errors import ConfigError
 from verl.models.model_stats import ModelStats, model_stats
+from verl.rollout.vllm.options import VLLMOptions
 from verl.utils.memory import DeviceMemory
-
-if TYPE_CHECKING:
-    from verl.rollout.vllm.config import VLLMRollout
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +63,7 @@ class EngineShape:
         return blocks * BLOCK_TOKENS * self.row
 
 
-def engine_shape(options: VLLMRollout, config: Any, dtype: torch.dtype, is_on_gpu: bool = True) -> EngineShape:
+def engine_shape(options: VLLMOptions, config: Any, dtype: torch.dtype, is_on_gpu: bool = True) -> EngineShape:
     """The shape of an engine with these options for a model with this configuration."""
     stats, siblings, stages = model_stats(config), options.tensor_parallel_size, options.pipeline_parallel_size
     # of one layer of a pass, twice over, and the logits in float32 thrice: as they come, scaled, and as log-probs
@@ -95,7 +93,7 @@ def _layers_share(stats: ModelStats, stages: int) -> Fraction:
     return Fraction(math.ceil(stats.layers / stages), stats.layers)
 
 
-def cache_bytes(options: VLLMRollout, shape: EngineShape, memory: DeviceMemory | None, beside: int | None) -> int:
+def cache_bytes(options: VLLMOptions, shape: EngineShape, memory: DeviceMemory | None, beside: int | None) -> int:
     """Bytes for keys and values, in each process of an engine.
 
     Args:
@@ -132,7 +130,7 @@ def utilization(shape: EngineShape, cache: int, memory: DeviceMemory) -> float:
     return min(1.0, max(0.001, part))
 
 
-def warn_of_small_cache(options: VLLMRollout, shape: EngineShape, cache: int) -> None:
+def warn_of_small_cache(options: VLLMOptions, shape: EngineShape, cache: int) -> None:
     """Warn if the cache holds fewer rows of the maximum length than `rollout.max_num_seqs`."""
     rows = shape.rows(cache)
     if options.max_model_len is None or 2 * rows >= options.max_num_seqs:  # typical rows have half the greatest length

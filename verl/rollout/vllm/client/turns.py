@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from verl.errors import RolloutError
-from verl.rollout.base import DrawnTurn, TurnEngine, TurnLimits, TurnRequest
+from verl.rollout.base import DrawnTurn, Rollout, TurnEngine, TurnLimits, TurnRequest
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.messages import NumberedTurn, TurnOutput
 from verl.rollout.vllm.shm_stream import using_threads
 from verl.utils.progress import report
 
-if TYPE_CHECKING:
-    from verl.rollout.vllm.client.client import VLLMClient
-
 ADVANCE_S = 0.02  # of one call, unless a turn ends before; then environments are looked at again
 ADVANCE_ALL_S = 5.0  # where there is no environment: the engine waits for no call in between
+
+
+class TurnClient(Protocol):
+    """What turns need of the client of the vLLM process, `VLLMClient`."""
+
+    options: Rollout
+    seed: int
+    stop_ids: tuple[int, ...]
+    experts: tuple[int, int] | None
+    is_synced: bool
+    open_turns: VLLMTurns | None
+
+    @property
+    def process_id(self) -> int | None: ...
+
+    def call(self, method: str, *args: Any) -> Any: ...
+
+    def outliving_death(self, action: Callable[[], TurnOutput]) -> TurnOutput: ...
 
 
 class VLLMTurns(TurnEngine):
@@ -30,7 +46,7 @@ class VLLMTurns(TurnEngine):
         cached_tokens: tokens of the turns' prompts that came from vLLM's prefix cache.
     """
 
-    def __init__(self, client: VLLMClient, limits: TurnLimits, num_threads: int | None):
+    def __init__(self, client: TurnClient, limits: TurnLimits, num_threads: int | None):
         self.client, self.limits, self.num_threads = client, limits, num_threads
         self.sampler = TokenSampler.of(client.options, client.seed, client.stop_ids)
         self.experts, self.cached_tokens = client.experts, 0

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import platform
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
@@ -27,13 +27,11 @@ from verl.rollout.base import RolloutEngine, SyncResult, TurnEngine, TurnLimits
 from verl.rollout.consensus import ConsensusFailed, among_siblings, consensus
 from verl.rollout.generation_group import OneGenerates
 from verl.rollout.vllm.client.client import MIB, GroupVLLMClient, died_twice
-from verl.rollout.vllm.client.engine_args import DIVIDED, dtype_of, gpu_name
+from verl.rollout.vllm.client.engine_args import dtype_of, gpu_name
 from verl.rollout.vllm.client.engine_process import EngineDied
+from verl.rollout.vllm.options import DIVIDED, VLLMOptions
 from verl.rollout.vllm.shm_stream import StreamBroken
 from verl.rollout.vllm.sync.weight_sync import WeightSync
-
-if TYPE_CHECKING:
-    from verl.rollout.vllm.config import VLLMRollout
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +83,7 @@ class ShardedVLLMClient(RolloutEngine):
     """
 
     def __init__(
-        self, options: VLLMRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast, context: BuildContext
+        self, options: VLLMOptions, model: Any, tokenizer: Any, seed: int, autocast: Autocast, context: BuildContext
     ):
         if options.lora == "adapter" and hasattr(model, "peft_config"):
             raise ConfigError(f"rollout.lora is adapter, {DIVIDED}")
