@@ -307,6 +307,13 @@ class RolloutEngine:
         """Stop all processes and connections of the engine. Idempotent."""
 
 
+def open_turns_error(count: int) -> RolloutError:
+    """The error for a change of weights while turns are open."""
+    return RolloutError(
+        f"Weights cannot be changed while {count} turns are being generated with them. Close the turns first."
+    )
+
+
 def stop_tokens(model: Any, tokenizer: Any, extra: tuple[int, ...]) -> Tensor:
     """Sorted ids of the tokens that end a response: those of the model, the tokenizer and the run's options.
 

@@ -30,14 +30,17 @@ from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
 from verl.rollout.base import (
     ALONE,
+    SAME_TENSORS,
     Capability,
     DrawnTurn,
     Rollout,
     RolloutEngine,
+    SyncResult,
     TurnEngine,
     TurnLimits,
     TurnRequest,
     assemble_turns,
+    open_turns_error,
     stop_tokens,
 )
 from verl.rollout.generation_group import GenerationGroup, SplitPrompts
@@ -97,6 +100,7 @@ class HFSampler(RolloutEngine):
         self.key_multiple: int | None = None  # of lengths of keys, on another device than a CPU; found with the first
         self.keeps_slots: bool | None = None  # whether turns may keep keys and values; found with the first episode
         self.longest_compared = 0  # tokens of the longest row whose log-probs were compared
+        self._open: set[TurnEngine] = set()
         self._wrong: set[str] = set()  # ways of decoding that gave other log-probs than a plain forward pass
 
     def turns(self, limits: TurnLimits) -> TurnEngine:
@@ -109,9 +113,17 @@ class HFSampler(RolloutEngine):
             turns: SlotTurns | BatchTurns | None = None if limits.is_single else self._slot_turns(limits)
             if turns is None:
                 turns = BatchTurns(self, limits)
+            self._open.add(turns)
+            entered.callback(self._open.discard, turns)
             turns.contexts = entered.pop_all()
         turns.dtype = torch.promote_types(self.model.dtype, torch.float32)
         return turns
+
+    def sync(self) -> SyncResult:
+        """See `RolloutEngine.sync`: nothing moves, but open turns have keys and values of the former weights."""
+        if self._open:
+            raise open_turns_error(sum(turns.num_pending for turns in self._open))
+        return SAME_TENSORS
 
     def _slot_turns(self, limits: TurnLimits) -> SlotTurns | None:
         """Turns that keep keys and values from one to the next; None if the model cannot."""

@@ -30,6 +30,7 @@ from verl.rollout.base import (
     SyncResult,
     TurnEngine,
     TurnLimits,
+    open_turns_error,
     stop_tokens,
 )
 from verl.rollout.generation_group import GenerationGroup, RepeatGeneration
@@ -254,10 +255,7 @@ class VLLMClient(RolloutEngine):
     def refuse_open_turns(self) -> None:
         """Raises RolloutError while turns are open: the present weights have begun them."""
         if self.open_turns is not None:
-            raise RolloutError(
-                f"Weights cannot be changed while {self.open_turns.num_pending} turns are being generated with them. "
-                "Close the turns first."
-            )
+            raise open_turns_error(self.open_turns.num_pending)
 
     def _sync_if_needed(self) -> None:
         if not self.is_synced:
