@@ -220,16 +220,16 @@ class HFSampler(RolloutEngine):
 
     def chooser(self, turns: Sequence[TurnRequest]) -> Choose:
         """The function that samples the next tokens of these turns; a subclass can modify the logits first."""
-        keys, is_greedy = noise_keys(turns).to(self.device), greedy_rows(turns)
+        sampler, keys, is_greedy = self.sampler, noise_keys(turns).to(self.device), greedy_rows(turns)
         of_rows = None if isinstance(is_greedy, bool) else is_greedy.to(self.device)
         noise = torch.zeros(len(turns), NOISE_TOKENS, dtype=torch.float64, device=self.device)
 
         def choose(logits: Tensor, rows: Tensor, t: int) -> Tensor:
             nonlocal noise
             if t % NOISE_TOKENS == 0 and is_greedy is not True:
-                noise = self.sampler.noise(keys[:, :, None], torch.arange(t, t + NOISE_TOKENS, device=self.device))
+                noise = sampler.noise(keys[:, :, None], torch.arange(t, t + NOISE_TOKENS, device=self.device))
             greedy = is_greedy if of_rows is None else of_rows[rows]
-            return self.sampler.pick(logits, noise[rows, t % NOISE_TOKENS], t, greedy)
+            return sampler.pick(logits, noise[rows, t % NOISE_TOKENS], t, greedy)
 
         return choose
 
