@@ -87,7 +87,7 @@ def drawn(width, options, monkeypatch, multiple, before=lambda: None):
     model = TinyModel(dtype="float64", hidden_size=32, intermediate_size=64)
     actor = start_actor(model, HFRollout(max_new_tokens=150, **options))
     actor.sampler.engine.stop_ids = torch.arange(3)  # of few tokens: rows end one after another
-    actor.sampler.proven_key_multiple(width)
+    actor.sampler.engine.proven_key_multiple(width)
     before()
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(width // 2, width + 1, (4,), generator=generator)

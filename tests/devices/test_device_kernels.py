@@ -162,7 +162,7 @@ def test_a_token_of_an_episode_waits_once(monkeypatch):
     syncs.on_device([*actor.model.parameters(), *actor.model.buffers()])
     for new in (8, 24):
         engine = actor.sampler.engine.turns(TurnLimits(80, 0.1))
-        engine.drawing.stops = set()  # all turns have all tokens
+        engine.stops = set()  # all turns have all tokens
         for episode in range(3):
             engine.add(TurnRequest(episode, list(range(4, 9 + episode)), episode, 0, 0, new))
         syncs.counts.clear()

@@ -21,14 +21,16 @@ from verl.models.parallel_info import ParallelInfo
 from verl.models.tiny import TinyModel
 from verl.resharding.dtensor import local, tensor_layout
 from verl.resharding.layout import Mesh
+from verl.rollout import generation_group
+from verl.rollout.generation_group import OneGenerates
 from verl.rollout.vllm import shm_stream
 from verl.rollout.vllm.client import client as client_module
 from verl.rollout.vllm.client.client import VLLMClient
 from verl.rollout.vllm.client.engine_args import gpu_name
 from verl.rollout.vllm.messages import EngineInfo, SyncOffer, SyncRound
 from verl.rollout.vllm.shm_stream import StreamReader
-from verl.rollout.vllm.sync import sharded_client, weight_sync
-from verl.rollout.vllm.sync.sharded_client import ShardedVLLMClient, with_engine_group
+from verl.rollout.vllm.sync import weight_sync
+from verl.rollout.vllm.sync.sharded_client import with_engine_group
 from verl.rollout.vllm.sync.weight_sync import WeightSync
 from verl.rollout.vllm.sync.weight_transfer import FeedAssignment
 from verl.weight_verification.fingerprint import ProbeVectors
@@ -127,17 +129,17 @@ def test_ranks_that_make_no_groups_of_that_size_are_refused():
 @pytest.mark.parametrize("same", [1, 2], ids=["fsdp", "tensor-parallel pairs"])
 def test_the_prompts_of_a_group_go_to_its_engine_and_each_rank_finds_its_own_rows(same, monkeypatch):
     """Four ranks with one engine: each with rows of its own, or pairs with the same."""
-    prompts, samples = random_prompts(), 2
+    prompts = random_prompts()
     starts = [0, 3, 5, 6, 6]  # of different numbers; the last has none
     own = [prompts[starts[rank // same] : starts[rank // same + 1]] for rank in range(RANKS)]
-    monkeypatch.setattr(sharded_client, "among_siblings", lambda divided, value: [own[r] for r in divided.siblings])
-    for rank in range(RANKS):
-        client = object.__new__(ShardedVLLMClient)
-        client.divided, client.num_same_rows = with_engine_group(divided_of(rank, same), RANKS), same
-        whole, rows = client.of_group(own[rank], samples)
-        assert whole["prompt_ids"].tolist() == list(range(starts[RANKS // same]))  # no prompt twice
-        asked = whole["prompt_ids"].repeat_interleave(samples)[rows]
-        assert asked.tolist() == own[rank]["prompt_ids"].repeat_interleave(samples).tolist()
+    monkeypatch.setattr(generation_group, "among_siblings", lambda divided, value: [own[r] for r in divided.siblings])
+    groups = [OneGenerates(with_engine_group(divided_of(rank, same), RANKS), same) for rank in range(RANKS)]
+    parts = [group.gather(own[rank]) for rank, group in enumerate(groups)]
+    assert parts[1:] == [[]] * (RANKS - 1)  # the first generates
+    assert [x for part in parts[0] for x in part["prompt_ids"].tolist()] == list(range(starts[RANKS // same]))
+    monkeypatch.setattr(generation_group, "from_first", lambda divided, value: parts[0])
+    for rank, group in enumerate(groups):
+        assert group.scatter([])["prompt_ids"].tolist() == own[rank]["prompt_ids"].tolist()
 
 
 class RecordedEngine:
