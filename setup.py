@@ -66,6 +66,7 @@ setup(
     package_data={
         "verl": ["py.typed"],
         "verl.models": ["*.json"],
+        "verl.cli": ["*.css", "*.js"],
         **{name: ["*.yaml"] for name in conf_packages.values()},
     },
     install_requires=REQUIRED,
