@@ -208,12 +208,15 @@ def digest(run_dir: Path) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What must be the same for results that are equal bit by bit."""
+    """What must be the same for results that are equal bit by bit. Processors of one name may differ in their
+    instruction sets, and with them in the order of sums."""
+    found = {"processor": platform.processor(), "torch": torch.__version__}
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        return {"processor": names[0] if names else platform.processor(), "torch": torch.__version__}
-    return {"processor": platform.processor(), "torch": torch.__version__}
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = (part.strip() for part in line.partition(":"))
+            if name in ("model name", "cpu family", "model"):
+                found["processor" if name == "model name" else name] = value
+    return found
 
 
 def write_model(directory: Path, hidden: int) -> None:

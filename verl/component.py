@@ -55,7 +55,7 @@ class BuildContext:
         day: date for chat templates that write it, such as 2026-11-23; empty for today.
         job: name of the job in a sweep, or empty; part of names that jobs must not share.
         journal_dir: directory of the journal of episodes, or None.
-        swept: configuration paths that differ between the jobs of a sweep.
+        swept: overrides in which this job differs from others of its sweep.
         shares_device: whether other processes of the run have roles on the same device.
         cpu_matmul: library of large float32 products on a CPU: mkl or onednn (`verl/ops/cpu_matmul.py`).
     """

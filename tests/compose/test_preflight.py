@@ -84,22 +84,20 @@ def test_another_training_is_refused_by_its_keys_before_anything_is_built(model3
         with refusal("data.train", *(["resume"] if resume == "latest" else [])):
             refuse_here(run(model32, data=OTHER, resume=resume, storage=storage))
         refuse_here(run(model32, resume=resume, storage=storage))
-    fixed = {"save_dir": str(directory)}
-    with pytest.raises(ConfigError, match="holds checkpoints of another training"):
-        refuse_here(run(model32, data=OTHER, save=fixed))
-    refuse_here(run(model32, data=OTHER))
+    for save in ({"save_dir": str(directory)}, {}):
+        with pytest.raises(ConfigError, match="holds checkpoints of another training"):
+            refuse_here(run(model32, data=OTHER, save=save))
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_job_of_a_sweep_that_finds_only_another_training_is_refused_before_anything_is_built(model32, tmp_path):
-    swept = ("actor.optimizer.lr",)
-    fit(run(model32, lr=1e-3), "job_0", swept)
+    job, new = (BuildContext(job="job_1", swept=(f"actor.optimizer.lr={lr}",)) for lr in (1e-3, 2e-3))
+    fit(run(model32, lr=1e-3), "job_0", job.swept)
     before = sorted(tmp_path.rglob("*"))
-    job = BuildContext(job="job_1", swept=swept)
     with refusal("data.train", "resume"):
         refuse_here(run(model32, lr=1e-3, data=OTHER, resume="latest"), job)
     refuse_here(run(model32, lr=1e-3, resume="latest"), job)
-    refuse_here(run(model32, lr=2e-3, data=OTHER, resume="latest"), job)  # a job that the first sweep did not have
+    refuse_here(run(model32, lr=2e-3, data=OTHER, resume="latest"), new)  # a job that the first sweep did not have
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -124,7 +122,7 @@ def test_a_place_of_a_store_that_a_living_run_of_another_machine_holds_is_refuse
         for made in living[:2]:
             with refusal("storage"):
                 refuse_here(made)
-        refuse_here(run(model32, storage=storage, data=OTHER))  # it takes a place of its own
+        refuse_here(run(model32, storage=storage, data=OTHER, experiment_name="other"))
     finally:
         held.release()
     refuse_here(living[1])

@@ -15,7 +15,7 @@ from omegaconf import open_dict
 from PIL import Image
 
 from verl.compose import schema
-from verl.compose.command_line import swept_paths
+from verl.compose.command_line import swept_overrides
 from verl.compose.schema import conf_dir, group_options
 from verl.compose.validate import validate
 from verl.tracking.sweep_table import outcomes, table, write
@@ -102,13 +102,14 @@ def test_a_job_without_a_result_stands_in_the_table_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "params", "paths"),
+    ("arguments", "params", "job"),
     [
-        (["-m", "actor.optimizer.lr=1e-3,2e-3", "trainer.seed=1"], {}, ("actor.optimizer.lr",)),
-        (["++trainer.seed=range(3)", "algorithm=grpo,rloo"], {}, ("trainer.seed", "algorithm")),
-        (["+sharding@actor.sharding=ddp,fsdp"], {"trainer.seed": "1,2"}, ("actor.sharding", "trainer.seed")),
-        (["data.files=[a,b]", "trainer.seed=choice(1,2)"], {}, ("trainer.seed",)),
+        (["-m", "actor.optimizer.lr=1e-3,2e-3", "trainer.seed=1"], {}, ["actor.optimizer.lr=1e-3"]),
+        (["++trainer.seed=range(3)", "algorithm=grpo,rloo"], {}, ["++trainer.seed=0", "algorithm=grpo"]),
+        (["+sharding@actor.sharding=ddp,fsdp"], {"trainer.seed": "1"}, ["+sharding@actor.sharding=ddp"]),
+        ([], {"trainer.seed": "1,2"}, ["trainer.seed=1"]),
+        (["data.files=[a,b]", "trainer.seed=choice(1,2)"], {}, ["trainer.seed=1"]),
     ],
-)
-def test_what_a_sweep_varies_is_read_off_its_command_line_and_its_sweeper(arguments, params, paths):
-    assert swept_paths(arguments, {"params": params}) == paths
+)  # fmt: skip
+def test_what_a_sweep_varies_is_read_off_its_command_line_and_its_sweeper(arguments, params, job):
+    assert swept_overrides(arguments, {"params": params}, [*job, "trainer.total_steps=2"]) == tuple(job)

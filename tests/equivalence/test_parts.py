@@ -18,7 +18,7 @@ from verl.checkpoint.read.verify import open_verified
 from verl.component import BuildContext, as_plain
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP
 from verl.models.lora import LoRA
-from verl.trainer.state.resume import load_checkpoint
+from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.train_loop import TrainLoop
 
 pytestmark = pytest.mark.xdist_group("two processes")

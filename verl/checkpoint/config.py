@@ -26,9 +26,7 @@ class Checkpointing(Description):
 
     Args:
         save_dir: null: `checkpoints/<project>/<experiment>`, the same for every start of a training, so that
-            `resume=latest` finds earlier checkpoints; if another training saves there, a numbered sibling directory. A
-            directory that is set explicitly is never replaced: if it holds another training's checkpoints, the run is
-            refused.
+            `resume=latest` finds earlier checkpoints. A run is refused if it holds another training's checkpoints.
         save_interval: steps between saves; null for none by steps.
         save_interval_s: seconds between saves, at the next step boundary; null for none by time.
         save_best: a metric of evaluations; each new best is saved. See `best_mode`.
@@ -129,10 +127,10 @@ class Checkpointing(Description):
             yield from (f"cold_storage.{fault}" for fault in error.faults)
 
     def directory(self, project: str, experiment: str, job: str = "") -> Path:
-        """The default directory of this run, if it is free; see `verl.trainer.state.save_directory`.
+        """The directory of this run; see `verl.trainer.state.save_directory`.
 
         Args:
-            job: name of a sweep's job, so that jobs do not share a directory.
+            job: name of a sweep's job, so that jobs with different settings do not share a directory.
         """
         stable = Path(self.save_dir) if self.save_dir is not None else Path("checkpoints") / project / experiment
         return (stable / job if job else stable).absolute()

@@ -156,8 +156,8 @@ def prune(
         CheckpointWriteFailed: the file system refused; what remains verifies.
     """
     store.claim_directory()
-    with store.ownership.locked(), write_errors("pruning checkpoints"):
-        store.ownership.check()
+    with store.locked(), write_errors("pruning checkpoints"):
+        store.check_claim()
         complete = [published for published in store.complete(level=level) if retention.covers(published)]
         pinned = pins(store)
         if lineages is None:
@@ -283,7 +283,7 @@ def clean(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     planned = plan(store, retention)
     if not (planned.removed or planned.leftovers or planned.freed_bytes):
         return planned
-    store.ownership.borrow()
+    store.borrow_claim()
     removed = prune(store, retention, lineages=lineages_of(store, store.complete()))
     collect_garbage(store)
     kept = {name: reason for name, reason in planned.kept.items() if name not in removed}
@@ -297,7 +297,7 @@ def _names(checkpoints: list[Checkpoint]) -> tuple[str, ...]:
 def _leftovers(store: CheckpointStore) -> Iterator[Path]:
     """Leftovers of dead processes: staged saves without a lock, and the trash."""
     # Under the lock of the store a save is either not begun or has its own lock: looking cannot come between the two.
-    with store.ownership.locked() if store.exists(store.directory / FORMAT) else contextlib.nullcontext():
+    with store.locked() if store.exists(store.directory / FORMAT) else contextlib.nullcontext():
         for part in (STAGING, TRASH):
             inside = store.directory / part
             for name in store.disk.names(inside) if store.exists(inside) else []:

@@ -131,6 +131,8 @@ def _run(root: str, directory: Path, overrides: Sequence[str]) -> dict[str, Any]
     In this process, which gets the signals: a run in another one would be ended with this one, or get them twice.
     """
     words = [root, f"hydra.run.dir={directory}", *overrides]
+    if not any(override.startswith("checkpoint") for override in overrides):
+        words.append(f"checkpoint.save_dir={directory / 'checkpoints'}")  # of this quickstart alone
     echo(f"\n$ verl {' '.join(words)}")
     sys.stdout.flush()
     sys.argv = [f"verl {root}", *words[1:]]

@@ -270,17 +270,19 @@ def _not_assigned(root: str, word: str) -> str | None:
     return f"{word} has no value: write {word}=VALUE."
 
 
-def swept_paths(arguments: Sequence[str], sweeper: Any) -> tuple[str, ...]:
-    """The configuration paths that differ between the jobs of a sweep.
+def swept_overrides(arguments: Sequence[str], sweeper: Any, overrides: Sequence[str]) -> tuple[str, ...]:
+    """The overrides in which a job differs from others of its sweep.
 
     Args:
         arguments: command-line arguments for Hydra.
         sweeper: configuration of the sweeper, whose `params` may have more.
+        overrides: of the job.
     """
     given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
     parsed = [_override(text) for text in (*arguments, *given) if not text.startswith("-")]
-    varied = [one for one in parsed if one is not None and one.is_sweep_override()]
-    return tuple(dict.fromkeys((one.package or one.key_or_group).replace("/", ".") for one in varied))
+    varied = {(x.key_or_group, x.package) for x in parsed if x is not None and x.is_sweep_override()}
+    read = [(text, _override(text)) for text in overrides]
+    return tuple(text for text, x in read if x is not None and (x.key_or_group, x.package) in varied)
 
 
 def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:

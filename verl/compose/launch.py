@@ -37,7 +37,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl import errors
 from verl.component import BuildContext
 from verl.compose import schema
-from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_paths
+from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_overrides
 from verl.compose.overrides import Overrides
 from verl.compose.print_config import lock_run_directory, print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
@@ -118,7 +118,7 @@ class LaunchedRun:
         name: name of the job in a sweep, or empty.
         console: standard output.
         closing: exit stack that is closed with the run.
-        swept: configuration paths that the sweep varies.
+        swept: overrides in which this job differs from others of its sweep.
     """
 
     config: DictConfig
@@ -238,7 +238,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         choices: Any = OmegaConf.to_container(running.runtime.choices)
         job = LaunchedRun(config, root, choices, run_dir, rich.get_console(), name, overrides, list(faults))
         if is_sweep:
-            job.swept = swept_paths(sys.argv[1:], running.sweeper)
+            job.swept = swept_overrides(sys.argv[1:], running.sweeper, overrides)
             set_command([*start_message(sys.argv[0]), *overrides])
         try:
             with _clean_end(run_dir), _refused_once(refusals, running.job.num) if is_sweep else nullcontext():

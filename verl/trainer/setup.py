@@ -38,7 +38,7 @@ from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
 from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.resume import difference_messages
 from verl.trainer.state.run_directory import run_dir_faults
-from verl.trainer.state.save_directory import SaveDirectoryChoice, SweepJob
+from verl.trainer.state.save_directory import SaveDirectoryChoice, job_name
 from verl.trainer.state.training_identity import identity_of, paths_of_texts
 from verl.trainer.train_loop import TrainResult
 from verl.utils import torchrun
@@ -153,7 +153,7 @@ def prepare_saving(
     config = as_plain(run)
     identity = identity_of(config, context.tokenizer) if chosen is not None or run.resume is not None else {}
     run_id = new_run_id()
-    job = SweepJob(context.job, context.swept, redact_tree(config))
+    job = job_name(context.job, context.swept)
     place = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id).choose(run.resume)
     point = place.resumed
     saver = CheckpointSaver(chosen, place, config, identity, loss_key, uses, run_id)
@@ -200,18 +200,18 @@ def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -
     if run.checkpoint is None and run.resume is None and not (uses_storage and run.storage):
         return
     config = as_plain(run)
-    job = SweepJob(context.job, context.swept, redact_tree(config))
+    job = job_name(context.job, context.swept)
     unknown = {"tokenizer", *paths_of_texts(config, WARM_START)}
     identity = functools.partial(identity_of, config, None)
     choice = SaveDirectoryChoice(run.checkpoint, run.trainer, job, run.storage, identity, "", unknown)
     try:
-        point = choice.look(run.resume, uses_storage)
+        point = choice.choose(run.resume, dry=True, uses_storage=uses_storage).resumed
     except ConfigError as error:
         yield from error.faults
         return
     is_known = point is not None or run.storage is None  # else the store may hold the checkpoint
     if run.resume is not None and is_known and context.run_dir is not None:
-        yield from run_dir_faults(context.run_dir, run.resume, point, choice.first_directory)
+        yield from run_dir_faults(context.run_dir, run.resume, point, choice.directory)
 
 
 def restore_of(saving: CheckpointSaver) -> RestoreSource | None:

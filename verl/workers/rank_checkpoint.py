@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.save.async_writer import WRITER_TIMEOUT_S, CheckpointWriter
 from verl.checkpoint.save.save_plan import IncrementalSettings, MultiWriterSave, sees_nonce, submit_failure
 from verl.checkpoint.save.save_request import SavedComponent, SaveRequest, TensorItem
+from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import STAGE, TENSOR, Parallelism
 from verl.models.hf_state_dict import (
     ADAPTER_BIN,
@@ -44,10 +45,6 @@ from verl.resharding.layout import Box, Layout, Mesh, TensorLayout, volume
 from verl.resharding.plan import reshard_plan
 from verl.utils.progress import report
 from verl.workers.load_state import RemoteRoleState
-
-if TYPE_CHECKING:
-    from verl.workers.base import TrainedWorker
-
 
 FEWEST_CUT_SHARE = 4  # a copy that is more than this part of a fair share is cut among its holders
 
@@ -238,6 +235,16 @@ class RankInfo:
     sees: bool
 
 
+class TrainedState(Protocol):
+    """A trained role, as far as a checkpoint holds it."""
+
+    engine: TrainingEngine
+
+    def constant_files(self) -> dict[str, bytes]:
+        """Files that never change, such as a tokenizer's."""
+        ...
+
+
 class RankCheckpointWriter:
     """Writes this process's part of checkpoints.
 
@@ -246,7 +253,7 @@ class RankCheckpointWriter:
         trained: component -> the role, all of them that are trained in this process.
     """
 
-    def __init__(self, parallel: Parallelism, trained: Mapping[str, TrainedWorker]):
+    def __init__(self, parallel: Parallelism, trained: Mapping[str, TrainedState]):
         self._parallel, self._trained = parallel, dict(trained)
         self._setting: RankSaveSettings | None = None
         self._writer: CheckpointWriter | None = None
@@ -336,7 +343,7 @@ class RankCheckpointWriter:
         place = f"_tp_rank_{tensor}_pp_rank_{stage}" if is_named else ""
         return f"optim_state_rank_{setting.first_rank + rank}{place}.safetensors"
 
-    def _model(self, worker: TrainedWorker, setting: RankSaveSettings) -> SavedComponent:
+    def _model(self, worker: TrainedState, setting: RankSaveSettings) -> SavedComponent:
         """The tensors of a model that this process writes, gathered, and on rank 0 what lies beside them."""
         model, rank = worker.engine.model, self._parallel.rank
         live, file = live_tensors(model), saved_file(model)
@@ -402,7 +409,7 @@ def _within(part: Box, held: Box) -> tuple[slice, ...]:
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, held, strict=True))
 
 
-def _num_bytes(worker: TrainedWorker) -> int:
+def _num_bytes(worker: TrainedState) -> int:
     live: dict[int, Any] = {id(x): x for x in live_tensors(worker.engine.model).values()}
     moments = worker.engine.optimizer_tensors().values()
     return sum(x.numel() * x.element_size() for x in (*live.values(), *moments))

@@ -19,8 +19,8 @@ from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
 from verl.rollout.vllm.client.client import VLLMClient
 from verl.rollout.vllm.config import VLLMRollout
+from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.state.resume import load_checkpoint
 from verl.trainer.train_loop import TrainLoop
 
 pytestmark = pytest.mark.xdist_group("vllm")

@@ -31,9 +31,9 @@ from verl.component import BuildContext
 from verl.errors import CheckpointFenced, ConfigError, NoSpaceForCheckpoint
 from verl.storage.config import LocalStorage, S3Storage
 from verl.tracking.base import Trackers
-from verl.tracking.console import Console
 from verl.tracking.jsonl import JsonLines
 from verl.trainer.state.run_directory import run_dir_faults
+from verl.trainer.state.save_directory import job_name
 from verl.trainer.train_loop import TrainLoop
 
 OTHER = Prompts(train=("1+1=", "2+2=", "3+3=", "4+4="))
@@ -147,19 +147,21 @@ def test_a_summary_that_cannot_be_written_does_not_fail_the_run(model32, tmp_pat
 # -- one after the other ------------------------------------------------------------------------------------------
 
 
-def test_an_unrelated_run_takes_a_directory_beside_and_says_whose_and_why_and_deletes_nothing(model32, capsys):
-    first = fit(run(model32, total_steps=3))
+@pytest.mark.parametrize("save_dir", [None, "mine"])
+def test_an_unrelated_run_is_refused_with_what_differs_and_what_to_do_and_nothing_is_changed(save_dir, model32):
+    save = {"save_dir": save_dir}
+    first = fit(run(model32, total_steps=3, save=save))
     before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
-    tracker = Trackers(console=Console())
-    second = fit(run(model32, algorithm=PPO_ALGORITHM, total_steps=3, tracker=tracker))
-    assert (first.name, second.name) == ("default", "default-2")
+    with refusal("checkpoint.save_dir") as refused:
+        fit(run(model32, algorithm=PPO_ALGORITHM, total_steps=3, save=save))
+    said = str(refused.value)
+    assert f"leads to {first}: it holds checkpoints of another training (algorithm.advantage._target_, " in said
+    assert "resume=latest and its settings, or give this run another directory: trainer.experiment_name=NAME" in said
     assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
-    assert names(first) == names(second) == ["global_step_2", "global_step_3"]
-    said = capsys.readouterr().out
-    assert f"{first} holds checkpoints of another training (algorithm.advantage._target_, " in said
-    assert f"differ): this run saves in {second}." in said
-    assert fit(run(model32, data=OTHER)).name == "default-3"
-    assert fit(run(model32, algorithm=PPO_ALGORITHM, lr=1e-3)).name == "default-2"  # the same training once more
+    assert names(first) == ["global_step_2", "global_step_3"]
+    other = {"experiment_name": "other"} if save_dir is None else {"save": {"save_dir": "other"}}
+    assert fit(run(model32, algorithm=PPO_ALGORITHM, **other)).name == "other"
+    assert fit(run(model32, lr=1e-3, total_steps=4, save=save)) == first  # the same training once more
 
 
 def test_the_same_training_begun_again_shares_the_directory_and_neither_start_prunes_the_other(model32):
@@ -206,31 +208,19 @@ def test_retention_without_a_lineage_decides_on_all_and_with_one_on_its_own_alon
     assert not any(Retention(lineage={"somebody else": 9}).covers(one) for one in complete)
 
 
-def test_an_explicit_save_dir_that_holds_another_training_is_refused_and_left_as_it_was(model32, tmp_path):
-    save = {"save_dir": str(tmp_path / "mine")}
-    first = fit(run(model32, save=save))
-    before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
-    with refusal("checkpoint.save_dir"):
-        fit(run(model32, data=OTHER, save=save))
-    assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
-    assert not list(tmp_path.glob("mine-*"))
-
-
 # -- resume=latest ------------------------------------------------------------------------------------------------
 
 
-def test_latest_is_the_newest_of_this_training_whatever_was_saved_beside_it_since(model32):
+def test_latest_is_the_newest_of_this_training_and_another_one_there_is_refused(model32):
     first = fit(run(model32, stop_after=1))
-    second = fit(run(model32, data=OTHER, stop_after=1))
-    assert fit(run(model32, data=OTHER, resume="latest")) == second
     assert fit(run(model32, resume="latest")) == first
-    assert names(first) == names(second) == ["global_step_1", "global_step_2"]
-    third = run(model32, algorithm=PPO_ALGORITHM, resume="latest")
+    assert names(first) == ["global_step_1", "global_step_2"]
+    before = sorted(Path("checkpoints").rglob("*"))
     with pytest.raises(ConfigError) as refused:
-        fit(third)
+        fit(run(model32, algorithm=PPO_ALGORITHM, resume="latest"))
     assert any(fault.startswith("algorithm.advantage._target_ is ") for fault in refused.value.faults)
-    assert "holds no checkpoint of this training. Start it without resume" in str(refused.value)
-    assert not Path("checkpoints/verl/default-3").exists()
+    assert "holds no checkpoint of this training. Set back what differs to go on" in str(refused.value)
+    assert sorted(Path("checkpoints").rglob("*")) == before
 
 
 def test_latest_in_a_directory_that_two_trainings_share_passes_over_the_others(model32, tmp_path):
@@ -244,22 +234,15 @@ def test_latest_in_a_directory_that_two_trainings_share_passes_over_the_others(m
         assert "1 of another training beside them" in trainer.saving.resumed.why
 
 
-def test_an_experiment_whose_name_ends_in_a_number_is_no_sibling(model32):
-    named = fit(run(model32, experiment_name="default-2", stop_after=1))
-    fit(run(model32, data=OTHER))
-    assert fit(run(model32)).name == "default-3"
-    assert names(named) == ["global_step_1"]
-
-
 def test_a_wiped_disk_finds_its_own_training_in_the_store_and_leaves_that_of_others(model32, tmp_path):
     storage = LocalStorage(path=str(tmp_path / "bucket"))
-    fit(run(model32, storage=storage))
-    assert fit(run(model32, data=OTHER, storage=storage, stop_after=1)).name == "default-2"
+    first = fit(run(model32, storage=storage, stop_after=1))
     os.rename("checkpoints", "gone")
-    assert fit(run(model32, data=OTHER, storage=storage, resume="latest")).name == "default-2"
-    with pytest.raises(ConfigError, match="holds no checkpoint of this training"):
-        fit(run(model32, algorithm=PPO_ALGORITHM, storage=storage, resume="latest"))
-    assert fit(run(model32, algorithm=PPO_ALGORITHM, storage=storage)).name == "default-3"
+    for resume, said in ((None, "storage leads to file://.*of another training"), ("latest", "holds no checkpoint of")):
+        with pytest.raises(ConfigError, match=said):
+            fit(run(model32, algorithm=PPO_ALGORITHM, storage=storage, resume=resume))
+    assert fit(run(model32, storage=storage, resume="latest")) == first
+    assert names(first) == ["global_step_1", "global_step_2"]
 
 
 # -- two at once --------------------------------------------------------------------------------------------------
@@ -284,7 +267,7 @@ def holding(directory: Path, identity: dict[str, Any]) -> subprocess.Popen[str]:
     return process
 
 
-def test_beside_a_living_run_the_same_training_is_refused_by_who_holds_it_and_another_goes_elsewhere(model32, tmp_path):
+def test_beside_a_living_run_another_is_refused_by_who_holds_the_directory(model32, tmp_path):
     with run(model32).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         identity, directory = json.loads(json.dumps(trainer.saving.identity)), trainer.saving.directory
     assert not directory.exists(), "a run that never began leaves nothing"
@@ -296,9 +279,10 @@ def test_beside_a_living_run_the_same_training_is_refused_by_who_holds_it_and_an
                 fit(run(model32, resume=resume))
         with pytest.raises(ConfigError, match=rf"another training \(data\.train differ\) is saving there \({who}"):
             fit(run(model32, data=OTHER, save={"save_dir": str(directory)}))
-        assert fit(run(model32, data=OTHER)).name == "default-2"
         with (
-            run(model32, data=OTHER).build(BuildContext(run_dir=tmp_path / "aside")) as trainer,
+            run(model32, data=OTHER, experiment_name="other").build(
+                BuildContext(run_dir=tmp_path / "aside")
+            ) as trainer,
             pytest.raises(CheckpointFenced, match="is where another run saves"),
         ):
             trainer.saving.save_aside(directory, 0, {}, {"sampler": {}})
@@ -335,7 +319,8 @@ def test_two_runs_that_live_on_different_disks_do_not_share_a_place_in_the_store
             with pytest.raises(ConfigError, match=rf"storage leads to file://.*{who}.*Wait for its end, stop it"):
                 fit(run(model32, storage=storage, resume=resume))
         assert not Path("checkpoints").exists()
-        assert fit(run(model32, data=OTHER, storage=storage)).name == "default-2", "another training goes elsewhere"
+        with pytest.raises(ConfigError, match=r"a run of another training \(data\.train differ\) is uploading there"):
+            fit(run(model32, data=OTHER, storage=storage))
     finally:
         living.kill()
         living.communicate()
@@ -350,7 +335,7 @@ def test_a_later_run_of_one_process_takes_over_from_an_earlier_one(model32, tmp_
     other = holding(tmp_path / "elsewhere", {})
     other.kill()
     other.communicate()
-    assert RunLock.look(tmp_path / "elsewhere") is None
+    assert RunLock.holder_of(tmp_path / "elsewhere") is None
     process = subprocess.run(
         [sys.executable, "-c", HOLDER, str(tmp_path / "checkpoints"), "{}"],
         input="", capture_output=True, text=True, check=True,
@@ -363,14 +348,18 @@ def test_a_later_run_of_one_process_takes_over_from_an_earlier_one(model32, tmp_
 # -- sweeps -------------------------------------------------------------------------------------------------------
 
 
+def swept_job(made: Any, number: int, **swept: Any) -> tuple[str, list[str]]:
+    directory = fit(made, f"job_{number}", tuple(f"++{key.replace('_', '.')}={value}" for key, value in swept.items()))
+    return directory.relative_to(Path("checkpoints/verl/default").absolute()).as_posix(), names(directory)
+
+
 def test_a_sweep_repeated_leaves_the_checkpoints_of_the_first_as_they_were(model32):
-    first = [fit(run(model32, lr=lr), job=f"job_{number}") for number, lr in enumerate((1e-3, 2e-3))]
-    before = [names(directory) for directory in first]
-    second = [fit(run(model32, lr=lr), job=f"job_{number}") for number, lr in enumerate((1e-3, 2e-3))]
-    assert [directory.relative_to(Path("checkpoints/verl").absolute()).as_posix() for directory in first + second] == [
-        "default/job_0", "default/job_1", "default/job_0-2", "default/job_1-2",
-    ]  # fmt: skip
-    assert [names(directory) for directory in first] == before
+    rates = (1e-3, 2e-3)
+    first = [swept_job(run(model32, lr=lr), number, optimizer_lr=lr) for number, lr in enumerate(rates)]
+    assert [name for name, _ in first] == ["optimizer.lr=0.001", "optimizer.lr=0.002"]
+    second = [swept_job(run(model32, lr=lr), number, optimizer_lr=lr) for number, lr in enumerate(rates)]
+    assert [(name, saved[:2]) for name, saved in second] == first
+    assert [len(saved) for _, saved in second] == [4, 4]
 
 
 @pytest.mark.parametrize("where", ["on the disk", "in a store"])
@@ -378,23 +367,32 @@ def test_a_sweep_started_again_goes_on_by_what_it_varies_and_not_by_the_numbers_
     where, model32, tmp_path, caplog
 ):
     storage = None if where == "on the disk" else LocalStorage(path=str(tmp_path / "bucket"))
-    swept = ("actor.optimizer.lr",)
 
-    def job(number: int, lr: float, steps: int, resume: str | None = "latest", **options: Any) -> tuple[str, list[str]]:
-        made = run(model32, lr=lr, total_steps=steps, resume=resume, storage=storage, **options)
-        directory = fit(made, f"job_{number}", swept)
-        return directory.name, names(directory)
+    def job(number: int, lr: float, steps: int, **options: Any) -> list[str]:
+        made = run(model32, lr=lr, total_steps=steps, resume="latest", storage=storage, **options)
+        name, saved = swept_job(made, number, optimizer_lr=lr)
+        assert name == f"optimizer.lr={lr}"
+        return saved
 
-    assert job(0, 1e-3, 2)[0] == "job_0"
-    assert job(1, 2e-3, 2)[0] == "job_1"
+    job(0, 1e-3, 2)
+    job(1, 2e-3, 2)
     if storage is not None:
         shutil.rmtree("checkpoints")
-    assert job(0, 2e-3, 4) == ("job_1", ["global_step_3", "global_step_4"])
-    assert job(1, 3e-3, 1) == ("job_1-2", ["global_step_1"]), "a value that the first sweep did not have"
-    assert "found no job of this sweep with actor.optimizer.lr=0.003: job_1 starts from the beginning" in caplog.text
-    assert job(2, 1e-3, 3) == ("job_0", ["global_step_2", "global_step_3"])
+    assert job(0, 2e-3, 4) == ["global_step_3", "global_step_4"]
+    caplog.clear()
+    assert job(1, 3e-3, 1) == ["global_step_1"], "a value that the first sweep did not have"
+    assert "resume=latest found no checkpoint in" in caplog.text
+    assert job(2, 1e-3, 3) == ["global_step_2", "global_step_3"]
     with pytest.raises(ConfigError, match="holds no checkpoint of this training"):
         job(0, 1e-3, 3, data=OTHER)
+
+
+def test_names_of_jobs_are_valid_and_differ_where_their_overrides_do(model32):
+    assert job_name("", ()) == ""
+    assert job_name("job_1", ()) == "job_1"
+    paths = [job_name("job_0", [f"+data.train_files=[{path}]"]) for path in ("a/b", "a?b", "x" * 300)]
+    assert len(set(paths)) == 3
+    assert all(len(path) < 150 and "/" not in path for path in paths)
 
 
 # -- a job that is started again ----------------------------------------------------------------------------------
@@ -405,13 +403,14 @@ sys.path[:0] = sys.argv[3:]
 from trainer.state.test_save_directory import OTHER, fit, run
 from verl.models.pretrained import Pretrained
 
-fit(run(Pretrained(path=sys.argv[1]), resume=sys.argv[2] or None, data=OTHER, total_steps=10**6))
+again = {"resume": sys.argv[2] or None, "experiment_name": "other"}
+fit(run(Pretrained(path=sys.argv[1]), data=OTHER, total_steps=10**6, **again))
 """
 
 
 def test_a_job_that_was_killed_goes_on_from_its_own_newest_beside_an_unrelated_run(model32, tmp_path):
     other = fit(run(model32, total_steps=3))
-    own = other.with_name("default-2")
+    own = other.with_name("other")
 
     def started(resume: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", JOB, model32.path, resume, str(TESTS), str(TESTS.parent)])

@@ -1,10 +1,11 @@
 """Fencing: one trainer at a time writes a directory; a later claim fences the earlier writer out.
 
-`owner.json` names the newest claim. A trainer checks, under a lock and immediately before it commits, that the claim is
-still its own.
+run.lock      locked during the lifetime of the run's process, and names the run: an earlier run that is alive is found
+              before the later one loads anything
+owner.json    the newest claim, which outlives its process: a trainer checks, under a lock and immediately before it
+              commits, that the claim is still its own
 
-`run.lock` shows whether the run that saves here is alive: it is locked during the lifetime of the run's process, and
-identifies the run.
+Two files: a lock belongs to an inode, which must not be replaced; the claim is replaced as a whole, by a rename.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -23,114 +25,35 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl.checkpoint.core.filesystem import NO_LOCK, FileHandle, FileSystem, write_by_rename, write_errors
-from verl.checkpoint.read.discovery import FORMAT, OWNER, RUN_LOCK, refuse_inside
+from verl.checkpoint.commit.upload_state import read_upload_target
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.filesystem import (
+    NO_LINK,
+    NO_LOCK,
+    FileHandle,
+    FileSystem,
+    write_by_rename,
+    write_errors,
+    write_file,
+)
+from verl.checkpoint.core.manifest import FORMAT_NAME, FORMAT_VERSION
+from verl.checkpoint.read.discovery import (
+    FORMAT,
+    LATEST,
+    OWNER,
+    RESERVED,
+    RUN_LOCK,
+    STAGING,
+    CheckpointDirectory,
+    refuse_inside,
+)
 from verl.errors import CheckpointFenced, CheckpointWriteFailed
-from verl.utils.external_input import ExternalInputError, parse_as, parse_mapping
+from verl.utils.external_input import ExternalInputError, checked_name, parse_as, parse_mapping
 
 log = logging.getLogger(__name__)
 OWNER_LIMIT_BYTES = 65_536
 LOCK_TIMEOUT_S = 30.0
 LOCK_POLL_S = 0.02
-
-
-class WriterLease:
-    """A trainer's claim on a directory of checkpoints.
-
-    Args:
-        root: the directory; processes lock its `format.json`, which is never replaced.
-        run_id: of the run, for messages.
-        claim: a claim taken by another process of the same run; None to take one with `take`.
-    """
-
-    def __init__(self, disk: FileSystem, root: Path, run_id: str, claim: str | None = None):
-        self.claim = claim
-        self._disk, self._root, self._run_id = disk, root, run_id
-
-    def take(self) -> str:
-        """Claim the directory for this trainer. The lock must be held."""
-        epoch = self._recorded().get("epoch")
-        claim = f"{(epoch if isinstance(epoch, int) else 0) + 1}-{secrets.token_hex(8)}"
-        self._record(claim)
-        self.claim = claim  # only now: a claim that could not be recorded is repeated
-        return claim
-
-    def borrow(self) -> None:
-        """Use the claim of the directory's current owner, if any: for maintenance that must not fence out a running
-        trainer."""
-        claim = self._recorded().get("claim")
-        if isinstance(claim, str):
-            self.claim = claim
-
-    def check(self) -> None:
-        """Check that the claim is still valid. The lock must be held.
-
-        Raises:
-            CheckpointFenced: another trainer has claimed the directory since.
-        """
-        assert self.claim is not None, "a claim is checked after it was taken"
-        recorded = self._recorded()
-        if recorded.get("claim") == self.claim:
-            return
-        if "claim" not in recorded:
-            self._record(self.claim)  # the record was deleted; a later owner would have left its own
-            return
-        raise CheckpointFenced(
-            f"{self._root} was taken over by run {recorded.get('run_id')} (process {recorded.get('pid')} on "
-            f"{recorded.get('host')}, {recorded.get('since')}); this run no longer publishes there. "
-            "Stop one of the two, or give this one its own checkpoint.save_dir"
-        )
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Exclude every other process that publishes or prunes here.
-
-        Raises:
-            CheckpointWriteFailed: another process held the lock for too long.
-        """
-        with write_errors("locking the directory of checkpoints"):
-            handle = self._lock()
-        try:
-            yield
-        finally:
-            if handle is not None:
-                with contextlib.suppress(OSError):  # the lock is gone all the same
-                    self._disk.close(handle)
-
-    def _lock(self) -> FileHandle | None:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
-        try:
-            while (handle := self._disk.lock(self._root / FORMAT)) is None:
-                if time.monotonic() > deadline:
-                    raise CheckpointWriteFailed(
-                        f"{self._root / FORMAT} has been locked by another process for {LOCK_TIMEOUT_S:.0f} s; "
-                        "is a trainer that saves there suspended?"
-                    )
-                time.sleep(LOCK_POLL_S)
-        except OSError as error:
-            if error.errno not in NO_LOCK:
-                raise
-            log.warning("%s has no file locks: two trainers may detect each other too late", self._root)
-            return None
-        return handle
-
-    def _recorded(self) -> dict[str, Any]:
-        try:
-            return parse_mapping(self._disk.read(self._root / OWNER, OWNER_LIMIT_BYTES))
-        except (FileNotFoundError, ExternalInputError):
-            return {}
-
-    def _record(self, claim: str) -> None:
-        owner = {
-            "claim": claim,
-            "epoch": int(claim.split("-")[0]),
-            "run_id": self._run_id,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-        write_by_rename(self._disk, self._root / OWNER, json.dumps(owner, indent=2).encode() + b"\n")
-        self._disk.sync_directory(self._root)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +72,13 @@ class LockHolder:
     started: str = ""
     identity: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def here(cls, run_id: str, identity: Mapping[str, Any] | None = None) -> LockHolder:
+        """A run of this process."""
+        since, pid = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), os.getpid()
+        started, host = _process_start(pid), socket.gethostname()
+        return cls(run_id=run_id, host=host, pid=pid, since=since, started=started, identity=dict(identity or {}))
+
     def __str__(self) -> str:
         return f"run {self.run_id or '(unknown)'}: process {self.pid} on {self.host or '(unknown)'}, since {self.since}"
 
@@ -163,26 +93,18 @@ class RunLock:
         directory: of checkpoints, or of a run; created if missing.
         identity: of the training, which other runs compare with theirs.
         setting: configuration path of the directory, for messages.
+    Attributes:
+        holder: this run, as written to the lock file.
     """
 
     _of_this_process: ClassVar[dict[str, RunLock]] = {}
 
     def __init__(self, directory: Path, run_id: str, identity: Mapping[str, Any], setting: str = "checkpoint.save_dir"):
-        self._path = directory / RUN_LOCK
-        self._setting = setting
-        self._made: list[Path] = []
+        self._path, self._setting = directory / RUN_LOCK, setting
+        self._new_directories: list[Path] = []
         self._fd: int | None = None
         self._is_held = False  # whether it should be held; the file may be missing
-        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        pid, host = os.getpid(), socket.gethostname()
-        self._own = LockHolder(
-            run_id=run_id, host=host, pid=pid, since=since, started=_process_start(pid), identity=dict(identity)
-        )
-
-    @property
-    def holder(self) -> LockHolder:
-        """This run, as written to the lock file."""
-        return self._own
+        self.holder = LockHolder.here(run_id, identity)
 
     def acquire(self) -> LockHolder | None:
         """Take the lock. Returns the holder if that is another process, and None on success.
@@ -192,21 +114,19 @@ class RunLock:
         """
         refuse_inside(self._path.parent, self._setting)
         with write_errors(f"claiming {self._path.parent}"):
-            for path in (self._path.parent, *self._path.parent.parents):
-                if path.exists():
-                    break
-                self._made.append(path)
+            parents = (self._path.parent, *self._path.parent.parents)
+            self._new_directories += itertools.takewhile(lambda path: not path.exists(), parents)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             key = os.path.realpath(self._path)
             before = self._of_this_process.get(key)
-            if before is not None and before._own.pid == self._own.pid:  # of a fork, it is the parent's
+            if before is not None and before.holder.pid == self.holder.pid:  # of a fork, it is the parent's
                 self._fd, before._fd, before._is_held = before._fd, None, False
-                self._made = before._made
+                self._new_directories = before._new_directories
             elif (holder := self._lock()) is not None:
                 return holder
             self._of_this_process[key] = self
             assert self._fd is not None
-            data = json.dumps(asdict(self._own)).encode() + b"\n"
+            data = json.dumps(asdict(self.holder)).encode() + b"\n"
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, data, 0)
         self._is_held = True
@@ -237,7 +157,7 @@ class RunLock:
             self._path.unlink()
         os.close(self._fd)
         self._fd = None
-        for path in self._made:
+        for path in self._new_directories:
             with contextlib.suppress(OSError):
                 path.rmdir()
 
@@ -245,51 +165,38 @@ class RunLock:
     def is_held_here(cls, directory: Path) -> bool:
         """Whether a run of this process holds the lock."""
         lock = cls._of_this_process.get(os.path.realpath(directory / RUN_LOCK))
-        return lock is not None and lock._own.pid == os.getpid()
+        return lock is not None and lock.holder.pid == os.getpid()
 
     @classmethod
-    def look(cls, directory: Path) -> LockHolder | None:
-        """The other process that holds the lock, if any; does not take the lock."""
-        path = directory / RUN_LOCK
-        if os.path.realpath(path) in cls._of_this_process:
+    def holder_of(cls, directory: Path) -> LockHolder | None:
+        """The other process that holds the lock of a directory, if any; does not take the lock."""
+        if os.path.realpath(directory / RUN_LOCK) in cls._of_this_process:
             return None
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(directory / RUN_LOCK, OPEN_LOCK)
         except OSError:
             return None
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return cls._read_holder(fd)
+            return _flock(fd, directory)
         except OSError:
-            holder = cls._read_holder(fd)
-            return holder if is_alive(holder) else None
+            return None
         finally:
             os.close(fd)
-        return None
 
     def _lock(self) -> LockHolder | None:
         while True:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            fd = os.open(self._path, OPEN_LOCK | os.O_CREAT, 0o644)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = self._read_holder(fd)
+                holder = _flock(fd, self._path.parent)
+            except BaseException:
                 os.close(fd)
-                return holder
-            except OSError as error:
-                if error.errno not in NO_LOCK:
-                    os.close(fd)
-                    raise
-                holder = self._read_holder(fd)
-                if is_alive(holder):
-                    os.close(fd)
-                    return holder
-                log.warning("%s has no file locks: a run on another machine is not detected", self._path.parent)
-            if self._is_current(fd):
+                raise
+            if holder is None and self._is_current(fd):
                 self._fd = fd
                 return None
-            os.close(fd)  # its holder has ended and removed the file
+            os.close(fd)
+            if holder is not None:
+                return holder  # else it has ended and removed the file
 
     def _is_current(self, fd: int) -> bool:
         try:
@@ -298,16 +205,202 @@ class RunLock:
             return False
         return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
 
-    @staticmethod
-    def _read_holder(fd: int) -> LockHolder:
-        """The holder's record, which it writes right after locking."""
-        for _ in range(10):
-            time.sleep(LOCK_POLL_S)
-            try:
-                return parse_as(LockHolder, os.pread(fd, OWNER_LIMIT_BYTES * 16, 0))
-            except ExternalInputError:
+
+OPEN_LOCK = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def _flock(fd: int, directory: Path) -> LockHolder | None:
+    """Lock a file; returns the holder if another process has the lock, or, without file locks, if it is alive."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return _read_holder(fd)
+    except OSError as error:
+        if error.errno not in NO_LOCK:
+            raise
+        if is_alive(holder := _read_holder(fd)):
+            return holder
+        log.warning("%s has no file locks: a run on another machine is not detected", directory)
+        return None
+
+
+def _read_holder(fd: int) -> LockHolder:
+    """The holder's record, which it writes right after locking."""
+    for _ in range(10):
+        time.sleep(LOCK_POLL_S)
+        try:
+            return parse_as(LockHolder, os.pread(fd, OWNER_LIMIT_BYTES * 16, 0))
+        except ExternalInputError:
+            continue
+    return LockHolder()
+
+
+class ClaimedDirectory(CheckpointDirectory):
+    """A directory of checkpoints that one trainer at a time publishes in.
+
+    Args:
+        run_id: of the run, for messages and in every checkpoint.
+        claim: a claim taken by another process of the same run; None to take one with `claim_directory`.
+    """
+
+    def __init__(
+        self, directory: str | Path, run_id: str = "", disk: FileSystem | None = None, claim: str | None = None
+    ):
+        super().__init__(directory, disk)
+        self.run_id, self.claim = run_id, claim
+
+    def claim_directory(self) -> str:
+        """Become the owner of the directory and fence out the previous one. Called automatically at the first save.
+
+        Returns:
+            The claim, for other processes of the same run.
+        """
+        if self.claim is None:
+            with write_errors(f"preparing {self.directory}"):
+                self._prepare()
+                with self.locked():
+                    epoch = self._owner().get("epoch")
+                    claim = f"{(epoch if isinstance(epoch, int) else 0) + 1}-{secrets.token_hex(8)}"
+                    self._record(claim)
+            self.claim = claim  # only now: a claim that could not be recorded is repeated
+        return self.claim
+
+    def borrow_claim(self) -> None:
+        """Use the claim of the directory's current owner, if any: for maintenance that must not fence out a running
+        trainer."""
+        claim = self._owner().get("claim")
+        if isinstance(claim, str):
+            self.claim = claim
+
+    def check_claim(self) -> None:
+        """Check that the claim is still valid. The lock must be held.
+
+        Raises:
+            CheckpointFenced: another trainer has claimed the directory since.
+        """
+        assert self.claim is not None, "a claim is checked after it was taken"
+        owner = self._owner()
+        if owner.get("claim") == self.claim:
+            return
+        if "claim" not in owner:
+            self._record(self.claim)  # the record was deleted; a later owner would have left its own
+            return
+        raise CheckpointFenced(
+            f"{self.directory} was taken over by run {owner.get('run_id')} (process {owner.get('pid')} on "
+            f"{owner.get('host')}, {owner.get('since')}); this run no longer publishes there. "
+            "Stop one of the two, or give this one its own checkpoint.save_dir"
+        )
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude every other process that publishes or prunes here; `format.json` is locked, which is never replaced.
+
+        Raises:
+            CheckpointWriteFailed: another process held the lock for too long.
+        """
+        with write_errors("locking the directory of checkpoints"):
+            handle = self._lock()
+        try:
+            yield
+        finally:
+            if handle is not None:
+                with contextlib.suppress(OSError):  # the lock is gone all the same
+                    self.disk.close(handle)
+
+    def newest_and_next_sequence(self) -> tuple[Checkpoint | None, int]:
+        """The last published checkpoint and the number of the next one, above all that the store behind has."""
+        newest, following = super().newest_and_next_sequence()
+        cold = read_upload_target(self.disk, self.directory)
+        return newest, max(following, 1 + (cold.sequence_floor if cold else 0))
+
+    # -- with the lock held -------------------------------------------------------------------------------------------
+
+    def rename_into_place(self, staged: Path, name: str) -> Path:
+        """Publish the checkpoint by one rename. A name in use gets a suffix."""
+        checked_name(name, RESERVED)
+        for number in itertools.count(1):
+            target = self.directory / (name if number == 1 else f"{name}-{number}")
+            if self.exists(target):
                 continue
-        return LockHolder()
+            try:
+                self.disk.rename(staged, target)
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    continue
+                raise
+            return target
+        raise AssertionError("there is always another number")
+
+    def point_latest(self, name: str) -> None:
+        """Update the symbolic link `latest`, which is informative only."""
+        temporary = self.directory / STAGING / f"latest-{secrets.token_hex(6)}"
+        try:
+            self.disk.symlink(name, temporary)
+            self.disk.rename(temporary, self.directory / LATEST)
+        except OSError as error:
+            log.warning("%s does not point to %s: %s", self.directory / LATEST, name, error)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        refuse_inside(self.directory, "a directory for checkpoints")
+        missing = [path for path in (self.directory, *self.directory.parents) if not self.exists(path)]
+        for path in (*reversed(missing or [self.directory]), self.directory / STAGING):
+            with contextlib.suppress(FileExistsError):
+                self.disk.make_directory(path)
+            # Even if it existed: its creator may have been killed before this line.
+            with contextlib.suppress(PermissionError):
+                self.disk.sync_directory(path.parent)
+        if self.exists(self.directory / FORMAT):
+            return
+        form = {"name": FORMAT_NAME, "version": FORMAT_VERSION, "run_id": self.run_id, "created_at": time.time()}
+        temporary = self.directory / STAGING / f"format-{secrets.token_hex(6)}"
+        write_file(self.disk, temporary, [json.dumps(form, indent=2).encode() + b"\n"])
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # another process was first, and cleaned up
+            self._rename_once(temporary, self.directory / FORMAT)
+        self.disk.sync_directory(self.directory)
+
+    def _rename_once(self, temporary: Path, target: Path) -> None:
+        """Rename a finished file unless another process created it first; processes lock the file's inode."""
+        try:
+            self.disk.link(temporary, target)
+        except OSError as error:
+            if error.errno not in NO_LINK:
+                raise
+            self.disk.rename(temporary, target)
+            return
+        self.disk.unlink(temporary)
+
+    def _lock(self) -> FileHandle | None:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        try:
+            while (handle := self.disk.lock(self.directory / FORMAT)) is None:
+                if time.monotonic() > deadline:
+                    raise CheckpointWriteFailed(
+                        f"{self.directory / FORMAT} has been locked by another process for {LOCK_TIMEOUT_S:.0f} s; "
+                        "is a trainer that saves there suspended?"
+                    )
+                time.sleep(LOCK_POLL_S)
+        except OSError as error:
+            if error.errno not in NO_LOCK:
+                raise
+            log.warning("%s has no file locks: two trainers may detect each other too late", self.directory)
+            return None
+        return handle
+
+    def _owner(self) -> dict[str, Any]:
+        try:
+            return parse_mapping(self.disk.read(self.directory / OWNER, OWNER_LIMIT_BYTES))
+        except (FileNotFoundError, ExternalInputError):
+            return {}
+
+    def _record(self, claim: str) -> None:
+        holder = LockHolder.here(self.run_id)
+        owner = {"claim": claim, "epoch": int(claim.split("-")[0]), "run_id": holder.run_id}
+        owner |= {"host": holder.host, "pid": holder.pid, "since": holder.since}
+        write_by_rename(self.disk, self.directory / OWNER, json.dumps(owner, indent=2).encode() + b"\n")
+        self.disk.sync_directory(self.directory)
 
 
 def _process_start(pid: int) -> str:

@@ -140,7 +140,7 @@ class RankWriter:
     def __init__(self, directory: Path, name: str, disk: FileSystem | None = None):
         self.directory, self.name = directory, name
         self._disk = disk or FileSystem()
-        self._objects = DedupIndex(self._disk, directory.parents[1])
+        self.objects = DedupIndex(self._disk, directory.parents[1])
         self._files: list[FileEntry] = []
         self._tensors: list[LogicalTensor] = []
         self._shared: list[str] = []
@@ -159,7 +159,7 @@ class RankWriter:
                 buffers = list(buffers)
                 entry = FileEntry.of(path, hash_buffers(buffers))
                 self._shared.append(path)
-                if self._objects.fetch(entry, target):
+                if self.objects.fetch(entry, target):
                     return self.keep_file(entry)
             return self.keep_file(FileEntry.of(path, write_file(self._disk, target, buffers)))
 
@@ -231,7 +231,7 @@ class RankWriter:
         """
         self._shared.append(path)
         with self._writing(path) as target:
-            if expected is not None and self._objects.fetch(expected, target):
+            if expected is not None and self.objects.fetch(expected, target):
                 return self.keep_file(expected.at(path, linked_from=None))
             if expected is None and clone(self._disk, source, target):
                 return self.keep_file(FileEntry.of(path, hash_buffers(_pieces(self._disk, target))))

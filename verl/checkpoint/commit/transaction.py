@@ -22,9 +22,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import verl
+from verl.checkpoint.commit.fencing import ClaimedDirectory
 from verl.checkpoint.commit.rank_writer import RankReport, RankWriter
 from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
 from verl.checkpoint.core.filesystem import FileHandle, files_below, remove_tree, write_by_rename, write_errors
@@ -42,9 +43,6 @@ from verl.checkpoint.core.manifest import (
 )
 from verl.checkpoint.read.verify import open_verified
 from verl.errors import BadCheckpoint, CheckpointIncomplete, FileFault
-
-if TYPE_CHECKING:
-    from verl.checkpoint.commit.store import CheckpointStore
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +64,18 @@ class SaveTransaction:
 
     def __init__(
         self,
-        store: CheckpointStore,
+        store: ClaimedDirectory,
         directory: Path,
         step: int,
         tag: str | None,
         participants: Sequence[str],
-        lease: FileHandle | None,
+        staging_lock: FileHandle | None,
     ):
         self.directory, self.step, self.tag = directory, step, tag
         self.main = RankWriter(directory, MAIN, store.disk)
         self._store, self._disk = store, store.disk
         self._expected = {MAIN, *participants}
-        self._lease = lease
+        self._staging_lock = staging_lock
         self._is_open = True
 
     def participant(self, name: str) -> RankWriter:
@@ -107,8 +105,8 @@ class SaveTransaction:
         assert self._is_open, "a save is committed once"
         try:
             manifest, shared = self._joined([self.main.report(), *reports], metrics or {})
-            with self._store.ownership.locked(), write_errors(f"publishing step {self.step}"):
-                self._store.ownership.check()
+            with self._store.locked(), write_errors(f"publishing step {self.step}"):
+                self._store.check_claim()
                 published = self.publish(manifest, state or {})
         finally:
             self.abort()  # after a publication there is nothing left to remove
@@ -125,8 +123,8 @@ class SaveTransaction:
             CheckpointFenced, CheckpointWriteFailed: as in `commit`.
         """
         assert self._is_open, "a save is committed once"
-        with self._store.ownership.locked(), write_errors(f"publishing step {self.step}"):
-            self._store.ownership.check()
+        with self._store.locked(), write_errors(f"publishing step {self.step}"):
+            self._store.check_claim()
             try:
                 names = self._disk.names(self.directory)
             except FileNotFoundError:
@@ -149,9 +147,9 @@ class SaveTransaction:
             remove_tree(self._disk, self.directory)
         except OSError as error:
             log.warning("%s could not be removed (%s); the next run will", self.directory, error)
-        if self._lease is not None:
+        if self._staging_lock is not None:
             with contextlib.suppress(OSError):
-                self._disk.close(self._lease)
+                self._disk.close(self._staging_lock)
 
     def __enter__(self) -> SaveTransaction:
         return self
@@ -234,7 +232,7 @@ class SaveTransaction:
             for path in paths:
                 entry = published.manifest.file(path)
                 assert entry is not None
-                self._store.objects.add(published.path(path), entry)
+                self.main.objects.add(published.path(path), entry)
         except OSError as error:
             log.warning("the deduplication index was not updated: %s", error)
 

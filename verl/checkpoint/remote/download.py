@@ -49,13 +49,13 @@ def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: boo
             return here
         published = tier.open(record)
         known = _files_by_content(store)
-        store.ownership.borrow()  # a trainer that is saving there stays the owner
+        store.borrow_claim()  # a trainer that is saving there stays the owner
     needed = sum(entry.size for entry in published.manifest.files if (entry.blake3, entry.size) not in known)
     begun = store.begin(published.step, needed_bytes=needed, needed_files=len(published.manifest.files))
     with begun as staging, write_errors(f"fetching {record.name}"):
         for entry in published.manifest.files:
             _fetch(tier, published, entry, staging.directory / entry.path, staging.directory, store.disk, known)
-        with store.ownership.locked():
+        with store.locked():
             target = _publish(store, staging.directory, published)
     fetched = Checkpoint(target, published.manifest)
     confirm_upload(store.disk, fetched, record.manifest, tier.store.address)

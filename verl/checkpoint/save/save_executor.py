@@ -155,7 +155,7 @@ def execute_plan(
 
 def _begun(store: CheckpointStore, plan: SavePlan, increment: Mapping[str, HashedFile]) -> SaveTransaction:
     if plan.joint is not None:  # the trainer has begun it, and holds the lock on its directory
-        return SaveTransaction(store, plan.joint.directory, plan.step, plan.tag, plan.joint.others, lease=None)
+        return SaveTransaction(store, plan.joint.directory, plan.step, plan.tag, plan.joint.others, None)
     outside = sum(copied.source.stat().st_size for copied in plan.copies if copied.source.exists())
     return store.begin(
         plan.step,

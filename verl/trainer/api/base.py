@@ -15,10 +15,10 @@ from verl.component import as_plain
 from verl.errors import ConfigError
 from verl.rewards.base import RewardDescription
 from verl.trainer.api.from_objects import reward_from_object, with_timeout_of
+from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.ppo_config import PPORun
 from verl.trainer.setup import fit_with_restarts
-from verl.trainer.state.resume import load_checkpoint
 from verl.trainer.state.training_identity import identity_of
 from verl.trainer.train_loop import TrainLoop, TrainResult, fit
 from verl.utils.component_exits import component_exits

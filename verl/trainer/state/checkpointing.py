@@ -388,7 +388,7 @@ class CheckpointSaver:
         Raises:
             CheckpointError: it could not be saved, or another running process saves in that directory.
         """
-        if (holder := RunLock.look(directory.absolute())) is not None:
+        if (holder := RunLock.holder_of(directory.absolute())) is not None:
             raise CheckpointFenced(f"{directory} is where another run saves ({holder}): give another directory")
         contents = TrainState(self.settings or Checkpointing(), self._config, self.uses)
         store = CheckpointStore(directory.absolute(), self.run_id)

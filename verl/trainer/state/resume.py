@@ -1,32 +1,18 @@
-"""Resuming: may this configuration continue a checkpoint, in what do the two differ, and loading into a running
-trainer.
-
-path ──> which checkpoint ──> hashed ──> actor, critic, optimizer ──> the live tensors of the roles
-                                     └─> scheduler, dataloader, rng, replay_buffer ──> the driver
-"""
+"""Resuming: may this configuration continue a checkpoint, and in what do the two differ."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from verl.checkpoint.read.lazy_tensors import DeviceMap
-from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.resume_point import ResumePoint, find
-from verl.component import as_plain
-from verl.errors import CheckpointNotFound, ConfigError
+from verl.checkpoint.resume_point import ResumePoint
+from verl.errors import ConfigError
 from verl.ops.cpu_matmul import active_library
-from verl.trainer.state.driver_state import load_parts
 from verl.trainer.state.lineage import ParentCheckpoint
-from verl.trainer.state.training_identity import DIGEST, differences, identity_of, sources_of
-from verl.workers.load_state import CheckpointSelection
-
-if TYPE_CHECKING:
-    from verl.trainer.train_loop import TrainLoop
+from verl.trainer.state.training_identity import DIGEST, differences, sources_of
 
 
 def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> None:
@@ -88,103 +74,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping) and set(value) == {DIGEST}:
         return f"content {value[DIGEST][:12]}"
     return json.dumps(value) if not isinstance(value, str) else value
-
-
-COMPONENTS = ("actor", "critic", "optimizer", "scheduler", "dataloader", "rng", "replay_buffer")
-
-
-def load_checkpoint(
-    loop: TrainLoop,
-    path: str | Path,
-    components: Sequence[str] | None = None,
-    mmap: bool = False,
-    device_map: DeviceMap = None,
-) -> ResumePoint:
-    """Load a checkpoint into a running trainer.
-
-    Nothing is changed before all bytes to be loaded have been verified by hash.
-
-    Args:
-        path: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.
-        components: some of `COMPONENTS`. `optimizer` includes the position in the learning-rate schedules; `scheduler`
-            is the step, the KL control, reward statistics and response lengths; `dataloader` the position in the data;
-            `replay_buffer` replaces the rows of the buffer. None loads everything, and training continues as the saved
-            run would have.
-        mmap: copy from memory-mapped files, instead of reading them into memory first.
-        device_map: device by way of which tensors are copied to the weights, such as cuda:0; None for main memory.
-    Raises:
-        ConfigError: there is no such component or device, the checkpoint is of another model, or all components are
-            loaded and it is of another training.
-        CheckpointNotFound: there is no checkpoint.
-        BadCheckpoint: it is damaged.
-    """
-    trainer: Any = loop.trainer
-    chosen = _chosen(trainer, components)
-    _refuse_devices(device_map)
-    loop.settle()
-    point = find(str(path), trainer.saving.directory, verify=False)
-    if point is None:
-        raise CheckpointNotFound(f"path is {path!r}: there is no checkpoint in {trainer.saving.directory}")
-    if components is None and point.state.get("identity"):
-        own = trainer.saving.identity or identity_of(as_plain(trainer.description), trainer.tokenizer)
-        _refuse_with_path(point, own)
-    _verify(point, chosen)
-    loop.begin(evaluates=False)
-    for name in trainer.trained:
-        source = CheckpointSelection(point.published.directory, name in chosen, "optimizer" in chosen, mmap, device_map)
-        getattr(trainer, name).load(name, source).result()
-    trainer.sync()
-    load_parts(point, trainer.parts, chosen)
-    if "scheduler" in chosen:
-        loop.go_on_from(point)
-    return point
-
-
-def _chosen(trainer: Any, components: Sequence[str] | None) -> list[str]:
-    reuse = getattr(trainer, "reuse", None)  # a trainer of supervised fine-tuning has none
-    is_own = {"critic": "critic" in trainer.trained, "replay_buffer": reuse is not None and reuse.buffer is not None}
-    own = [name for name in COMPONENTS if is_own.get(name, True)]
-    if components is None:
-        return own
-    if isinstance(components, str):
-        raise ConfigError(f"load_components is {components!r}: expected a list, such as [{components!r}].")
-    unknown = [name for name in components if name not in own]
-    if unknown:
-        raise ConfigError(f"load_components has {', '.join(map(repr, unknown))}: this trainer has {', '.join(own)}.")
-    return list(components)
-
-
-def _refuse_devices(device_map: DeviceMap) -> None:
-    named = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
-    for device in named:
-        if device is None:
-            continue
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, TypeError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"device_map is {device_map!r}: torch has no {device} here ({reason}).") from error
-
-
-def _refuse_with_path(point: ResumePoint, own: Mapping[str, Any]) -> None:
-    try:
-        refuse_other_identity(point, own)
-    except ConfigError as error:
-        hint = "To take over weights alone, give load_components=['actor']."
-        raise ConfigError([*error.faults, f"path is {point.published.directory}: another training. {hint}"]) from error
-
-
-def _verify(point: ResumePoint, chosen: Sequence[str]) -> None:
-    reader = CheckpointReader(point.published)
-    for path in _files(reader, chosen):
-        reader.check(path)
-
-
-def _files(reader: CheckpointReader, chosen: Sequence[str]) -> Iterator[str]:
-    wanted = {*chosen, *(["scheduler"] if "optimizer" in chosen else [])}
-    for component in sorted(wanted):
-        for entry in reader.files(component):
-            yield entry.path
 
 
 def parent_of(point: ResumePoint, config: Mapping[str, Any]) -> ParentCheckpoint:
