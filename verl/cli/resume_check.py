@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -153,11 +154,11 @@ class RunLauncher:
                 process.kill()
                 reap(process)
 
-    def last(self, saved_in: str) -> Checkpoint:
-        """The newest checkpoint of some runs, all of which must be whole."""
+    def last(self, saved_in: str, strict: bool = True) -> Checkpoint:
+        """The newest checkpoint of some runs."""
         from verl.checkpoint.read.discovery import CheckpointDirectory
 
-        return CheckpointDirectory(f"{self.directory / saved_in}_checkpoints").newest(strict=True)
+        return CheckpointDirectory(f"{self.directory / saved_in}_checkpoints").newest(strict)
 
 
 def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
@@ -300,6 +301,7 @@ class ResumeCheck:
         legs: starts the runs.
         stop_after: step after which the second run is stopped and resumed.
         resumed_with: further overrides of the resumed run, e.g. another layout.
+        plant: fault injection: a tensor, as `component/name`, of which one bit is flipped before resuming.
         tolerance: see `verl.trainer.state.compare_runs.Tolerance`.
         in_episode: kill the second run in the midst of the episodes of the step after that, instead of stopping it.
     Raises:
@@ -309,6 +311,7 @@ class ResumeCheck:
     legs: RunLauncher
     stop_after: int
     resumed_with: Sequence[str] = ()
+    plant: str | None = None
     tolerance: float = 0.0
     in_episode: bool = False
 
@@ -331,14 +334,18 @@ class ResumeCheck:
             self._kill_in_episode()
         else:
             self.legs.run("interrupted", "stopped", [f"trainer.stop_after={self.stop_after}"])
-        resumed = self.legs.run("resumed", "stopped", [*self.resumed_with, "resume=latest"])
+        resume = [*self.resumed_with, "resume=latest"]
+        if self.plant is not None:
+            self._plant(self._last("stopped"))
+            resume.append("checkpoint.verify=false")
+        resumed = self.legs.run("resumed", "stopped", resume)
         if self.in_episode:
             self._tell_journal(resumed)
         exact, near = Tolerance(), Tolerance(self.tolerance)
         if found := first_step_apart(steps_of(straight), steps_of(self.legs.directory / "interrupted"), exact):
             return [f"before the resume, so the training itself is not reproducible: {found}"]
         apart = first_step_apart(steps_of(straight), steps_of(resumed), near)
-        last = self.legs.last("straight"), self.legs.last("stopped")
+        last = self._last("straight"), self._last("stopped")
         return [found for found in (apart, first_part_apart(*last, near)) if found is not None]
 
     def _kill_in_episode(self) -> None:
@@ -363,7 +370,7 @@ class ResumeCheck:
             self.legs.run("interrupted", "stopped", saves, kill_when=watch)
             found = self._answers("stopped", step)
             if 0 < found < answers:  # so not all episodes had ended
-                if self.legs.last("stopped").step != self.stop_after:
+                if self._last("stopped").step != self.stop_after:
                     raise RunFailed(f"the interrupted run was killed before step {self.stop_after} was saved.")
                 self.legs.tell(f"  killed in the episodes of step {step}, after {found} of {answers} answers")
                 return
@@ -402,11 +409,38 @@ class ResumeCheck:
         from verl.trainer.state.compare_runs import Tolerance, num_compared
 
         near = Tolerance(self.tolerance)
-        tensors = num_compared(self.legs.last("straight"), near)
-        how = "are equal bit by bit"
-        if near.tolerance:
-            how = f"agree to within {self.tolerance:g} (another layout changes rounding)"
+        tensors = num_compared(self._last("straight"), near)
+        how = (
+            f"agree to within {self.tolerance:g} (another layout changes rounding)"
+            if near.tolerance
+            else ("are equal bit by bit")
+        )
         return f"steps {self.stop_after + 1} to {self.legs.steps} and {tensors} tensors of the last checkpoint {how}"
+
+    def _last(self, saved_in: str) -> Checkpoint:
+        return self.legs.last(saved_in, strict=self.plant is None)
+
+    def _plant(self, checkpoint: Checkpoint) -> None:
+        """Flip one bit of the largest element of a tensor on the disk; its hash is not updated."""
+        from verl.checkpoint.read.lazy_tensors import as_tensor
+        from verl.checkpoint.read.reader import CheckpointReader
+
+        found = [tensor for tensor in checkpoint.manifest.tensors if tensor.full_name == self.plant]
+        if not found:
+            names = ", ".join(tensor.full_name for tensor in checkpoint.manifest.tensors[:6])
+            raise ConfigError(f"--plant is {self.plant}: the checkpoint has no such tensor; it has {names}, ...")
+        (tensor,) = found
+        values = as_tensor(CheckpointReader(checkpoint).tensor(tensor.component, tensor.name), tensor).flatten()
+        place, part = int(values.double().abs().argmax()), tensor.slices[0]
+        bit = _visible_bit(values.dtype)
+        at = part.offset + place * values.element_size() + bit // 8
+        file = checkpoint.path(part.file)
+        file.chmod(0o644)
+        with file.open("r+b") as data:
+            data.seek(at)
+            byte = data.read(1)[0]
+            data.seek(at)
+            data.write(bytes([byte ^ 1 << bit % 8]))
 
 
 class _JournalWatch:
@@ -464,6 +498,7 @@ def resume_check(
         float, typer.Option(help="Kill a run after this many seconds without progress.", min=0.001)
     ] = 1800.0,
     keep: Annotated[Path | None, typer.Option(help="Run in this new directory, and keep it.")] = None,
+    plant: Annotated[str | None, typer.Option(hidden=True, help="Flip a bit of this tensor, COMPONENT/NAME.")] = None,
 ) -> None:
     """Compare N uninterrupted steps with k steps, a stop, a resume and N - k steps, and print the first difference.
 
@@ -478,28 +513,37 @@ def resume_check(
         raise typer.BadParameter(f"{root!r}: expected ppo or sft.", param_hint="--root")
     try:
         with _directory(keep) as directory:
+            check: ResumeCheck | TopologyCheck
             if topology is not None and in_episode:
                 raise ConfigError("--in-episode with --topology: legs end after a step. Leave one of them out.")
-            chain = () if topology is None else topologies(topology)
-            legs = RunLauncher(
-                root=root,
-                steps=len(chain) or steps,
-                directory=directory,
-                overrides=given,
-                timeout_s=timeout,
-                tell=typer.echo,
-            )
-            check = (
-                TopologyCheck(legs, chain, tolerance)
-                if chain
-                else ResumeCheck(
+            if topology is not None:
+                chain = topologies(topology)
+                legs = RunLauncher(
+                    root=root,
+                    steps=len(chain),
+                    directory=directory,
+                    overrides=given,
+                    timeout_s=timeout,
+                    tell=typer.echo,
+                )
+                check = TopologyCheck(legs, chain, tolerance)
+            else:
+                legs = RunLauncher(
+                    root=root,
+                    steps=steps,
+                    directory=directory,
+                    overrides=given,
+                    timeout_s=timeout,
+                    tell=typer.echo,
+                )
+                check = ResumeCheck(
                     legs=legs,
                     stop_after=steps // 2 if at is None else at,
                     resumed_with=layout,
+                    plant=plant,
                     tolerance=(TOLERANCE if layout else 0.0) if tolerance is None else tolerance,
                     in_episode=in_episode,
                 )
-            )
             found = check.differences()
             echo("\n".join(f"DIFFERS: {line}" for line in found) if found else f"OK: {check.compared()}")
     except (ConfigError, RunFailed) as error:
@@ -518,3 +562,10 @@ def _directory(keep: Path | None) -> Iterator[Path]:
     if keep.exists() and any(keep.iterdir()):
         raise ConfigError(f"--keep is {keep}: it is not empty. Give a new directory.")
     yield keep.absolute()
+
+
+def _visible_bit(dtype: Any) -> int:
+    """The bit of a number, counted from its last, that changes a floating-point one by about a quarter."""
+    import torch
+
+    return -round(math.log2(torch.finfo(dtype).eps)) - 2 if dtype.is_floating_point else 0
