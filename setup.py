@@ -67,6 +67,7 @@ setup(
         "verl": ["py.typed"],
         "verl.models": ["*.json"],
         "verl.cli": ["*.css", "*.js"],
+        "verl.model_paths": ["*.json"],
         **{name: ["*.yaml"] for name in conf_packages.values()},
     },
     install_requires=REQUIRED,
