@@ -76,7 +76,8 @@ def test_the_wheel_holds_every_module_and_option_and_names_its_ranges_and_extras
     names = zipfile.ZipFile(wheel).namelist()
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "verl").rglob("*.py")}
     expected |= {f"verl/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
-    expected |= {"verl/py.typed", "verl/models/known_shapes.json", "verl/cli/samples.css", "verl/cli/samples.js"}
+    data = [path for suffix in ("json", "css", "js") for path in (ROOT / "verl").rglob(f"*.{suffix}")]
+    expected |= {"verl/py.typed", *(path.relative_to(ROOT).as_posix() for path in data)}
     assert {name for name in names if ".dist-info/" not in name} == expected
     (metadata,) = [name for name in names if name.endswith("METADATA")]
     text = zipfile.ZipFile(wheel).read(metadata).decode()
