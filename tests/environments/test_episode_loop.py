@@ -26,7 +26,7 @@ from verl.environments.episode import kept_rows
 from verl.errors import RolloutError
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.rollout.base import GenerationRequest
-from verl.rollout.hf_turns import SlotCache, slot_bytes
+from verl.rollout.hf_slots import SlotCache, slot_bytes
 
 TEXTS = ["1+2=", "34+5=", "what is 6*7? ", "9-", "77+1="]
 

@@ -19,9 +19,11 @@ from verl.checkpoint.config import Checkpointing
 from verl.cli.generate import located, running
 from verl.cli.serve_policy import one_prompt, served, server_of
 from verl.component import BuildContext
+from verl.compose.load_policy import trained_on_texts
 from verl.data.calculator import CalculatorPrompts
 from verl.environments.calculator import Calculator
 from verl.errors import ConfigError
+from verl.models.tiny import CHAT_TEMPLATE
 from verl.ops.logprobs import log_probs_of
 from verl.rewards.rules import ExactMatch
 from verl.rollout.hf import HFRollout
@@ -364,13 +366,14 @@ def with_calculator(model32, tmp_path_factory):
 
 
 @contextlib.contextmanager
-def asked_of(checkpoint, directory, template=None):
+def asked_of(checkpoint, directory, template=None, text=None):
     """A client of `verl serve-policy CHECKPOINT`, and the endpoint."""
     settings = ["reward=length", "data.prompt_key=prompt"]
     with located(str(checkpoint)) as saved, served(saved, settings, directory) as (trainer, environment):
         object.__setattr__(trainer.description.data, "chat_template", template)
         trainer.tokenizer.chat_template = template
-        server = server_of(trainer, "127.0.0.1", 0, timeout_s=60.0, environment=environment)
+        text = trained_on_texts(saved) if text is None else text
+        server = server_of(trainer, "127.0.0.1", 0, timeout_s=60.0, environment=environment, joins_texts=text)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
@@ -396,8 +399,26 @@ def test_a_run_with_an_environment_is_served_without_additions_as_its_episodes_w
         assert endpoint.style == "plain"
 
 
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, TEMPLATE], ids=["of the embedded model", "with tools"])
+def test_a_policy_that_was_trained_on_texts_is_asked_in_texts_whatever_its_tokenizer_has(
+    template, with_calculator, tmp_path
+):
+    with asked_of(with_calculator, tmp_path, template) as (client, endpoint):
+        messages = [{"role": "user", "content": "12+34="}]
+        for tools in ({}, {"tools": TOOLS}):
+            answer = asked(client, messages, **tools)
+            assert answer.prompt_token_ids == endpoint.tokenizer("12+34=").input_ids
+        result = {"role": "tool", "tool_call_id": "a", "content": "46"}
+        again = asked(client, [*messages, answer.choices[0].message, result], tools=TOOLS)
+        assert again.continues
+        assert again.prompt_token_ids[-3:] == endpoint.tokenizer("46\n", add_special_tokens=False).input_ids
+        other = {"type": "function", "function": {"name": "search"}}
+        with pytest.raises(openai.BadRequestError, match=r"cannot see search. It knows calc"):
+            asked(client, messages, tools=[other])
+
+
 def test_schemas_of_the_environment_are_those_of_requests_without_tools(with_calculator, tmp_path):
-    with asked_of(with_calculator, tmp_path, TEMPLATE) as (client, endpoint):
+    with asked_of(with_calculator, tmp_path, TEMPLATE, text=False) as (client, endpoint):
         messages = [{"role": "user", "content": "1+2="}]
         assert [tool["function"]["name"] for tool in endpoint.tools] == ["calc"]
         own, others = asked(client, messages), asked(client, messages, tools=TOOLS * 2)

@@ -44,6 +44,26 @@ def test_stage_lines_are_in_run_log_and_left_to_the_console_tracker(tmp_path, sc
     assert "step 1  reward/mean 0.5\n" in text
 
 
+def test_lines_that_differ_in_numbers_alone_are_counted_after_the_fifth(tmp_path, screen, monkeypatch):
+    undo, log = setup_logging(tmp_path), logging.getLogger("verl.environments")
+    for prompt in range(500):
+        log.info("Episode of prompt %d is restarted: %s", prompt, "division by zero")
+        log.warning("Episode of prompt %d is left out: %s", prompt, "division by zero")
+        if prompt < 8:
+            log.info("saved %s", f"step_{prompt}")
+            log.info("job %d", prompt)
+    log.info("Episode of prompt %d is restarted: %s", 500, "another reason")
+    undo()
+    lines = screen.getvalue().splitlines()
+    assert sum("is restarted: division" in line for line in lines) == 5
+    assert sum("left out" in line for line in lines) == 5
+    assert sum("saved" in line for line in lines) == sum("job" in line for line in lines) == 8
+    assert sum(int(line[1:].split()[0]) for line in lines if line.startswith("(")) == 2 * 495
+    assert lines[-1] == "INFO Episode of prompt 500 is restarted: another reason"
+    assert f"more lines like these are in {tmp_path}" in lines[-2]
+    assert (tmp_path / "run.log").read_text().count("\n") == 2 * 500 + 16 + 1
+
+
 def test_set_ups_one_after_another_leave_nothing_behind(tmp_path, screen):
     logger = logging.getLogger("verl")
     before = (list(logger.handlers), logger.level, logger.propagate)

@@ -39,13 +39,20 @@ def serve_policy(
         typer.Option("--ignore-sampling", help="Use those of the run, whatever a request says."),
     ] = False,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of one turn in seconds.")] = 600.0,
+    text: Annotated[
+        bool | None,
+        typer.Option("--text/--chat", help="Join messages as one text, as prompts that are texts were in training."),
+    ] = None,
     config_dir: Annotated[Path | None, CONFIG_DIR] = None,
 ) -> None:
     """Serve a saved policy to OpenAI clients at http://HOST:PORT/v1, until Ctrl-C.
 
     Later turns of a conversation continue from the exact tokens that were sampled before. A policy that was trained
     with the tools of an environment is served with their schemas; the client executes the calls.
+    Policies of the built-in data, whose prompts are texts, are served with --text; others with their chat template.
     """
+    from verl.compose.load_policy import trained_on_texts
+
     settings = ["reward=length", "data.prompt_key=prompt", *(overrides or [])]  # responses are not scored
     with (
         faults_reported(),
@@ -54,8 +61,9 @@ def serve_policy(
         served(saved, settings, Path(directory)) as (trainer, environment),
     ):
         server = server_of(
-            trainer, host, port, record, max_tokens, kv_cache_gib, ignore_sampling, timeout_s, environment
-        )
+            trainer, host, port, record, max_tokens, kv_cache_gib, ignore_sampling, timeout_s, environment,
+            trained_on_texts(saved) if text is None else text,
+        )  # fmt: skip
         echo(f"{saved.description} at {server.url}")
         # serve_forever cannot be stopped from a handler of its own thread
         ends = (signal.SIGINT, *termination_signals())
@@ -110,6 +118,7 @@ def server_of(
     ignore_sampling: bool = False,
     timeout_s: float = 600.0,
     environment: Any = None,
+    joins_texts: bool = False,
 ) -> Any:
     """Make a server for a trainer's policy. It listens, but does not serve yet.
 
@@ -121,6 +130,8 @@ def server_of(
         kv_cache_gib: memory for keys and values of open conversations.
         ignore_sampling: ignore sampling options of requests that differ from those of the run.
         timeout_s: limit of one turn.
+        environment: that of the training, or None.
+        joins_texts: join messages as one text, without the chat template.
     Raises:
         ConfigError: the engine does not support turns, or the address is not available.
     """
@@ -151,7 +162,7 @@ def server_of(
     endpoint = PolicyEndpoint(
         lambda: actor.sampler.turns(request, limits),
         tokenizer, template, stops, rollout.max_new_tokens, row_tokens, record,
-        getattr(environment, "tool_format", "auto"), environment,
+        getattr(environment, "tool_format", "auto"), environment, joins_texts,
     )  # fmt: skip
     if endpoint.format_fault is not None:
         logging.getLogger(__name__).warning("Requests with tools are refused: %s", endpoint.format_fault)

@@ -22,6 +22,10 @@ from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign
 from verl.compose.saved_config import OF_TRAINING, AllowedConfig, allowed_config
 from verl.compose.validate import validate
+from verl.data.arithmetic import ArithmeticPrompts
+from verl.data.base import PromptSource
+from verl.data.calculator import CalculatorPrompts
+from verl.data.guess_number import GuessNumberPrompts
 from verl.environments.base import EnvironmentDescription
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.pretrained import Pretrained
@@ -32,6 +36,8 @@ from verl.workers.load_state import RestoreSource
 _log = logging.getLogger(__name__)
 
 UNKNOWN_CONTEXT = 4096  # tokens of prompt and response, for a model without a known context length
+BUILT_IN: tuple[type[PromptSource], ...] = (ArithmeticPrompts, CalculatorPrompts, GuessNumberPrompts)
+AGENT_PROGRAM = "verl.serving.agent_program.AgentProgram"
 OF_FILES = {"ppo": "verl.data.files.PromptFiles", "sft": "verl.data.files.SFTFiles"}
 EVALUATED = {"ppo": "verl.data.files.EvaluatedPrompts", "sft": "verl.data.files.EvaluatedSequences"}
 UNTRAINED: dict[str, Any] = {  # replaces the parts that only training needs
@@ -115,6 +121,18 @@ def root_of(saved: SavedPolicy) -> str:
     config = None if saved.point is None else saved.point.state.get("config")
     target = config.get("_target_") if isinstance(config, dict) else None
     return "sft" if str(target).endswith("SFTRun") else "ppo"
+
+
+def trained_on_texts(saved: SavedPolicy) -> bool:
+    """Whether the prompts of the training were texts, as those of the built-in data are, so that its policy has never
+    seen a chat template. An agent program talks to an endpoint, which renders chats."""
+    config = None if saved.point is None else saved.point.state.get("config")
+    if not isinstance(config, dict):
+        return False
+    parts = map(config.get, ("data", "environment"))
+    data, environment = (part.get("_target_") if isinstance(part, dict) else None for part in parts)
+    texts = {f"{source.__module__}.{source.__qualname__}" for source in BUILT_IN if source.prompts_are_texts}
+    return data in texts and environment != AGENT_PROGRAM
 
 
 def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), file: Path | None = None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -96,6 +96,8 @@ class ArithmeticPrompts(Arithmetic, PromptSource):
     Args:
         max_prompt_length: most tokens of a prompt; must hold the longest problem, one token a character.
     """
+
+    prompts_are_texts: ClassVar[bool] = True
 
     max_prompt_length: int = 16
 

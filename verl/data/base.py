@@ -6,7 +6,7 @@ import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import Field, PositiveInt
 from torch import Tensor
@@ -35,7 +35,13 @@ class Dataset(Protocol):
 
 @component
 class PromptSource(Description):
-    """Base class of `data=` components for reinforcement learning: builds `DataSplits` of prompts."""
+    """Base class of `data=` components for reinforcement learning: builds `DataSplits` of prompts.
+
+    Attributes:
+        prompts_are_texts: whether no prompt is a list of chat messages, so that no chat template is applied to any.
+    """
+
+    prompts_are_texts: ClassVar[bool] = False
 
     def columns(self) -> dict[str, frozenset[str]]:
         """Columns without the prompt, by the setting that names the rows (`train_files`); only for rows whose columns

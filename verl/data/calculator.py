@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -27,6 +27,8 @@ class CalculatorPrompts(PromptSource):
         seed: of the problems.
         max_prompt_length: the most tokens of a prompt; a token is a character.
     """
+
+    prompts_are_texts: ClassVar[bool] = True
 
     min_digits: Annotated[int, Field(ge=1, le=6)] = 3
     max_digits: Annotated[int, Field(ge=1, le=6)] = 4

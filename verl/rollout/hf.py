@@ -193,7 +193,7 @@ class HFSampler(RolloutEngine):
 
     def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
         """See `RolloutEngine.turns`; the draws depend on (seed, stream, step, prompt, sample, turn, position) alone."""
-        from verl.rollout.hf_turns import num_slots, prove_slots, turn_engine  # brings transformers
+        from verl.rollout.hf_slots import num_slots, prove_slots, turn_engine  # brings transformers
 
         self.model.eval()
         decoder = self.decoder(limits.row_tokens - self.options.max_new_tokens)

@@ -74,6 +74,7 @@ class PolicyEndpoint:
         tool_format: format of the policy's tool calls; `auto` finds that of the chat template.
         environment: that of the training. Its tools are those of requests without `tools`; without a chat template,
             messages are joined as its episodes are. None for none.
+        joins_texts: join messages as one text, without the chat template, as in a training whose prompts were texts.
     Attributes:
         recorded: all answered requests, in the order of the answers.
         format_fault: why calls of the model cannot be read, so that requests with tools are refused; None if they can.
@@ -90,6 +91,7 @@ class PolicyEndpoint:
         record: Path | None = None,
         tool_format: ToolFormat = "auto",
         environment: EnvironmentDescription | None = None,
+        joins_texts: bool = False,
     ):
         self.tokenizer, self.max_new_tokens, self.row_tokens = tokenizer, max_new_tokens, row_tokens
         self.chat = ChatTemplate(tokenizer, chat_template)
@@ -101,7 +103,7 @@ class PolicyEndpoint:
             self.format_fault = str(error)
         self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, row_tokens, self.style)
         self.tools = [] if environment is None else [dict(schema) for schema in environment.tool_schemas()]
-        self._is_text = environment is not None and self.chat.source is None
+        self._is_text = joins_texts or (environment is not None and self.chat.source is None)
         self._suffix = str(getattr(environment, "suffix", ""))  # after a tool result in a text
         self._continues = environment is None or environment.history == "append"
         self.recorded: list[RecordedTurn] = []
@@ -139,6 +141,12 @@ class PolicyEndpoint:
         """
         if tools and self.format_fault is not None:
             raise ConfigError(f"tools: {self.format_fault}")
+        known = {tool["function"]["name"] for tool in self.tools}
+        if self._is_text and (others := sorted({tool["function"]["name"] for tool in tools or ()} - known)):
+            raise ConfigError(
+                f"tools: the policy was trained on texts, which list no tools: it cannot see {', '.join(others)}. It "
+                f"knows {', '.join(sorted(known)) or 'none'}."
+            )
         conversations = self._known if session is None else session.known
         tools = tools or self.tools or None
         before, continues = self._place_of(messages, tools, sample, conversations)

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 from verl.tracking.console import print_line
 from verl.utils.external_input import regular_opener
 from verl.utils.redact import RedactSecrets
 
 IN_RUN_LOG = "is_in_run_log"  # attribute of an error whose traceback was logged
+REPEATS_SHOWN, REPEATS_WITHIN_S = 5, 60.0
 _NAME = "verl run"  # name of the handlers installed here
 _FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
@@ -35,7 +37,8 @@ def setup_logging(run_dir: Path | str | None, console_level: int | str = logging
         OSError: run.log cannot be written.
     """
     logger = logging.getLogger("verl")
-    handlers: list[logging.Handler] = [_ConsoleLines(console_level)]
+    file = None if run_dir is None else Path(run_dir) / "run.log"
+    handlers: list[logging.Handler] = [_ConsoleLines(console_level, file)]
     if run_dir is not None:
         handlers.append(_file_lines(Path(run_dir)))
     level, propagate = logger.level, logger.propagate
@@ -104,22 +107,56 @@ class _WithoutTraceback(logging.Formatter):
 
 
 class _ConsoleLines(logging.Handler):
-    """Prints through the console of the progress bar, so that lines appear above the bar."""
+    """Prints through the console of the progress bar, so that lines appear above the bar.
 
-    def __init__(self, level: int | str):
+    Messages that differ in numbers only, such as one for each of 500 episodes, are shown `REPEATS_SHOWN` times in
+    `REPEATS_WITHIN_S` seconds; the rest are counted.
+    """
+
+    def __init__(self, level: int | str, file: Path | None = None):
         super().__init__(level)
         self.setFormatter(_WithoutTraceback("%(levelname)s %(message)s"))
+        self._where = "not shown" if file is None else f"in {file}"
+        self._repeats: dict[tuple[Any, ...], tuple[float, int]] = {}  # since when, and how many
+        self._hidden = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         shown_already = not getattr(record, "console", True)
-        return not shown_already and bool(super().filter(record))
+        if shown_already or self._is_repeated(record):  # before secrets are redacted, which drops the arguments
+            self._hidden += not shown_already
+            return False
+        return bool(super().filter(record))
 
     def emit(self, record: logging.LogRecord) -> None:
-        import rich
-
+        self._tell_hidden()
         try:
-            print_line(rich.get_console(), self.format(record), "bold red" if record.levelno >= logging.WARNING else "")
-        except BrokenPipeError:  # raised once; afterwards rich prints nothing
-            return
+            self._print(self.format(record), "bold red" if record.levelno >= logging.WARNING else "")
         except Exception:  # noqa: BLE001 - as handlers of the standard library do
             self.handleError(record)
+
+    def close(self) -> None:
+        self._tell_hidden()
+        super().close()
+
+    def _is_repeated(self, record: logging.LogRecord) -> bool:
+        arguments = record.args if isinstance(record.args, tuple) else ()
+        texts = tuple(str(x) for x in arguments if not isinstance(x, (int, float)))
+        if not texts or len(texts) == len(arguments):
+            return False
+        key = (record.name, record.levelno, record.msg, texts)
+        since, count = self._repeats.get(key, (record.created, 0))
+        if record.created - since > REPEATS_WITHIN_S:
+            since, count = record.created, 0
+        self._repeats[key] = since, count + 1
+        return count >= REPEATS_SHOWN
+
+    def _tell_hidden(self) -> None:
+        hidden, self._hidden = self._hidden, 0
+        if hidden:
+            self._print(f"({hidden} more lines like these are {self._where})", "")
+
+    def _print(self, line: str, style: str) -> None:
+        import rich
+
+        with contextlib.suppress(BrokenPipeError):  # raised once; afterwards rich prints nothing
+            print_line(rich.get_console(), line, style)

@@ -70,12 +70,35 @@ def test_a_pipeline_without_data_trains_on_the_built_in_sums_and_says_so(dir32, 
     pipeline = DataPipeline(**parts, data_config={"max_prompt_length": 12}, overrides=[*quiet, *sums])
     result = RLTrainer(pipeline).run()
     assert (result.status, result.data["eval_rows"]) == ("finished", 4)
-    assert "train_dataset is not given: the run trains on the built-in sums" in capsys.readouterr().out
+    assert "No prompts are given: the run trains on the built-in sums" in capsys.readouterr().out
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     pipeline = DataPipeline(**parts, overrides=[*quiet, "data.max_prompt_length=12", f"data.train_files=[{file}]"])
     assert RLTrainer(pipeline).run().data["train_rows"] == len(ROWS)
-    assert "train_dataset is not given" not in capsys.readouterr().out
+    assert "No prompts are given" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("parts", "fault"),
+    [
+        ({"data": 3}, "data is a int: expected rows"),
+        ({"data": "no.jsonl"}, "data.train_files"),
+        ({"eval_data": [{"prompt": "1"}]}, "eval_data is given without data"),
+        ({"data": ROWS, "references": ["m"]}, "references is given"),
+        ({"data": ROWS, "actors": [3]}, "actors is"),
+        ({"data": ROWS, "critics": [3]}, "critics is"),
+    ],
+)
+def test_faults_in_the_parts_of_a_pipeline_have_the_names_of_the_parts(parts, fault, dir32):
+    given = {"actors": [dir32], "reward_models": [r], "overrides": QUIET, **parts}
+    if "references" in parts:
+        short = ["rollout.max_new_tokens=4", "data.max_prompt_length=12"]
+        given |= {"references": [dir32], "overrides": [*QUIET, *short, "algorithm.kl.coef=0"]}
+    with pytest.raises(ConfigError) as refused:
+        RLTrainer(DataPipeline(**given)).run()
+    told = str(refused.value)
+    assert fault in told
+    assert not [name for name in ("train_dataset", "eval_dataset", "critic_model", "ref_model") if name in told]
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,12 @@ from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, RolloutEngine, SyncResult, TurnEngine, TurnLimits, assemble
+from verl.rollout.consensus import ConsensusFailed, consensus, from_first
 from verl.rollout.server.logprob_check import LogProbCheck
 from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol
 from verl.rollout.server.turns import ServerTurns
 from verl.rollout.server.weight_update import ServerWeightUpdate, named_tensors
 from verl.rollout.vllm.client.engine_args import dtype_of
-from verl.rollout.vllm.sync.consensus import ConsensusFailed, consensus, from_first
 from verl.rollout.vllm.sync.weight_transfer import TransferToFirst
 from verl.weight_verification.logprob_probe import ALLOWED_NATS
 

@@ -11,6 +11,7 @@ result = RLTrainer(DataPipeline(actors=["Qwen/Qwen2-0.5B"], reward_models=[rewar
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ class Trainer(BaseTrainer):
         self.config, self._closing = composed.config, started.closing
         self.run, self.run_dir, self.trainer = started.run, started.run_dir, started.trainer
         if train_dataset is None and isinstance(run.data, ArithmeticPrompts):
-            _log.warning("train_dataset is not given: the run trains on the built-in sums, such as 37+58=.")
+            _log.warning("No prompts are given: the run trains on the built-in sums, such as 37+58=.")
 
     def _described_reward(self, reward: Any) -> Any:
         return reward_from_object(reward, self._reward_tokenizer)
@@ -402,8 +403,19 @@ class RLTrainer:
         Raises:
             ConfigError: a fault in the parts, before any weight is loaded.
         """
-        with Trainer(**self._arguments) as trainer:
+        try:
+            trainer = Trainer(**self._arguments)
+        except ConfigError as error:
+            raise ConfigError([_with_names_of_parts(fault) for fault in error.faults]) from error
+        with trainer:
             return trainer.fit()
+
+
+def _with_names_of_parts(fault: str) -> str:
+    """A message about arguments of `Trainer`, with the names that a `DataPipeline` has for them."""
+    parts = {"train_dataset": "data", "eval_dataset": "eval_data", "critic_model": "critics", "ref_model": "references"}
+    fault = re.sub(r"^model\b", "actors", fault)
+    return re.sub(rf"\b({'|'.join(parts)})\b", lambda name: parts[name[0]], fault)
 
 
 def _count_faults(name: str, given: Any) -> list[str]:

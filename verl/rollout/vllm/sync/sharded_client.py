@@ -26,12 +26,12 @@ from verl.errors import ConfigError
 from verl.models.parallel_info import Autocast, ParallelInfo
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, PlayEpisodes, RolloutEngine, SyncResult, TurnEngine, TurnLimits
+from verl.rollout.consensus import ConsensusFailed, among_siblings, consensus, from_first
 from verl.rollout.vllm.client.client import MIB, GroupVLLMClient, died_twice, experts_shape, rows_of
 from verl.rollout.vllm.client.engine_args import DIVIDED, dtype_of, gpu_name
 from verl.rollout.vllm.client.engine_process import EngineDied
 from verl.rollout.vllm.messages import SampleOutput
 from verl.rollout.vllm.shm_stream import StreamBroken
-from verl.rollout.vllm.sync.consensus import ConsensusFailed, among_siblings, consensus, from_first
 from verl.rollout.vllm.sync.weight_sync import WeightSync
 
 if TYPE_CHECKING:

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from verl.models.parallel_info import Autocast, ParallelInfo, meet
 from verl.rollout.base import SyncResult
+from verl.rollout.consensus import among_siblings, consensus
 from verl.rollout.vllm.client.client import GroupVLLMClient
 from verl.rollout.vllm.client.engine_process import EngineDied
 from verl.rollout.vllm.messages import FeedPlan, SyncOffer, SyncRound, WantedSlices
 from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
 from verl.rollout.vllm.state_dict import NamedWeight, weights_of
-from verl.rollout.vllm.sync.consensus import among_siblings, consensus
 from verl.rollout.vllm.sync.weight_transfer import (
     FeedAssignment,
     TransferInProgress,
