@@ -66,6 +66,8 @@ setup(
     package_data={
         "verl": ["py.typed"],
         "verl.models": ["*.json"],
+        "verl.cli": ["*.css", "*.js"],
+        "verl.model_paths": ["*.json"],
         **{name: ["*.yaml"] for name in conf_packages.values()},
     },
     install_requires=REQUIRED,

@@ -1,6 +1,7 @@
 """The plan of a 70B model from a training layout to a generation layout: seconds, traffic and rounds.
 
     python benchmarks/reshard_plan.py --ranks 64 128
+    python benchmarks/reshard_plan.py --syncs       bytes and launches of a sync of 8B and 70B, for docs/gpu.md
 
 723 tensors of Llama-3-70B in bfloat16, 64 MiB a round. Prints one JSON line: of each pair of layouts the seconds of
 `aligned` and of `reshard_plan`, moves, bytes over the lower bound, and the time of all rounds over the least by the
@@ -12,27 +13,47 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
-from verl.resharding.layout import Layout, Mesh, TensorLayout
+from verl.resharding.layout import Layout, Mesh, TensorLayout, volume
 from verl.resharding.plan import Plan, aligned, lower_bound, reshard_plan
+from verl.rollout.vllm.sync.weight_transfer import buckets
 
-LAYERS, HIDDEN, INNER, VOCABULARY, KV = 80, 8192, 28672, 128256, 1024
-SHAPES = {  # name -> shape, axis under tensor parallelism
-    "self_attn.q_proj.weight": ((HIDDEN, HIDDEN), 0),
-    "self_attn.k_proj.weight": ((KV, HIDDEN), 0),
-    "self_attn.v_proj.weight": ((KV, HIDDEN), 0),
-    "self_attn.o_proj.weight": ((HIDDEN, HIDDEN), 1),
-    "mlp.gate_proj.weight": ((INNER, HIDDEN), 0),
-    "mlp.up_proj.weight": ((INNER, HIDDEN), 0),
-    "mlp.down_proj.weight": ((HIDDEN, INNER), 1),
-    "input_layernorm.weight": ((HIDDEN,), None),
-    "post_attention_layernorm.weight": ((HIDDEN,), None),
-}
+VOCABULARY, KV = 128256, 1024
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Shape of a Llama 3 model."""
+
+    layers: int
+    hidden: int
+    inner: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
+        """Of a layer: name -> shape, axis under tensor parallelism."""
+        hidden, inner = self.hidden, self.inner
+        return {
+            "self_attn.q_proj.weight": ((hidden, hidden), 0),
+            "self_attn.k_proj.weight": ((KV, hidden), 0),
+            "self_attn.v_proj.weight": ((KV, hidden), 0),
+            "self_attn.o_proj.weight": ((hidden, hidden), 1),
+            "mlp.gate_proj.weight": ((inner, hidden), 0),
+            "mlp.up_proj.weight": ((inner, hidden), 0),
+            "mlp.down_proj.weight": ((hidden, inner), 1),
+            "input_layernorm.weight": ((hidden,), None),
+            "post_attention_layernorm.weight": ((hidden,), None),
+        }
+
+
+LLAMA_8B, LLAMA_70B = Llama(32, 4096, 14336), Llama(80, 8192, 28672)
 LIMIT_BYTES = 64 * 2**20
 
 
-def layout(pp: int = 1, dp: int = 1, fsdp: int = 1, tp: int = 1) -> Layout:
+def layout(pp: int = 1, dp: int = 1, fsdp: int = 1, tp: int = 1, model: Llama = LLAMA_70B) -> Layout:
     """The model over pp x dp x fsdp x tp ranks; whole along dp."""
 
     def tensor(shape: tuple[int, ...], axis: int | None, stage: int) -> TensorLayout:
@@ -40,12 +61,12 @@ def layout(pp: int = 1, dp: int = 1, fsdp: int = 1, tp: int = 1) -> Layout:
         splits += [("fsdp", 0)] if fsdp > 1 else []
         return TensorLayout(shape, tuple(splits), stage if pp > 1 else None, itemsize=2)
 
-    found = {"model.embed_tokens.weight": tensor((VOCABULARY, HIDDEN), 0, 0)}
-    for layer in range(LAYERS):
-        for name, (shape, axis) in SHAPES.items():
-            found[f"model.layers.{layer}.{name}"] = tensor(shape, axis, layer * pp // LAYERS)
-    found["model.norm.weight"] = tensor((HIDDEN,), None, pp - 1)
-    found["lm_head.weight"] = tensor((VOCABULARY, HIDDEN), 0, pp - 1)
+    found = {"model.embed_tokens.weight": tensor((VOCABULARY, model.hidden), 0, 0)}
+    for layer in range(model.layers):
+        for name, (shape, axis) in model.shapes.items():
+            found[f"model.layers.{layer}.{name}"] = tensor(shape, axis, layer * pp // model.layers)
+    found["model.norm.weight"] = tensor((model.hidden,), None, pp - 1)
+    found["lm_head.weight"] = tensor((VOCABULARY, model.hidden), 0, pp - 1)
     return Layout(Mesh((("pp", pp), ("dp", dp), ("fsdp", fsdp), ("tp", tp))), found)
 
 
@@ -81,11 +102,47 @@ def measure(source: Layout, target: Layout) -> dict[str, Any]:
     }
 
 
+SYNCS = {  # of docs/gpu.md
+    "8B, 8 GPUs, fsdp, an engine in each": (
+        layout(fsdp=8, model=LLAMA_8B),
+        layout(dp=8, model=LLAMA_8B),
+    ),
+    "8B, 8 GPUs, fsdp, engines of 2": (layout(fsdp=8, model=LLAMA_8B), layout(dp=4, tp=2, model=LLAMA_8B)),
+    "70B, 64 GPUs, fsdp, engines of 8": (layout(fsdp=64), layout(dp=8, tp=8)),
+    "70B, 64 GPUs, hsdp (8 a replica), engines of 8": (layout(dp=8, fsdp=8), layout(dp=8, tp=8)),
+    "70B, 64 GPUs, fsdp x tp8, engines of 8": (layout(fsdp=8, tp=8), layout(dp=8, tp=8)),
+}
+
+
+def sync_line(name: str) -> str:
+    """A line of the table in docs/gpu.md, of the GPU that has most of each."""
+    source, target = SYNCS[name]
+    plan: Plan = reshard_plan(source, target)
+    sends: Counter[int] = Counter()
+    receives: Counter[int] = Counter()
+    rounds = 0
+    for bucket in buckets(plan, LIMIT_BYTES):  # one after another, each in rounds of its own
+        for moves in bucket.rounds(LIMIT_BYTES):
+            rounds += 1
+            sends.update(move.source for move in moves)
+            receives.update(move.target for move in moves)
+    ranks = range(source.mesh.size)
+    calls = max(sends[rank] + receives[rank] for rank in ranks)
+    held = max(sum(source.holds(rank, tensor) is not None for tensor in source.tensors) for rank in ranks)
+    loaded = sum(volume(box) * target.tensors[t].itemsize for t in target.tensors if (box := target.holds(0, t)))
+    out, into = max(plan.sent.values(), default=0) / 2**30, max(plan.received.values(), default=0) / 2**30
+    return f"| {name} | {out:.1f} | {into:.1f} | {loaded / 2**30:.1f} | {rounds} | {calls:,} | {held} |"
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 128])
+    parser.add_argument("--syncs", action="store_true", help="print the table of docs/gpu.md")
     options = parser.parse_args()
+    if options.syncs:
+        print(*map(sync_line, SYNCS), sep="\n")
+        return
     found = {f"{n} ranks, {name}": measure(*pair) for n in options.ranks for name, pair in pairs(n).items()}
     rows = [
         [

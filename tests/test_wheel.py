@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = (".py", ".yaml", ".json", ".typed")
+CODE = (".py", ".yaml", ".json", ".css", ".js", ".typed")
 OPTIONAL = ("wandb", "tensorboard", "matplotlib", "math_verify")
 MODEL = ("actor=tiny_scratch", "actor.model.hidden_size=16", "actor.model.intermediate_size=32")
 GRPO = ("algorithm=grpo", "algorithm.kl.coef=0", "critic=none", "reference=none", "trainer.prompts_per_step=4")
@@ -76,7 +76,8 @@ def test_the_wheel_holds_every_module_and_option_and_names_its_ranges_and_extras
     names = zipfile.ZipFile(wheel).namelist()
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "verl").rglob("*.py")}
     expected |= {f"verl/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
-    expected |= {"verl/py.typed", "verl/models/known_shapes.json"}
+    data = [path for suffix in ("json", "css", "js") for path in (ROOT / "verl").rglob(f"*.{suffix}")]
+    expected |= {"verl/py.typed", *(path.relative_to(ROOT).as_posix() for path in data)}
     assert {name for name in names if ".dist-info/" not in name} == expected
     (metadata,) = [name for name in names if name.endswith("METADATA")]
     text = zipfile.ZipFile(wheel).read(metadata).decode()
@@ -91,6 +92,8 @@ def test_the_quickstart_trains_from_the_wheel_alone(commands):
     code = "import verl; from verl.compose.schema import conf_dir; print(verl.__file__, conf_dir(), sep=chr(10))"
     places = run(commands, "python", "-c", code).splitlines()
     assert all(place.startswith(str(commands.parent)) for place in places), places
+    code = "from verl.cli.samples import page; print(page([], 'a run'))"
+    assert "function show()" in run(commands, "python", "-c", code)
     shown = run(commands, "verl", "quickstart", "--smoke")
     assert "$ verl sft" in shown
     assert "after 2 steps of PPO" in shown

@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
+from trial_rows import TrialRow, as_batch
 
 from verl.component import BuildContext
 from verl.engines import chunked_logprobs, engine
@@ -36,7 +37,6 @@ from verl.engines.sharding import FSDP
 from verl.model_paths import packed_attention
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.model_paths.paths import FAST
-from verl.model_paths.trial import TrialRow, as_batch
 from verl.models import heads
 from verl.models.heads import LMHead
 from verl.models.lora import LoRA

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
+from trial_rows import TrialRow, as_batch
 
 from verl.cluster import placement
 from verl.cluster.placement import DeviceMesh
@@ -25,12 +26,11 @@ from verl.compose import warm_start
 from verl.engines import engine as engine_module
 from verl.engines.parallel_dims import Parallelism
 from verl.model_paths import context_attention
+from verl.model_paths.check import finding_for
 from verl.model_paths.context_attention import ContextGroup
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.model_paths.packed_attention import attend_line
 from verl.model_paths.paths import FAST
-from verl.model_paths.trial import TrialRow, as_batch
-from verl.model_paths.twin import operations_without_deterministic_form
 from verl.models.tiny import TinyModel
 from verl.ops import attention, sampling
 from verl.ops.attention import attend_heads
@@ -299,7 +299,7 @@ def test_families_with_operations_that_a_gpu_refuses_are_found_before_the_first_
     family, options, operations, tmp_path, monkeypatch, caplog
 ):
     model = AutoModelForCausalLM.from_pretrained(save_random_model(tmp_path, family, torch.float32, **options))
-    assert operations_without_deterministic_form(model) == operations
+    assert set(finding_for(model).nondeterministic) == operations
     monkeypatch.setattr(engine_module, "compute_device", lambda model: torch.device("meta"))
     engine_module.TrainingEngine(model, Parallelism(), 100)
     assert torch.is_deterministic_algorithms_warn_only_enabled() is bool(operations)

@@ -29,7 +29,7 @@ from verl.rollout.vllm.client.client import VLLMClient
 from verl.rollout.vllm.client.engine_args import environment
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.sync.sharded_client import grouped
-from verl.trainer.plan import memory_estimate
+from verl.trainer.plan.memory import free_memory
 from verl.trainer.setup import prepare_context
 from verl.utils import memory, seeding
 from verl.workers import actor as actor_module
@@ -158,7 +158,7 @@ def test_a_driver_without_roles_opens_no_context_on_any_gpu(calls, monkeypatch, 
     tensors, plain = seeding.rng_state()
     assert set(tensors) == {"torch"}
     seeding.set_rng_state(tensors | {"cuda_0": torch.zeros(16, dtype=torch.uint8)}, plain)
-    assert memory_estimate.free_memory("cuda:0", 8) is None  # no nvidia-smi here
+    assert free_memory("cuda:0", 8) is None  # no nvidia-smi here
     assert calls == []
 
 

@@ -10,9 +10,9 @@ from devices.device_syncs import DeviceSyncs, is_in_package
 from devices.flash_kernel import flash_on_cpu
 from random_models import save_random_model
 from roles import experience, start_actor, start_critic, with_experience
+from trial_rows import TrialRow, as_batch
 
 from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches
-from verl.model_paths.trial import TrialRow, as_batch
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import TinyModel

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from random_models import save_random_model
 from roles import gradients, start_actor, with_experience
+from trial_rows import TrialRow, as_batch
 
 from verl.component import BuildContext
 from verl.engines.layer_compile import compile_layers
@@ -18,7 +19,6 @@ from verl.engines.parallel_dims import ShardedParallelism
 from verl.engines.sharding import FSDP
 from verl.errors import ConfigError
 from verl.model_paths import packed_attention
-from verl.model_paths.trial import TrialRow, as_batch
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import TinyModel
 from verl.rollout.base import GenerationRequest

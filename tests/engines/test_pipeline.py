@@ -8,13 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_paths.families import plain_model, save_family
 from random_models import save_random_model
+from trial_rows import states_of
 
 from verl.engines.pipeline import StageCut, decoder_stack, refuse_untrue
 from verl.engines.sharding import Parallel
 from verl.engines.stage_balance import largest_stage, stage_bounds
 from verl.errors import ConfigError
-from verl.model_paths.trial import states_of
+from verl.model_paths.families import family_table
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 
@@ -62,6 +64,31 @@ def test_three_stages_after_another_give_what_the_whole_model_gives(family, tied
     assert torch.equal(line.view_as(whole), whole)
     assert [name for name, _ in model.named_modules()] == names  # as it was
     assert torch.equal(states_of(model, input_ids=ids), whole)
+
+
+UNLOADED = ("emu3", "mllama")  # transformers loads no language model of their text configurations
+STAGED = [
+    name
+    for name, records in family_table().families.items()
+    if any(record.stages for record in records) and not name.startswith(UNLOADED)
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", STAGED)
+def test_a_family_that_may_be_cut_gives_in_two_stages_what_it_gives_whole(family, tmp_path):
+    model = plain_model(save_family(tmp_path, family), "eager")
+    refuse_untrue(model)
+    ids, stack = torch.randint(20, 100, (1, 48)), decoder_stack(model)
+    whole = states_of(model, input_ids=ids)
+    for num_first in range(len(stack.layers) + 1):
+        line = None
+        for stage in (0, 1):
+            cut = StageCut(stack, [0, num_first, len(stack.layers)], stage)
+            with torch.no_grad(), cut.running():
+                states = cut.run(lambda: states_of(model, input_ids=ids), line)
+            line = states.reshape(-1, states.shape[-1])
+        assert float((line.view_as(whole) - whole).abs().max()) < 1e-4 * float(whole.abs().max())
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import torch
 from devices.attention_cost import group_of, needed
 from gpu.needs import gpus
 from roles import start_actor, with_experience
+from trial_rows import TrialRow, as_batch
 
 from verl.model_paths.packed_attention import attend_line
-from verl.model_paths.trial import TrialRow, as_batch
 from verl.models.tiny import TinyModel
 from verl.ops import varlen_attention
 from verl.ops.packing import pack

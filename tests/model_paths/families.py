@@ -1,10 +1,13 @@
-"""Every family of causal language models of the installed transformers, small and random, as a user would give it.
+"""Every family of causal language models of transformers, small and random, as a user would give it.
 
-Windows, chunks and scalings lie at 20 to 40 tokens and beyond, so that rows of some hundred tokens cross them.
+`configs.json` has a configuration of each: one layer of each kind, windows, chunks and scalings at 24 tokens and
+beyond, so that rows of some hundred tokens cross them, and a context that no row leaves.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,6 @@ import torch
 from roles import start_actor
 
 from verl.errors import ConfigError
-from verl.model_paths.families import EVERY_LENGTH, SETTINGS, families
-from verl.model_paths.twin import make_twin
 from verl.models.call import call_model
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.models.tiny import character_tokenizer
@@ -22,15 +23,9 @@ from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 
 PROMPT_TOKENS, NEW_TOKENS, SAMPLES = (5, 30, 75, 90, 20), 24, 3
-# A model is the twin of the family's default configuration with these settings, or those of `SETTINGS`
-NEEDED: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
-    "qwen2_moe": {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2},
-    "phimoe": {"sliding_window": 2047},
-}
+CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("configs.json").read_text())
+QUERY_OR_KEY = re.compile(r"(q_|k_|query|key|qkv|c_attn|Wqkv|in_proj_qkvz|kv_a|kv_b)")
+STATE = re.compile(r"(conv|A_log|_log|dt_|time_)")  # parameters whose own initial values mean something
 WIDTHS = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -215,6 +210,13 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def families() -> list[str]:
+    """`model_type` of every family of causal language models of the installed transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
 def names() -> list[str]:
     """Of all models that can be made here: one of each family, and some with other settings."""
     return sorted({*families(), *SMALL})
@@ -231,20 +233,39 @@ def save_family(directory: Path, name: str) -> Path:
     tokenizer = character_tokenizer()
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if name in SMALL:
-            family, settings = SMALL[name]
-            small = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**settings))
-        else:
-            config = CONFIG_MAPPING[name](**NEEDED.get(name, SETTINGS.get(name, {})))
-            with torch.device("meta"):
-                whole = AutoModelForCausalLM.from_config(config)
-            small = make_twin(whole, EVERY_LENGTH).model
+        family, settings = SMALL[name] if name in SMALL else _small_config(name)
+        small = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**settings))
+        if name not in SMALL:
+            sharpen(small)
         text = small.config.get_text_config()
         text.eos_token_id, text.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         small.generation_config.eos_token_id = tokenizer.eos_token_id
         small.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def _small_config(name: str) -> tuple[str, dict[str, Any]]:
+    settings = CONFIGS.get(name, {})
+    family = str(settings.get("model_type", name))
+    return family, {key: value for key, value in settings.items() if key != "model_type"}
+
+
+@torch.no_grad()
+def sharpen(model: Any) -> None:
+    """Random weights of the size at which tokens and positions matter, so that a fault of attention shows."""
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = None if output is None else getattr(output, "weight", None)
+    for name, parameter in model.named_parameters():
+        if STATE.search(name) or not parameter.is_floating_point():
+            continue
+        if parameter is head:
+            parameter.normal_(0.0, 2.0 * parameter.shape[-1] ** -0.5)
+        elif parameter.ndim >= 2:
+            fan_in = 1 if "embed" in name or "wte" in name or "wpe" in name else parameter.shape[-1]
+            parameter.normal_(0.0, (2.0 if QUERY_OR_KEY.search(name) else 1.0) * fan_in**-0.5)
+        elif name.endswith("bias"):
+            parameter.normal_(0.0, 0.1)
 
 
 def prompts() -> DataProto:

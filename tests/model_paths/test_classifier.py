@@ -15,11 +15,10 @@ from rewards.rated import rollout
 from transformers import AutoModelForSequenceClassification
 
 from verl.component import BuildContext
-from verl.model_paths.classifier import examine_classifier, text_batches_for
 from verl.models import heads
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import character_tokenizer
-from verl.rewards.reward_model import RewardModel
+from verl.rewards.reward_model import ModelReward, RewardModel
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -62,12 +61,6 @@ BATCHES = [0, 1, 2, 3, 4], [3], [4, 1], [0, 3], [1]  # of 6, 22, 3, 44 and 20 to
 EAGER = ("deberta-v2",)
 
 
-@pytest.fixture(autouse=True)
-def nothing_known(tmp_path, monkeypatch):
-    """What earlier runs have found is not read."""
-    monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
-
-
 def alone(path: Path, ids: list[int]) -> float:
     """The score that a model just loaded gives a text."""
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
@@ -95,7 +88,7 @@ def test_texts_that_would_change_the_frequencies_of_others_are_scored_by_length(
     assert largest_gap(path, family) < 1e-4
     told = [record.message for record in caplog.records if "takes a plain path" in record.message]
     assert len(told) == 1
-    assert "texts of several lengths beside each other: their scores differ by" in told[0]
+    assert "texts are scored with others of their length only" in told[0]
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -103,26 +96,53 @@ def test_texts_of_encoders_and_other_decoders_are_scored_together(name, tmp_path
     family, options = TOGETHER[name]
     path = save_random_classifier(tmp_path / family, family, **options)
     assert largest_gap(path, family) < 1e-4
-    model = AutoModelForSequenceClassification.from_pretrained(path)
-    assert text_batches_for(heads.RewardHeadModel(model), 48) == "padded"
     assert not [
         record for record in caplog.records if record.levelno >= logging.WARNING and record.name.startswith("verl")
     ]
 
 
+def started(path: Path) -> ModelReward:
+    reward = RewardModel(model=Pretrained(path=str(path)), reads="tokens", max_length=64)
+    return reward.build(BuildContext(tokenizer=character_tokenizer()))
+
+
+def rate(running: ModelReward, chosen: list[int]) -> None:
+    running.rate_batch(rollout([PROMPTS[i] for i in chosen], [RESPONSES[i] for i in chosen]))
+
+
 def test_texts_below_the_length_at_which_frequencies_change_are_scored_together(tmp_path):
     family, options = BY_LENGTH["longrope"]
-    path = save_random_classifier(tmp_path / family, family, **options)
-    model = heads.RewardHeadModel(AutoModelForSequenceClassification.from_pretrained(path))
-    assert text_batches_for(model, 16) == "padded"
-    assert text_batches_for(model, 17) == "equal_lengths"
+    running = started(save_random_classifier(tmp_path / family, family, **options))
+    rate(running, [0, 2])  # of 6 and 3 tokens
+    assert running._pads
+    rate(running, [0, 1])
+    assert not running._pads
 
 
 def test_a_model_whose_scores_depend_on_what_was_scored_before_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(heads, "forget_lengths", lambda rotary: None)
     family, options = BY_LENGTH["dynamic"]
-    path = save_random_classifier(tmp_path / family, family, **options)
-    model = AutoModelForSequenceClassification.from_pretrained(path)
-    assert "scored before it" in (examine_classifier(model, 48).refusal or "")
-    with refusal("model"):
-        text_batches_for(heads.RewardHeadModel(model), 48)
+    running = started(save_random_classifier(tmp_path / family, family, **options))
+    with refusal("model") as refused:
+        rate(running, [2, 1, 3])
+    assert "scored before it" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("dims", "kept"),
+    [(1, True), (0, False)],
+)
+def test_a_model_that_looks_at_padding_or_other_texts_is_noticed_in_the_first_batch(dims, kept, tmp_path, caplog):
+    running = started(save_random_classifier(tmp_path / "mistral", "mistral"))
+    assert running.model is not None
+    layer = running.model.classifier.model.layers[0].mlp
+    forward = layer.forward
+    layer.forward = lambda x: forward(x) + x.mean(dim=dims, keepdim=True)  # of a row with its padding, or of a batch
+    if not kept:
+        with refusal("model") as refused:
+            rate(running, [0, 1, 3])
+        assert "scored beside it" in str(refused.value)
+        return
+    rate(running, [0, 1, 3])
+    assert not running._pads
+    assert "texts are scored with others of their length only" in caplog.text

@@ -6,10 +6,10 @@ import re
 
 import pytest
 from cases import short_where
-from model_paths.families import SMALL, largest_gaps, names, save_family, start_family
+from model_paths.families import SMALL, families, largest_gaps, names, save_family, start_family
 
 from verl.errors import ConfigError
-from verl.model_paths.families import families
+from verl.model_paths.families import family_table
 
 TOLERANCE = 1e-4  # nats
 NOT_BUILT = {  # by transformers itself, from a configuration alone: a part of the reason
@@ -44,12 +44,6 @@ REFUSED = {
 REASONS = re.compile(
     rf"is a \w+: ({SEES_THE_FUTURE}|{LENGTH_MATTERS})|transformers has no AutoModelForCausalLM for a \w+TextConfig"
 )
-
-
-@pytest.fixture(autouse=True)
-def nothing_known(tmp_path, monkeypatch):
-    """What earlier runs have found is not read."""
-    monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
 
 
 SHORT = {
@@ -93,6 +87,12 @@ def test_every_family_is_right_or_refused_by_name(name, tmp_path):
         assert REASONS.search(refusal), refusal
         return
     assert max(gaps.values()) < TOLERANCE, gaps
+
+
+def test_the_table_has_every_family_of_the_installed_transformers():
+    table = family_table().families
+    assert set(families()) <= table.keys()
+    assert {name for name, records in table.items() if records[0].fault is not None} == {*NOT_BUILT, "qwen4_exp"}
 
 
 @pytest.mark.exhaustive

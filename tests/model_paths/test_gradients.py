@@ -23,12 +23,6 @@ FAMILIES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def nothing_known(tmp_path, monkeypatch):
-    """What earlier runs have found is not read."""
-    monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.mark.parametrize(
     "name",
     [

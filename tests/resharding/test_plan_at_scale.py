@@ -101,6 +101,22 @@ def test_a_70b_model_over_64_ranks_moves_the_least_in_nearly_the_least_time(name
     assert made.least_bytes * 64 <= 1.1 * made.num_bytes  # no rank sends or receives much more than the others
 
 
+@pytest.mark.parametrize("name", [name for name in benchmark.SYNCS if name.startswith("8B")])
+def test_bytes_and_launches_of_a_sync_are_those_of_the_documents(name):
+    document = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
+    assert benchmark.sync_line(name) in document.read_text().splitlines()
+
+
+def test_a_bucket_of_a_sync_holds_what_a_rank_has_memory_for():
+    source, target = benchmark.SYNCS["70B, 64 GPUs, hsdp (8 a replica), engines of 8"]
+    made = list(benchmark.buckets(reshard_plan(source, target), LIMIT))
+    assert [name for bucket in made for name in bucket.source.tensors] == list(source.tensors)
+    for bucket in made:
+        sizes = [2 * volume(side.holds(0, x)) for side in (bucket.source, bucket.target) for x in side.tensors]
+        assert sum(sizes) <= LIMIT or len(bucket.source.tensors) == 1
+    assert len(made) < 0.8 * 2 * sum(volume([(0, n) for n in x.shape]) for x in source.tensors.values()) / (LIMIT * 4)
+
+
 def test_receivers_of_large_slices_are_served_at_the_same_time():
     """Each of 8 ranks wants 7 slices of 16 KiB: with rounds of 4 KiB all of them receive in each round."""
     tensors = {"w": TensorLayout((8 * 64, 64), (("fsdp", 0),))}

@@ -11,6 +11,7 @@ from roles import start_actor
 from transformers import Qwen2ForCausalLM
 
 from verl.component import component
+from verl.model_paths.families import FamilyRecord, family_table
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
@@ -48,7 +49,9 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if "drawn again" in record.message]
 
 
-def test_a_kind_of_layer_that_the_small_copy_lacks_is_decoded_by_a_plainer_way(tmp_path, prompts, caplog):
+def test_a_model_whose_record_is_wrong_is_decoded_by_a_plainer_way(tmp_path, prompts, caplog, monkeypatch):
+    wrong = FamilyRecord("padded; cache in place", layer_types=("chunked_attention",))
+    monkeypatch.setitem(family_table().families, "llama4_text", (wrong,))
     path = save_random_model(tmp_path / "llama4", "llama4_text", torch.float32, **LLAMA4)
     actor = start_actor(Pretrained(path=str(path)), HFRollout(max_new_tokens=40, min_new_tokens=40))
     rows = actor.generate(prompts(*TEXTS), GenerationRequest(0, 2))

@@ -21,11 +21,10 @@ from verl.compose.validate import validate
 from verl.engines.sharding import DDP, FSDP, Sharding, ShardingCost
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
-from verl.trainer.plan import memory_estimate as budget_module
+from verl.trainer.plan import changes as changes_module
 from verl.trainer.plan import run_plan
 from verl.trainer.plan.devices import device_named
-from verl.trainer.plan.memory import memory_plan
-from verl.trainer.plan.memory_estimate import GIB, RoleMemory, estimate_ppo, estimate_sft, free_disk, free_memory
+from verl.trainer.plan.memory import GIB, RoleMemory, estimate_memory, free_disk, free_memory, memory_plan
 from verl.trainer.plan.run_plan import RunPlan, plan_run
 
 ROOT = conf_dir().parent
@@ -120,9 +119,8 @@ def test_a_plan_that_fails_stops_no_run(model32, tmp_path, monkeypatch, caplog):
 
 def test_an_adapter_and_a_divided_model_take_less():
     def actor(*overrides: str) -> RoleMemory:
-        return estimate_ppo(
-            validate(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", *overrides]))
-        ).roles[0]
+        run = validate(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", *overrides]))
+        return estimate_memory(run, on_gpu=False).roles[0]
 
     whole, adapted = actor(), actor("actor.lora={_target_:verl.models.lora.LoRA,rank:4}")
     assert adapted.optimizer < whole.optimizer / 5
@@ -145,7 +143,7 @@ def test_processes_that_share_layers_work_on_the_same_rows():
 def test_processes_of_a_mesh_share_the_memory_of_the_machine():
     tiny = "actor=tiny_scratch"
     mesh = ("trainer=mesh", "sharding=fsdp", "trainer.placement.devices=[cpu:0,cpu:1]")
-    assert estimate_ppo(validate(compose_root("ppo", [tiny, *mesh]))).processes == 2
+    assert estimate_memory(validate(compose_root("ppo", [tiny, *mesh])), on_gpu=False).processes == 2
     ray = (
         "trainer=ray",
         "sharding=fsdp",
@@ -153,12 +151,12 @@ def test_processes_of_a_mesh_share_the_memory_of_the_machine():
         "trainer.nnodes=2",
         "trainer.placement.address=auto",
     )
-    assert estimate_ppo(validate(compose_root("ppo", [tiny, *ray]))).processes == 4  # on this machine
+    assert estimate_memory(validate(compose_root("ppo", [tiny, *ray])), on_gpu=False).processes == 4  # on this machine
 
 
 def test_a_run_of_supervised_fine_tuning_has_a_budget_too():
     one, two = (
-        estimate_sft(validate(compose_root("sft", list(choices))))
+        estimate_memory(validate(compose_root("sft", list(choices))), on_gpu=False)
         for choices in ((), ("sharding=fsdp", "trainer.n_gpus_per_node=2"))
     )
     assert two.roles[0].weights == one.roles[0].weights // 2
@@ -318,11 +316,12 @@ def test_a_sharding_of_ones_own_says_itself_what_it_costs_and_what_makes_it_smal
         )
     )
     own = replace(run, sharding=EightBitStates())
-    plain, changed = estimate_ppo(run).roles[0], estimate_ppo(own).roles[0]
+    plain, changed = estimate_memory(run, on_gpu=True).roles[0], estimate_memory(own, on_gpu=True).roles[0]
     assert (changed.weights, changed.optimizer) == (plain.weights, plain.optimizer // 4)
-    offered = dict(budget_module.changes(own, estimate_ppo(own)))
+    offered = dict(changes_module.changes(own, estimate_memory(own, on_gpu=True)))
     assert "sharding.halved=true" in offered
-    assert estimate_ppo(offered["sharding.halved=true"]()).roles[0].weights == plain.weights // 2
+    assert estimate_memory(offered["sharding.halved=true"](), on_gpu=True).roles[0].weights == plain.weights // 2
     assert "sharding.cpu_offload=true" not in offered
     fully = replace(run, sharding=FSDP())
-    assert dict(budget_module.changes(fully, estimate_ppo(fully)))["sharding.cpu_offload=true"]().sharding.cpu_offload
+    offered = dict(changes_module.changes(fully, estimate_memory(fully, on_gpu=True)))
+    assert offered["sharding.cpu_offload=true"]().sharding.cpu_offload

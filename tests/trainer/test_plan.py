@@ -27,8 +27,7 @@ from verl.rollout.hf import HFRollout
 from verl.trainer.plan import run_plan
 from verl.trainer.plan.activations import LiveBytes, trace_activations
 from verl.trainer.plan.devices import DEVICES, device_named
-from verl.trainer.plan.memory import micro_batch_limit
-from verl.trainer.plan.memory_estimate import GIB, estimate_sft
+from verl.trainer.plan.memory import GIB
 from verl.trainer.plan.run_plan import plan_run
 from verl.trainer.plan.step_time import active_parameters
 from verl.trainer.setup import prepare_context
@@ -154,7 +153,7 @@ def test_an_update_of_the_actor_takes_what_the_plan_says(tmp_path, name, recompu
 def test_8b_fits_on_eight_devices_and_names_its_parts(llama_8b):
     plan = planned_8b(llama_8b, "h100", "rollout=vllm", "sharding=fsdp", "trainer.n_gpus_per_node=8")
     phases = {phase.name: phase.parts for phase in plan.memory.phases}
-    weights = model_stats(plan.memory.roles[0].config).parameters
+    weights = model_stats(plan.memory.roles[0].memory.config).parameters
     assert plan.fits
     assert not plan.changes
     assert phases["rest"]["actor weights"] == pytest.approx(4 * weights / 8, rel=0.01)
@@ -172,7 +171,7 @@ def test_what_it_takes_to_reduce_gradients_once_per_update_is_told(llama_8b):
     once = planned_8b(llama_8b, "h100", *common, "sharding.reduce_gradients=update")
     less, most = (next(x.total for x in p.memory.phases if x.name == "update actor") for p in (each, once))
     more = most - less
-    assert more == pytest.approx(4 * each.memory.roles[0].sizes.parameters, rel=1e-6)
+    assert more == pytest.approx(4 * each.memory.roles[0].memory.sizes.parameters, rel=1e-6)
     (told,) = [line for line in each.memory.lines() if "reduce_gradients" in line]
     fits = "fits" if most <= each.memory.limit else "does not fit"
     assert f"reduce_gradients=update: actor would take {more / GIB:.2f} GiB more in an update, which {fits}" in told
@@ -258,7 +257,8 @@ def test_processes_that_share_layers_have_all_rows_of_their_share_in_fine_tuning
     limits = {}
     for sharding in ("fsdp", "tp", "pp"):
         run = validate(compose_root("sft", [f"sharding={sharding}", "trainer.n_gpus_per_node=2"]))
-        limits[sharding] = micro_batch_limit(run, estimate_sft(run).roles[0])
+        (role,) = plan_run(run, device_named("cpu")).memory.roles
+        limits[sharding] = role.tokens * role.micro_batches
     assert limits["tp"] == limits["pp"] == 2 * limits["fsdp"]
 
 
@@ -279,7 +279,7 @@ def test_the_plan_says_when_the_disk_is_full_and_how_long_an_upload_takes(llama_
         kept = replace(run, checkpoint=replace(every, keep_last_n=keep), **store)
         found[keep] = plan_run(kept, device_named("h100"), free_disk=200 * GIB, upload_rate=100 * 2**20)
     size, step_s = found[3].memory.estimate.saving, found[3].step_s
-    assert size == pytest.approx(12 * model_stats(found[3].memory.roles[0].config).parameters, rel=0.01)
+    assert size == pytest.approx(12 * model_stats(found[3].memory.roles[0].memory.config).parameters, rel=0.01)
     soon, never = "\n".join(found[3].disk), "\n".join(found[None].disk)
     assert "200.00 GiB are free there, full with checkpoint 3" in soon
     assert "The disk is full after 2 of them, in about" in never
@@ -332,9 +332,9 @@ def test_a_pretrained_model_computes_in_bfloat16_with_float32_weights_on_a_gpu(t
     short = ["++data.max_prompt_length=16"] if root == "ppo" else []
     run = validate(compose_root(root, ["actor=pretrained", f"actor.model.path={path}", *short]))
     plan = plan_run(run, device_named(device))
-    assert {role.dtype for role in plan.memory.roles} == {dtype}
+    assert {role.memory.dtype for role in plan.memory.roles} == {dtype}
     copy = 0 if dtype == torch.float32 else 2  # in the type of the computation
-    parameters = model_stats(plan.memory.roles[0].config).parameters
+    parameters = model_stats(plan.memory.roles[0].memory.config).parameters
     assert plan.memory.phases[0].parts["actor weights"] == (4 + copy) * parameters
     assert f"actor computes in {dtype}".replace("torch.", "") in plan.summary()
 

@@ -11,6 +11,7 @@ from refusals import refusal
 from roles import experience, start_actor, start_critic
 from torch import Tensor
 
+from verl.model_paths import packed_attention
 from verl.model_paths.paths import FAST
 from verl.model_paths.row_check import chosen_rows
 from verl.rollout.base import GenerationRequest
@@ -66,6 +67,19 @@ def test_a_model_that_looks_at_padding_is_run_with_padding_on_the_right(model32,
         "actor.model is a Qwen2ForCausalLM: as packed batches, rows of the first batch have different"
     )
     assert message.endswith("From here on rows are run as right padded batches.")
+
+
+def test_a_model_that_asks_more_of_attention_than_packed_rows_have_is_run_padded(model32, prompts, monkeypatch, caplog):
+    def refuse(*given: Any) -> None:
+        raise NotImplementedError("attention with softcap has no such form")
+
+    monkeypatch.setattr(packed_attention, "_attend_packed", refuse)
+    actor = start_actor(model32, HFRollout(max_new_tokens=6))
+    rows = actor.generate(prompts(*LONGER), GenerationRequest(0, 3))
+    rows = rows.union(actor.compute_log_probs(rows))
+    assert largest_gap(actor, rows, "old_log_probs") < 1e-4
+    assert actor.engine.paths(rows).scoring == "padded"
+    assert "attention with softcap has no such form" in told(caplog)[0]
 
 
 def test_a_critic_with_an_untrained_head_is_looked_at_too(model32, prompts, caplog):

@@ -81,10 +81,13 @@ def generate(
             asked = [[{"role": "user", "content": text}] if chat else text for text in prompt]
             data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
             settings.append("data.prompt_key=prompt")
+        from verl.compose.load_policy import trained_on_texts
+
         unrated = ["reward=length"]  # a cheap reward: responses are not scored
         with running(saved, "ppo", [*unrated, *(overrides or []), *settings], data) as trainer:
             rows = _responses(trainer, samples, greedy)
-            if prompt and not chat and getattr(trainer.tokenizer, "chat_template", None):
+            has_template = getattr(trainer.tokenizer, "chat_template", None) and not trained_on_texts(saved)
+            if prompt and not chat and has_template:
                 log.warning(
                     "Prompts were sent as plain texts, and the model has a chat template: add --chat to use it."
                 )

@@ -14,7 +14,7 @@ from verl.cli import checkpoint, train
 from verl.cli.console import echo, one_line_errors
 from verl.cli.generate import evaluate, generate
 from verl.cli.lineage import lineage
-from verl.cli.models import print_cached, print_families, print_summary
+from verl.cli.models import print_families, print_summary
 from verl.cli.plan import plan
 from verl.cli.resume_check import resume_check
 from verl.cli.samples import samples
@@ -107,7 +107,7 @@ def env(
         bool,
         typer.Option(
             "--models",
-            help="List the execution paths of the models checked on this machine; with FAMILY, check those now.",
+            help="List the execution paths of model families; with FAMILY, of those.",
         ),
     ] = False,
     family: Annotated[
@@ -119,7 +119,7 @@ def env(
         raise typer.BadParameter("FAMILY needs --models.", param_hint="FAMILY")
     if models:
         with one_line_errors():
-            print_families(family) if family else print_cached()
+            print_families(family or ())
         return
     try:
         met = check_env(tuple(backend), exit_on_failure=False) if backend else check_env(exit_on_failure=False)

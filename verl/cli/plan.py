@@ -114,7 +114,7 @@ def _rates(run: Any, name: str | None, measure: bool) -> DeviceRates:
 
 
 def _planned(run: Any, rates: DeviceRates, exact: bool, response: int | None, upload_mib_s: float | None) -> Any:
-    from verl.trainer.plan.memory_estimate import free_disk
+    from verl.trainer.plan.memory import free_disk
     from verl.trainer.plan.run_plan import plan_run
 
     saves = run.checkpoint

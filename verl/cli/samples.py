@@ -1,7 +1,8 @@
 """`verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON, or as an HTML page.
 
 Rows come from the replay buffer of the run and from its sample tables. Filters of the HTML page are part of its URL
-after `#`, so that a view can be shared: `samples.html#sort=-score`.
+after `#`, so that a view can be shared: `samples.html#sort=-score`. Its style and script are `samples.css` and
+`samples.js` in this folder, and are embedded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -195,183 +197,27 @@ def _of_batch(batch: Any) -> Iterator[DumpedSample]:
         yield DumpedSample(BUFFER, step, *texts, score=score, length=length, prompt_id=prompt, others=columns)
 
 
-_STYLE = """
-body { font: 14px system-ui, sans-serif; margin: 1rem; color: #222; background: #fff }
-form { display: flex; flex-wrap: wrap; gap: .6rem; margin: .6rem 0; align-items: end }
-label { display: flex; flex-direction: column; font-size: 12px; color: #555 }
-input, select { font: inherit; padding: .2rem .4rem }
-input[type=number] { width: 6rem }
-table { border-collapse: collapse; width: 100% }
-th { position: sticky; top: 0; background: #f2f2f2; cursor: pointer; text-align: left; white-space: nowrap }
-th, td { padding: .3rem .5rem; border-bottom: 1px solid #ddd; vertical-align: top }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
-td.text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; max-width: 40rem }
-td.prompt { cursor: pointer }
-span.model { background: #e3f0e3 } span.reward { color: #2458a6 }
-span.environment { color: #8a5a00; background: #fbf1de }
-@media (prefers-color-scheme: dark) {
-  span.model { background: #213021 } span.reward { color: #8ab4f8 }
-  span.environment { color: #e0b060; background: #33291a }
-  body { color: #ddd; background: #181818 } th { background: #2a2a2a } th, td { border-color: #444 }
-}
-"""
-
-_SCRIPT = """
-const rows = JSON.parse(document.getElementById("rows").textContent);
-const OF_BUFFER = new Set(["sample", "policy_version", "advantage", "episode"]);
-const ofData = [...new Set(rows.flatMap((row) => Object.keys(row.others)))].filter((name) => !OF_BUFFER.has(name));
-const columns = [
-  ["step", "step"], ["source", "source"], ["prompt_id", "prompt id"], ["score", "reward"], ["length", "tokens"],
-  ["prompt", "prompt"], ["response", "response"], ...ofData.map((name) => ["others." + name, name]),
-];
-const valueOf = (row, key) => {
-  const value = key.startsWith("others.") ? row.others[key.slice(7)] : row[key];
-  return value === undefined ? null : value !== null && typeof value === "object" ? JSON.stringify(value) : value;
-};
-const ranges = ["step", "score", "length"];
-const MOST = 1000;  // rows drawn at a time
-const state = () => new URLSearchParams(location.hash.slice(1));
-
-function change(values) {
-  const next = state();
-  for (const [name, value] of Object.entries(values)) value === "" ? next.delete(name) : next.set(name, value);
-  location.hash = next.toString();
-  show();
-}
-
-function passes(row, asked) {
-  for (const name of ranges) {
-    const low = asked.get(name + "_min"), high = asked.get(name + "_max");
-    if (low === null && high === null) continue;
-    const value = row[name];
-    if (value === null || (low !== null && value < +low) || (high !== null && value > +high)) return false;
-  }
-  for (const name of ["prompt", "response"])
-    if (asked.get(name) !== null && !row[name].includes(asked.get(name))) return false;
-  if (asked.get("exact") !== null && row.prompt !== asked.get("exact")) return false;
-  return asked.get("source") === null || row.source === asked.get("source");
-}
-
-function compare(left, right, falls) {
-  const rank = (value) => value === null ? 2 : typeof value === "number" ? 0 : 1;  // others come after numbers
-  if (left === right || rank(left) !== rank(right)) return rank(left) - rank(right);
-  return (left < right ? -1 : 1) * (falls ? -1 : 1);
-}
-
-// Who wrote what: the model's tokens, which are trained on, and the environment's, which are masked.
-function turnsOf(episode) {
-  const parts = [];
-  const add = (kind, text, title) => {
-    const span = document.createElement("span");
-    Object.assign(span, {className: kind, textContent: text, title});
-    parts.push(span);
-  };
-  episode.turns.forEach((turn, number) => {
-    const said = turn.text + (turn.is_complete ? "" : " ... cut");
-    add("model", said, `turn ${number}, ${turn.tokens} tokens of the model`);
-    if (turn.reward) add("reward", ` [${+turn.reward.toPrecision(6)}]`, "reward of the turn");
-    parts.push(document.createTextNode("\\n"));
-    if (turn.observation === null) return;
-    const text = typeof turn.observation === "string" ? turn.observation
-      : turn.observation.map((message) => message.content).join("\\n");
-    const describe = (call) => `${call.name} ${call.outcome} ${call.seconds.toPrecision(3)} s ${call.error}`;
-    const calls = turn.calls.map(describe);
-    add("environment", text, ["of the environment, masked", ...calls].join("\\n"));
-    parts.push(document.createTextNode("\\n"));
-  });
-  add("reward", `ended by ${episode.end}`, `${episode.seconds.toPrecision(3)} s`);
-  return parts;
-}
-
-function cell(row, name) {
-  const td = document.createElement("td"), value = valueOf(row, name);
-  td.textContent = value === null ? "" : typeof value === "number" ? +value.toPrecision(6) : value;
-  td.className = typeof value === "number" ? "number" : "text";
-  if (name === "prompt") {
-    td.classList.add("prompt");
-    td.title = "this prompt through all steps";
-    td.onclick = () => change({exact: row.prompt, sort: "step"});
-  }
-  if (name === "response" && row.others.episode) {
-    td.replaceChildren(...turnsOf(row.others.episode));
-  } else if (name === "response") td.title = JSON.stringify(row.others, null, 1);
-  return td;
-}
-
-function show() {
-  const asked = state(), sort = asked.get("sort") || "step", falls = sort.startsWith("-");
-  const name = sort.replace(/^-/, "");
-  const chosen = rows.filter((row) => passes(row, asked));
-  chosen.sort((left, right) => compare(valueOf(left, name), valueOf(right, name), falls));
-  const body = document.querySelector("tbody");
-  body.replaceChildren(...chosen.slice(0, MOST).map((row) => {
-    const tr = document.createElement("tr");
-    tr.append(...columns.map(([key]) => cell(row, key)));
-    return tr;
-  }));
-  const cut = chosen.length > MOST ? `, the first ${MOST} shown` : "";
-  const scores = chosen.map((row) => row.score).filter((score) => typeof score === "number");
-  const mean = scores.length ? `, mean reward ${(scores.reduce((a, b) => a + b, 0) / scores.length).toFixed(4)}` : "";
-  document.getElementById("count").textContent = `${chosen.length} of ${rows.length} rows${cut}${mean}`;
-  for (const input of document.querySelectorAll("form [name]")) input.value = asked.get(input.name) || "";
-  for (const th of document.querySelectorAll("th"))
-    th.setAttribute("aria-sort", th.dataset.key !== name ? "none" : falls ? "descending" : "ascending");
-}
-
-function build() {
-  const form = document.querySelector("form");
-  const field = (name, text, type) => {
-    const label = document.createElement("label"), input = document.createElement("input");
-    Object.assign(input, {name, type, step: "any"});
-    input.onchange = () => change({[name]: input.value});
-    label.append(text, input);
-    form.append(label);
-  };
-  for (const [name, text] of columns.filter(([key]) => ranges.includes(key)))
-    for (const end of ["min", "max"]) field(`${name}_${end}`, `${text} ${end}`, "number");
-  for (const name of ["prompt", "response"]) field(name, `${name} contains`, "text");
-  const label = document.createElement("label"), select = document.createElement("select");
-  select.name = "source";
-  for (const source of ["", ...new Set(rows.map((row) => row.source))]) select.add(new Option(source || "all", source));
-  select.onchange = () => change({source: select.value});
-  label.append("source", select);
-  const all = Object.assign(document.createElement("button"), {type: "button", textContent: "show all"});
-  all.onclick = () => { location.hash = ""; show(); };
-  form.append(label, all);
-  document.querySelector("thead tr").append(...columns.map(([key, text]) => {
-    const th = document.createElement("th");
-    th.textContent = text;
-    th.dataset.key = key;
-    th.onclick = () => change({sort: state().get("sort") === key ? "-" + key : key});
-    return th;
-  }));
-}
-
-build();
-show();
-window.addEventListener("hashchange", show);
-"""
-
-
-def _policy() -> str:
-    """The rule of browsers that the page runs its own script and loads nothing."""
-    script, style = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (_SCRIPT, _STYLE))
-    rules = f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; base-uri 'none'"
-    return f'<meta http-equiv="Content-Security-Policy" content="{rules}; form-action \'none\'">\n'
-
-
 def page(samples: Sequence[DumpedSample], title: str) -> str:
     """The HTML page. Responses are embedded as JSON and shown as text, never as markup."""
+    style, script = (files("verl.cli").joinpath(f"samples.{suffix}").read_text("utf-8") for suffix in ("css", "js"))
     data = json.dumps(plain([sample.as_json() for sample in samples]), allow_nan=False)
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     heading = html.escape(title)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n{_policy()}'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n'
+        f"{_policy(script, style)}"
+        f'<meta name="viewport" content="width=device-width"><style>{style}</style></head>\n'
         f'<body><h1>{heading}</h1><form></form><p id="count"></p>\n'
         "<table><thead><tr></tr></thead><tbody></tbody></table>\n"
-        f'<script id="rows" type="application/json">{data}</script>\n<script>{_SCRIPT}</script></body></html>\n'
+        f'<script id="rows" type="application/json">{data}</script>\n<script>{script}</script></body></html>\n'
     )
+
+
+def _policy(script: str, style: str) -> str:
+    """The rule of browsers that the page runs this script and loads nothing."""
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
+    rules = "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'".format(*digests)
+    return f'<meta http-equiv="Content-Security-Policy" content="{rules}; form-action \'none\'">\n'
 
 
 WIDTH = 60  # width of a text if the output has none

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from verl.errors import ConfigError
+from verl.model_paths.check import record_of
 from verl.model_paths.micro_batch import MicroBatch
-from verl.model_paths.trial import states_of
-from verl.model_paths.twin import NoTwin, make_twin
 from verl.models.call import unwrapped
 from verl.models.heads import head_of
 from verl.resharding.dtensor import is_divided, is_elsewhere, local
@@ -35,8 +34,6 @@ from verl.utils.progress import report
 
 Schedule = Literal["gpipe", "1f1b"]
 Forward = Callable[[MicroBatch], Tensor | None]
-TRIAL_TOKENS = 48  # of the row that `refuse_untrue` runs
-TRIAL_BOUND = 1e-4  # relative to the largest value, in float32
 
 _log = logging.getLogger(__name__)
 
@@ -347,49 +344,28 @@ def _timed_stage(times: list[ChunkTime]) -> Any:
 
 
 def refuse_untrue(model: Any) -> None:
-    """Refuse a model whose results change when it is split into stages.
-
-    Checked on a small model of the same class (`verl.model_paths.twin`): a whole forward pass against two stages.
+    """Refuse a model whose results change when it is split into stages, or whose family was not tried in stages.
 
     Raises:
-        ConfigError: the results differ, or the model cannot be split.
+        ConfigError: it is such a model, or has no stack of layers.
     """
     base = unwrapped(model)
     decoder_stack(base)
-    remedy = "Set sharding.pp=1, and shard it with sharding.tp or sharding.dp_shard."
-    try:
-        twin = make_twin(base, TRIAL_TOKENS)
-        stack = decoder_stack(twin.model)
-        first, end = twin.token_ids
-        ids = first + torch.arange(TRIAL_TOKENS)[None] * 7 % (end - first)
-        with torch.no_grad():
-            whole = states_of(twin.model, input_ids=ids)
-            found = [_through_two_stages(twin.model, stack, first, ids) for first in range(len(stack.layers) + 1)]
-    except (NoTwin, AssertionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ConfigError(
-            f"model is a {type(base).__name__}: the check of pipeline stages failed "
-            f"({type(error).__name__}: {error}). {remedy}"
-        ) from error
-    distance = max(float((x.view_as(whole) - whole).abs().max()) for x in found) / float(whole.abs().max() + 1e-6)
-    if not distance <= TRIAL_BOUND:
-        raise ConfigError(
-            f"model is a {type(base).__name__}: its results change when it is split into pipeline stages (by "
-            f"{distance:.2g} of the largest value): it computes more than embedding, layers and norm. "
-            f"{remedy}"
+    record = record_of(base)
+    config = base.config.get_text_config()
+    multiplier = getattr(config, "embedding_multiplier", None)
+    if isinstance(record, str):
+        fault = f"it was not tried in pipeline stages: {record}"
+    elif not record.stages or multiplier != getattr(type(config), "embedding_multiplier", multiplier):
+        fault = (
+            "its results change when it is split into pipeline stages: it computes more than embedding, layers, norm"
         )
-
-
-def _through_two_stages(model: Any, stack: DecoderStack, num_first: int, ids: Tensor) -> Tensor:
-    """Final hidden states of a model split after `num_first` layers; a stage may have no layers."""
-    line = None
-    for stage in (0, 1):
-        cut = StageCut(stack, [0, num_first, len(stack.layers)], stage)
-        with cut.running():
-            found = cut.run(lambda: states_of(model, input_ids=ids), line)
-        assert found is not None
-        line = found.reshape(-1, found.shape[-1])
-    assert line is not None
-    return line
+    else:
+        return
+    raise ConfigError(
+        f"model is a {type(base).__name__}: {fault}. Set sharding.pp=1, and shard it with sharding.tp or "
+        "sharding.dp_shard."
+    )
 
 
 class WholeWeights:

@@ -1,15 +1,13 @@
-"""The ways of running a model (packed, cached, padded), and the proof of which are right for it.
+"""Execution paths of models (packed, cached, padded), and which of them are right for one.
 
-check             Which ways of running a model are right for it
-classifier        How the texts of a reward model may be scored beside each other, found by trying on its twin
+check             Execution paths that a model takes: those that were tried for its family, or the plain ones
+context_attention Attention over packed rows whose tokens are divided over processes
 decode            A decode loop over a key-value cache, on the very tensors that train
-families          Which ways of running a model are open to the families of causal language models that
-finding_cache     A cache on disk of what trials have found of models, by a digest of all that it depends on
+expert_routing    Choices of expert routers: recorded, counted and replayed
+families          Execution paths that were tried for the families of causal language models in transformers
 kv_cache          A preallocated key-value cache: a new token copies itself alone, not all that came before it
 micro_batch       Micro-batches: the tensors of one forward pass
 packed_attention  Attention over packed rows
-paths             The ways of running a model, and which of them were shown to be right for one
-report            What was found of models, in words and as rows of a table. Imports the standard library alone
-trial             Rows of a trial, and what each way of running a model gives for them
-twin              The twin of a model: a small one of the same class, code and kinds of layers
+paths             Execution paths of a model, and the plain, the fast and the unproven ones
+row_check         Rows that stand for a batch in a comparison with a plain forward pass of each
 """

@@ -1,116 +1,177 @@
-"""Execution paths that are possible for the families of causal language models in transformers."""
+"""Execution paths that were tried for the families of causal language models in transformers.
+
+`families.json` holds the results; `scripts/try_model_families.py` writes it. A record is that of a model if its
+class comes from transformers unchanged and its configuration has the properties that matter for the family.
+"""
 
 from __future__ import annotations
 
-import difflib
-import time
-from dataclasses import dataclass
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import torch
+from verl.model_paths.paths import ModelPaths
+from verl.utils.external_input import read_text
 
-from verl.errors import ConfigError
-from verl.model_paths.check import examine
-from verl.model_paths.paths import PathFinding
-from verl.model_paths.twin import crossed_lengths
-from verl.models.pretrained import quiet_transformers
-
-EVERY_LENGTH = 10**9  # rows of so many tokens cross whatever a configuration has
-# Beside the default configuration of a family: what transformers needs to build it, or the layers that make it a hybrid
-SETTINGS: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [9, 18, 27]},
-    "big_bird": {"is_decoder": True, "attention_type": "original_full"},
-    "cohere_compass_text": {
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [22, 22, 20]}
-        }
-    },
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "deepseek_v2": {"num_experts_per_tok": 6},
-    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
-    "granitemoehybrid": {"layer_types": ["mamba", "mamba", "mamba", "attention"] * 8},
-    "hunyuan_v1_dense": {"head_dim": 128},
-    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4},
-    "lfm2": {"layer_types": ["conv", "conv", "conv", "full_attention"] * 8},
-    "lfm2_moe": {"layer_types": ["conv", "conv", "conv", "full_attention"] * 8},
-    "ministral": {"head_dim": 128},
-    "nemotron": {"num_key_value_heads": 8},
-    "qwen4_exp_text": {
-        "indexer_budget": 2048,
-        "indexer_compress_ratio": 4,
-        "indexer_head_dim": 256,
-        "indexer_kv_heads": 1,
-        "indexer_n_heads": 16,
-    },
-    "reformer": {"is_decoder": True},
-    "xmod": {"is_decoder": True, "default_language": "en_XX"},
-}
+TABLE = Path(__file__).with_name("families.json")
+NOT_A_POLICY = "each token sees those that come after it, so it cannot be a policy. Give a causal language model."
+COMMON_LAYER_TYPES = {"full_attention", "sliding_attention"}
+STATIC_ROPE = {"default", "linear", "llama3", "proportional", "yarn"}  # the same frequencies in rows of any length
+LENGTH_OF_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 
 
 @dataclass(frozen=True)
-class FamilyStatus:
-    """Result for a family in its default configuration.
+class FamilyRecord:
+    """What was tried of a family in one of its configurations.
 
     Attributes:
-        family: `model_type` of transformers.
-        model: its class; empty where transformers cannot build one.
-        finding: for rows of up to `tokens`; None where there is no model.
-        tokens: None for rows of any length.
-        longer: why longer rows are refused; None where they are not.
-        fault: why transformers cannot build it.
-        seconds: that finding out took.
+        paths: name of the execution paths in the table; empty for a model that is refused, or that transformers cannot
+            build from a configuration alone.
+        refusal: why it cannot be trained, whatever way it is run; None if it can.
+        fault: why transformers cannot build it; None if it can.
+        when: values of the configuration that the record is limited to; a list stands for the set of its items.
+        layer_types: that it has beside full and sliding attention.
+        longest: entry of the configuration that limits the length of rows; beyond it, tokens depend on later ones.
+        needs_eager: `sdpa` leaves out a part of its attention.
+        trains: it computes the same in training mode.
+        stages: it may be cut into pipeline stages.
+        nondeterministic: its operations that have no deterministic form on a GPU; None if that is unknown.
+    """
+
+    paths: str = ""
+    refusal: str | None = None
+    fault: str | None = None
+    when: Mapping[str, Any] = field(default_factory=dict)
+    layer_types: tuple[str, ...] = ()
+    longest: str | None = None
+    needs_eager: bool = False
+    trains: bool = True
+    stages: bool = False
+    nondeterministic: tuple[str, ...] | None = ()
+
+    def holds_for(self, config: Any) -> bool:
+        """Whether a configuration has the properties that were tried."""
+        return all(_items(_entry(config, name)) == _items(value) for name, value in self.when.items())
+
+
+@dataclass(frozen=True)
+class FamilyTable:
+    """The table of all families.
+
+    Attributes:
+        versions: of torch and transformers, that it was made with.
+        paths: execution paths by name, with `sdpa` attention.
+        families: records by `model_type`.
+    """
+
+    versions: Mapping[str, str]
+    paths: Mapping[str, ModelPaths]
+    families: Mapping[str, tuple[FamilyRecord, ...]]
+
+
+@functools.lru_cache
+def family_table() -> FamilyTable:
+    """The table in `families.json`."""
+    table = json.loads(read_text(TABLE))
+    return FamilyTable(
+        table["versions"],
+        {name: ModelPaths(**paths) for name, paths in table["paths"].items()},
+        {family: tuple(_record(entry) for entry in entries) for family, entries in table["families"].items()},
+    )
+
+
+def _record(entry: dict[str, Any]) -> FamilyRecord:
+    values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in entry.items()}
+    return FamilyRecord(**values)
+
+
+def record_for(config: Any, kind: type) -> FamilyRecord | str:
+    """The record that holds for models of a class with a configuration of transformers, or why there is none."""
+    if not kind.__module__.startswith("transformers.models."):
+        return f"{kind.__qualname__} is no class of transformers"
+    if _entry(config, "is_causal") is False or _entry(config, "use_bidirectional_attention") in (True, "all"):
+        return FamilyRecord(refusal=NOT_A_POLICY)
+    records = family_table().families.get(config.model_type, ())
+    record = next((record for record in records if record.holds_for(config)), None)
+    if record is None or record.fault is not None:
+        return f"the family {config.model_type} was not tried" + " with this configuration" * bool(records)
+    layer_types = set(_entry(config, "layer_types") or ()) - COMMON_LAYER_TYPES - set(record.layer_types)
+    if layer_types:
+        return f"the family {config.model_type} was not tried with layers of the kind {', '.join(sorted(layer_types))}"
+    if rope := rope_types(config) - STATIC_ROPE - LENGTH_OF_ROPE.keys():
+        return f"the family {config.model_type} was not tried with rotary positions of the kind {min(rope)}"
+    return record
+
+
+def row_limit(config: Any, record: FamilyRecord | None) -> tuple[str, int] | None:
+    """The entry of a configuration beyond which the results of a token change with the length of its row; None without
+    one."""
+    names = [LENGTH_OF_ROPE[kind] for kind in sorted(rope_types(config) & LENGTH_OF_ROPE.keys())]
+    names += [record.longest] if record is not None and record.longest is not None else []
+    values = [(name, _limit(config, name)) for name in names]
+    return min(((name, value) for name, value in values if value), key=lambda limit: limit[1], default=None)
+
+
+def rope_types(config: Any) -> set[str]:
+    """Kinds of rotary position embeddings in a configuration."""
+    rope = _entry(config, "rope_parameters") or {}
+    return {str(part["rope_type"]) for part in (rope, *rope.values()) if isinstance(part, dict) and "rope_type" in part}
+
+
+@dataclass(frozen=True)
+class FamilySummary:
+    """A record of the table in words.
+
+    Attributes:
+        family: `model_type`.
+        name: with the properties that the record is limited to.
+        status: `fast`, `plain`, `refused` or `not built`, with the longest rows.
+        scoring: batching of rows in scoring.
+        decoding: path of decoding.
+        note: why it is refused or not built, and what else is left out.
     """
 
     family: str
-    model: str = ""
-    finding: PathFinding | None = None
-    tokens: int | None = None
-    longer: str | None = None
-    fault: str | None = None
-    seconds: float = 0.0
+    name: str
+    status: str
+    scoring: str = ""
+    decoding: str = ""
+    note: str = ""
 
 
-def families() -> list[str]:
-    """`model_type` of every family of causal language models of the installed transformers."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def summaries() -> list[FamilySummary]:
+    """All records of the table, by family."""
+    return [_summary(family, record) for family, records in family_table().families.items() for record in records]
 
 
-def default_model(family: str) -> Any:
-    """A model of a family in its default configuration and `SETTINGS`, without weights.
+def _summary(family: str, record: FamilyRecord) -> FamilySummary:
+    when = ", ".join(f"{key} {' '.join(map(str, _items(value)))}" for key, value in record.when.items())
+    name = f"{family} ({when})" if when else family
+    if record.refusal is not None or record.fault is not None:
+        status = "not built" if record.refusal is None else "refused"
+        return FamilySummary(family, name, status, note=record.refusal or f"transformers: {record.fault}")
+    paths = family_table().paths[record.paths]
+    status = ("fast" if paths.is_fast else "plain") + f" up to {record.longest}" * (record.longest is not None)
+    notes = ["attention=eager only"] * record.needs_eager + ["trained in evaluation mode"] * (not record.trains)
+    notes += [f"{name} has no deterministic form on a GPU" for name in record.nondeterministic or ()]
+    scoring, _, decoding = record.paths.partition("; ")
+    return FamilySummary(family, name, status, scoring, decoding, ", ".join(notes))
 
-    Raises:
-        Exception: whatever transformers has against it.
-    """
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    with quiet_transformers(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SETTINGS.get(family, {})))
+def _entry(config: Any, name: str) -> Any:
+    """An entry of a configuration, or else of that of its text model."""
+    value = getattr(config, name, None)
+    return getattr(config.get_text_config(), name, None) if value is None else value
 
 
-def examine_family(family: str) -> FamilyStatus:
-    """Try every way of running the default model of a family; nothing is read from the cache, nor kept there.
+def _limit(config: Any, name: str) -> int | None:
+    rope = _entry(config, "rope_parameters") or {}
+    value = _entry(config, name) or rope.get(name)
+    return int(value) if value else None
 
-    Raises:
-        ConfigError: transformers has no such family.
-    """
-    if family not in (known := families()):
-        near = difflib.get_close_matches(family, known, n=3)
-        raise ConfigError(
-            f"family is {family!r}: transformers has no causal language model of this model_type."
-            + (f" Did you mean {' or '.join(near)}?" if near else "")
-        )
-    start = time.perf_counter()
-    try:
-        model = default_model(family)
-    except Exception as error:  # noqa: BLE001 - whatever transformers has against it
-        return FamilyStatus(family, fault=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    finding, tokens, longer = examine(model, EVERY_LENGTH), None, None
-    crossed = crossed_lengths(model.config, EVERY_LENGTH)
-    if finding.refusal is not None and crossed:
-        shorter = examine(model, crossed[0])
-        if shorter.refusal is None:
-            finding, tokens, longer = shorter, crossed[0], finding.refusal
-    seconds = time.perf_counter() - start
-    return FamilyStatus(family, type(model).__name__, finding, tokens, longer, seconds=seconds)
+
+def _items(value: Any) -> set[Any]:
+    return set(value) if isinstance(value, tuple | list) else {value}

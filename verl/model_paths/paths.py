@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Scoring = Literal["packed", "padded", "right_padded", "equal_lengths"]
@@ -48,6 +48,10 @@ class ModelPaths:
             return self
         return replace(self, scoring=scoring)
 
+    def by_eager(self) -> ModelPaths:
+        """A copy for eager attention, which packed rows and shared prefixes have no form for."""
+        return replace(self.limited_to("padded"), shares_prompts=False, shares_prefix=False, own_attention=False)
+
     @property
     def is_fast(self) -> bool:
         """Nothing that costs much is left out; sharing is a matter of taste of the model."""
@@ -55,6 +59,7 @@ class ModelPaths:
 
 
 PLAIN = ModelPaths()
+UNTRIED = ModelPaths(scoring="padded", cache="own")  # of a model of an unknown family; its first batch is compared
 FAST = ModelPaths(
     scoring="packed",
     shares_prompts=True,
@@ -65,18 +70,3 @@ FAST = ModelPaths(
     shares_prefix=True,
     own_attention=True,
 )
-
-
-@dataclass(frozen=True)
-class PathFinding:
-    """Result of the check of a model.
-
-    Attributes:
-        paths: that are open to it.
-        refusal: why it cannot be trained, whatever way it is run; None if it can.
-        distances: largest difference from a plain forward pass, in nats, by what was tried.
-    """
-
-    paths: ModelPaths
-    refusal: str | None = None
-    distances: dict[str, float] = field(default_factory=dict)

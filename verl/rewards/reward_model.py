@@ -10,6 +10,7 @@ Forms of its input:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,7 +23,9 @@ from torch import Tensor
 from verl.component import BuildContext, component
 from verl.data.chat_template import pinned_date
 from verl.errors import ConfigError, faults_below
-from verl.model_paths.classifier import text_batches_for
+from verl.model_paths.families import row_limit
+from verl.model_paths.row_check import bound_of
+from verl.models.call import unwrapped
 from verl.models.heads import RewardHeadModel, label_fault
 from verl.models.interfaces import reads_alike
 from verl.models.pretrained import Pretrained
@@ -33,6 +36,8 @@ from verl.rewards.normalization import NormalisedReward
 from verl.rewards.validation import checked_scores, reward_error
 from verl.utils.memory import make_current, release_cached
 from verl.utils.progress import report
+
+log = logging.getLogger(__name__)
 
 RewardInput = Literal["auto", "tokens", "chat", "text", "pair"]
 
@@ -224,6 +229,8 @@ class ModelReward(NormalisedReward):
         self.model: torch.nn.Module | None = model.eval().requires_grad_(False)
         self.reader, self.micro_batch_tokens = reader, micro_batch_tokens
         self.device = next(model.parameters()).device
+        self._pads = True  # texts of several lengths beside each other
+        self._longest_compared = 0
 
     def raw(self, batch: DataProto) -> RewardResult:
         prompts, responses, _ = texts_of(batch)
@@ -234,37 +241,78 @@ class ModelReward(NormalisedReward):
         parts = {"truncated": reading.was_cut.astype(float)} if self.reader.truncation == "left" else {}
         return RewardResult(scores, parts)
 
-    @torch.no_grad()
     def _scores(self, reading: RewardTokens) -> Tensor:
         """Scores [B] float64, in the order of the rows; micro-batches have rows of similar length."""
-        assert self.model is not None, "the reward has been closed"
         scores = torch.empty(len(reading.ids), dtype=torch.float64, device=self.device)
-        for rows in self._batches([len(ids) for ids in reading.ids]):
-            chosen = rows.tolist()
-            inputs = {"input_ids": _padded([reading.ids[row] for row in chosen])}
-            inputs["attention_mask"] = _padded([[1] * len(reading.ids[row]) for row in chosen])
-            if reading.types is not None:
-                inputs["token_type_ids"] = _padded([reading.types[row] for row in chosen])
-            inputs = {name: x.to(self.device, non_blocking=True) for name, x in inputs.items()}
-            scores[rows.to(self.device, non_blocking=True)] = self.model(**inputs).scores.double()
+        for rows in self._batches(reading):
+            scores[rows.to(self.device, non_blocking=True)] = self._scores_of(reading, rows.tolist())
             report()
         scores = scores.cpu()
         release_cached(self.device)  # it may live in another process than the engine that wakes next
         return scores
 
-    def _batches(self, lengths: list[int]) -> list[Tensor]:
+    @torch.no_grad()
+    def _scores_of(self, reading: RewardTokens, rows: list[int]) -> Tensor:
+        """Scores [b] float64 of some rows in one forward pass."""
+        assert self.model is not None, "the reward has been closed"
+        inputs = {"input_ids": _padded([reading.ids[row] for row in rows])}
+        inputs["attention_mask"] = _padded([[1] * len(reading.ids[row]) for row in rows])
+        if reading.types is not None:
+            inputs["token_type_ids"] = _padded([reading.types[row] for row in rows])
+        return self.model(**{name: x.to(self.device, non_blocking=True) for name, x in inputs.items()}).scores.double()
+
+    def _batches(self, reading: RewardTokens) -> list[Tensor]:
         """Row indices of each micro-batch, sorted by length; rows of one length only where padding would change a
         score.
         """
-        if text_batches_for(self.model, max(lengths)) == "padded":
+        lengths = [len(ids) for ids in reading.ids]
+        if max(lengths) > self._longest_compared:
+            self._compare_with_alone(reading, lengths)
+        if self._pads:
             return micro_batches(lengths, self.micro_batch_tokens)
         sizes = torch.tensor(lengths)
         alike = [(sizes == length).nonzero()[:, 0] for length in sizes.unique()]
         return [kind[rows] for kind in alike for rows in micro_batches(sizes[kind], self.micro_batch_tokens)]
 
+    def _compare_with_alone(self, reading: RewardTokens, lengths: list[int]) -> None:
+        """Compare the scores of some texts beside each other with that of each alone: the shortest, the median and the
+        longest.
+
+        Raises:
+            ConfigError: the score of a text depends on other texts, whatever their lengths.
+        """
+        if not isinstance(self.model, RewardHeadModel):  # another module is taken by its word
+            return
+        classifier, self._longest_compared = self.model.classifier, max(lengths)
+        by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+        chosen = sorted({by_length[0], by_length[len(lengths) // 2], by_length[-1]}, key=lengths.__getitem__)
+        alone = torch.cat([self._scores_of(reading, [row]) for row in chosen])
+        again = torch.cat([self._scores_of(reading, [row]) for row in reversed(chosen)]).flip(0)
+        together = self._scores_of(reading, chosen)
+        beside = torch.stack([self._scores_of(_with_mirror_image(reading, row), [0, 1])[0] for row in chosen])
+        bound = bound_of(classifier.dtype, None) * max(1.0, float(alone.abs().max()))
+        kind = type(unwrapped(classifier)).__name__
+        for other, others in ((again, "that were scored before it"), (beside, "that are scored beside it")):
+            if not float((other - alone).abs().max()) <= bound:
+                raise ConfigError(f"model is a {kind}: the score of a text depends on the texts {others}.")
+        limit, distance = row_limit(classifier.config, None), float((together - alone).abs().max())
+        is_beyond = limit is not None and max(lengths) > limit[1]
+        if self._pads and (is_beyond or not distance <= bound):
+            self._pads = False
+            log.warning(
+                "%s takes a plain path: texts are scored with others of their length only, since their scores differ "
+                "by %.2g beside others.", kind, distance,
+            )  # fmt: skip
+
     def close(self) -> None:
         """Free the weights."""
         self.model = None
+
+
+def _with_mirror_image(reading: RewardTokens, row: int) -> RewardTokens:
+    """A text, and another one of the same length."""
+    ids, types = reading.ids[row], None if reading.types is None else [reading.types[row], reading.types[row][::-1]]
+    return RewardTokens([ids, ids[::-1]], types, reading.was_cut[[row, row]])
 
 
 def _padded(rows: list[list[int]]) -> Tensor:

@@ -22,9 +22,9 @@ from verl.protocol import DataProto
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import SFTSettings
-from verl.trainer.plan.memory_estimate import role_layouts
 from verl.trainer.plan.run_plan import log_plan
 from verl.trainer.plan.unused_settings import unused_settings
+from verl.trainer.plan.workload import role_layouts
 from verl.trainer.setup import (
     ProcessState,
     RoleSharding,

@@ -1,14 +1,15 @@
 """A check of a role's batches: some of their rows, as the role computes them, against a plain forward pass of each.
 
-What was found on a small copy of the model (`verl.model_paths`) is checked again with the model itself, in its
-type, with its weights and the rows of the run: the longest, the shortest, and some that share a prompt. The first batch
-is checked, and each later one that has a longer row than all that were checked before.
+The execution paths of `verl.model_paths` are checked with the model itself, in its type, with its weights and the rows
+of the run: the longest, the shortest, and some that share a prompt. The first batch is checked, and each later one that
+has a longer row than all that were checked before.
 """
 
 from __future__ import annotations
 
 import logging
 
+import torch
 from torch import Tensor
 
 from verl.engines.engine import Compute, TrainingEngine
@@ -55,7 +56,7 @@ class FirstBatchCheck:
         for scoring in PLAINER[first:]:
             if scoring != PLAINER[first]:
                 self.engine.limit(scoring)
-            difference = self.difference(self._first(self.engine.infer(rows, self.compute)), wanted, rows)
+            difference = self.difference(self._computed(rows, wanted), wanted, rows)
             if difference <= self._bound():
                 self._tell(PLAINER[first], scoring, worst, which)
                 return
@@ -91,6 +92,14 @@ class FirstBatchCheck:
         if found is not None and wanted is not None and bool(rows["response_mask"].any()):
             own = float(row_gaps(found, wanted, rows["response_mask"]).max())
         return self.engine.parallel.most(int(min(own, 1e6) * 1e9)) / 1e9
+
+    def _computed(self, rows: DataProto, wanted: Tensor | None) -> Tensor | None:
+        """As the role computes them; not numbers if attention refuses what the model asks of it."""
+        try:
+            return self._first(self.engine.infer(rows, self.compute))
+        except NotImplementedError as error:
+            _log.warning("%s is a %s: %s.", self.name, type(self.engine.model).__name__, error)
+            return None if wanted is None else torch.full_like(wanted, torch.nan)
 
     def _bound(self) -> float:
         return bound_of(next(iter(self.engine.parameters.values())).dtype, self.engine.autocast)

@@ -1,30 +1,74 @@
-"""Bytes in each process, by phase and part, and bytes in main memory."""
+"""Memory of a run by role and phase, and disk space, computed from configurations before weights are loaded.
+
+estimate_memory ──> bytes of each role at rest, of caches and of checkpoints, by counts alone
+    └─ memory_plan ──> + traced activations and the engine ──> bytes of each process in each phase of a step
+
+Memory used by libraries themselves, and unused memory held by allocators, are not included.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from verl.engines.sharding import FSDP
+from verl.checkpoint.save.host_buffer import free_main_memory
+from verl.engines.sharding import FSDP, NoSharding
 from verl.errors import ConfigError
 from verl.models.known_shapes import sizes_config
 from verl.models.model_stats import ModelStats, model_stats
 from verl.ops.cpu_matmul import chosen_library
 from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
-from verl.trainer.config import PPOSettings
 from verl.trainer.plan.activations import Activations, num_experts, trace_activations
 from verl.trainer.plan.devices import DeviceRates
-from verl.trainer.plan.memory_estimate import GIB, MemoryEstimate, RoleMemory, estimate_ppo, estimate_sft
-from verl.utils.memory import DeviceMemory
-from verl.workers.base import roles_on_device
+from verl.trainer.plan.workload import RoleLayout, Workload, role_layouts, workload
+from verl.utils.memory import DeviceMemory, gpu_memory_from_outside
+from verl.workers.base import TrainedRole, roles_on_device
 
+GIB = 2**30
 EXPERT_LOADS = 1.0, 2.0  # times its share of the tokens that the experts of a process get
-WORTH_PACKING = 0.85  # of the tokens of padded rows, from which down the rows are packed
 ASLEEP = "sleeping engine"  # what its process keeps on a GPU, outside of generation
 _HEADS = {"critic": "backbone", "reward": "classifier"}  # models that give no logits over the vocabulary
+_PROCESS_BYTES = 450 * 2**20  # a Python with torch and transformers, on the CPU
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """A role, and the bytes that it has in each of its processes.
+
+    Attributes:
+        layout: of its processes.
+        config: Hugging Face configuration of its model.
+        sizes: of that model, with the head that the role has.
+        dtype: that it computes in.
+        weights: including a copy in the computation's data type, if that is different.
+        gradients, optimizer: of trained parameters; gradients only during an update.
+        gathered: gathered weights of other shards during updates and scoring.
+        whole_gradients: gradients of other shards during an update of several micro-batches.
+        generating: the same during generation.
+        is_offloaded: weights, gradients and optimizer state are kept in main memory.
+        group: roles with the same number share their processes.
+        saved: size of the whole role in a checkpoint.
+    """
+
+    name: str
+    layout: RoleLayout
+    config: Any
+    sizes: ModelStats
+    dtype: torch.dtype
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    whole_gradients: int = 0
+    generating: int = 0
+    is_offloaded: bool = False
+    group: int = 0
+    saved: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,20 +76,16 @@ class RolePlan:
     """A role and the size of its micro-batches.
 
     Attributes:
-        config: Hugging Face configuration of its model.
-        sizes: of that model, with the head that the role has.
         tokens: of a micro-batch, at most.
-        dtype: that it computes in.
+        micro_batches: of an update.
         activations: of that micro-batch; of a mixture whose experts are divided over processes, where each gets its
             share of the tokens.
         unbalanced: likewise, where the experts of this process get twice their share; None without such experts.
     """
 
     memory: RoleMemory
-    config: Any
-    sizes: ModelStats
     tokens: int
-    dtype: torch.dtype
+    micro_batches: int
     recomputed: bool
     activations: Activations
     unbalanced: Activations | None = None
@@ -78,76 +118,164 @@ class PhaseMemory:
         return ", ".join(f"{name} {-size / unit:.2f}" for size, name in large)
 
 
-def role_plans(run: Any, estimate: MemoryEstimate, device: DeviceRates, exact: bool) -> list[RolePlan]:
-    """The roles of a run with traced activations; roles of equal models and micro-batches are traced once."""
-    found = []
-    for memory in estimate.roles:
-        role = getattr(run, memory.name)
-        config = sizes_config(getattr(role, "model", None) or run.actor.model)
-        autocast = run.actor.autocast if memory.name == "reference" else getattr(role, "autocast", None)
-        kind = getattr(torch, autocast or (getattr(role, "model", None) or run.actor.model).dtype)
-        sharding = memory.layout.sharding
-        limit = micro_batch_limit(run, memory)
-        tokens = sharding.micro_batch_tokens(role.micro_batch_tokens, limit)
-        under_way = sharding.activation_share(-(-limit // tokens))
-        recomputed = bool(getattr(role, "gradient_checkpointing", False))
-        device_type = "cuda" if device.is_gpu else "cpu"
-        siblings = memory.layout.siblings
-        more = min(role.micro_batch_tokens, micro_batch_limit(run, memory, scores=True)) / tokens
-        experts = num_experts(config)
-        are_divided = experts > 0 and memory.layout.expert_ways > 1 and experts % memory.layout.expert_ways == 0
-        made = []
-        for load in EXPERT_LOADS if are_divided else (None,):
-            one = trace_activations(
-                config,
-                tokens,
-                kind,
-                recomputed=recomputed,
-                siblings=siblings,
-                exact=exact,
-                device_type=device_type,
-                expert_load=load,
-            )
-            one = replace(
-                one,
-                scoring=int(more * one.scoring),
-                training=int(one.training + (under_way - 1) * one.kept),
-                kept=int(under_way * one.kept),
-            )
-            made.append(replace(one, logits=0) if memory.name in _HEADS else one)
-        sizes = model_stats(config, kind=_HEADS.get(memory.name, "causal_lm"))
-        found.append(RolePlan(memory, config, sizes, tokens, kind, recomputed, made[0], *made[1:]))
-    return found
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Persistent memory, and disk space.
+
+    Attributes:
+        roles: that the run has.
+        cache: key-value cache in a process of the actor during generation; 0 if an engine or a server has it, or
+            nothing is generated.
+        processes: number of processes with roles on this machine.
+        machines: number of machines with as many processes.
+        saving: bytes of one checkpoint.
+        kept: checkpoints on disk at a time.
+        copied: bytes of host buffers on this machine for asynchronous saves.
+        on_host: roles are in main memory, because there is no GPU.
+        stays_awake: the engine keeps its GPU memory while the trainer works.
+    """
+
+    roles: tuple[RoleMemory, ...]
+    cache: int
+    processes: int
+    saving: int
+    kept: int
+    copied: int = 0
+    on_host: bool = True
+    machines: int = 1
+    stays_awake: bool = False
+
+    @property
+    def host(self) -> int:
+        """Bytes of main memory on each machine that a run on GPUs takes beside them."""
+        offloaded = sum(role.weights + role.optimizer + role.gradients for role in self.roles if role.is_offloaded)
+        return 0 if self.on_host else self.copied + offloaded * self.processes
 
 
-def micro_batch_limit(run: Any, role: RoleMemory, *, scores: bool = False) -> int:
+def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
+    """Memory at rest, by counts alone.
+
+    Args:
+        run: a `PPORun` or an `SFTRun` whose models' configurations can be read.
+        on_gpu: its roles live in the memory of GPUs; otherwise in main memory.
+    """
+    run = roles_on_device(run, on_gpu)
+    settings, layouts, step = run.trainer, role_layouts(run), workload(run)
+    world, placement, in_run = settings.n_gpus_per_node * settings.nnodes, settings.placement, tuple(layouts)
+    groups = [(in_run, world)] if placement is None else placement.worker_groups(in_run, world)
+    group_of = {role: number for number, (members, _) in enumerate(groups) for role in members}
+    group_of["reward"] = group_of["actor"] if placement is None else group_of.get("rm", group_of["actor"])
+    roles = [replace(_role_memory(run, *role), group=group_of[role[0]]) for role in _layouts_of_models(run, layouts)]
+    actor, cache, stays_awake = roles[0], 0, False
+    if step.generates and not run.rollout.runs_ahead:
+        rows = -(-step.rows // actor.layout.generation_shares)
+        drawn = min(rows, getattr(run.rollout, "max_rows", rows))
+        cache = actor.sizes.cache_elements // actor.layout.siblings * drawn * step.width * actor.dtype.itemsize
+    else:
+        roles[0] = replace(actor, generating=0)
+    if step.generates and run.rollout.runs_ahead:  # an engine or a server with weights of its own has the cache
+        naps = getattr(run.rollout, "sleep", False) and not settings.rollout_ahead
+        stays_awake = run.rollout.generates_here and on_gpu and not naps
+    saves = run.checkpoint
+    saved = sum(role.saved for role in roles) if saves is not None else 0
+    return MemoryEstimate(
+        roles=tuple(roles),
+        cache=cache,
+        processes=-(-sum(count for _, count in groups) // settings.nnodes),
+        machines=settings.nnodes,
+        saving=saved,
+        kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
+        copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
+        on_host=not on_gpu,
+        stays_awake=stays_awake,
+    )
+
+
+def _layouts_of_models(run: Any, layouts: dict[str, RoleLayout]) -> Iterator[tuple[str, RoleLayout]]:
+    """Roles with weights of their own, and their processes; the actor first."""
+    for name in ("actor", "critic", "reference"):
+        if name not in layouts or (name == "reference" and not run.reference.model and run.actor.lora is not None):
+            continue  # the reference of an adapter is the model below it
+        yield name, layouts[name]
+    reward = getattr(run, "reward", None)
+    if reward is not None and reward.is_model:  # each process has a copy of its own
+        yield "reward", RoleLayout(NoSharding(), 1 if run.reward_as_role is None else layouts["rm"].processes)
+
+
+def _role_memory(run: Any, name: str, layout: RoleLayout) -> RoleMemory:
+    role = getattr(run, name)
+    source = getattr(role, "model", None) or run.actor.model
+    autocast = getattr(run.actor if name == "reference" else role, "autocast", None)  # it computes as the actor does
+    config, kind = sizes_config(source), _HEADS.get(name, "causal_lm")
+    sizes, dtype = model_stats(config, kind=kind), getattr(torch, autocast or source.dtype)
+    itemsize, trains = getattr(torch, source.dtype).itemsize, isinstance(role, TrainedRole)
+    counted = model_stats(config, role.lora, kind) if trains else sizes
+    tokens = role.micro_batch_tokens if trains else 0
+    cost = layout.sharding.cost(layout.processes, counted, tokens, itemsize, dtype.itemsize, trains)
+    return RoleMemory(
+        name=name,
+        layout=layout,
+        config=config,
+        sizes=sizes,
+        dtype=dtype,
+        weights=cost.weights,
+        gradients=cost.gradients if trains else 0,
+        optimizer=cost.optimizer if trains else 0,
+        gathered=cost.gathered,
+        whole_gradients=cost.whole_gradients if trains else 0,
+        generating=cost.generating if name == "actor" else 0,
+        is_offloaded=cost.is_offloaded,
+        saved=3 * counted.trained * itemsize if trains else 0,
+    )
+
+
+def _role_plan(run: Any, memory: RoleMemory, step: Workload, device: DeviceRates, exact: bool) -> RolePlan:
+    """A role with traced activations; equal models and micro-batches are traced once."""
+    role, layout, sharding = getattr(run, memory.name), memory.layout, memory.layout.sharding
+    limit = micro_batch_limit(run, memory, step)
+    tokens = sharding.micro_batch_tokens(role.micro_batch_tokens, limit)
+    micro_batches = -(-limit // tokens)
+    under_way = sharding.activation_share(micro_batches)
+    recomputed = bool(getattr(role, "gradient_checkpointing", False))
+    more = min(role.micro_batch_tokens, micro_batch_limit(run, memory, step, scores=True)) / tokens
+    experts = num_experts(memory.config)
+    are_divided = experts > 0 and layout.expert_ways > 1 and experts % layout.expert_ways == 0
+    by_load = []
+    for load in EXPERT_LOADS if are_divided else (None,):
+        traced = trace_activations(
+            memory.config,
+            tokens,
+            memory.dtype,
+            recomputed=recomputed,
+            siblings=layout.siblings,
+            exact=exact,
+            device_type="cuda" if device.is_gpu else "cpu",
+            expert_load=load,
+        )
+        by_load.append(
+            replace(
+                traced,
+                scoring=int(more * traced.scoring),
+                training=int(traced.training + (under_way - 1) * traced.kept),
+                kept=int(under_way * traced.kept),
+                logits=0 if memory.name in _HEADS else traced.logits,
+            )
+        )
+    return RolePlan(memory, tokens, micro_batches, recomputed, *by_load)
+
+
+def micro_batch_limit(run: Any, role: RoleMemory, step: Workload, *, scores: bool = False) -> int:
     """Maximum number of tokens of a step in one process, independent of the micro-batch limit.
 
     Args:
         scores: count all rows of the step, rather than those of a mini-batch.
     """
-    settings = run.trainer
-    if not isinstance(settings, PPOSettings):
-        length = getattr(run.data, "max_length", None) or run.actor.micro_batch_tokens
-        return max(1, -(-settings.batch_size * length // role.layout.token_shares))
-    rows = settings.prompts_per_step * settings.group_size
-    is_whole = scores or not role.gradients or run.algorithm.mini_batches == 1
-    if not is_whole:
-        rows = -(-rows // run.algorithm.mini_batches)
-    per_row = tokens_per_row(run, role.name, run.response_tokens, is_whole)
+    is_whole = scores or not role.gradients or step.mini_batches == 1
+    rows = step.rows if is_whole else -(-step.rows // step.mini_batches)
+    per_row = step.tokens_per_row(run, role.name, is_whole)
+    if not step.generates:
+        return max(1, -(-rows * int(per_row) // role.layout.token_shares))
     return max(1, int(-(-rows // role.layout.token_shares) * per_row))
-
-
-def tokens_per_row(run: Any, role: str, response: int, is_whole: bool = True) -> float:
-    """Tokens that a row adds to a packed sequence, in which samples share their prompt.
-
-    Args:
-        is_whole: all samples of a prompt are in one micro-batch, which is not so for mini-batches of shuffled rows.
-    """
-    prompt = getattr(run.data, "max_prompt_length", 0)
-    packs = getattr(run.actor if role == "reference" else getattr(run, role), "packing", "off") == "auto"
-    shared = response + prompt / run.trainer.group_size
-    return shared if packs and is_whole and shared <= WORTH_PACKING * (prompt + response) else prompt + response
 
 
 @dataclass(frozen=True)
@@ -214,10 +342,9 @@ def memory_plan(run: Any, device: DeviceRates, exact: bool = False, limit: int |
     Args:
         limit: bytes available to a process; None: its share of the device.
     """
-    settings, run = run.trainer, roles_on_device(run, device.is_gpu)
-    is_ppo = isinstance(settings, PPOSettings)
-    estimate = (estimate_ppo if is_ppo else estimate_sft)(run, on_host=not device.is_gpu)
-    roles = role_plans(run, estimate, device, exact)
+    run, step = roles_on_device(run, device.is_gpu), workload(run)
+    estimate = estimate_memory(run, device.is_gpu)
+    roles = [_role_plan(run, memory, step, device, exact) for memory in estimate.roles]
     if limit is None:
         limit = device.memory if device.is_gpu else device.memory // max(1, estimate.processes)
     phases: list[PhaseMemory] = []
@@ -225,15 +352,13 @@ def memory_plan(run: Any, device: DeviceRates, exact: bool = False, limit: int |
     beside = 0
     for group in sorted({role.memory.group for role in roles}):
         members = [role for role in roles if role.memory.group == group]
-        found = list(_phases(run, members, estimate, device, is_ppo, {}))
-        holds_actor, engine = is_ppo and any(role.name == "actor" for role in members), {}
-        if holds_actor:
-            beside = _beside_engine(found, members, estimate)
+        engine: dict[str, int] = {}
+        if step.generates and any(role.name == "actor" for role in members):
+            beside = _beside_engine(list(_phases(run, members, estimate, device, {})), members, estimate)
             engine = _engine_parts(run, members, estimate, device, beside, limit)
-            found = list(_phases(run, members, estimate, device, is_ppo, engine))
-        phases += found
+        phases += _phases(run, members, estimate, device, engine)
         worst = [role if role.unbalanced is None else replace(role, activations=role.unbalanced) for role in members]
-        unbalanced += _phases(run, worst, estimate, device, is_ppo, engine)
+        unbalanced += _phases(run, worst, estimate, device, engine)
     if all(role.unbalanced is None for role in roles):
         unbalanced = []
     reductions = tuple(_reductions(run, roles, phases, limit))
@@ -248,16 +373,15 @@ def _reductions(run: Any, roles: Sequence[RolePlan], phases: Sequence[PhaseMemor
         layout, peak = role.memory.layout, [phase for phase in phases if phase.name == f"update {role.name}"]
         if not isinstance(layout.sharding, FSDP) or not peak or layout.sharding.reduce_gradients == "update":
             continue
-        sharding = replace(layout.sharding, reduce_gradients="update")
+        sharding, sizes = replace(layout.sharding, reduce_gradients="update"), role.memory.sizes
         itemsize = getattr(torch, getattr(run, role.name).model.dtype).itemsize
-        cost = sharding.cost(layout.processes, role.sizes, role.tokens, itemsize, role.dtype.itemsize)
-        count = -(-micro_batch_limit(run, role.memory) // role.tokens)
-        if cost.whole_gradients and count > 1:
+        cost = sharding.cost(layout.processes, sizes, role.tokens, itemsize, role.memory.dtype.itemsize)
+        if cost.whole_gradients and role.micro_batches > 1:
             fits = "fits" if peak[0].total + cost.whole_gradients <= limit else "does not fit"
-            more, less = cost.whole_gradients / GIB, (count - 1) * cost.per_update / GIB
+            more, less = cost.whole_gradients / GIB, (role.micro_batches - 1) * cost.per_update / GIB
             yield (
                 f"sharding.reduce_gradients=update: {role.name} would take {more:.2f} GiB more in an update, which "
-                f"{fits}, and send {less:.2f} GiB less for each update of {count} micro-batches."
+                f"{fits}, and send {less:.2f} GiB less for each update of {role.micro_batches} micro-batches."
             )
 
 
@@ -273,7 +397,6 @@ def _phases(
     members: Sequence[RolePlan],
     estimate: MemoryEstimate,
     device: DeviceRates,
-    is_ppo: bool,
     engine: dict[str, int],
 ) -> Iterator[PhaseMemory]:
     names = tuple(role.name for role in members)
@@ -291,12 +414,12 @@ def _phases(
     yield PhaseMemory("rest", names, {**resting, **beside})
     actor = next((role for role in members if role.name == "actor"), None)
     if engine and actor is not None:
-        own = {"gathered weights": actor.memory.generating} if actor.memory.generating else {}
+        extra = {"gathered weights": actor.memory.generating} if actor.memory.generating else {}
         uses_training_weights = "engine weights" not in engine
         if uses_training_weights and not device.is_gpu and chosen_library(run.trainer.cpu_matmul) == "onednn":
-            own["packed weights"] = max(actor.memory.weights, actor.memory.generating)
-        yield PhaseMemory("generate", names, {**resting, **engine, **own})
-    if is_ppo:
+            extra["packed weights"] = max(actor.memory.weights, actor.memory.generating)
+        yield PhaseMemory("generate", names, {**resting, **engine, **extra})
+    if workload(run).generates:
         asked = max(members, key=lambda role: role.activations.scoring + role.memory.gathered)
         working = {"activations": asked.activations.scoring, "gathered weights": asked.memory.gathered}
         working["logits"] = asked.activations.logits
@@ -311,7 +434,7 @@ def _phases(
             "logits": on_top if role.name == "actor" else 0,
             "gathered weights": role.memory.gathered,
         }
-        if micro_batch_limit(run, role.memory) > role.tokens:
+        if role.micro_batches > 1:
             working["whole gradients"] = role.memory.whole_gradients
         if not (device.is_gpu and role.memory.is_offloaded):
             working[f"{role.name} gradients"] = role.memory.gradients
@@ -331,13 +454,13 @@ def _engine_parts(
     actor, rollout = next(role for role in members if role.name == "actor"), run.rollout
     if not rollout.generates_here:
         return {}
-    vocabulary = actor.config.get_text_config().vocab_size
+    vocabulary = actor.memory.config.get_text_config().vocab_size
     rows = getattr(rollout, "max_rows", None) or getattr(rollout, "max_num_seqs", 0)
     found = {"sampling": 3 * 4 * min(rows or 1, run.trainer.prompts_per_step * run.trainer.group_size) * vocabulary}
     if not hasattr(rollout, "kv_cache_gib"):
         return {"keys and values": estimate.cache, **found}
     room = rollout.with_room_for(getattr(run.data, "max_prompt_length", 0), run.response_tokens)
-    shape = engine_shape(room, actor.config, actor.dtype, device.is_gpu)
+    shape = engine_shape(room, actor.memory.config, actor.memory.dtype, device.is_gpu)
     memory = None
     if device.is_gpu:
         found = {"engine working": shape.overhead}
@@ -349,3 +472,19 @@ def _engine_parts(
     except ConfigError:  # it does not fit: the plan shows by how much
         cache = shape.cache_of(1)
     return {"engine weights": shape.weights, "keys and values": cache, **found}
+
+
+def free_memory(device: str, processes: int) -> int | None:
+    """Free bytes for each of this many processes on this machine; None if unknown."""
+    if device.startswith("cuda"):  # asked by the driver, which has no context on a GPU and shall not get one
+        found = gpu_memory_from_outside(torch.device(device).index or 0)
+        return None if found is None else found.free
+    free = free_main_memory()
+    return None if free is None else max(0, free // processes - _PROCESS_BYTES * (processes > 1))
+
+
+def free_disk(directory: Path) -> int:
+    """Free bytes on the file system of a directory, which may not exist yet."""
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(directory).free

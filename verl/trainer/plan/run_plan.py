@@ -1,8 +1,8 @@
 """The plan of a run: memory, batch arithmetic, time, disk, and the cheapest changes that make it fit.
 
-run ── memory.py ──> bytes by phase ──┐
-    ── step_time.py ──> seconds ──────┼──> RunPlan ── too large? ──> changes, each planned again
-    ── batch, disk ───────────────────┘
+run ── workload.py ──> rows and tokens ── memory.py ──> bytes by phase ──┐
+                                       ── step_time.py ──> seconds ──────┼──> RunPlan ── too large? ──> changes.py
+                                       ── batch, disk ───────────────────┘
 """
 
 from __future__ import annotations
@@ -10,51 +10,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.models.known_shapes import has_shipped_shapes
-from verl.trainer.config import PPOSettings
 from verl.trainer.plan.activations import num_experts
+from verl.trainer.plan.changes import FittingChange, changes_that_fit
 from verl.trainer.plan.devices import DeviceRates, device_named, gpu_here
-from verl.trainer.plan.memory import MemoryPlan, memory_plan
-from verl.trainer.plan.memory_estimate import (
+from verl.trainer.plan.memory import (
     GIB,
-    changes,
-    estimate_ppo,
-    estimate_sft,
+    MemoryPlan,
+    estimate_memory,
     free_disk,
     free_main_memory,
     free_memory,
-    role_layouts,
+    memory_plan,
 )
 from verl.trainer.plan.step_time import RANGES, StageTime, share_lines, stage_times
+from verl.trainer.plan.workload import workload
 from verl.utils.external_input import write_text
 
 _log = logging.getLogger(__name__)
-MOST_CHANGES = 3  # that are named
 _NO_CHANGE = "No setting alone, and no two, make it fit: take a smaller model or more devices."
-GPUS = (2, 4, 8)  # that a machine of a data centre may give to a run
-
-
-@dataclass(frozen=True)
-class FittingChange:
-    """Settings that make a run fit.
-
-    Attributes:
-        peak: bytes then.
-        slower: seconds of a step then, relative to before.
-    """
-
-    settings: tuple[str, ...]
-    peak: int
-    slower: float
-
-    def words(self) -> str:
-        return f"{' '.join(self.settings)} -> {self.peak / GIB:.1f} GiB, {self.slower - 1:+.0%} time"
 
 
 @dataclass(frozen=True)
@@ -85,7 +64,9 @@ class RunPlan:
     @property
     def range_s(self) -> tuple[float, float]:
         """Seconds of a step at best and at worst, by published steps; the same where rates are of this machine."""
-        low, high = (1.0, 1.0) if not self.device.is_gpu else RANGES[bool(num_experts(self.memory.roles[0].config))]
+        low, high = (
+            (1.0, 1.0) if not self.device.is_gpu else RANGES[bool(num_experts(self.memory.roles[0].memory.config))]
+        )
         return low * self.step_s, high * self.step_s
 
     @property
@@ -95,7 +76,7 @@ class RunPlan:
     def summary(self) -> str:
         """One line."""
         peak = self.memory.peak
-        dtype = str(self.memory.roles[0].dtype).removeprefix("torch.")
+        dtype = str(self.memory.roles[0].memory.dtype).removeprefix("torch.")
         return (
             f"{self.memory.roles[0].name} computes in {dtype}; "
             f"{peak.name} needs most, {peak.total / GIB:.2f} of {self.memory.limit / GIB:.1f} GiB in each process; "
@@ -222,9 +203,10 @@ def plan_run(
     memory = memory_plan(run, device, exact, limit)
     stages = tuple(stage_times(run, memory, device, response))
     step_s = sum(stage.seconds for stage in stages)
-    found = () if memory.fits else tuple(_changes_that_fit(run, device, memory, step_s, response))
+    changes = () if memory.fits else tuple(changes_that_fit(run, device, memory, step_s, response))
     disk = tuple(_disk(run, memory, step_s, free_disk, upload_rate))
-    return RunPlan(device, memory, stages, tuple(_batch(run)), disk, found, response, _shipped(run, memory))
+    batch = tuple(workload(run).lines(run))
+    return RunPlan(device, memory, stages, batch, disk, changes, response, _shipped(run, memory))
 
 
 def _shipped(run: Any, memory: MemoryPlan) -> tuple[str, ...]:
@@ -245,7 +227,7 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
     """
     try:
         device = gpu_here() if context.device.startswith("cuda") else device_named("cpu")
-        processes = (estimate_ppo if isinstance(run.trainer, PPOSettings) else estimate_sft)(run).processes
+        processes = estimate_memory(run, device.is_gpu).processes
         disk = free_disk(checkpoints)
         plan = plan_run(run, device, free_disk=disk, limit=free_memory(context.device, processes))
     except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, a plan stops no run
@@ -272,88 +254,6 @@ def _awake_fault(run: Any, memory: MemoryPlan) -> str:
         f"{why}, so {peak.name} needs about {peak.total / GIB:.1f} GiB of each GPU, of which the engine has "
         f"{engine / GIB:.1f}, and {memory.limit / GIB:.1f} GiB are free. Set {remedy}, or an engine on other devices."
     )
-
-
-def _changes_that_fit(
-    run: Any, device: DeviceRates, memory: MemoryPlan, step_s: float, response: int | None
-) -> list[FittingChange]:
-    """Single settings that make a run fit; pairs if no single one does."""
-
-    def planned(*names: str) -> FittingChange | None:
-        try:
-            changed_run = run
-            for name in names:
-                changed_run = dict(changes(changed_run, memory.estimate, GPUS))[name]()
-            changed = memory_plan(changed_run, device, limit=memory.limit)
-            seconds = sum(stage.seconds for stage in stage_times(changed_run, changed, device, response))
-        except (ConfigError, KeyError, ValueError):  # it does not go with the rest
-            return None
-        return (
-            FittingChange(names, changed.peak.total, seconds / step_s)
-            if changed.peak.total < memory.peak.total
-            else None
-        )
-
-    names = [name for name, _ in changes(run, memory.estimate, GPUS)]
-    tried = [found for name in names if (found := planned(name)) is not None]
-    fitting = _one_of_each([change for change in tried if change.peak <= memory.limit])
-    if not fitting:
-        helpful = sorted(_one_of_each(tried, by_peak=True), key=lambda change: change.peak)[:4]
-        firsts = [change.settings[0] for change in helpful]
-        keys = {name: name.partition("=")[0] for name in names}
-        both = {frozenset(pair): pair for pair in product(firsts, names) if keys[pair[0]] != keys[pair[1]]}
-        pairs = [found for pair in both.values() if (found := planned(*pair)) is not None]
-        fitting = [change for change in pairs if change.peak <= memory.limit]
-    return sorted(fitting, key=lambda change: (round(change.slower, 2), change.peak))[:MOST_CHANGES]
-
-
-def _one_of_each(found: list[FittingChange], *, by_peak: bool = False) -> list[FittingChange]:
-    """For each key the cheapest change, or with `by_peak` the one that saves most."""
-    best: dict[str, FittingChange] = {}
-    for change in found:
-        key = change.settings[0].partition("=")[0]
-        if key not in best or (by_peak and change.peak < best[key].peak):
-            best[key] = change
-    return list(best.values())
-
-
-def _batch(run: Any) -> Iterator[str]:
-    settings = run.trainer
-    if not isinstance(settings, PPOSettings):
-        yield f"A step trains on {settings.batch_size} sequences in one optimizer step."
-        yield from _remainder(settings.batch_size, role_layouts(run)["actor"].shares, "sequences", "shares of the rows")
-        return
-    prompts, group, algorithm = settings.prompts_per_step, settings.group_size, run.algorithm
-    rows = prompts * group
-    updates = algorithm.epochs * algorithm.mini_batches
-    yield f"A step draws {prompts} prompts x {group} samples = {rows} rows."
-    yield (
-        f"They are trained on in {algorithm.mini_batches} mini-batch{'es' * (algorithm.mini_batches > 1)} of "
-        f"{-(-rows // algorithm.mini_batches)} rows, {algorithm.epochs} time{'s' * (algorithm.epochs > 1)}: "
-        f"{updates} optimizer step{'s' * (updates > 1)}."
-    )
-    yield from _remainder(rows, algorithm.mini_batches, "rows", "mini-batches")
-    width = getattr(run.data, "max_prompt_length", 0) + run.response_tokens
-    for role, layout in role_layouts(run).items():
-        if role not in ("actor", "critic"):
-            continue
-        limit, shares, sharding = getattr(run, role).micro_batch_tokens, layout.shares, layout.sharding
-        together = layout.token_shares // shares
-        own = -(-rows // (algorithm.mini_batches * shares))
-        if sharding.pipeline_ways(layout.processes) > 1:
-            limit = sharding.micro_batch_tokens(limit, own * width)
-        per = max(1, limit * together // width)
-        where = "each process" if together == 1 else f"{together} processes that share their tokens"
-        yield (
-            f"{role}: {own} rows of a mini-batch in {where}, at most {width} tokens each, in "
-            f"{-(-own // per)} micro-batch{'es' * (own > per)} of {limit * together} tokens."
-        )
-        yield from _remainder(rows // algorithm.mini_batches, shares, "rows of a mini-batch", "processes")
-
-
-def _remainder(count: int, parts: int, what: str, where: str) -> Iterator[str]:
-    if parts > 1 and count % parts:
-        yield f"{count} {what} over {parts} {where} leave a remainder of {count % parts}: some have one more."
 
 
 def _disk(run: Any, memory: MemoryPlan, step_s: float, free: int | None, upload_rate: float | None) -> Iterator[str]:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from verl.models.model_stats import ModelStats
-from verl.trainer.config import PPOSettings
 from verl.trainer.plan.devices import DeviceRates
-from verl.trainer.plan.memory import MemoryPlan, RolePlan, tokens_per_row
+from verl.trainer.plan.memory import MemoryPlan, RolePlan
+from verl.trainer.plan.workload import workload
 
 LAST_ROWS = 4  # that are drawn to the greatest length, where most are shorter
 # A step over its plan, for published steps of dense models and of mixtures of experts: see docs/scaling.md
@@ -66,46 +68,40 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
         response: average tokens of a response; None: the maximum.
     """
     work = {role.name: _work(role, device) for role in memory.roles}
-    settings = run.trainer
-    if not isinstance(settings, PPOSettings):
-        length = getattr(run.data, "max_length", None) or memory.roles[0].tokens
-        own_tokens = settings.batch_size * length // memory.roles[0].memory.layout.token_shares
-        return [_update(run, memory.roles[0], work["actor"], max(1, own_tokens), length, 1, device)]
-    rows, new = settings.prompts_per_step * settings.group_size, response or run.response_tokens
-    prompt = getattr(run.data, "max_prompt_length", 0)
-    found = []
-    if run.rollout.generates_here:
-        layout = next(role.memory.layout for role in memory.roles if role.name == "actor")
-        own = -(-rows // (layout.shares if run.rollout.runs_ahead else layout.generation_shares))
+    step, stages = workload(run), list[StageTime]()
+    new = (response or step.response) if step.generates else step.response
+    rows, width = step.rows, step.prompt + new
+    if step.generates and run.rollout.generates_here:
+        layout = memory.roles[0].memory.layout  # of the actor
+        in_process = -(-rows // (layout.shares if run.rollout.runs_ahead else layout.generation_shares))
         same = layout.processes // layout.shares if run.rollout.runs_ahead else 1  # processes with the same rows
-        found.append(_generation(run, replace(work["actor"], ways=layout.siblings), own, same, prompt, new, device))
-    width = prompt + new
-    for role in memory.roles:
+        engine = replace(work["actor"], ways=layout.siblings)
+        stages.append(_generation(run, engine, in_process, same, step.prompt, new, device))
+    for role in memory.roles if step.generates else ():
         if role.name == "actor" and not run.algorithm.needs_old_log_probs:
             continue
-        tokens = int(rows / role.memory.layout.token_shares * tokens_per_row(run, role.name, new))
+        tokens = int(rows / role.memory.layout.token_shares * step.tokens_per_row(run, role.name, response=new))
         seconds, bound = work[role.name].pass_s(tokens, width, _calls(role, tokens))
         named = {"actor": "old log-probs", "critic": "values", "reference": "reference log-probs"}  # reward: its name
-        found.append(StageTime(named.get(role.name, role.name), seconds, bound))
+        stages.append(StageTime(named.get(role.name, role.name), seconds, bound))
     for role in memory.roles:
         if role.memory.gradients:
-            updates = run.algorithm.epochs * run.algorithm.mini_batches
-            per_row = tokens_per_row(run, role.name, new, run.algorithm.mini_batches == 1)
-            tokens = int(run.algorithm.epochs * rows / role.memory.layout.token_shares * per_row)
-            found.append(_update(run, role, work[role.name], tokens, width, updates, device))
-    if hasattr(run.rollout, "kv_cache_gib"):
+            per_row = step.tokens_per_row(run, role.name, step.mini_batches == 1, new)
+            tokens = max(1, int(step.updates_per_row * rows / role.memory.layout.token_shares * per_row))
+            stages.append(_update(run, role, work[role.name], tokens, width, step.updates, device))
+    if step.generates and hasattr(run.rollout, "kv_cache_gib"):
         size = work["actor"].sizes.parameters * work["actor"].itemsize
-        found.append(StageTime("sync", size / (device.link if device.is_gpu else device.reads()), "memory"))
-    return found
+        stages.append(StageTime("sync", size / (device.link if device.is_gpu else device.reads()), "memory"))
+    return stages
 
 
 def _work(role: RolePlan, device: DeviceRates) -> _Work:
-    layout = role.memory.layout
+    memory, layout = role.memory, role.memory.layout
     return _Work(
-        sizes=role.sizes,
-        parameters=active_parameters(role.config, role.sizes),
-        itemsize=role.dtype.itemsize,
-        dtype=str(role.dtype).removeprefix("torch."),
+        sizes=memory.sizes,
+        parameters=active_parameters(memory.config, memory.sizes),
+        itemsize=memory.dtype.itemsize,
+        dtype=str(memory.dtype).removeprefix("torch."),
         device=device,
         ways=layout.siblings * layout.sharding.pipeline_ways(layout.processes),
     )
@@ -168,8 +164,8 @@ def _update(
     layout = role.memory.layout
     sent, sending = 0, 0.0
     if layout.processes > 1:
-        kind = getattr(run, role.name).model.dtype
-        cost = layout.sharding.cost(layout.processes, work.sizes, role.tokens, _itemsize(kind), work.itemsize)
+        itemsize = getattr(torch, getattr(run, role.name).model.dtype).itemsize
+        cost = layout.sharding.cost(layout.processes, work.sizes, role.tokens, itemsize, work.itemsize)
         sent = cost.per_step(calls, updates)
         sending = sent / (device.network if run.trainer.nnodes > 1 else device.link)
     moments = 7 * (role.memory.gradients or role.memory.weights) / device.reads() * updates  # AdamW reads 4, writes 3
@@ -177,12 +173,6 @@ def _update(
         moments += 2 * role.memory.weights / device.host_link * updates
     bound = "links between devices" if sending > compute else bound
     return StageTime(f"update {role.name}", max(compute, sending) + moments, bound, sent)
-
-
-def _itemsize(name: str) -> int:
-    import torch
-
-    return getattr(torch, name).itemsize
 
 
 def share_lines(stages: Sequence[StageTime]) -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from verl.models.parallel_info import ParallelInfo
 from verl.resharding.dtensor import is_elsewhere
 from verl.resharding.execute import LIMIT_BYTES, reshard
-from verl.resharding.layout import Box, Layout, TensorLayout
+from verl.resharding.layout import Box, Layout, TensorLayout, volume
 from verl.resharding.plan import Plan, gathering_volume, reshard_plan
 from verl.rollout.vllm.messages import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
 from verl.rollout.vllm.state_dict import NamedWeight, WeightSource, weights_of
@@ -58,7 +58,7 @@ class WeightTransfer:
         }
         self.plan = reshard_plan(Layout(divided.mesh, held), Layout(divided.mesh, wanted))
         self.gathering_bytes = gathering_volume(self.plan.source)
-        self._buckets = list(_buckets(self.plan, limit_bytes))
+        self._buckets = list(buckets(self.plan, limit_bytes))
         self._marked = {name for name in held if self._is_first_holder(name)}
 
     def tensors(
@@ -179,12 +179,18 @@ class TransferInProgress:
         self.received += num_bytes
 
 
-def _buckets(whole: Plan, limit_bytes: int) -> Iterator[Plan]:
-    """The plan in buckets: consecutive tensors up to the size limit, or one larger tensor."""
+def buckets(whole: Plan, limit_bytes: int) -> Iterator[Plan]:
+    """The plan in buckets: consecutive tensors of which no rank holds and wants more than the limit, or one larger
+    tensor."""
     names: list[str] = []
     size = 0
+    largest: dict[tuple[TensorLayout, TensorLayout], int] = {}  # bytes in one rank, by kind of tensor
     for name, layout in whole.source.tensors.items():
-        num_bytes = layout.itemsize * _numel(layout.shape)
+        kind = (layout, whole.target.tensors[name])
+        if kind not in largest:
+            pairs = ((whole.source.holds(r, name), whole.target.holds(r, name)) for r in range(whole.source.mesh.size))
+            largest[kind] = layout.itemsize * max(sum(volume(box) for box in pair if box is not None) for pair in pairs)
+        num_bytes = largest[kind]
         if names and size + num_bytes > limit_bytes:
             yield whole.restricted(names)
             names, size = [], 0
@@ -192,10 +198,6 @@ def _buckets(whole: Plan, limit_bytes: int) -> Iterator[Plan]:
         size += num_bytes
     if names:
         yield whole.restricted(names)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,213 @@
+"""A model takes the paths that its family was tried on, and plain ones if anything that matters is another."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from model_paths.families import plain_model, save_family
+from refusals import refusal
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
+
+from verl.model_paths import check
+from verl.model_paths.check import finding_for, paths_for
+from verl.model_paths.families import family_table
+from verl.model_paths.paths import FAST, PLAIN, UNTRIED
+from verl.models.call import call_model
+from verl.models.known_shapes import known_shapes
+from verl.models.pretrained import Pretrained
+from verl.models.tiny import TinyModel
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+WINDOWED = {"mistral": "sliding_window", "gemma3_text": "sliding_window", "llama4_text": "attention_chunk_size"}
+ROPE = {"rope_theta": 10000.0, "factor": 4.0}
+
+
+def small(family: str, kind: Any = AutoModelForCausalLM, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    attention = settings.pop("attention", "sdpa")
+    config = CONFIG_MAPPING[family](**{**SMALL, **settings})
+    config._attn_implementation = attention
+    return (kind.from_config(config) if kind is AutoModelForCausalLM else kind(config)).eval()
+
+
+def test_common_models_and_the_embedded_one_take_the_fast_paths():
+    gemma2 = {name for name in known_shapes() if name.startswith("google/gemma-2-")}  # caps scores: eager attention
+    for name, shape in known_shapes().items():
+        with torch.device("meta"):
+            config = CONFIG_MAPPING[shape["model_type"]](**{**shape, "num_hidden_layers": 2})
+            model = AutoModelForCausalLM.from_config(config)
+        if name in gemma2:
+            with refusal("model"):
+                paths_for(model, 4096)
+        else:
+            assert paths_for(model, 4096) == FAST, name
+    assert paths_for(TinyModel().load_causal_lm("cpu"), 40) == FAST
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("llama", {"rope_parameters": {**ROPE, "rope_type": "ntk_by_parts"}}, "rotary positions of the kind ntk_by"),
+        ("qwen3", {"layer_types": ["full_attention", "linear_attention"]}, "layers of the kind linear_attention"),
+    ],
+)
+def test_a_configuration_that_was_not_tried_takes_plain_paths(family, settings, reason):
+    config = CONFIG_MAPPING[family](**SMALL)
+    for name, value in settings.items():
+        object.__setattr__(config, name, value)
+    record = check.record_for(config, LlamaForCausalLM)
+    assert isinstance(record, str)
+    assert reason in record
+
+
+class OwnLlama(LlamaForCausalLM):
+    """A class that is not of transformers."""
+
+
+class OwnWithoutCache(OwnLlama):
+    def forward(self, *given: Any, past_key_values: Any = None, **inputs: Any) -> Any:
+        if past_key_values is not None:
+            raise ValueError("no cache")
+        return super().forward(*given, **inputs)
+
+
+def test_an_own_class_is_padded_and_uses_its_own_cache_where_that_is_right(caplog):
+    paths = paths_for(small("llama", OwnLlama), 30)
+    assert (paths.scoring, paths.cache, paths.own_attention) == (UNTRIED.scoring, "own", False)
+    assert "OwnLlama takes a plain path" in caplog.text
+    assert "OwnLlama is no class of transformers" in caplog.text
+    assert paths_for(small("llama", OwnWithoutCache), 30).cache == "none"
+
+
+class Later(OwnLlama):
+    """Each token sees those that come after it."""
+
+    def forward(self, input_ids: Any, **inputs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **inputs)
+        output.logits = output.logits + output.logits.mean(dim=1, keepdim=True)
+        return output
+
+
+class Drawing(OwnLlama):
+    """Numbers that differ from one forward pass to the next."""
+
+    def forward(self, *given: Any, **inputs: Any) -> Any:
+        output = super().forward(*given, **inputs)
+        output.logits = output.logits + torch.randn(1)
+        return output
+
+
+class Mixing(OwnLlama):
+    """Rows that depend on those beside them."""
+
+    def forward(self, *given: Any, **inputs: Any) -> Any:
+        output = super().forward(*given, **inputs)
+        output.logits = output.logits + output.logits.mean(dim=0, keepdim=True)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [(Later, check.NOT_A_POLICY), (Drawing, check.NOT_REPEATABLE), (Mixing, check.NOT_BESIDE_OTHERS)],
+)
+def test_an_own_class_that_no_path_is_right_for_is_refused_by_name(kind, told):
+    with refusal("model") as refused:
+        paths_for(small("llama", kind), 30)
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("llama", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True})],
+)
+def test_configurations_that_see_the_future_are_refused(family, settings):
+    with refusal("model") as refused:
+        paths_for(small(family, **settings), 30)
+    assert check.NOT_A_POLICY in str(refused.value)
+
+
+def test_eager_attention_leaves_out_packed_rows_and_what_sdpa_leaves_out_is_refused():
+    eager = paths_for(small("qwen2", attention="eager"), 30)
+    assert (eager.scoring, eager.cache, eager.own_attention) == ("padded", "in_place", False)
+    with refusal("model") as refused:
+        paths_for(small("gemma2"), 30)
+    assert check.LEFT_OUT_BY_SDPA in str(refused.value)
+    assert paths_for(small("gemma2", attention="eager"), 30).scoring == "padded"
+
+
+def test_rows_beyond_a_length_at_which_frequencies_change_are_refused():
+    rope = {**ROPE, "rope_type": "dynamic"}
+    model = small("llama", rope_parameters=rope, max_position_embeddings=40)
+    assert paths_for(model, 40) == FAST
+    with refusal("model") as refused:
+        paths_for(model, 41)
+    assert "(max_position_embeddings 40)" in str(refused.value)
+
+
+def test_a_finding_is_kept_until_the_configuration_changes_or_it_is_forgotten(monkeypatch):
+    calls, find = [], check._find
+    monkeypatch.setattr(check, "_find", lambda model: calls.append(model) or find(model))
+    model = small("llama")
+    for tokens in (30, 60):
+        paths_for(model, tokens)
+    assert len(calls) == 1
+    model.config.attention_dropout = 0.5
+    paths_for(model, 30)
+    assert len(calls) == 2
+    check.forget(model)
+    paths_for(model, 30)
+    assert len(calls) == 3
+
+
+def test_an_attention_that_was_not_tried_takes_the_plain_path():
+    model = small("llama")
+    model.config._attn_implementation = "flex_attention"
+    paths = finding_for(model).paths
+    assert (paths.scoring, paths.cache, paths.reasons) == (
+        PLAIN.scoring, PLAIN.cache, ("its attention is flex_attention",)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_the_small_models_of_the_tests_tell_a_window_that_is_one_token_off(family, tmp_path):
+    model = plain_model(save_family(tmp_path, family), "eager")
+    other = copy.deepcopy(model.config)
+    setattr(other, WINDOWED[family], getattr(other, WINDOWED[family]) + 1)
+    moved = type(model)(other).eval()
+    moved.load_state_dict(model.state_dict())
+    moved.set_attn_implementation("eager")
+    ids = torch.randint(20, 100, (1, 100), generator=torch.Generator().manual_seed(0))
+    logits = [call_model(x, input_ids=ids, use_cache=False).logits.log_softmax(-1) for x in (model, moved)]
+    assert float((logits[0] - logits[1]).abs().max()) > 1e-3
+
+
+def test_every_record_names_paths_of_the_table_or_says_why_there_are_none():
+    table = family_table()
+    records = [record for records in table.families.values() for record in records]
+    assert len(records) > 170
+    assert all((record.paths in table.paths) is not bool(record.refusal or record.fault) for record in records)
+    names = [record.paths for record in records if record.paths]
+    assert set(names) == table.paths.keys()
+
+
+def test_the_length_of_a_record_is_an_entry_of_its_configuration():
+    limited = functools.partial(filter, lambda record: record.longest is not None)
+    for family, records in family_table().families.items():
+        for record in limited(records):
+            assert getattr(CONFIG_MAPPING[family](), record.longest) > 1
+
+
+def test_a_model_loaded_by_a_run_takes_the_same_paths(dir32):
+    assert paths_for(Pretrained(path=str(dir32)).load_causal_lm("cpu"), 30) == FAST
