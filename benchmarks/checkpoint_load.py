@@ -26,8 +26,10 @@ from safetensors.torch import load_file
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
-from verl.checkpoint.core.safetensors_format import TensorBytes
 from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
+from verl.checkpoint.save.save_request import SaveRequest
 
 COMPONENTS = ("actor", "exp_avg", "exp_avg_sq")
 PAGE = 4096
@@ -37,12 +39,14 @@ def write(root: Path, num_tensors: int) -> Path:
     """Weights and both moments of Adam as a checkpoint, and the same in one file of torch.save."""
     state = {name: [torch.randn(1024, 1024) for _ in range(num_tensors)] for name in COMPONENTS}
     store = CheckpointStore(root / "checkpoints")
-    with store.begin(1) as staging:
-        for component, tensors in state.items():
-            staging.main.write_model(
-                component, [TensorBytes(f"w{n}", "F32", (1024, 1024), t.numpy()) for n, t in enumerate(tensors)]
-            )
-        published = staging.commit()
+    components = {
+        component: SavedComponent(tensors=[TensorItem(name=f"w{n}", tensor=t) for n, t in enumerate(tensors)])
+        for component, tensors in state.items()
+    }
+    with CheckpointWriter(store, mode="sync") as writer:
+        writer.save(SaveRequest(step=1, components=components))
+        writer.drain()
+    published = store.newest()
     torch.save({name: dict(enumerate(tensors)) for name, tensors in state.items()}, root / "state.pt")
     os.sync()
     return published.directory

@@ -131,7 +131,7 @@ class Ours:
     name = "verl"
 
     def __init__(self, state: State):
-        from verl.checkpoint.save.save_request import SavedComponent, TensorItem
+        from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
 
         def items(tensors: dict[str, torch.Tensor]) -> list[TensorItem]:
             return [TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()]

@@ -36,8 +36,8 @@ import torch
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.save_plan import SharedFile
-from verl.checkpoint.save.save_request import SavedComponent, SaveRequest
+from verl.checkpoint.save.buffer_layout import SavedComponent
+from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
 from verl.protocol import DataProto
 from verl.replay.arrow_rows import rows_to_arrow
 from verl.replay.buffer import TieredBuffer
@@ -206,12 +206,12 @@ def saving(root: Path, num_bytes: int) -> dict[str, Any]:
     def request(step: int) -> SaveRequest:
         state = buffer_state(buffer)
         links = [
-            SharedFile(path=f"{COMPONENT}/{name}", source=item.path, leaves=item.leaves)
+            ExistingFile(path=f"{COMPONENT}/{name}", source=item.path, leaves=item.leaves)
             for name, item in state.items()
             if not isinstance(item, bytes)
         ]
         small = {name: item for name, item in state.items() if isinstance(item, bytes)}
-        return SaveRequest(step=step, components={COMPONENT: SavedComponent(files=small)}, links=links)
+        return SaveRequest(step=step, components={COMPONENT: SavedComponent(files=small)}, existing_files=links)
 
     with CheckpointWriter(store, mode="sync") as writer:
         while sum(shard.file.size for shard in buffer.index.shards if shard.file) < num_bytes:

@@ -32,7 +32,8 @@ import torch
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.save_request import SavedComponent, SaveRequest
+from verl.checkpoint.save.buffer_layout import SavedComponent
+from verl.checkpoint.save.save_request import SaveRequest
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext
@@ -75,7 +76,7 @@ class Crew:
         self.store.claim_directory()
         self.writer = CheckpointWriter(self.store)
         self.parts = RankWriters({"actor": self.learner}, Checkpointing())
-        fault = self.parts.look(self.store)
+        fault = self.parts.check_shared_directory(self.store)
         assert fault is None, fault
         self.update()
         self.step = 0

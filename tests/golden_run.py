@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoint.rank_tensors import RankTensor, write_model, write_tensors
 
 import verl
 from verl.checkpoint.commit import transaction
-from verl.checkpoint.commit.rank_writer import RankTensor
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.manifest import commit_line
@@ -78,14 +78,14 @@ def save(store: CheckpointStore, step: int) -> Checkpoint:
     with store.begin(step, participants=["rank_0", "rank_1"]) as opened:
         main = opened.main
         main.write("actor/config.json", [json.dumps(CONFIG, indent=2).encode()], deduplicate=True)
-        main.write_model("actor", [actor_tensor(name, step) for name in SHAPES], max_shard_bytes=800)
+        write_model(main, "actor", [actor_tensor(name, step) for name in SHAPES], max_shard_bytes=800)
         main.write("scheduler/scheduler.json", [json.dumps({"last_epoch": step}).encode()])
         generator = RankTensor(component="rng", name="torch", dtype="U8", shape=(16,), data=bytes([step] * 16))
-        main.write_tensors("rng/rank_0.safetensors", [generator])
+        write_tensors(main, "rng/rank_0.safetensors", [generator])
         reports = []
         for rank in (0, 1):
             writer = opened.participant(f"rank_{rank}")
-            writer.write_tensors(f"optimizer/optim_state_rank_{rank}.safetensors", optimizer_part(rank, step))
+            write_tensors(writer, f"optimizer/optim_state_rank_{rank}.safetensors", optimizer_part(rank, step))
             reports.append(writer.report())
         metrics = {"reward/mean": step / 400, "eval/accuracy": step / 250}
         return opened.commit(reports, state=trainer_state(step), metrics=metrics)

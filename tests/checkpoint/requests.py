@@ -8,7 +8,8 @@ import torch
 
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.save.save_request import DTYPES, SavedComponent, SaveRequest, TensorItem
+from verl.checkpoint.save.buffer_layout import DTYPES, SavedComponent, TensorItem
+from verl.checkpoint.save.save_request import SaveRequest
 
 
 def items(tensors: Mapping[str, torch.Tensor]) -> list[TensorItem]:

@@ -10,11 +10,11 @@ import numpy as np
 import peft
 import pytest
 import torch
+from checkpoint.rank_tensors import RankTensor, write_tensors
 from golden_run import flip_bit, golden_run
 from refusals import refusal
 from transformers import AutoModelForCausalLM
 
-from verl.checkpoint.commit.rank_writer import RankTensor
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.export import export
 from verl.checkpoint.manager import CheckpointManager
@@ -57,10 +57,10 @@ def sliced_critic(directory) -> CheckpointManager:
                 component="critic", name="head", dtype="F32", shape=(6, 4), start=(3 * rank, 0), extent=(3, 4),
                 data=values[3 * rank : 3 * rank + 3],
             )  # fmt: skip
-            staging.main.write_tensors(f"critic/rank_{rank}.safetensors", [part])
+            write_tensors(staging.main, f"critic/rank_{rank}.safetensors", [part])
         staging.main.write("actor/adapter_config.json", [json.dumps({"peft_type": "LORA"}).encode()])
         whole = RankTensor(component="actor", name="lora_A", dtype="F32", shape=(6, 4), data=values)
-        staging.main.write_tensors("actor/adapter_model.safetensors", [whole])
+        write_tensors(staging.main, "actor/adapter_model.safetensors", [whole])
         staging.commit()
     return CheckpointManager(directory)
 

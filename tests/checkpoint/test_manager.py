@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
+from checkpoint.rank_tensors import RankTensor, write_tensors
 from faults.scenarios import WEIGHT, save
 from golden_run import flip_bit, golden_run
 from refusals import refusal
 
-from verl.checkpoint.commit.rank_writer import RankTensor
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.manifest import ITEM_BYTES
 from verl.checkpoint.manager import CheckpointManager
@@ -106,7 +106,7 @@ def test_every_type_and_shape_loads_bit_for_bit(dtype, mmap, tmp_path):
     data = {name: bytes(i % 2 for i in range(int(np.prod(s)) * ITEM_BYTES[dtype])) for name, s in shapes.items()}
     with store.begin(1) as staging:
         parts = [RankTensor(component="c", name=n, dtype=dtype, shape=s, data=data[n]) for n, s in shapes.items()]
-        staging.main.write_tensors("c/t.safetensors", parts)
+        write_tensors(staging.main, "c/t.safetensors", parts)
         staging.commit()
     loaded = CheckpointManager(store.directory).load("c", mmap=mmap)
     for name, tensor in loaded.items():

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from checkpoint.rank_tensors import RankTensor, write_model, write_tensors
 
-from verl.checkpoint.commit.rank_writer import RankTensor
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint, read_state
 from verl.checkpoint.core.direct_io import PAGE_BYTES, FileImage, ImageSource
@@ -27,8 +27,8 @@ from verl.checkpoint.remote.download import pull
 from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.upload import CheckpointUpload
 from verl.checkpoint.retention import Retention, collect_garbage, pin, prune
-from verl.checkpoint.save.save_executor import execute_plan
-from verl.checkpoint.save.save_plan import IncrementalSettings, LinkedFile, SavePlan
+from verl.checkpoint.save.save_executor import execute_save
+from verl.checkpoint.save.save_request import ExistingFile, IncrementalSettings, SaveRequest
 from verl.storage.config import LocalStorage
 
 WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6) + 1
@@ -54,7 +54,7 @@ def save(store: CheckpointStore, step: int, version: int, tag: str | None = None
         main.write("actor/config.json", [json.dumps({"version": version}).encode()])
         main.write("actor/tokenizer.json", [b'{"never": "changes"}'], deduplicate=True)
         weights = [TensorBytes(name, "F32", WEIGHT.shape, WEIGHT * version) for name in ("first", "second")]
-        main.write_model("actor", weights, max_shard_bytes=WEIGHT.nbytes)
+        write_model(main, "actor", weights, max_shard_bytes=WEIGHT.nbytes)
         if earlier:
             main.link("reference_model/frozen.bin", earlier[-1])
         else:
@@ -66,7 +66,7 @@ def save(store: CheckpointStore, step: int, version: int, tag: str | None = None
                 start=(0, 3 * rank), extent=(4, 3), data=np.ascontiguousarray(columns),
             )  # fmt: skip
             participant = staging.participant(f"rank_{rank}")
-            participant.write_tensors(f"optimizer/optim_state_rank_{rank}.safetensors", [part])
+            write_tensors(participant, f"optimizer/optim_state_rank_{rank}.safetensors", [part])
             reports.append(participant.report())
         return staging.commit(reports, state={"version": version}, metrics={"version": float(version)})
 
@@ -91,11 +91,12 @@ def save_images(
             part = SavedSlice(file=path, key=name, offset=found.begin, start=(0, 0), extent=WEIGHT.shape)
             shape = {"dtype": "F32", "shape": WEIGHT.shape, "slices": (part,)}
             tensors.append(LogicalTensor(component=component, name=name, **shape))
-    plan = SavePlan(
+    request = SaveRequest(
         step=step, tag=None, num_bytes=len(memory), images=tuple(images), tensors=tuple(tensors),
-        links=(LinkedFile(path="reference_model/frozen.bin"),), state={"version": version}, increment=increment,
+        existing_files=(ExistingFile(path="reference_model/frozen.bin"),),
+        state={"version": version}, increment=increment,
     )  # fmt: skip
-    report = execute_plan(store, plan, page_aligned_view(memory), fewest_direct_bytes=1)
+    report = execute_save(store, request, page_aligned_view(memory), fewest_direct_bytes=1)
     return store.open(report.name)
 
 

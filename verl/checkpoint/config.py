@@ -11,7 +11,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.retention import Retention
-from verl.checkpoint.save.save_plan import IncrementalSettings
+from verl.checkpoint.save.save_request import IncrementalSettings
 from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.storage.config import storage_from

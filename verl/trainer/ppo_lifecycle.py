@@ -202,7 +202,7 @@ class PPOLifecycle(ABC):
         self.cluster = start_cluster(host, run.trainer, context)
         roles = role_handles(self.cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
-        self.saving.parts = rank_writers_of(self.cluster, self.trained, run.checkpoint)
+        self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
         self.pipeline = RolloutPipeline(self.actor, run.trainer.rollout_ahead)
         if run.reward_as_role is not None:
             self.reward = RemoteRewardModel(roles["rm"], run.reward_as_role)

@@ -143,7 +143,7 @@ class SFTTrainer:
             context = replace(context, row_tokens=getattr(run.data, "max_length", None))
             self.cluster = start_cluster(host, run.trainer, context)
             self.learner = role_handles(self.cluster, host)["learner"]
-            self.saving.parts = rank_writers_of(self.cluster, {"actor": self.learner}, run.checkpoint)
+            self.saving.rank_writers = rank_writers_of(self.cluster, {"actor": self.learner}, run.checkpoint)
             if (point := self.saving.resumed) is not None:
                 load_parts(point, self.parts, WHEN_BUILT)
         except BaseException:

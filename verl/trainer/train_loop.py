@@ -24,7 +24,7 @@ from torch import Tensor
 
 from verl.checkpoint.core.filesystem import write_errors
 from verl.checkpoint.resume_point import ResumePoint
-from verl.checkpoint.save.save_plan import SaveOutcome
+from verl.checkpoint.save.save_request import SaveOutcome
 from verl.data.base import Dataset
 from verl.data.sampler import EpochSampler
 from verl.errors import CheckpointFenced, VerlError, WorkerDied, WorkerError

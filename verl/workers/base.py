@@ -234,9 +234,9 @@ class TrainedWorker:
     # What every process writes of a checkpoint; each of these is asked of one role of a process, for all of them.
 
     @on_each
-    def look(self, directory: Path, nonce: str) -> RankInfo:
-        """See `RankCheckpointWriter.look`."""
-        return self._parts.look(directory, nonce)
+    def check_shared_directory(self, directory: Path, nonce: str) -> RankInfo:
+        """See `RankCheckpointWriter.check_shared_directory`."""
+        return self._parts.check_shared_directory(directory, nonce)
 
     @on_all
     def remote_states(self) -> dict[str, RemoteRoleState]:

@@ -26,8 +26,14 @@ from torch import Tensor
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.save.async_writer import WRITER_TIMEOUT_S, CheckpointWriter
-from verl.checkpoint.save.save_plan import IncrementalSettings, MultiWriterSave, sees_nonce, submit_failure
-from verl.checkpoint.save.save_request import SavedComponent, SaveRequest, TensorItem
+from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
+from verl.checkpoint.save.save_request import (
+    IncrementalSettings,
+    MultiWriterSave,
+    SaveRequest,
+    sees_nonce,
+    submit_failure,
+)
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import STAGE, TENSOR, Parallelism
 from verl.models.hf_state_dict import (
@@ -258,7 +264,7 @@ class RankCheckpointWriter:
         self._setting: RankSaveSettings | None = None
         self._writer: CheckpointWriter | None = None
 
-    def look(self, directory: Path, nonce: str) -> RankInfo:
+    def check_shared_directory(self, directory: Path, nonce: str) -> RankInfo:
         """Identity of this process, and whether it can read the driver's nonce."""
         return RankInfo(tuple(self._trained), socket.gethostname(), sees_nonce(FileSystem(), directory, nonce))
 
@@ -285,9 +291,11 @@ class RankCheckpointWriter:
         if not sees_nonce(disk, order.staging, order.nonce):
             return False
         name = f"rank_{setting.first_rank + self._parallel.rank}"
-        joint = MultiWriterSave(directory=order.staging, name=name)
+        multi_writer = MultiWriterSave(directory=order.staging, name=name)
         try:
-            request = SaveRequest(step=order.step, components=components, joint=joint, increment=setting.increment)
+            request = SaveRequest(
+                step=order.step, components=components, multi_writer=multi_writer, increment=setting.increment
+            )
             if setting == self._setting or self._writer is None:
                 self._kept(setting).save(request)
             else:  # aside, in another directory

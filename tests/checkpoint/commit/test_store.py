@@ -13,17 +13,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from checkpoint.rank_tensors import RankTensor, write_tensors
 from faults.scenarios import save, version_of
 from refusals import refusal
 from safetensors.numpy import load_file
 
-from verl.checkpoint.commit.rank_writer import RankTensor, RankWriter
+from verl.checkpoint.commit import rank_writer
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import read_state
-from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
+from verl.checkpoint.core.hashing import hash_buffers
+from verl.checkpoint.core.manifest import FileEntry, LogicalTensor, SavedSlice
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import verify
-from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointWriteFailed
+from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, CheckpointWriteFailed
 
 
 @pytest.fixture
@@ -129,9 +132,9 @@ def half(rank: int, extent: int = 2) -> RankTensor:
 
 def test_slices_with_a_hole_are_not_published(store):
     with store.begin(1, participants=["rank_1"]) as staging:
-        staging.main.write_tensors("optimizer/rank_0.safetensors", [half(0)])
+        write_tensors(staging.main, "optimizer/rank_0.safetensors", [half(0)])
         other = staging.participant("rank_1")
-        other.write_tensors("optimizer/rank_1.safetensors", [half(1, extent=1)])
+        write_tensors(other, "optimizer/rank_1.safetensors", [half(1, extent=1)])
         with refusal("manifest.json", kind=CheckpointIncomplete):
             staging.commit([other.report()])
 
@@ -180,12 +183,13 @@ def test_two_participants_cannot_write_one_file(store):
 
 def test_participants_in_other_processes_write_slices_of_one_tensor(store):
     code = (
-        "import pickle, sys, numpy as np\nfrom pathlib import Path\n"
-        "from verl.checkpoint.commit.rank_writer import RankWriter, RankTensor\n"
+        "import pickle, sys, numpy as np\nfrom pathlib import Path\nsys.path.append('tests')\n"
+        "from checkpoint.rank_tensors import RankTensor, write_tensors\n"
+        "from verl.checkpoint.commit.rank_writer import RankWriter\n"
         "rank = int(sys.argv[2])\nparticipant = RankWriter(Path(sys.argv[1]), f'rank_{rank}')\n"
         "part = RankTensor(component='optimizer', name='m', dtype='F32', shape=(4,), start=(2 * rank,), extent=(2,),\n"
         "                  data=np.full(2, rank, np.float32))\n"
-        "participant.write_tensors(f'optimizer/optim_state_rank_{rank}.safetensors', [part])\n"
+        "write_tensors(participant, f'optimizer/optim_state_rank_{rank}.safetensors', [part])\n"
         "assert 'torch' not in sys.modules\n"
         "sys.stdout.buffer.write(pickle.dumps(participant.report()))\n"
     )
@@ -214,12 +218,12 @@ def test_a_link_takes_file_digest_and_tensors_over_without_reading(store):
     with store.begin(2) as staging:
         for entry in first.manifest.files:
             if entry.path.startswith("actor/"):
-                staging.main.link(entry.path.replace("actor/", "reference_model/"), first, source=entry.path)
+                staging.main.link(entry.path, first)
         second = staging.commit()
     reader = CheckpointReader(second)
     assert bytes(reader.tensor("actor", "first")) == bytes(CheckpointReader(first).tensor("actor", "first"))
-    assert {tensor.slices[0].file.split("/")[0] for tensor in second.manifest.tensors} == {"reference_model"}
-    with store.begin(3) as staging, pytest.raises(ValueError, match="has no file gone"):
+    assert {tensor.slices[0].file.split("/")[0] for tensor in second.manifest.tensors} == {"actor"}
+    with store.begin(3) as staging, pytest.raises(CheckpointNotFound, match="has no file gone"):
         staging.main.link("gone", second)
 
 
@@ -227,24 +231,31 @@ def test_a_file_from_outside_is_copied_and_its_owner_may_write_into_it(store, tm
     outside = tmp_path / "base.bin"
     outside.write_bytes(b"base")
     with store.begin(1) as staging:
-        entry = staging.main.copy("reference_model/base.bin", outside)
+        staging.main.add_existing_file("reference_model/base.bin", outside)
         first = staging.commit()
     outside.write_bytes(b"evil")
     assert verify(store.disk, first.directory, "full") == []
-    with store.begin(2) as staging:
-        staging.main.copy("reference_model/base.bin", outside, expected=entry)
-        second = staging.commit()
-    assert second.path("reference_model/base.bin").read_bytes() == b"base"
-    assert second.path("reference_model/base.bin").stat().st_ino == first.path("reference_model/base.bin").stat().st_ino
+    assert first.path("reference_model/base.bin").read_bytes() == b"base"
 
 
-def test_a_file_from_outside_that_is_not_the_expected_one_is_refused(store, tmp_path):
+def test_a_file_from_outside_that_is_never_modified_is_linked_and_where_it_is_copied_verified(
+    store, tmp_path, monkeypatch
+):
     outside = tmp_path / "base.bin"
-    outside.write_bytes(b"evil")
+    outside.write_bytes(b"base")
+    entry = FileEntry.of("base.bin", hash_buffers([b"base"]))
     with store.begin(1) as staging:
-        expected = RankWriter(staging.directory, "x").write("good", [b"good"])
-        with refusal("base.bin", kind=CheckpointCorrupt):
-            staging.main.copy("reference_model/base.bin", outside, expected=expected)
+        staging.main.add_existing_file("reference_model/base.bin", outside, entry)
+        first = staging.commit()
+    assert first.path("reference_model/base.bin").stat().st_ino == outside.stat().st_ino
+    monkeypatch.setattr(rank_writer, "duplicate", lambda *_: False)
+    with store.begin(2) as staging:
+        staging.main.add_existing_file("reference_model/base.bin", outside, entry)
+        second = staging.commit()
+    assert second.manifest.file("reference_model/base.bin") == first.manifest.file("reference_model/base.bin")
+    outside.write_bytes(b"evil")
+    with store.begin(3) as staging, refusal("base.bin", kind=CheckpointCorrupt):
+        staging.main.add_existing_file("reference_model/base.bin", outside, entry)
 
 
 def test_the_store_imports_no_torch():
@@ -260,7 +271,7 @@ def test_the_documented_example_runs(tmp_path, monkeypatch):
     text = (Path(__file__).parents[3] / "docs/checkpoints.md").read_text()
     code, _ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     weight = np.arange(6, dtype=np.float32).reshape(2, 3)
-    names = {"weight": weight.copy()}
+    names = {"weight": torch.from_numpy(weight.copy())}
     exec(code, names)
     assert bytes(names["weight"]) == weight.tobytes()
     assert names["newest"].manifest.metrics == {"eval/accuracy": 0.8}

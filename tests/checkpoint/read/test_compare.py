@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
+from checkpoint.rank_tensors import RankTensor, write_tensors
 
-from verl.checkpoint.commit.rank_writer import RankTensor
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
@@ -26,7 +26,7 @@ def saved(directory, step=1, values=VALUES, num_writers=1, dtype="F32", files=No
                 component="actor", name="weight", dtype=dtype, shape=values.shape, start=(first, 0),
                 extent=rows.shape, data=np.ascontiguousarray(rows),
             )  # fmt: skip
-            staging.main.write_tensors(f"actor/part_{rank}.safetensors", [part])
+            write_tensors(staging.main, f"actor/part_{rank}.safetensors", [part])
             first += len(rows)
         for path, content in (files or {}).items():
             staging.main.write(path, [content])

@@ -6,10 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
+from checkpoint.rank_tensors import RankTensor, write_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.checkpoint.commit.rank_writer import RankTensor
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
@@ -83,7 +83,7 @@ def saved(directory, num_writers: int) -> CheckpointReader:
             )
             step = RankTensor(component="optimizer", name="step", dtype="F32", shape=(), data=np.float32(9))
             parts = [part, step] if rank == 0 else [part]
-            participant.write_tensors(f"optimizer/optim_state_rank_{rank}.safetensors", parts)
+            write_tensors(participant, f"optimizer/optim_state_rank_{rank}.safetensors", parts)
             reports.append(participant.report())
             first += len(rows)
         return CheckpointReader(staging.commit(reports))

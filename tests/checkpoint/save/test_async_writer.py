@@ -22,9 +22,9 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.verify import verify
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.save_plan import CopiedFile, LinkedFile
-from verl.checkpoint.save.save_request import DTYPES, SavedComponent, SaveRequest, TensorItem, plan_of
-from verl.errors import CheckpointCorrupt, CheckpointFenced, CheckpointIncomplete, CheckpointWriteFailed
+from verl.checkpoint.save.buffer_layout import DTYPES, SavedComponent, TensorItem, lay_out_request
+from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
+from verl.errors import CheckpointFenced, CheckpointIncomplete, CheckpointNotFound, CheckpointWriteFailed
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def freed() -> torch.Tensor:
 )  # fmt: skip
 def test_what_cannot_be_saved_is_refused_by_the_call(component, message):
     with pytest.raises(ValueError, match=message):
-        plan_of(SaveRequest(step=1, components={"actor": component}))
+        lay_out_request(SaveRequest(step=1, components={"actor": component}))
 
 
 def test_files_that_are_there_already_are_shared_and_checked(store, tmp_path):
@@ -220,18 +220,15 @@ def test_files_that_are_there_already_are_shared_and_checked(store, tmp_path):
         first = SaveRequest(step=1, components={"reference": SavedComponent(tensors=items({"w": torch.ones(3)}))})
         writer.save(first)
         writer.drain()
-        digest = store.newest().manifest.file("reference/model.safetensors").blake3
-        link = LinkedFile(path="reference/model.safetensors", blake3=digest)
-        copied = CopiedFile(path="actor/tokenizer.model", source=outside)
-        writer.save(SaveRequest(step=2, links=[link, copied], components={"actor": SavedComponent()}))
+        link = ExistingFile(path="reference/model.safetensors")
+        copied = ExistingFile(path="actor/tokenizer.model", source=outside)
+        writer.save(SaveRequest(step=2, existing_files=[link, copied], components={"actor": SavedComponent()}))
         writer.drain()
-        known = store.newest().manifest.file("actor/tokenizer.model").blake3
-        outside.unlink()  # it is not read again: the newest checkpoint has it
-        again = CopiedFile(path="actor/tokenizer.model", source=outside, blake3=known)
-        writer.save(SaveRequest(step=3, links=[link, again]))
+        outside.write_bytes(b"changed")  # its owner may
+        writer.save(SaveRequest(step=3, existing_files=[link, ExistingFile(path="actor/tokenizer.model")]))
         writer.drain()
-        writer.save(SaveRequest(step=4, links=[LinkedFile(path="reference/model.safetensors", blake3="0" * 64)]))
-        with refusal("reference/model.safetensors", kind=CheckpointCorrupt):
+        writer.save(SaveRequest(step=4, existing_files=[ExistingFile(path="reference/missing")]))
+        with pytest.raises(CheckpointNotFound, match="has no file reference/missing to share"):
             writer.drain()
     newest = store.newest(strict=True)
     assert torch.equal(tensors_of(newest, "reference")["w"], torch.ones(3))

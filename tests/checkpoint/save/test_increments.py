@@ -23,7 +23,7 @@ from verl.checkpoint.read.verify import verify
 from verl.checkpoint.resume_point import find
 from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.save_plan import IncrementalSettings
+from verl.checkpoint.save.save_request import IncrementalSettings
 from verl.errors import CheckpointCorrupt, NoSpaceForCheckpoint
 
 WEIGHTS = "actor/model.safetensors"

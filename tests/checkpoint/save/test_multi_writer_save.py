@@ -20,16 +20,16 @@ from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import verify
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.save_executor import execute_plan
-from verl.checkpoint.save.save_plan import (
+from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
+from verl.checkpoint.save.save_executor import execute_save
+from verl.checkpoint.save.save_request import (
     MultiWriterSave,
-    SavePlan,
+    SaveRequest,
     abandon_missing,
     collect_reports,
     open_report_directory,
     sees_nonce,
 )
-from verl.checkpoint.save.save_request import SavedComponent, SaveRequest, TensorItem
 from verl.errors import CheckpointIncomplete
 from verl.resharding.layout import Layout, Mesh, TensorLayout, volume
 from verl.workers.rank_checkpoint import assign_slices, model_files, owners
@@ -56,7 +56,7 @@ class Two:
     def begin(self, step: int) -> MultiWriterSave:
         joint = self.staged(step)
         state = SavedComponent(files={"state.json": b"{}"})
-        self.main.save(SaveRequest(step=step, components={"scheduler": state}, joint=joint), self.staging)
+        self.main.save(SaveRequest(step=step, components={"scheduler": state}, multi_writer=joint), self.staging)
         return joint
 
     def write(self, joint: MultiWriterSave, rank: int, offset: int = 0) -> None:
@@ -65,7 +65,7 @@ class Two:
         half = TensorItem(name="m", tensor=VALUES[start : start + 2], shape=(4, 3), start=(start, 0))
         component = SavedComponent(tensors=[half], file=f"optim_state_rank_{rank}.safetensors")
         own = MultiWriterSave(directory=joint.directory, name=f"rank_{rank}")
-        request = SaveRequest(step=1, components={"optimizer": component}, joint=own)
+        request = SaveRequest(step=1, components={"optimizer": component}, multi_writer=own)
         store = CheckpointStore(self.store.directory, "r", claim=self.claim)
         with CheckpointWriter(store, mode="sync") as writer:
             writer.save(request)
@@ -129,13 +129,13 @@ def test_a_writer_that_is_killed_anywhere_is_followed_by_one_that_publishes_the_
         two.main.close()
         joint = two.staged(1)
         image = FileImage(path="scheduler/state.json", begin=0, sizes=(len(CONTENT),))
-        plan = SavePlan(step=1, tag=None, num_bytes=len(CONTENT), images=(image,), tensors=(), joint=joint)
+        plan = SaveRequest(step=1, tag=None, num_bytes=len(CONTENT), images=(image,), tensors=(), multi_writer=joint)
         for rank in (0, 1):
             two.write(joint, rank)
         child = os.fork()
         if not child:
             store = CheckpointStore(two.store.directory, "r", KillingDisk(at, moment), two.claim)
-            execute_plan(store, plan, page_aligned_view(CONTENT))
+            execute_save(store, plan, page_aligned_view(CONTENT))
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status == 0:
@@ -143,7 +143,7 @@ def test_a_writer_that_is_killed_anywhere_is_followed_by_one_that_publishes_the_
         assert status == KILLED
         killed += 1
         store = CheckpointStore(two.store.directory, "r", claim=two.claim)
-        report = execute_plan(store, plan, page_aligned_view(CONTENT))
+        report = execute_save(store, plan, page_aligned_view(CONTENT))
         assert report.name == "global_step_1"
         assert verify(store.disk, store.directory / "global_step_1", "full") == []
         assert not joint.directory.exists()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,16 +26,8 @@ from verl.checkpoint.core.filesystem import (
     write_file,
 )
 from verl.checkpoint.core.hashing import LEAF_BYTES, Leaf, digest_of, hash_buffers
-from verl.checkpoint.core.manifest import STATE, FileEntry, LogicalTensor, SavedSlice, checked_path
-from verl.checkpoint.core.safetensors_format import (
-    DEFAULT_SHARD_BYTES,
-    INDEX_NAME,
-    RenderedFile,
-    TensorBytes,
-    render,
-    render_shards,
-)
-from verl.errors import CheckpointCorrupt, CheckpointWriteFailed, FileFault
+from verl.checkpoint.core.manifest import STATE, FileEntry, LogicalTensor, checked_path
+from verl.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointWriteFailed, FileFault
 
 SMALL_BYTES = 64 * 2**20
 
@@ -94,25 +86,6 @@ class DedupIndex:
 
     def _path(self, entry: FileEntry) -> Path:
         return self._directory / f"{entry.blake3}-{entry.size}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankTensor:
-    """One writer's part of a logical tensor.
-
-    Args:
-        shape: of the whole tensor.
-        start, extent: position of the part; if omitted, the part is the whole tensor.
-        data: its bytes, row-major.
-    """
-
-    component: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: Any
-    start: tuple[int, ...] | None = None
-    extent: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -174,79 +147,41 @@ class RankWriter:
                 write_file(self._disk, target, image.buffers(source))
             return self.keep_file(FileEntry.of(image.path, leaves()))
 
-    def write_tensors(
-        self, path: str, parts: Sequence[RankTensor], metadata: dict[str, str] | None = None
-    ) -> FileEntry:
-        """Write a safetensors file of tensors or of slices, whose keys are the tensors' names."""
-        tensors = [TensorBytes(p.name, p.dtype, p.shape if p.extent is None else p.extent, p.data) for p in parts]
-        rendered = render(tensors, metadata)
-        entry = self.write(path, rendered.buffers)
-        self.record(*(_placed(part, path, rendered) for part in parts))
-        return entry
+    def add_existing_file(self, path: str, source: Path, entry: FileEntry | None = None) -> FileEntry:
+        """Add a file that exists already.
 
-    def write_model(
-        self, component: str, tensors: Sequence[TensorBytes], max_shard_bytes: int = DEFAULT_SHARD_BYTES
-    ) -> list[FileEntry]:
-        """Write whole tensors as `component/model.safetensors`, or as shards and an index, as Hugging Face does."""
-        files, index = render_shards(tensors, max_shard_bytes)
-        entries = []
-        for name, rendered in files.items():
-            path = f"{component}/{name}"
-            entries.append(self.write(path, rendered.buffers))
-            for key, place in rendered.places.items():
-                part = RankTensor(component=component, name=key, dtype=place.dtype, shape=place.shape, data=None)
-                self.record(_placed(part, path, rendered))
-        if index is not None:
-            entries.append(self.write(f"{component}/{INDEX_NAME}", [index]))
-        return entries
+        Args:
+            path: within the checkpoint.
+            source: the file.
+            entry: its entry, recorded when it was written, if it is never modified: the file is hard-linked without
+                reading it, or copied and verified if the file system has no links. None: its owner may modify it; it is
+                cloned or copied, and hashed.
+        """
+        with self._writing(path) as target:
+            if entry is not None:
+                if not duplicate(self._disk, source, target):
+                    self._copy(source, target, entry)
+                return self.keep_file(replace(entry, path=path))
+            self._shared.append(path)
+            if clone(self._disk, source, target):
+                return self.keep_file(FileEntry.of(path, hash_buffers(_pieces(self._disk, target))))
+            return self.keep_file(FileEntry.of(path, write_file(self._disk, target, _pieces(self._disk, source))))
 
-    def link(self, path: str, published: Checkpoint, source: str | None = None) -> FileEntry:
+    def link(self, path: str, checkpoint: Checkpoint, records_tensors: bool = True) -> FileEntry:
         """Share a file of an earlier checkpoint, with its recorded digest and without reading it.
 
-        Its tensors are recorded as well.
-
         Args:
-            source: its path there; default: the same path.
+            records_tensors: record its tensors as well; False if they are already recorded.
+        Raises:
+            CheckpointNotFound: the earlier checkpoint has no such file.
         """
-        entry = self.share(path, published, source)
-        for tensor, part in published.slices_by_file.get(source or path, ()):
-            self.record(replace(tensor, slices=(replace(part, file=path),)))
-        return entry
-
-    def share(self, path: str, published: Checkpoint, source: str | None = None) -> FileEntry:
-        """Like `link`, for a file whose tensors are already recorded."""
-        recorded = published.manifest.file(source or path)
+        recorded = checkpoint.manifest.file(path)
         if recorded is None:
-            raise ValueError(f"{published.directory} has no file {source or path}")
-        return self._share(path, published, recorded)
-
-    def copy(self, path: str, source: Path, expected: FileEntry | None = None) -> FileEntry:
-        """Add a file from outside: shared with an earlier save by digest, otherwise cloned or copied.
-
-        The file itself is never hard-linked, because its owner may modify it.
-
-        Args:
-            expected: its expected entry, if known from an earlier save (`FileEntry` with any path); the file is then
-                not read if an earlier save still has it.
-        """
-        self._shared.append(path)
-        with self._writing(path) as target:
-            if expected is not None and self.objects.fetch(expected, target):
-                return self.keep_file(expected.at(path, linked_from=None))
-            if expected is None and clone(self._disk, source, target):
-                return self.keep_file(FileEntry.of(path, hash_buffers(_pieces(self._disk, target))))
-            return self.keep_file(self._copy(source, target, path, expected))
-
-    def adopt(self, entry: FileEntry, source: Path) -> FileEntry:
-        """Hard-link an immutable file from outside, without reading it.
-
-        Args:
-            entry: its entry, recorded when it was written.
-        """
-        with self._writing(entry.path) as target:
-            if not duplicate(self._disk, source, target):
-                self._copy(source, target, entry.path, entry)
-            return self.keep_file(entry)
+            raise CheckpointNotFound(f"{checkpoint.directory} has no file {path} to share")
+        if records_tensors:
+            slices = checkpoint.slices_by_file.get(path, ())
+            self.record(*(replace(tensor, slices=(part,)) for tensor, part in slices))
+        return self.add_existing_file(path, checkpoint.path(path), replace(recorded, linked_from=checkpoint.name))
 
     def record(self, *tensors: LogicalTensor) -> None:
         """Record which logical tensors, or slices of them, are in the files of this writer."""
@@ -275,25 +210,16 @@ class RankWriter:
             self._failed.append(path)
             raise
 
-    def _share(self, path: str, published: Checkpoint, recorded: FileEntry) -> FileEntry:
-        entry = recorded.at(path, linked_from=published.name)
-        origin = published.path(recorded.path)
-        with self._writing(path) as target:
-            if not duplicate(self._disk, origin, target):
-                self._copy(origin, target, path, entry)
-            return self.keep_file(entry)
-
     def keep_file(self, entry: FileEntry) -> FileEntry:
         """List a file that is complete on the disk; returns its entry."""
         self._files.append(entry)
         return entry
 
-    def _copy(self, source: Path, target: Path, path: str, expected: FileEntry | None) -> FileEntry:
-        pieces = _pieces(self._disk, source, [leaf.size for leaf in expected.leaves] if expected else None)
-        entry = FileEntry.of(path, write_file(self._disk, target, pieces))
-        if expected is not None and (entry.size, entry.blake3) != (expected.size, expected.blake3):
+    def _copy(self, source: Path, target: Path, entry: FileEntry) -> None:
+        pieces = _pieces(self._disk, source, [leaf.size for leaf in entry.leaves])
+        copied = FileEntry.of(entry.path, write_file(self._disk, target, pieces))
+        if (copied.size, copied.blake3) != (entry.size, entry.blake3):
             raise CheckpointCorrupt(source.parent, [FileFault(source.name, "its bytes are not those recorded for it")])
-        return entry
 
 
 def _pieces(disk: FileSystem, source: Path, sizes: Iterable[int] | None = None) -> Iterator[bytes]:
@@ -305,10 +231,3 @@ def _pieces(disk: FileSystem, source: Path, sizes: Iterable[int] | None = None) 
             return
         yield piece
         begin += len(piece)
-
-
-def _placed(part: RankTensor, path: str, rendered: RenderedFile) -> LogicalTensor:
-    place = rendered.places[part.name]
-    start = (0,) * len(part.shape) if part.start is None else part.start
-    where = SavedSlice(file=path, key=part.name, offset=place.begin, start=start, extent=place.shape)
-    return LogicalTensor(component=part.component, name=part.name, dtype=part.dtype, shape=part.shape, slices=(where,))

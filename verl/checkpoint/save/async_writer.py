@@ -1,6 +1,6 @@
 """CheckpointWriter: saves live tensors as a committed checkpoint, while training continues.
 
-    save()         plans, and returns                                       milliseconds
+    save()         lays out, and returns                                       milliseconds
     copying        a thread copies the tensors into one of two host buffers   wait_copied() before weights change
     writing        the writer process writes, hashes, publishes, prunes     poll() tells what became of it
     drain, close   at the end
@@ -25,9 +25,9 @@ from typing import Literal
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.transaction import SaveTransaction
 from verl.checkpoint.retention import Retention
+from verl.checkpoint.save.buffer_layout import lay_out_request
 from verl.checkpoint.save.host_buffer import FAILED, WAIT_EVERY_S, HostBuffer, HostBufferPool, note_progress
-from verl.checkpoint.save.save_plan import SaveOutcome, SavePlan, SaveReport, submit_failure
-from verl.checkpoint.save.save_request import SaveRequest, plan_of
+from verl.checkpoint.save.save_request import SaveOutcome, SaveReport, SaveRequest, submit_failure
 from verl.checkpoint.save.snapshot import Snapshot
 from verl.checkpoint.save.writer_client import END_TIMEOUT_S, START_TIMEOUT_S, WriterClient, WriterSettings
 from verl.errors import CheckpointWriteFailed
@@ -44,7 +44,7 @@ WRITER_TIMEOUT_S = 600.0
 class _Job:
     """A save under way."""
 
-    plan: SavePlan
+    request: SaveRequest
     snapshot: Snapshot | None
     host_buffer: HostBuffer
     began: float
@@ -53,7 +53,7 @@ class _Job:
     copied_s: float = 0.0
     copy_error: Exception | None = None
     num_deaths_before: int = 0
-    staging: SaveTransaction | None = None
+    transaction: SaveTransaction | None = None
 
 
 @dataclass
@@ -105,7 +105,7 @@ class CheckpointWriter:
         self._owner = os.getpid()
         setting = WriterSettings(mode == "async", niceness, timeout_s)
         self._progress, self._timeout_s = Progress(num_slots=2), timeout_s
-        self._supervisor = WriterClient(store, self._host_buffers, retention, setting, self._progress)
+        self._writer_client = WriterClient(store, self._host_buffers, retention, setting, self._progress)
         self._to_copy: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
         self._to_write: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
         self._last: _Job | None = None
@@ -126,37 +126,41 @@ class CheckpointWriter:
     def prepare(self, request: SaveRequest) -> None:
         """Have the memory for such saves allocated, and the process started, in the background: the first save then
         takes no longer than the others. Copies and writes nothing; is not needed."""
-        self.reserve(plan_of(request)[0].num_bytes)
+        self.reserve(lay_out_request(request)[0].num_bytes)
 
     def reserve(self, num_bytes: int) -> None:
         """`prepare` for saves of this many bytes."""
         if self.mode == "async" and (host_buffer := self._host_buffers.acquire(None)) is not None:
             self._to_copy.put(_Reservation(host_buffer, num_bytes))
 
-    def save(self, request: SaveRequest, staging: SaveTransaction | None = None, began: float | None = None) -> bool:
+    def save(
+        self, request: SaveRequest, transaction: SaveTransaction | None = None, began: float | None = None
+    ) -> bool:
         """Begin a save at a step boundary. The tensors must not change before `wait_copied` has returned.
 
         Args:
-            staging: of a save that several processes write, begun by the caller; ended here.
+            transaction: of a save that several processes write, begun by the caller; ended here.
             began: when the save did, by `time.perf_counter`.
         Returns:
             False where it was skipped.
         Raises:
-            ValueError, TypeError: the request cannot be saved by anyone; see `plan_of`.
+            ValueError, TypeError: the request cannot be saved by anyone; see `lay_out_request`.
             CheckpointWriteFailed: it waits for an earlier one, which makes no progress.
         """
         began = time.perf_counter() if began is None else began
         assert self._is_open, "this writer was closed"
-        plan, pieces = plan_of(request)
+        request, pieces = lay_out_request(request)
         snapshot = Snapshot(pieces, self._num_copy_threads)
-        host_buffer = self._host_buffers.acquire(self._watch() if self.when_busy == "wait" else None, plan.num_bytes)
+        host_buffer = self._host_buffers.acquire(self._watch() if self.when_busy == "wait" else None, request.num_bytes)
         if host_buffer is None and self.when_busy == "wait":
             raise self._stands_still()
         if host_buffer is None:
-            log.warning("the checkpoint of step %d was skipped: earlier saves are still under way", plan.step)
-            self.note(SaveOutcome(step=plan.step, tag=plan.tag, was_skipped=True))
+            log.warning("the checkpoint of step %d was skipped: earlier saves are still under way", request.step)
+            self.note(SaveOutcome(step=request.step, tag=request.tag, was_skipped=True))
             return False
-        job = self._last = _Job(plan=plan, snapshot=snapshot, host_buffer=host_buffer, began=began, staging=staging)
+        job = self._last = _Job(
+            request=request, snapshot=snapshot, host_buffer=host_buffer, began=began, transaction=transaction
+        )
         with self._changed:
             self._num_under_way += 1
         if self.mode == "async":
@@ -240,12 +244,12 @@ class CheckpointWriter:
         with self._changed:
             if not self._wait_for_all(self._watch(timeout_s)):
                 log.error("a save in %s was given up after %s s without progress", self.store.directory, timeout_s)
-                self._supervisor.give_up()
+                self._writer_client.give_up()
         self._to_copy.put(None)
         self._to_write.put(None)
         for thread in self._threads:
             thread.join(timeout=END_TIMEOUT_S)
-        self._supervisor.end()
+        self._writer_client.end()
         self._last = None
         self._host_buffers.release()
         if not any(thread.is_alive() for thread in self._threads):
@@ -268,7 +272,7 @@ class CheckpointWriter:
     @property
     def process_id(self) -> int | None:
         """Of the writer process; None where there is none just now."""
-        return self._supervisor.process_id
+        return self._writer_client.process_id
 
     @property
     def host_buffer_bytes(self) -> int:
@@ -287,7 +291,7 @@ class CheckpointWriter:
     def _write_all(self) -> None:
         while (job := self._to_write.get()) is not None:
             if isinstance(job, _Reservation):
-                self._supervisor.prepare()
+                self._writer_client.prepare()
             else:
                 self._write(job)
 
@@ -312,10 +316,10 @@ class CheckpointWriter:
         assert job.snapshot is not None
         memory = None
         try:
-            memory = job.host_buffer.fit(job.plan.num_bytes)
+            memory = job.host_buffer.fit(job.request.num_bytes)
             note_progress(memory, 0)
             self._to_write.put(job)
-            job.snapshot.run(job.host_buffer, job.plan.num_bytes)
+            job.snapshot.run(job.host_buffer, job.request.num_bytes)
         except BaseException as error:  # reported by poll; Ctrl-C occurs only without a thread
             job.copy_error = error if isinstance(error, Exception) else _interrupted(job)
             if memory is None:
@@ -330,10 +334,10 @@ class CheckpointWriter:
             job.copied.set()
 
     def _write(self, job: _Job) -> None:
-        job.num_deaths_before = self._supervisor.num_deaths
+        job.num_deaths_before = self._writer_client.num_deaths
         report, failure = None, None
         try:
-            report = self._supervisor.carry_out(job.plan, job.host_buffer)
+            report = self._writer_client.carry_out(job.request, job.host_buffer)
         except BaseException as error:  # the same
             failure = error if isinstance(error, Exception) else _interrupted(job)
             if not isinstance(error, Exception) and not self._threads:
@@ -346,18 +350,18 @@ class CheckpointWriter:
 
     def _end(self, job: _Job, report: SaveReport | None = None, error: Exception | None = None) -> None:
         if error is not None:
-            log.error("the checkpoint of step %d failed: %s", job.plan.step, error)
-        if error is not None and job.plan.joint is not None and not job.plan.joint.commits:
+            log.error("the checkpoint of step %d failed: %s", job.request.step, error)
+        if error is not None and job.request.multi_writer is not None and not job.request.multi_writer.commits:
             reason = f"{type(error).__name__}: {error}"
-            submit_failure(self.store.disk, job.plan.joint.directory, job.plan.joint.name, reason)
-        if job.staging is not None:
-            job.staging.abort()  # after a publication only its lock is left
+            submit_failure(self.store.disk, job.request.multi_writer.directory, job.request.multi_writer.name, reason)
+        if job.transaction is not None:
+            job.transaction.abort()  # after a publication only its lock is left
         self._host_buffers.give_back(job.host_buffer)
         total_s = time.perf_counter() - job.began
         outcome = SaveOutcome(
-            step=job.plan.step, tag=job.plan.tag, report=report, error=error,
+            step=job.request.step, tag=job.request.tag, report=report, error=error,
             stall_s=total_s if self.mode == "sync" else job.stall_s, copied_s=job.copied_s, total_s=total_s,
-            num_deaths=self._supervisor.num_deaths - job.num_deaths_before,
+            num_deaths=self._writer_client.num_deaths - job.num_deaths_before,
         )  # fmt: skip
         with self._changed:
             self._num_under_way -= 1
@@ -371,4 +375,4 @@ class CheckpointWriter:
 
 
 def _interrupted(job: _Job) -> CheckpointWriteFailed:
-    return CheckpointWriteFailed(f"the save of step {job.plan.step} was interrupted")
+    return CheckpointWriteFailed(f"the save of step {job.request.step} was interrupted")

@@ -1,4 +1,4 @@
-"""Executes the plan of a save, in the writer process or the trainer's: from bytes in memory to a commit."""
+"""Executes a save, in the writer process or the trainer's: from bytes in memory to a commit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.checkpoint.commit.rank_writer import RankReport, RankWriter
 from verl.checkpoint.commit.store import CheckpointStore
@@ -20,19 +20,17 @@ from verl.checkpoint.core.manifest import COMMIT, MANIFEST, STATE, FileEntry
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import open_verified
 from verl.checkpoint.retention import Retention, prune
-from verl.checkpoint.save.save_plan import (
-    CopiedFile,
+from verl.checkpoint.save.save_request import (
+    ExistingFile,
     IncrementalSettings,
-    LinkedFile,
     MultiWriterSave,
-    SavePlan,
     SaveReport,
-    SharedFile,
+    SaveRequest,
     collect_reports,
     submit_failure,
     submit_report,
 )
-from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointError, CheckpointNotFound, FileFault
+from verl.errors import BadCheckpoint, CheckpointError, CheckpointNotFound
 
 log = logging.getLogger(__name__)
 
@@ -52,17 +50,17 @@ class HashedFile:
     unchanged_in: Checkpoint | None = None
 
 
-def hash_increment(store: CheckpointStore, plan: SavePlan, source: ImageSource) -> dict[str, HashedFile]:
+def hash_increment(store: CheckpointStore, request: SaveRequest, source: ImageSource) -> dict[str, HashedFile]:
     """Each image of an incremental save by path; nothing for another save.
 
     Called before the save begins, since it determines how much space that needs.
     """
-    if plan.increment is None:
+    if request.increment is None:
         return {}
-    source.wait(plan.num_bytes)
-    earlier = [checkpoint for checkpoint in (_base(store, plan.increment), _newest(store)) if checkpoint is not None]
+    source.wait(request.num_bytes)
+    earlier = [checkpoint for checkpoint in (_base(store, request.increment), _newest(store)) if checkpoint is not None]
     hashed = {}
-    for image in plan.images:
+    for image in request.images:
         began = time.thread_time()
         entry = FileEntry.of(image.path, hash_buffers(image.buffers(source)))
         hash_s = time.thread_time() - began
@@ -109,9 +107,9 @@ def _base(store: CheckpointStore, settings: IncrementalSettings) -> Checkpoint |
 Hashed = tuple[tuple[Leaf, ...], float]
 
 
-def execute_plan(
+def execute_save(
     store: CheckpointStore,
-    plan: SavePlan,
+    request: SaveRequest,
     source: ImageSource,
     retention: Retention | None = None,
     fewest_direct_bytes: int = FEWEST_DIRECT_BYTES,
@@ -119,113 +117,122 @@ def execute_plan(
     """Write, hash and publish one save, then prune.
 
     Args:
-        source: memory with the images of the plan; it must not change meanwhile.
+        source: memory with the images of the request; it must not change meanwhile.
         fewest_direct_bytes: of a file that is written past the page cache.
     Raises:
         CheckpointError: nothing was published. What retention could not do is in the report instead.
     """
-    if plan.joint is not None and not plan.joint.commits:
-        return _write_part(store, plan, plan.joint, source, fewest_direct_bytes)
+    multi_writer = request.multi_writer
+    if multi_writer is not None and not multi_writer.commits:
+        return _write_part(store, request, multi_writer, source, fewest_direct_bytes)
     clock = _PhaseTimer()
-    increment = hash_increment(store, plan, source)
-    with _begun(store, plan, increment) as staging:
+    increment = hash_increment(store, request, source)
+    with _begun(store, request, increment) as transaction:
         begin_s = clock.lap()
         hash_s, reports = 0.0, []
-        published = None if plan.joint is None else staging.finish_commit()
+        published = None if multi_writer is None else transaction.finish_commit()
         if published is None:
-            if plan.joint is not None:
-                _remove_own(store.disk, plan, plan.joint)
-            hash_s = _write(staging.main, plan, source, fewest_direct_bytes, increment)
-            _take_over(store, staging, plan)
-            source.wait(plan.num_bytes)
-            reports = [] if plan.joint is None else _reports_of_others(store, plan.joint)
+            if multi_writer is not None:
+                _remove_own(store.disk, request, multi_writer)
+            hash_s = _write(transaction.main, request, source, fewest_direct_bytes, increment)
+            _add_existing_files(store, transaction.main, request.existing_files)
+            source.wait(request.num_bytes)
+            if multi_writer is not None:
+                reports = collect_reports(store.disk, multi_writer.directory, multi_writer.others, multi_writer.late_s)
         write_s = clock.lap()
         if published is None:
-            published = staging.commit(reports, state=plan.state, metrics=plan.metrics)
+            published = transaction.commit(reports, state=dict(request.state), metrics=dict(request.metrics))
     commit_s = clock.lap()
     pruned, prune_error = _prune(store, retention)
     return SaveReport(
         name=published.name, directory=published.directory, sequence=published.sequence,
-        num_bytes=sum(image.num_bytes for image in plan.images) + sum(_num_bytes(report) for report in reports),
+        num_bytes=sum(image.num_bytes for image in request.images) + sum(_num_bytes(report) for report in reports),
         written_bytes=sum(entry.size for entry in published.manifest.files if entry.linked_from is None),
         begin_s=begin_s, write_s=write_s, hash_s=hash_s, commit_s=commit_s, prune_s=clock.lap(),
         pruned=pruned, prune_error=prune_error,
     )  # fmt: skip
 
 
-def _begun(store: CheckpointStore, plan: SavePlan, increment: Mapping[str, HashedFile]) -> SaveTransaction:
-    if plan.joint is not None:  # the trainer has begun it, and holds the lock on its directory
-        return SaveTransaction(store, plan.joint.directory, plan.step, plan.tag, plan.joint.others, None)
-    outside = sum(copied.source.stat().st_size for copied in plan.copies if copied.source.exists())
+def _begun(store: CheckpointStore, request: SaveRequest, increment: Mapping[str, HashedFile]) -> SaveTransaction:
+    if (multi_writer := request.multi_writer) is not None:  # the trainer has begun it, and locks its directory
+        return SaveTransaction(store, multi_writer.directory, request.step, request.tag, multi_writer.others, None)
+    copied = [file.source for file in request.existing_files if file.source is not None and file.leaves is None]
     return store.begin(
-        plan.step,
-        plan.tag,
-        needed_bytes=sum(needed_bytes(image, increment.get(image.path)) for image in plan.images) + outside,
-        needed_files=len(plan.images) + len(plan.links) + len(plan.copies) + len(plan.shared),
+        request.step,
+        request.tag,
+        needed_bytes=sum(needed_bytes(image, increment.get(image.path)) for image in request.images)
+        + sum(path.stat().st_size for path in copied if path.exists()),
+        needed_files=len(request.images) + len(request.existing_files),
     )
 
 
-def _reports_of_others(store: CheckpointStore, joint: MultiWriterSave) -> list[RankReport]:
-    return collect_reports(store.disk, joint.directory, joint.others, joint.late_s)
-
-
 def _write_part(
-    store: CheckpointStore, plan: SavePlan, joint: MultiWriterSave, source: ImageSource, fewest_direct_bytes: int
+    store: CheckpointStore,
+    request: SaveRequest,
+    multi_writer: MultiWriterSave,
+    source: ImageSource,
+    fewest_direct_bytes: int,
 ) -> SaveReport:
     """Write this participant's files into a save that another process commits, and report them, or why not."""
     clock = _PhaseTimer()
     try:
-        _remove_own(store.disk, plan, joint)
-        participant = RankWriter(joint.directory, joint.name, store.disk)
-        hash_s = _write(participant, plan, source, fewest_direct_bytes, hash_increment(store, plan, source))
-        source.wait(plan.num_bytes)
-        submit_report(store.disk, joint.directory, participant.report())
+        _remove_own(store.disk, request, multi_writer)
+        participant = RankWriter(multi_writer.directory, multi_writer.name, store.disk)
+        hash_s = _write(participant, request, source, fewest_direct_bytes, hash_increment(store, request, source))
+        source.wait(request.num_bytes)
+        submit_report(store.disk, multi_writer.directory, participant.report())
     except Exception as error:
-        submit_failure(store.disk, joint.directory, joint.name, f"{type(error).__name__}: {error}")
+        submit_failure(store.disk, multi_writer.directory, multi_writer.name, f"{type(error).__name__}: {error}")
         raise
     report = participant.report()
     return SaveReport(
-        name=joint.name, directory=joint.directory, sequence=0, num_bytes=_num_bytes(report),
+        name=multi_writer.name, directory=multi_writer.directory, sequence=0, num_bytes=_num_bytes(report),
         written_bytes=sum(entry.size for entry in report.files if entry.linked_from is None),
         begin_s=0.0, write_s=clock.lap(), hash_s=hash_s, commit_s=0.0, prune_s=0.0,
     )  # fmt: skip
 
 
 def _num_bytes(report: RankReport) -> int:
-    """Of the files that a participant saved, as they are read."""
+    """Size of the files that a participant saved."""
     return sum(entry.size for entry in report.files)
 
 
-def _remove_own(disk: FileSystem, plan: SavePlan, joint: MultiWriterSave) -> None:
-    """What an attempt before this one left, whose process was killed."""
-    with write_errors(f"going on with the save of step {plan.step}"):
-        names = [file.path for file in (*plan.images, *plan.links, *plan.copies, *plan.shared)]
-        if joint.commits:
+def _remove_own(disk: FileSystem, request: SaveRequest, multi_writer: MultiWriterSave) -> None:
+    """Remove what an earlier attempt left, whose process was killed."""
+    with write_errors(f"going on with the save of step {request.step}"):
+        names = [file.path for file in (*request.images, *request.existing_files)]
+        if multi_writer.commits:
             names += [path + suffix for path in (MANIFEST, STATE, COMMIT) for suffix in ("", TEMPORARY_SUFFIX)]
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                disk.unlink(joint.directory / name)
+                disk.unlink(multi_writer.directory / name)
 
 
 def _write(
-    main: RankWriter, plan: SavePlan, source: ImageSource, fewest_direct_bytes: int, increment: Mapping[str, HashedFile]
+    main: RankWriter,
+    request: SaveRequest,
+    source: ImageSource,
+    fewest_direct_bytes: int,
+    increment: Mapping[str, HashedFile],
 ) -> float:
     """Write every image; one thread writes, which costs no processor time, while another one hashes.
 
     Returns:
         Processor seconds of hashing.
     """
-    main.record(*plan.tensors)
+    main.record(*request.tensors)
     large = [
-        i for i in plan.images if i.num_bytes >= fewest_direct_bytes and not i.is_constant and i.path not in increment
+        i
+        for i in request.images
+        if i.num_bytes >= fewest_direct_bytes and not i.is_constant and i.path not in increment
     ]
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashers:
-        hashed: dict[str, Future[Hashed]] = {i.path: _started(hashers, i, source, plan.num_bytes) for i in large}
+        hashed: dict[str, Future[Hashed]] = {i.path: _started(hashers, i, source, request.num_bytes) for i in large}
         try:
-            for image in plan.images:
+            for image in request.images:
                 file = increment.get(image.path)
                 if not image.is_constant and file is not None and file.unchanged_in is not None:
-                    main.share(image.path, file.unchanged_in)
+                    main.link(image.path, file.unchanged_in, records_tensors=False)
                 elif file is not None and image.num_bytes >= fewest_direct_bytes and not image.is_constant:
                     main.write_image(image, source, lambda file=file: file.entry.leaves)
                 elif image.path in hashed:
@@ -254,58 +261,23 @@ def _hash(image: FileImage, source: ImageSource, end: int) -> Hashed:
     return leaves, time.thread_time() - began
 
 
-def _take_over(store: CheckpointStore, staging: SaveTransaction, plan: SavePlan) -> None:
-    """Files that are there already. Each earlier checkpoint is opened once."""
-    opened: dict[str | None, Checkpoint] = {}
-
-    def checkpoint(name: str | None) -> Checkpoint:
-        if name not in opened:
-            opened[name] = store.newest() if name is None else store.open(name)
-        return opened[name]
-
-    for link in plan.links:
-        _link(staging.main, link, checkpoint(link.checkpoint))
-    for copied in plan.copies:
-        try:
-            newest = checkpoint(None) if copied.blake3 else None
-        except CheckpointNotFound:
-            newest = None
-        _copy(staging.main, copied, newest)
-    if plan.shared:
-        _adopt(staging.main, plan.shared, _newest_or_none(store))
-
-
-def _link(main: RankWriter, link: LinkedFile, published: Checkpoint) -> None:
-    source = link.source or link.path
-    entry = published.manifest.file(source)
-    if entry is None:
-        raise CheckpointNotFound(f"{published.directory} has no file {source} to take over as {link.path}")
-    if link.blake3 is not None and entry.blake3 != link.blake3:
-        raise CheckpointCorrupt(published.directory, [FileFault(source, "its digest is not the one that was expected")])
-    main.link(link.path, published, source)
-
-
-def _newest_or_none(store: CheckpointStore) -> Checkpoint | None:
-    try:
-        return store.newest()
-    except CheckpointNotFound:
-        return None
-
-
-def _adopt(main: RankWriter, shared: Sequence[SharedFile], newest: Checkpoint | None) -> None:
-    known = {} if newest is None else {entry.path: entry.blake3 for entry in newest.manifest.files}
-    for file in shared:
-        entry = FileEntry.of(file.path, file.leaves)
-        before = newest.name if newest is not None and known.get(file.path) == entry.blake3 else None
-        main.adopt(entry.at(file.path, linked_from=before), file.source)
-
-
-def _copy(main: RankWriter, copied: CopiedFile, newest: Checkpoint | None) -> None:
-    known = [entry for entry in newest.manifest.contents.values() if entry.blake3 == copied.blake3] if newest else []
-    entry = main.copy(copied.path, copied.source, expected=known[0] if known else None)
-    if copied.blake3 not in (None, entry.blake3):
-        fault = FileFault(copied.source.name, "its digest is not the one that was expected")
-        raise CheckpointCorrupt(copied.source.parent, [fault])
+def _add_existing_files(store: CheckpointStore, writer: RankWriter, files: Sequence[ExistingFile]) -> None:
+    newest = None
+    if files:
+        with contextlib.suppress(CheckpointNotFound):
+            newest = store.newest()
+    for file in files:
+        if file.source is None:
+            if newest is None:
+                raise CheckpointNotFound(f"{store.directory} holds no checkpoint that could share its {file.path}")
+            writer.link(file.path, newest)
+        elif file.leaves is None:
+            writer.add_existing_file(file.path, file.source)
+        else:
+            entry, earlier = FileEntry.of(file.path, file.leaves), newest and newest.manifest.file(file.path)
+            if newest is not None and earlier is not None and earlier.blake3 == entry.blake3:
+                entry = replace(entry, linked_from=newest.name)
+            writer.add_existing_file(file.path, file.source, entry)
 
 
 def _prune(store: CheckpointStore, retention: Retention | None) -> tuple[tuple[str, ...], str | None]:

@@ -1,87 +1,195 @@
-"""A save as the trainer asks for it: components with live tensors, small files, links, state."""
+"""The record of one save, what became of it, and the reports of several processes that write one save together.
+
+Nothing here needs torch: the writer process reads it too.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from verl.checkpoint.core.direct_io import FileImage, page_aligned
-from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
-from verl.checkpoint.core.safetensors_format import (
-    DEFAULT_SHARD_BYTES,
-    INDEX_NAME,
-    MODEL_METADATA,
-    TensorBytes,
-    lay_out,
-    split_into_files,
+import verl
+from verl.checkpoint.commit.rank_writer import RankReport
+from verl.checkpoint.commit.transaction import REPORTS
+from verl.checkpoint.core.direct_io import FileImage
+from verl.checkpoint.core.filesystem import (
+    FileSystem,
+    files_below,
+    make_directories,
+    write_by_rename,
+    write_errors,
 )
-from verl.checkpoint.save.host_buffer import HEAD_BYTES
-from verl.checkpoint.save.save_plan import (
-    CopiedFile,
-    IncrementalSettings,
-    LinkedFile,
-    MultiWriterSave,
-    SavePlan,
-    SharedFile,
-)
+from verl.checkpoint.core.hashing import Leaf
+from verl.checkpoint.core.manifest import LogicalTensor, Manifest
+from verl.errors import CheckpointIncomplete, FileFault
 
-DTYPES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.int16: "I16", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.uint32: "U32", torch.int32: "I32", torch.float32: "F32", torch.uint64: "U64",
-    torch.int64: "I64", torch.float64: "F64",
-}  # fmt: skip
+log = logging.getLogger(__name__)
+
+NONCE = "nonce"
+REPORT_LIMIT_BYTES = 2**28
+LATE_S = 900.0  # a participant of which nothing has come for so long is given up
+LOOK_EVERY_S = 0.005
+SIZES_EVERY_S = 5.0  # how often what others have written is measured
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorItem:
-    """A tensor to be saved, or a slice of one.
+class MultiWriterSave:
+    """A process's place in a save that several of them write; plain values.
 
     Args:
-        name: within the component, the same whatever the number of writers.
-        tensor: on any device, of any strides; may share memory with others.
-        shape: of the whole tensor, where `tensor` is a slice of it.
-        start: where the slice begins in every dimension.
+        directory: the staging directory, which the driver opened.
+        name: of this participant; `main` waits for the others and commits.
+        others: names of the participants that `main` waits for.
+        late_s: how long, while nothing comes of them.
     """
 
+    directory: Path
     name: str
-    tensor: torch.Tensor
-    shape: tuple[int, ...] | None = None
-    start: tuple[int, ...] | None = None
+    others: tuple[str, ...] = ()
+    late_s: float = LATE_S
 
     @property
-    def num_bytes(self) -> int:
-        """That will be written."""
-        return self.tensor.numel() * self.tensor.element_size()
+    def commits(self) -> bool:
+        """Whether this is the one that publishes."""
+        return self.name == "main"
+
+
+def open_report_directory(disk: FileSystem, directory: Path, nonce: str) -> None:
+    """Make the place for reports in a staging directory, and the nonce by which others know that they see it."""
+    with write_errors("opening a save for several processes"):
+        make_directories(disk, directory / REPORTS, directory)
+        write_by_rename(disk, directory / REPORTS / NONCE, nonce.encode())
+
+
+def sees_nonce(disk: FileSystem, directory: Path, nonce: str) -> bool:
+    """Whether this process sees the very directory that the driver opened, and not another of that name."""
+    try:
+        return disk.read(directory / REPORTS / NONCE, 1024) == nonce.encode()
+    except OSError:
+        return False
+
+
+def submit_report(disk: FileSystem, directory: Path, report: RankReport) -> None:
+    """Report what was written."""
+    wrapped = Manifest(
+        sequence=0, step=0, tag=None, run_id=report.name, saved_at="", verl_version=verl.__version__,
+        files=report.files, tensors=report.tensors,
+    )  # fmt: skip
+    text = json.dumps({"shared": report.shared, "manifest": wrapped.to_bytes().decode()})
+    with write_errors(f"reporting what {report.name} wrote"):
+        write_by_rename(disk, directory / REPORTS / report.name, text.encode())
+
+
+def submit_failure(disk: FileSystem, directory: Path, name: str, error: str) -> None:
+    """Report that a participant failed, unless it has reported already or the save was given up."""
+    path = directory / REPORTS / name
+    with contextlib.suppress(OSError):
+        if name not in disk.names(directory / REPORTS):
+            write_by_rename(disk, path, json.dumps({"error": error}).encode())
+
+
+def collect_reports(
+    disk: FileSystem, directory: Path, names: Sequence[str], late_s: float = LATE_S
+) -> list[RankReport]:
+    """Wait for the reports of all participants, which stay where they are until the save is published.
+
+    They are sorted by name, so that equal content gives an equal manifest.
+
+    Args:
+        late_s: without a report, and without a byte more in the staging directory.
+    Raises:
+        CheckpointIncomplete: one of them failed, or is late; names it, and says why.
+    """
+    missing: set[str] = set(names)
+    reports: dict[str, RankReport] = {}
+    waiting = _Waiting(disk, directory)
+    while True:
+        with write_errors("looking for reports"):
+            arrived = [name for name in disk.names(directory / REPORTS) if name in missing]
+            for name in arrived:
+                reports[name] = _report(name, disk.read(directory / REPORTS / name, REPORT_LIMIT_BYTES), directory)
+                missing.remove(name)
+                waiting.restart()
+            if not missing:
+                return [reports[name] for name in names]
+            idle_s = waiting.idle_s()
+        if idle_s > late_s:
+            late = [FileFault(name, f"it has not reported within {late_s:g} s") for name in sorted(missing)]
+            raise CheckpointIncomplete(directory, late)
+        time.sleep(LOOK_EVERY_S)
+
+
+class _Waiting:
+    """How long nothing has come of a save that others write; while this process was stopped does not count."""
+
+    def __init__(self, disk: FileSystem, directory: Path):
+        self._disk, self._directory = disk, directory
+        self._sizes: dict[str, int] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        self._idle_s = self._unseen_s = 0.0
+        self._looked_at = time.monotonic()
+
+    def idle_s(self) -> float:
+        """Seconds without progress; repeated calls check the files from time to time."""
+        now = time.monotonic()
+        passed_s = min(now - self._looked_at, SIZES_EVERY_S)
+        self._looked_at, self._idle_s, self._unseen_s = now, self._idle_s + passed_s, self._unseen_s + passed_s
+        if self._unseen_s >= SIZES_EVERY_S:
+            self._unseen_s = 0.0
+            sizes = files_below(self._disk, self._directory)[0]
+            if sizes != self._sizes:
+                self._sizes, self._idle_s = sizes, 0.0
+        return self._idle_s
+
+
+def abandon_missing(disk: FileSystem, directory: Path, names: Collection[str], reason: str) -> None:
+    """Let a save end whose participants will not report any more."""
+    for name in names:
+        submit_failure(disk, directory, name, reason)
+
+
+def _report(name: str, data: bytes, directory: Path) -> RankReport:
+    report = json.loads(data)
+    if "error" in report:
+        raise CheckpointIncomplete(directory, [FileFault(name, f"could not write its part: {report['error']}")])
+    wrapped = Manifest.from_bytes(report["manifest"].encode())
+    return RankReport(name, wrapped.files, wrapped.tensors, tuple(report["shared"]))
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedComponent:
-    """One directory of a checkpoint.
+class IncrementalSettings:
+    """Settings of an incremental save, which links files that have not changed.
 
     Args:
-        tensors: in the order in which a model's shards are filled.
-        file: name of the safetensors file; None is a model as Hugging Face lays it out: `model.safetensors`, or shards
-            and an index.
-        metadata: of that file, such as `{"format": "pt"}`; a model has it anyway.
-        files: other files by name.
-        constant_files: those that likely never change, such as a tokenizer's: bytes are shared with earlier saves.
-        max_shard_bytes: of a model.
-        shards: names of tensors by file, if a model is already split over several writers.
+        base: a checkpoint to link from, tried before the newest one; None: the newest one alone.
     """
 
-    tensors: Sequence[TensorItem] = ()
-    file: str | None = None
-    metadata: Mapping[str, str] | None = None
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    constant_files: Mapping[str, bytes] = field(default_factory=dict)
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES
-    shards: Mapping[str, Sequence[str]] | None = None
+    base: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExistingFile:
+    """A file of a save that exists already.
+
+    Args:
+        path: within the new checkpoint.
+        source: a file outside; None shares the file of the newest checkpoint under the same path, with its tensors and
+            without reading it.
+        leaves: digest of `source` from when it was written: it is never modified, is hard-linked if the file system
+            allows, and is not read. None: its owner may modify it; it is cloned or copied.
+    """
+
+    path: str
+    source: Path | None = None
+    leaves: tuple[Leaf, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,130 +204,79 @@ class SaveRequest:
     Args:
         step: training steps done.
         tag: name of the checkpoint, instead of `global_step_N`.
-        components: by directory, such as `actor` or `optimizer`.
-        links: files that are there already, in an earlier checkpoint or outside.
+        components: `buffer_layout.SavedComponent` by directory, such as `actor` or `optimizer`; with live tensors, so
+            that the writer process gets a request without them.
+        existing_files: files that exist already, in an earlier checkpoint or outside.
         state: for `trainer_state.json`; plain values.
         metrics: at this step, for retention.
-        increment: store only what changed since an earlier checkpoint; None stores all of it.
-        joint: where several processes write this save.
+        increment: write only files that changed since an earlier checkpoint; None writes every file.
+        multi_writer: this process's part in a save that several processes write.
+        num_bytes, images, tensors: size of the memory for the components, the files in it, each from a boundary of
+            pages, and the tensors in these; set by `buffer_layout.lay_out_request`.
     """
 
     step: int
     tag: str | None = None
-    components: Mapping[str, SavedComponent] = field(default_factory=dict)
-    links: Sequence[LinkedFile | CopiedFile | SharedFile] = ()
+    components: Mapping[str, Any] = field(default_factory=dict)
+    existing_files: Sequence[ExistingFile] = ()
     state: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     increment: IncrementalSettings | None = None
-    joint: MultiWriterSave | None = None
+    multi_writer: MultiWriterSave | None = None
+    num_bytes: int = 0
+    images: tuple[FileImage, ...] = ()
+    tensors: tuple[LogicalTensor, ...] = ()
 
 
-@dataclass(frozen=True)
-class CopyRegion:
-    """What is to be copied to one place of a host buffer."""
+@dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """What became of a save that was published.
 
-    begin: int
-    content: bytes | torch.Tensor
-
-
-def plan_of(request: SaveRequest) -> tuple[SavePlan, list[CopyRegion]]:
-    """The memory layout of all files, and the copies into it.
-
-    Raises:
-        ValueError: a type that safetensors does not know, two files or tensors of one name, a slice without a place.
-        TypeError: `state` holds something that is not a plain value.
+    Attributes:
+        name, directory, sequence: of the published checkpoint; of a participant's part, its name, the staging directory
+            and 0.
+        num_bytes: of the images, of all participants.
+        written_bytes: of files that no earlier checkpoint shares, likewise.
+        begin_s, write_s, commit_s, prune_s: seconds, one after another.
+        hash_s: processor seconds of hashing, during `write_s`.
+        pruned: names of the checkpoints that retention removed.
+        prune_error: why retention failed; the save did not.
     """
-    layout = _BufferLayout()
-    for directory, component in request.components.items():
-        layout.add(directory, component)
-    names = [image.path for image in layout.images] + [link.path for link in request.links]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"a save holds {', '.join(sorted(twice))} twice")
-    plan = SavePlan(
-        step=request.step,
-        tag=request.tag,
-        num_bytes=layout.end,
-        images=tuple(layout.images),
-        tensors=tuple(layout.tensors),
-        links=tuple(link for link in request.links if isinstance(link, LinkedFile)),
-        copies=tuple(link for link in request.links if isinstance(link, CopiedFile)),
-        shared=tuple(link for link in request.links if isinstance(link, SharedFile)),
-        state=json.loads(json.dumps(dict(request.state))),
-        metrics={key: float(value) for key, value in request.metrics.items()},
-        increment=request.increment,
-        joint=request.joint,
-    )
-    return plan, layout.pieces
+
+    name: str
+    directory: Path
+    sequence: int
+    num_bytes: int
+    written_bytes: int
+    begin_s: float
+    write_s: float
+    hash_s: float
+    commit_s: float
+    prune_s: float
+    pruned: tuple[str, ...] = ()
+    prune_error: str | None = None
 
 
-class _BufferLayout:
-    """Files one after another in memory, each on a boundary of pages."""
+@dataclass(frozen=True, kw_only=True)
+class SaveOutcome:
+    """What became of one call of `save`.
 
-    def __init__(self) -> None:
-        self.end = HEAD_BYTES
-        self.images: list[FileImage] = []
-        self.pieces: list[CopyRegion] = []
-        self.tensors: list[LogicalTensor] = []
+    Attributes:
+        report: of a published checkpoint, else None.
+        error: why it was not published, else None.
+        was_skipped: no host buffer was free, and `when_busy` is skip.
+        stall_s: duration of the call of `save`.
+        copied_s: time from the call until the weights might change.
+        total_s: time from the call until publication.
+        num_deaths: deaths of the writer process during this save.
+    """
 
-    def add(self, directory: str, component: SavedComponent) -> None:
-        for name, data in component.files.items():
-            self._place(f"{directory}/{name}", [data])
-        for name, data in component.constant_files.items():
-            self._place(f"{directory}/{name}", [data], is_constant=True)
-        if not component.tensors:
-            return
-        items = {item.name: item for item in component.tensors}
-        files = {component.file: _descriptions(directory, component)} if component.file else {}
-        metadata, index = component.metadata, None
-        if component.file is None:
-            metadata = {**MODEL_METADATA, **(metadata or {})}
-        if component.shards is not None:
-            described = {tensor.name: tensor for tensor in _descriptions(directory, component)}
-            files = {file: [described[name] for name in names] for file, names in component.shards.items()}
-        elif component.file is None:
-            files, index = split_into_files([*_descriptions(directory, component)], component.max_shard_bytes)
-        for name, described in files.items():
-            path = f"{directory}/{name}"
-            header, places = lay_out([*described], dict(metadata) if metadata else None)
-            self._place(path, [header, *(items[key].tensor for key in places)])
-            for key, place in places.items():
-                self.tensors.append(_logical(directory, items[key], path, place.dtype, place.begin))
-        if index is not None:
-            self._place(f"{directory}/{INDEX_NAME}", [index])
-
-    def _place(self, path: str, buffers: Sequence[bytes | torch.Tensor], is_constant: bool = False) -> None:
-        sizes = tuple(len(b) if isinstance(b, bytes) else b.numel() * b.element_size() for b in buffers)
-        image = FileImage(path=path, begin=self.end, sizes=sizes, is_constant=is_constant)
-        begin = self.end
-        for buffer, size in zip(buffers, sizes):
-            if size:
-                self.pieces.append(CopyRegion(begin, buffer))
-            begin += size
-        self.images.append(image)
-        self.end += page_aligned(image.num_bytes)
-
-
-def _descriptions(directory: str, component: SavedComponent) -> Iterator[TensorBytes]:
-    """The tensors without their bytes."""
-    for item in component.tensors:
-        where = f"{directory}/{item.name}"
-        if item.tensor.dtype not in DTYPES:
-            raise ValueError(f"{where} is of {item.tensor.dtype}, which safetensors does not know. Save it as another")
-        is_dense = item.tensor.layout is torch.strided and not item.tensor.is_meta
-        if not is_dense or (item.tensor.numel() and not item.tensor.untyped_storage().nbytes()):
-            raise ValueError(f"{where} is not a dense tensor with its own memory")
-        if (item.shape is None) != (item.start is None):
-            raise ValueError(f"{where} is a slice: it needs both `shape`, of the whole tensor, and `start`")
-        if item.shape is not None and component.file is None:
-            raise ValueError(f"{where} is a slice: a model's files hold whole tensors. Give the component a `file`")
-        yield TensorBytes(item.name, DTYPES[item.tensor.dtype], tuple(item.tensor.shape), None)
-
-
-def _logical(directory: str, item: TensorItem, path: str, dtype: str, offset: int) -> LogicalTensor:
-    extent = tuple(item.tensor.shape)
-    start = item.start if item.start is not None else (0,) * len(extent)
-    part = SavedSlice(file=path, key=item.name, offset=offset, start=start, extent=extent)
-    shape = item.shape if item.shape is not None else extent
-    tensor = LogicalTensor(component=directory, name=item.name, dtype=dtype, shape=shape, slices=(part,))
-    assert math.prod(extent) == item.tensor.numel()
-    return tensor
+    step: int
+    tag: str | None
+    report: SaveReport | None = None
+    error: Exception | None = None
+    was_skipped: bool = False
+    stall_s: float = 0.0
+    copied_s: float = 0.0
+    total_s: float = 0.0
+    num_deaths: int = 0

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from verl.checkpoint.save.buffer_layout import CopyRegion
 from verl.checkpoint.save.host_buffer import HostBuffer, note_progress
-from verl.checkpoint.save.save_request import CopyRegion
 
 log = logging.getLogger(__name__)
 

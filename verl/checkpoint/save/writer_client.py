@@ -1,6 +1,6 @@
 """The trainer's side of the writer process: started when needed, restarted when it died, ended with the trainer.
 
-A plan is tried twice by a process, since its bytes are still there when the first one dies, and then by the trainer.
+A save is tried twice by a process, since its bytes are still there when the first one dies, and then by the trainer.
 One that makes no progress, such as one that is stopped, is ended and counts as dead; one that does may take as long as
 it needs.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.host_buffer import HostBuffer, HostBufferPool, filling
-from verl.checkpoint.save.save_executor import execute_plan
-from verl.checkpoint.save.save_plan import SavePlan, SaveReport
+from verl.checkpoint.save.save_executor import execute_save
+from verl.checkpoint.save.save_request import SaveReport, SaveRequest
 from verl.checkpoint.save.writer_process import OF_PROCESS, OF_TRAINER, WriteOrder, WriteReply, WriterProcessSettings
 from verl.errors import CheckpointError, CheckpointWriteFailed, VerlError
 from verl.utils.child_process.channel import STUCK_S, ChannelClosed
@@ -36,7 +36,7 @@ class WriterDied(VerlError, RuntimeError):
 
 
 class WriterProcess:
-    """A process that carries out plans.
+    """A process that executes saves.
 
     Args:
         timeout_s: without progress, which is treated as the death of the process.
@@ -81,25 +81,27 @@ class WriterProcess:
             raise WriterDied(f"the checkpoint writer could not be started: {error}{ending}") from error
         return child
 
-    def carry_out(self, plan: SavePlan, host_buffer: HostBuffer) -> SaveReport:
-        """Have a plan carried out, and wait for it.
+    def carry_out(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveReport:
+        """Have a save executed, and wait for it.
 
         Raises:
             WriterDied: its progress is unknown; the save may be retried.
             Exception: what was raised over there.
         """
         child = self._started()
-        order = WriteOrder(plan, host_buffer.number, host_buffer.num_bytes, self._host_buffers.numbers)
+        order = WriteOrder(request, host_buffer.number, host_buffer.num_bytes, self._host_buffers.numbers)
         watch = ProgressWatch(self._progress, self._timeout_s, [OF_PROCESS])
         try:
             child.channel.send(order, [host_buffer.fd])
             answer: WriteReply = child.channel.receive(watch=watch)
         except ChannelClosed as error:
-            raise WriterDied(f"the checkpoint writer died while it saved step {plan.step}{self.kill()}") from error
+            raise WriterDied(f"the checkpoint writer died while it saved step {request.step}{self.kill()}") from error
         except TimeoutError as error:
             found = watch.describe(child.pid, SETTING)
             self.kill()
-            raise WriterDied(f"the checkpoint writer {found}; it was ended, and step {plan.step} not saved") from error
+            raise WriterDied(
+                f"the checkpoint writer {found}; it was ended, and step {request.step} not saved"
+            ) from error
         if answer.report is None:
             assert answer.error is not None
             error = pickle.loads(answer.error)
@@ -135,7 +137,7 @@ class WriterSettings:
 
 
 class WriterClient:
-    """Has plans carried out, whatever happens to processes. Used by one thread; `give_up` by any.
+    """Has saves executed, whatever happens to processes. Used by one thread; `give_up` by any.
 
     Args:
         progress: of the process, and of what the trainer does itself.
@@ -174,7 +176,7 @@ class WriterClient:
         except (CheckpointError, WriterDied) as error:  # the first save will say so
             log.warning("the checkpoint writer is not there yet: %s", error)
 
-    def carry_out(self, plan: SavePlan, host_buffer: HostBuffer) -> SaveReport:
+    def carry_out(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveReport:
         """Write and publish the content of a host buffer.
 
         Raises:
@@ -184,18 +186,20 @@ class WriterClient:
             self._progress.advance("starting the checkpoint writer", OF_TRAINER)
             try:
                 self._process = self._process or self._new_process()
-                return self._process.carry_out(plan, host_buffer)
+                return self._process.carry_out(request, host_buffer)
             except WriterDied as death:
                 self.num_deaths += 1
                 if self._gives_up:
-                    raise CheckpointWriteFailed(f"step {plan.step} was given up by close()") from death
+                    raise CheckpointWriteFailed(f"step {request.step} was given up by close()") from death
                 log.error("%s; the save is still in memory", death)
         if self._setting.is_used:
-            log.error("the checkpoint writer died %d times: the trainer's process writes step %d", ATTEMPTS, plan.step)
+            log.error(
+                "the checkpoint writer died %d times: the trainer's process writes step %d", ATTEMPTS, request.step
+            )
         assert host_buffer.memory is not None
-        self._progress.advance(f"saving step {plan.step} in the trainer", OF_TRAINER)
+        self._progress.advance(f"saving step {request.step} in the trainer", OF_TRAINER)
         with memoryview(host_buffer.memory) as memory, reporting_to(self._progress, OF_TRAINER):
-            return execute_plan(self._store, plan, filling(memory), self._retention)
+            return execute_save(self._store, request, filling(memory), self._retention)
 
     def give_up(self) -> None:
         """Let what is under way fail."""

@@ -1,6 +1,6 @@
 """The writer process: `python -m verl.checkpoint.save.writer_process`, started by `writer_client.py` alone.
 
-It executes one save plan after another until the trainer closes the connection or exits.
+It executes one save after another until the trainer closes the connection or exits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.direct_io import ImageSource
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.host_buffer import filling, map_shared
-from verl.checkpoint.save.save_executor import execute_plan
-from verl.checkpoint.save.save_plan import SavePlan, SaveReport
+from verl.checkpoint.save.save_executor import execute_save
+from verl.checkpoint.save.save_request import SaveReport, SaveRequest
 from verl.utils.child_process.channel import Channel
 from verl.utils.child_process.process import is_parent_alive, run_child
 from verl.utils.progress import Progress, report
@@ -46,13 +46,13 @@ class WriterProcessSettings:
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """A plan to be carried out; the host buffer's file comes with it.
+    """A save to be executed; the host buffer's file comes with it.
 
     Attributes:
         host_buffer: its number, and those of all host buffers that are still in use.
     """
 
-    plan: SavePlan
+    request: SaveRequest
     host_buffer: int
     host_buffer_bytes: int
     host_buffers_in_use: frozenset[int]
@@ -68,7 +68,7 @@ class WriteReply:
 
 
 def serve(channel: Channel, setting: WriterProcessSettings, progress: Progress) -> None:
-    """Carry out plans until the trainer hangs up."""
+    """Execute saves until the trainer hangs up."""
     logging.basicConfig(format="checkpoint writer: %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     with contextlib.suppress(OSError):
         os.nice(setting.niceness)
@@ -79,7 +79,7 @@ def serve(channel: Channel, setting: WriterProcessSettings, progress: Progress) 
         report("idle")
         order: WriteOrder
         order, (file,) = channel.receive_with_files()
-        report(f"saving step {order.plan.step}")
+        report(f"saving step {order.request.step}")
         memory = _mapped(mapped, order, file)
         with memoryview(memory) as view:
             channel.send(_answer(store, order, filling(view, is_parent_alive), setting.retention))
@@ -100,7 +100,7 @@ def _mapped(mapped: dict[int, mmap.mmap], order: WriteOrder, fd: int) -> mmap.mm
 
 def _answer(store: CheckpointStore, order: WriteOrder, source: ImageSource, retention: Retention | None) -> WriteReply:
     try:
-        return WriteReply(execute_plan(store, order.plan, source, retention))
+        return WriteReply(execute_save(store, order.request, source, retention))
     except Exception as error:  # noqa: BLE001 - the trainer's to handle
         return WriteReply(error=_pickled(error), trace=traceback.format_exc())
 

@@ -34,8 +34,7 @@ from verl.checkpoint.remote.resolve import CheckpointTier
 from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
 from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.save_plan import SaveOutcome, SaveReport
-from verl.checkpoint.save.save_request import SaveRequest
+from verl.checkpoint.save.save_request import SaveOutcome, SaveReport, SaveRequest
 from verl.component import hint, nearest
 from verl.errors import CheckpointError, CheckpointFenced
 from verl.ops.cpu_matmul import active_library
@@ -157,11 +156,11 @@ class CheckpointSaver:
         messages: information about the directory for the user, one sentence each.
         ancestors: see `verl.trainer.state.save_directory.ancestors_of`.
         run_dir_lock: of the run directory, released by `close`; None if the command holds it.
-        parts: the rank writers, if the processes of the roles write their own parts; None if the driver writes
-        everything.
+        rank_writers: set if the processes of the roles write their own parts; None if the driver writes
+            everything.
     """
 
-    parts: RankWriters | None = None
+    rank_writers: RankWriters | None = None
 
     def __init__(
         self,
@@ -244,7 +243,7 @@ class CheckpointSaver:
         )
         self._run_dir = run_dir
         self._write_pointer(run_dir)
-        if self.parts is not None and (fault := self.parts.look(store)) is not None:
+        if self.rank_writers is not None and (fault := self.rank_writers.check_shared_directory(store)) is not None:
             later = (
                 f"at a resume or a restart of this run, machines that do not have the checkpoint fetch it from "
                 f"{self._tier.address}"
@@ -255,7 +254,7 @@ class CheckpointSaver:
                 "%s: the driver gathers and writes every checkpoint, and %s. Put checkpoint.save_dir where all "
                 "machines see it; then every process also writes its own part.", fault, later,
             )  # fmt: skip
-            self.parts = None
+            self.rank_writers = None
         facts = {"run_dir": str(run_dir), "code": self._code, "identity": self.identity}
         self.lineage.add("run", **self.facts, **facts)
         if self._tier is None:
@@ -406,22 +405,22 @@ class CheckpointSaver:
             trained: component -> handle to the role.
             shares_memory: the driver sees the roles' own tensors.
         """
-        if self.parts is not None and self.is_on:
-            return dict(self.parts.states())
+        if self.rank_writers is not None and self.is_on:
+            return dict(self.rank_writers.states())
         return {name: role.state(not shares_memory).result() for name, role in trained.items()}
 
     def workers_lost(self, reason: str) -> None:
         """Abort saves that wait for lost processes."""
-        if self.parts is not None:
-            self.parts.give_up(reason)
+        if self.rank_writers is not None:
+            self.rank_writers.give_up(reason)
 
     def _save(self, writer: CheckpointWriter, request: SaveRequest, roles: Mapping[str, SavedRoleState]) -> None:
         remote = [role.num_bytes for role in roles.values() if isinstance(role, RemoteRoleState)]
         if not remote:
             writer.save(request)
             return
-        assert self.parts is not None
-        self.parts.save(writer, request, sum(remote))
+        assert self.rank_writers is not None
+        self.rank_writers.save(writer, request, sum(remote))
 
     def _request(
         self,
@@ -432,13 +431,13 @@ class CheckpointSaver:
         facts: dict[str, Any],
     ) -> SaveRequest:
         metrics = {k: v for k, v in facts.pop("metrics", {}).items() if isinstance(v, (int, float))}
-        components, links = contents.of(roles, state)
+        components, existing_files = contents.of(roles, state)
         tag = facts.pop("tag", None)
         return SaveRequest(
             step=step,
             tag=tag,
             components=components,
-            links=links,
+            existing_files=existing_files,
             state=self._state(state, facts),
             metrics=metrics,
             increment=None if self.settings is None else self.settings.increment,
@@ -462,16 +461,16 @@ class CheckpointSaver:
     def prepare(self, roles: Mapping[str, SavedRoleState], state: PartStates) -> None:
         """Allocate host buffers for saves of this size in the background, so that the first save is not slower."""
         assert self._writer is not None
-        if self.parts is not None:
-            self.parts.prepare(self._writer.store, self.is_async)
+        if self.rank_writers is not None:
+            self.rank_writers.prepare(self._writer.store, self.is_async)
         self._writer.prepare(SaveRequest(step=0, components=self._contents.of(roles, state)[0]))
 
     def wait_copied(self) -> None:
         """Wait until weights and optimizer state may change again."""
         if self._writer is not None:
             self._writer.wait_copied()
-        if self.parts is not None:
-            self.parts.wait_copied()
+        if self.rank_writers is not None:
+            self.rank_writers.wait_copied()
 
     def poll(self) -> list[SaveOutcome]:
         """Outcomes of saves since the last call, including failed ones with their errors."""

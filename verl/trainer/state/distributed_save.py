@@ -1,6 +1,6 @@
 """Distributed save: every process of a role writes its own part, and the driver commits.
 
-look    at the start: does every process see the checkpoints' directory, and which processes share a machine?
+check   at the start: does every process see the checkpoints' directory, and which processes share a machine?
 save    staging opened ── order ──> every process     the driver's own writer waits for their reports, and publishes
 """
 
@@ -20,8 +20,13 @@ from verl.checkpoint.commit.transaction import SaveTransaction
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.filesystem import remove_tree, write_errors
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.save_plan import MultiWriterSave, SaveOutcome, abandon_missing, open_report_directory
-from verl.checkpoint.save.save_request import SaveRequest
+from verl.checkpoint.save.save_request import (
+    MultiWriterSave,
+    SaveOutcome,
+    SaveRequest,
+    abandon_missing,
+    open_report_directory,
+)
 from verl.checkpoint.save.writer_client import START_TIMEOUT_S
 from verl.errors import CheckpointError, CheckpointWriteFailed
 from verl.workers.load_state import RemoteRoleState
@@ -60,27 +65,32 @@ class RankWriters:
         self._under_way: list[MultiWriterSave] = []
         self._is_copying = False
 
-    def look(self, store: CheckpointStore) -> str | None:
+    def check_shared_directory(self, store: CheckpointStore) -> str | None:
         """Find out which roles share a process.
 
         Returns:
             Why the processes cannot write into the store, or None.
         """
         nonce = secrets.token_hex(16)
-        desk = store.directory / "staging" / f"look-{nonce[:12]}"
+        probe_directory = store.directory / "staging" / f"look-{nonce[:12]}"
         with write_errors("looking whether workers see the checkpoints"):
-            store.disk.make_directory(desk)
+            store.disk.make_directory(probe_directory)
             try:
-                open_report_directory(store.disk, desk, nonce)
-                rank_infos = {name: role.look(desk, nonce).result() for name, role in self._trained.items()}
+                open_report_directory(store.disk, probe_directory, nonce)
+                rank_infos = {
+                    name: role.check_shared_directory(probe_directory, nonce).result()
+                    for name, role in self._trained.items()
+                }
             finally:
-                remove_tree(store.disk, desk)
+                remove_tree(store.disk, probe_directory)
         self._groups, first_rank = [], 0
         for name, found in rank_infos.items():
             if found[0].roles[0] == name:
                 self._groups.append(_RoleProcesses(self._trained[name], found, first_rank))
                 first_rank += len(found)
-        return self._blind([info.sees for group in self._groups for info in group.rank_infos], store.directory)
+        return self._message_if_directory_invisible(
+            [info.sees for group in self._groups for info in group.rank_infos], store.directory
+        )
 
     def states(self) -> dict[str, RemoteRoleState]:
         """Description of each role in the trainer state."""
@@ -104,22 +114,22 @@ class RankWriters:
             writer.note(SaveOutcome(step=step, tag=tag, was_skipped=True))
             return
         try:
-            staging, joint, nonce = self._begin(writer.store, step, tag, num_bytes)
+            transaction, multi_writer, nonce = self._begin(writer.store, step, tag, num_bytes)
         except CheckpointError as error:
             writer.note(SaveOutcome(step=step, tag=tag, error=error))
             return
         try:
-            fault = self._order(writer, step, joint, nonce)
+            fault = self._order(writer, step, multi_writer, nonce)
             if fault is not None:
                 raise CheckpointWriteFailed(fault)
         except BaseException as error:
-            staging.abort()
+            transaction.abort()
             if not isinstance(error, CheckpointWriteFailed):
                 raise
             writer.note(SaveOutcome(step=step, tag=tag, error=error))
             return
-        self._under_way = [*(one for one in self._under_way if one.directory.exists()), joint]
-        writer.save(replace(request, joint=joint), staging, began)
+        self._under_way = [*(one for one in self._under_way if one.directory.exists()), multi_writer]
+        writer.save(replace(request, multi_writer=multi_writer), transaction, began)
 
     def wait_copied(self) -> None:
         """Make every process wait until its copy is complete before it handles further calls."""
@@ -131,34 +141,43 @@ class RankWriters:
     def give_up(self, reason: str) -> None:
         """Let saves end whose processes are gone."""
         end = time.monotonic() + LOST_GRACE_S
-        while time.monotonic() < end and any(joint.directory.exists() for joint in self._under_way):
+        while time.monotonic() < end and any(multi_writer.directory.exists() for multi_writer in self._under_way):
             time.sleep(0.05)
-        for joint in self._under_way:
-            abandon_missing(CheckpointStore(joint.directory.parents[1]).disk, joint.directory, joint.others, reason)
+        for multi_writer in self._under_way:
+            abandon_missing(
+                CheckpointStore(multi_writer.directory.parents[1]).disk,
+                multi_writer.directory,
+                multi_writer.others,
+                reason,
+            )
 
     def _begin(
         self, store: CheckpointStore, step: int, tag: str | None, num_bytes: int
     ) -> tuple[SaveTransaction, MultiWriterSave, str]:
         others, nonce = [name for group in self._groups for name in group.names], secrets.token_hex(16)
-        staging = store.begin(step, tag, num_bytes, FILES_OF_A_PART * len(others), others)
+        transaction = store.begin(step, tag, num_bytes, FILES_OF_A_PART * len(others), others)
         try:
-            open_report_directory(store.disk, staging.directory, nonce)
+            open_report_directory(store.disk, transaction.directory, nonce)
         except BaseException:
-            staging.abort()
+            transaction.abort()
             raise
         late_s = LATE_FACTOR * self._settings.writer_timeout_s + START_TIMEOUT_S
-        joint = MultiWriterSave(directory=staging.directory, name="main", others=tuple(others), late_s=late_s)
-        return staging, joint, nonce
+        multi_writer = MultiWriterSave(
+            directory=transaction.directory, name="main", others=tuple(others), late_s=late_s
+        )
+        return transaction, multi_writer, nonce
 
-    def _order(self, writer: CheckpointWriter, step: int, joint: MultiWriterSave, nonce: str) -> str | None:
+    def _order(self, writer: CheckpointWriter, step: int, multi_writer: MultiWriterSave, nonce: str) -> str | None:
         """Have every process take part. Returns why one cannot."""
         self._is_copying = True
         answers: list[Future[list[bool]]] = []
         for group in self._groups:
             setting = self._setting(writer.store, writer.mode == "async", group)
-            order = RankSaveOrder(setting=setting, step=step, staging=joint.directory, nonce=nonce)
+            order = RankSaveOrder(setting=setting, step=step, staging=multi_writer.directory, nonce=nonce)
             answers.append(group.lead.save_part(order))
-        return self._blind([sees for answer in answers for sees in answer.result()], writer.store.directory)
+        return self._message_if_directory_invisible(
+            [sees for answer in answers for sees in answer.result()], writer.store.directory
+        )
 
     def _setting(self, store: CheckpointStore, is_async: bool, group: _RoleProcesses) -> RankSaveSettings:
         return RankSaveSettings(
@@ -174,13 +193,13 @@ class RankWriters:
             writer_timeout_s=self._settings.writer_timeout_s,
         )
 
-    def _blind(self, see: Collection[bool], directory: Path) -> str | None:
+    def _message_if_directory_invisible(self, see: Collection[bool], directory: Path) -> str | None:
         """Who of all processes does not see a directory."""
-        blind = [who for who, sees in zip(self._who(), see, strict=True) if not sees]
-        if not blind:
+        invisible_to = [who for who, sees in zip(self._who(), see, strict=True) if not sees]
+        if not invisible_to:
             return None
-        more = f" and {len(blind) - 3} more" if len(blind) > 3 else ""
-        return f"{', '.join(blind[:3])}{more} cannot see {directory} as the driver does"
+        more = f" and {len(invisible_to) - 3} more" if len(invisible_to) > 3 else ""
+        return f"{', '.join(invisible_to[:3])}{more} cannot see {directory} as the driver does"
 
     def _who(self) -> Iterator[str]:
         for group in self._groups:

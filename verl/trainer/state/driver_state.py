@@ -26,8 +26,8 @@ from torch import Tensor
 
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.resume_point import ResumePoint
-from verl.checkpoint.save.save_plan import CopiedFile, LinkedFile, SharedFile
-from verl.checkpoint.save.save_request import SavedComponent, TensorItem
+from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
+from verl.checkpoint.save.save_request import ExistingFile
 from verl.cluster.rpc import WorkerGroup
 from verl.component import as_plain
 from verl.replay.config import COMPONENT as REPLAY_BUFFER
@@ -86,7 +86,7 @@ class CheckpointDraft:
     `scheduler/state.json`."""
 
     components: dict[str, SavedComponent] = field(default_factory=dict)
-    links: list[LinkedFile | CopiedFile | SharedFile] = field(default_factory=list)
+    existing_files: list[ExistingFile] = field(default_factory=list)
     schedule: dict[str, Any] = field(default_factory=dict)
 
 
@@ -177,8 +177,8 @@ class FileSet(PartPlace):
             small = {name: data for name, data in state.items() if isinstance(data, bytes)}
             shared = {name: shard for name, shard in state.items() if isinstance(shard, SharedShard)}
             draft.components[self.path] = SavedComponent(files=small)
-            draft.links.extend(
-                SharedFile(path=f"{self.path}/{name}", source=shard.path, leaves=shard.leaves)
+            draft.existing_files.extend(
+                ExistingFile(path=f"{self.path}/{name}", source=shard.path, leaves=shard.leaves)
                 for name, shard in shared.items()
             )
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.save.save_plan import CopiedFile, LinkedFile, SharedFile
-from verl.checkpoint.save.save_request import SavedComponent, TensorItem
+from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
+from verl.checkpoint.save.save_request import ExistingFile
 from verl.models.hf_state_dict import ADAPTER_BIN, as_torch_file
 from verl.trainer.state.driver_state import CheckpointDraft, PartStates, json_bytes, place_of
 from verl.trainer.state.training_identity import content_of
@@ -39,7 +39,7 @@ class TrainState:
 
     def of(
         self, roles: Mapping[str, SavedRoleState], state: PartStates
-    ) -> tuple[dict[str, SavedComponent], list[LinkedFile | CopiedFile | SharedFile]]:
+    ) -> tuple[dict[str, SavedComponent], list[ExistingFile]]:
         """Components by directory, and files that are there already.
 
         Args:
@@ -50,7 +50,7 @@ class TrainState:
         draft = CheckpointDraft({name: self._weights(role) for name, role in here.items()})
         for name, model in self._frozen.items():
             draft.components[name] = SavedComponent(files={IDENTITY: json_bytes(self._identity_of(name, model))})
-            draft.links.extend(self._frozen_files(name, model))
+            draft.existing_files.extend(self._frozen_files(name, model))
         moments = {f"{name}.{key}": x for name, role in here.items() for key, x in role.optimizer.items()}
         optimizer = [TensorItem(name=name, tensor=tensor) for name, tensor in moments.items()]
         draft.components["optimizer"] = SavedComponent(tensors=optimizer, file=OPTIMIZER_FILE)
@@ -58,7 +58,7 @@ class TrainState:
         for name, part in state.items():
             place_of(name).write(part, draft)
         draft.components["scheduler"] = SavedComponent(files={"state.json": json_bytes(draft.schedule)})
-        return draft.components, draft.links
+        return draft.components, draft.existing_files
 
     def _weights(self, role: RoleState) -> SavedComponent:
         form = role.model
@@ -82,7 +82,7 @@ class TrainState:
             self._digests[name] = {"model": model, "content": content_of(model)}
         return self._digests[name]
 
-    def _frozen_files(self, name: str, model: str) -> list[LinkedFile | CopiedFile]:
+    def _frozen_files(self, name: str, model: str) -> list[ExistingFile]:
         """Its files: copied with the first save, linked to that copy ever after."""
         directory = Path(model)
         if self.settings is None or not self.settings.save_frozen or not directory.is_dir():
@@ -90,8 +90,8 @@ class TrainState:
         names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
         names = [file for file in names if file != IDENTITY]
         if self._is_published:
-            return [LinkedFile(path=f"{name}/{file}") for file in names]
-        return [CopiedFile(path=f"{name}/{file}", source=directory / file) for file in names]
+            return [ExistingFile(path=f"{name}/{file}") for file in names]
+        return [ExistingFile(path=f"{name}/{file}", source=directory / file) for file in names]
 
 
 def _frozen_models(config: Mapping[str, Any], uses: Collection[str]) -> dict[str, str]:
