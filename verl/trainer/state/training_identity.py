@@ -42,6 +42,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "rollout.pipeline_parallel_size": 1,
     "rollout.router_replay": False,
     "actor.model.compile": False,
+    "sharding.reduce_gradients": "micro_batch",
     "trainer.cpu_matmul": "mkl",
 }
 # Settings of a reward that affect how it is called, but not its scores.

@@ -21,12 +21,14 @@ ADVANCE_ALL_S = 5.0  # where there is no environment: the engine waits for no ca
 class TurnClient(Protocol):
     """What turns need of the client of the vLLM process, `VLLMClient`."""
 
-    options: Rollout
     seed: int
     stop_ids: tuple[int, ...]
     experts: tuple[int, int] | None
     is_synced: bool
     open_turns: VLLMTurns | None
+
+    @property
+    def options(self) -> Rollout: ...
 
     @property
     def process_id(self) -> int | None: ...
