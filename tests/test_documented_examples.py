@@ -257,7 +257,7 @@ reward = lambda prompts, responses, answer: [float(text == right) for text, righ
 other_reward = lambda prompts, responses: [float(len(text)) for text in responses]
 """
 BEFORE = {
-    ("checkpoints.md", "CheckpointStore("): "import numpy\nweight = numpy.zeros((2, 3), dtype='float32')",
+    ("checkpoints.md", "CheckpointStore("): "import torch\nweight = torch.zeros(2, 3)",
     ("checkpoints.md", "CheckpointWriter("): """
 import torch
 model = torch.nn.Linear(2, 2)

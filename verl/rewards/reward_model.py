@@ -290,6 +290,10 @@ class ModelReward(NormalisedReward):
         again = torch.cat([self._scores_of(reading, [row]) for row in reversed(chosen)]).flip(0)
         together = self._scores_of(reading, chosen)
         beside = torch.stack([self._scores_of(_with_mirror_image(reading, row), [0, 1])[0] for row in chosen])
+        is_number = torch.isfinite(alone)  # others are refused where they are read, with their texts
+        alone, again, together, beside = (scores[is_number] for scores in (alone, again, together, beside))
+        if not len(alone):
+            return
         bound = bound_of(classifier.dtype, None) * max(1.0, float(alone.abs().max()))
         kind = type(unwrapped(classifier)).__name__
         for other, others in ((again, "that were scored before it"), (beside, "that are scored beside it")):
