@@ -52,7 +52,7 @@ import ray
 from verl.cluster.ray.ray_init import RaySession, RaySettings
 session = RaySession(RaySettings(None, 1, 0, 80, 60.0))
 as_workers = ray.remote(lambda: 6 * 7).options(runtime_env={"env_vars": {"WORKER": "1"}})
-print(ray.get(as_workers.remote(), timeout=20))
+print(ray.get(as_workers.remote(), timeout=100))
 session.close()
 """
 
