@@ -234,6 +234,15 @@ def is_stopped(process_id: int) -> bool:
     return state_of(process_id) in (STATES["T"], STATES["t"])
 
 
+def processor_wait_s(process_id: int) -> float:
+    """Seconds for which the main thread of a process was ready to run and had no processor; 0 where the system does not
+    tell."""
+    try:
+        return int(Path(f"/proc/{process_id}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def _anonymous_file(size: int) -> int:
     """An open file in memory without a name; where the system has none, one on disk whose name is removed."""
     if hasattr(os, "memfd_create"):
