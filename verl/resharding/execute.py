@@ -92,13 +92,13 @@ class _Building:
         self._tensor(move.name)[_within(move.box, box)] = part
 
     def part(self, move: Move) -> Tensor:
-        """What this rank sends, contiguous."""
+        """Contiguous data that this rank sends."""
         box = self.plan.source.holds(self.rank, move.name)
         assert box is not None
         return self.own(move.name)[_within(move.box, box)].detach().contiguous()
 
     def receive_buffer(self, move: Move) -> Tensor:
-        """Where a part is received."""
+        """Buffer in which a part is received."""
         shape = [stop - start for start, stop in move.box]
         return torch.empty(shape, dtype=self.dtypes[move.name], device=self.device)
 

@@ -300,7 +300,7 @@ def layer_parts(layer: Any, name: str, kinds: set[str], packed: dict[str, list[s
 
 
 def _pieces(layer: Any, kinds: set[str]) -> list[tuple[int, int, int]]:
-    """For each tensor of a packed layer: its number of rows, the rows on this rank, and the index of that part."""
+    """Number of rows, rows on this rank, and index of the part, for each tensor of a packed layer."""
     if "QKVParallelLinear" in kinds:
         value_size = getattr(layer, "v_head_size", layer.head_size)
         kv_part = layer.tp_rank // layer.num_kv_head_replicas
