@@ -19,7 +19,7 @@ from torch import Tensor
 
 from verl.models.parallel_info import ParallelInfo
 from verl.resharding.dtensor import is_elsewhere
-from verl.resharding.execute import LIMIT_BYTES, reshard
+from verl.resharding.execute import LIMIT_BYTES, reshard_parts
 from verl.resharding.layout import Box, Layout, TensorLayout, volume
 from verl.resharding.plan import Plan, gathering_volume, reshard_plan
 from verl.rollout.vllm.messages import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
@@ -64,32 +64,37 @@ class WeightTransfer:
     def tensors(
         self, sources: Mapping[str, WeightSource], under_way: TransferInProgress
     ) -> Iterator[tuple[str, Tensor]]:
-        """What this rank feeds into an engine, in the order of the sources. All ranks take part, to the end.
+        """Tensors that this rank feeds into an engine, in the order of the sources. All ranks take part, to the end.
 
-        In addition to the yielded tensor, a rank needs memory for one bucket: its own parts after casting or merging,
-            and
-        the received parts.
+        While the tensors of a bucket are fed, the next bucket is cast, fingerprinted and sent. In addition to the
+        yielded tensor, a rank needs memory for two buckets: its own parts after casting or merging, and the received
+        parts.
         """
+        return reshard_parts(
+            self._parts(sources, under_way),
+            self.divided.rank,
+            dtypes=dict.fromkeys(sources, self.dtype),
+            device=self.divided.device,
+            limit_bytes=self._limit,
+            lend=True,
+            received=under_way.count,
+        )
+
+    def _parts(
+        self, sources: Mapping[str, WeightSource], under_way: TransferInProgress
+    ) -> Iterator[tuple[Plan, Mapping[str, Tensor]]]:
+        """Each bucket, with this rank's parts of its tensors."""
         device, rank = self.divided.device, self.divided.rank
         for bucket in self._buckets:
             held = {}
             for name in bucket.source.tensors:
                 if is_elsewhere(sources[name].tensor):
                     continue
-                own = self.divided.local(sources[name].present()).to(device, self.dtype)  # all ranks, in one order
+                part = self.divided.local(sources[name].present()).to(device, self.dtype)  # all ranks, in one order
                 if bucket.source.holds(rank, name) is not None:
-                    held[name] = own
+                    held[name] = part
             self._mark(held, under_way)
-            yield from reshard(
-                bucket,
-                held,
-                rank,
-                dtypes=dict.fromkeys(bucket.source.tensors, self.dtype),
-                device=device,
-                limit_bytes=self._limit,
-                lend=True,
-                received=under_way.count,
-            )
+            yield bucket, held
 
     def _mark(self, held: Mapping[str, Tensor], under_way: TransferInProgress) -> None:
         """Compute the fingerprints of this rank's parts, unless a lower rank holds the same part."""
