@@ -29,6 +29,7 @@ from verl.utils.progress import report
 from verl.weight_verification.fingerprint import (
     FingerprintShard,
     FingerprintShards,
+    HostCopies,
     ProbeVectors,
     WeightFingerprint,
     as_array,
@@ -213,13 +214,14 @@ class LayerFingerprints:
     @torch.no_grad()
     def shards(self, vectors: ProbeVectors) -> FingerprintShards:
         """The shards of every tensor by its name, for the vectors of a sync."""
-        found: FingerprintShards = {}
-        with full_precision():
+        shards: FingerprintShards = {}
+        with full_precision(), HostCopies() as copies:
             for reading in self._readings:
                 report()
                 for name, shard in reading(vectors):
-                    found.setdefault(name, []).append(shard)
-        return found
+                    shards.setdefault(name, []).append(shard)
+        copies.finish()
+        return shards
 
     def _add(self, read: Callable[..., Iterator[tuple[str, FingerprintShard]]], *of: Any) -> None:
         self._readings.append(lambda vectors: read(vectors, *of))

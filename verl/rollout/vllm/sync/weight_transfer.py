@@ -24,7 +24,7 @@ from verl.resharding.layout import Box, Layout, TensorLayout, volume
 from verl.resharding.plan import Plan, gathering_volume, reshard_plan
 from verl.rollout.vllm.messages import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
 from verl.rollout.vllm.state_dict import NamedWeight, WeightSource, weights_of
-from verl.weight_verification.fingerprint import FingerprintShards, ProbeVectors, own_shard, upright
+from verl.weight_verification.fingerprint import FingerprintShards, HostCopies, ProbeVectors, own_shard, upright
 
 
 class WeightTransfer:
@@ -108,7 +108,8 @@ class WeightTransfer:
             part, shape = held[name], layout.shape
             if name in self._sideways:
                 part, box, shape = upright(part, box, shape)
-            under_way.shards[name] = [own_shard(part, box, shape, under_way.vectors, self.dtype)]
+            with under_way.copies:
+                under_way.shards[name] = [own_shard(part, box, shape, under_way.vectors, self.dtype)]
         under_way.marking_s += time.perf_counter() - began
 
     def _is_first_holder(self, name: str) -> bool:
@@ -168,7 +169,7 @@ class TransferInProgress:
         vectors: of the proof.
         marks: whether the fingerprint of a tensor is computed from its parts.
     Attributes:
-        shards: fingerprints that this process computed of its local parts.
+        shards: fingerprints that this process computed of its local parts, complete after `copies.finish`.
         received: bytes of weights received from other processes.
         marking_s: seconds spent on fingerprints.
     """
@@ -176,6 +177,7 @@ class TransferInProgress:
     def __init__(self, vectors: ProbeVectors, marks: Callable[[str], bool]):
         self.vectors, self.marks = vectors, marks
         self.shards: FingerprintShards = {}
+        self.copies = HostCopies()
         self.received = 0
         self.marking_s = 0.0
 
