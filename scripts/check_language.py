@@ -2,8 +2,8 @@
 
     python scripts/check_language.py
 
-* The first sentence of a docstring is a noun phrase or begins with a verb: it opens with no preposition, relative pronoun
-  or `it`, which refer to a name elsewhere.
+* The first sentence of a docstring is a noun phrase or begins with a verb: it opens with no preposition, relative
+  pronoun or `it`, which refer to a name elsewhere.
 * The docstring of an `__init__.py` names every module and package beside it; docs/tour.md does so for the root.
 * A class name is used once in the package.
 
