@@ -1,7 +1,7 @@
 """Sandboxes: run code that a model wrote outside of this process, with limits on time, memory and output.
 
 base          Interface of sandboxes: run a Python program and return its outcome
-cgroup        Limits of memory and processes for all processes of a jail together
+cgroup        Control groups: limits that hold for all processes of a jail together
 jail          Jails on this machine, made by bubblewrap: one for each program
 jail_command  The command that makes a jail: its contents, and whether this machine supports it
 jail_init     The first process of a jail
