@@ -8,5 +8,6 @@ jail_init     The first process of a jail
 jail_pool     A pool of jails that are started in advance
 remote        A sandbox server over HTTP with E2B's protocol
 seccomp       The seccomp filter: system calls that a jail refuses
+unit_tests    Unit tests of a program that runs in another process than the tests
 unprotected   No sandbox: a process of this user with limits of time and memory
 """
