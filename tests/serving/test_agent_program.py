@@ -108,8 +108,8 @@ def test_programs_against_the_endpoint_train_the_policy(run, tmp_path):
         assert torch.allclose(rows["rollout_log_probs"][mask], own[mask], atol=2e-5)
 
         whole = tokens_of(rows)
-        alone = trainer.generate(prompts[2:3], GenerationRequest(1, 3))
-        assert tokens_of(training_rows(alone)).items() <= whole.items()  # whatever ran beside them, and in whatever order
+        alone = training_rows(trainer.generate(prompts[2:3], GenerationRequest(1, 3)))
+        assert tokens_of(alone).items() <= whole.items()  # whatever ran beside them, and in whatever order
         trainer.fit()
     lines = [json.loads(line) for line in (tmp_path / "play" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "episode/turns" in line]

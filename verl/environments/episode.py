@@ -137,17 +137,15 @@ class Episode:
     def whole(self) -> list[EpisodeSample]:
         """The episode as one sample."""
         length = self.length
-        sample = EpisodeSample(
-            self.prompt, self.response, [False] * length, [0.0] * length, [-1] * length, [0.0] * length
-        )
-        sample.turns[: self.opening] = [0] * self.opening
+        mask, log_probs, turns, rewards = [False] * length, [0.0] * length, [-1] * length, [0.0] * length
+        turns[: self.opening] = [0] * self.opening
         for index, turn in enumerate(self.turns):
             end = turn.start + len(turn.tokens)
-            sample.mask[turn.start : end] = [True] * len(turn.tokens)
-            sample.log_probs[turn.start : end] = turn.log_probs
-            sample.turns[turn.start : end + turn.observed] = [index] * (len(turn.tokens) + turn.observed)
-            sample.rewards[end - 1] = turn.reward
-        return [sample]
+            mask[turn.start : end] = [True] * len(turn.tokens)
+            log_probs[turn.start : end] = turn.log_probs
+            turns[turn.start : end + turn.observed] = [index] * (len(turn.tokens) + turn.observed)
+            rewards[end - 1] = turn.reward
+        return [EpisodeSample(self.prompt, self.response, mask, log_probs, turns, rewards)]
 
     def by_turn(self) -> list[EpisodeSample]:
         """Each turn as a sample of its own, behind what the model read before it."""
@@ -220,12 +218,12 @@ class EpisodeSample:
         rewards: of the environment, by token.
     """
 
-    prompt: list[int]
-    response: list[int]
-    mask: list[bool]
-    log_probs: list[float]
-    turns: list[int]
-    rewards: list[float]
+    prompt: Sequence[int]
+    response: Sequence[int]
+    mask: Sequence[bool]
+    log_probs: Sequence[float]
+    turns: Sequence[int]
+    rewards: Sequence[float]
 
 
 def episode_batch(
@@ -250,7 +248,7 @@ def episode_batch(
         what `training_rows` reads: `row_ids` [E T], and `contexts` [E N P], at least the prompt. A dropped episode has
         an empty mask.
     """
-    n = request.num_samples
+    n, contexts = request.num_samples, None
     if has_rows:
         prompts, contexts = _with_contexts(prompts, n, samples, pad_id)
     lengths = [sum(len(part.response) for part in parts) for parts in samples]
@@ -277,7 +275,7 @@ def episode_batch(
         "turn_rewards": rewards[:, :cut],
         "episode_ids": made["prompt_ids"] * n + made["sample_ids"],
     }
-    if has_rows:
+    if contexts is not None:
         fields |= {"row_ids": row_ids[:, :cut], "contexts": contexts}
     return made.union(DataProto.from_dict(fields, non_tensors={"episode": list(records)}))
 

@@ -94,7 +94,10 @@ class AgentProgramSampler(EpisodeSampler):
     """Samples episodes that programs play."""
 
     options: AgentProgram
-    has_rows = True
+
+    @property
+    def has_rows(self) -> bool:
+        return True
 
     @property
     def calls(self) -> CallRunner:
