@@ -44,6 +44,7 @@ from verl.rollout.base import (
     TurnLimits,
     TurnRequest,
 )
+from verl.rollout.lockstep import in_lockstep
 from verl.rollout.prompt_rows import longest_prompt, prompt_tokens
 from verl.rollout.responses import ResponseSampler
 from verl.utils.progress import report
@@ -106,6 +107,9 @@ class EpisodeSampler(ResponseSampler):
         """The episodes of each part of the prompts, which are played side by side."""
         if not request.uses_environment:
             return super().sample(turns, parts, request)
+        return in_lockstep(self.engine.group.tensor_group, turns, lambda turns: self._played(turns, parts, request))
+
+    def _played(self, turns: TurnEngine, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
         of_parts = self.begin_episodes(parts, request)
         try:
             self.play(turns, list(chain.from_iterable(of_parts)), request)

@@ -91,11 +91,6 @@ class Rollout(Description):
         """Faults in combination with the actor: the rank of its adapter, and whether its weights are sharded."""
         return iter(())
 
-    def episodes_fault(self, degrees: Any) -> str | None:
-        """Why the engine cannot generate several turns of an episode with an actor of these `ParallelDegrees`; None if
-        it can."""
-        return None
-
     def check_here(self, device: str) -> None:
         """Check that the engine's requirements are installed, before weights are loaded.
 
