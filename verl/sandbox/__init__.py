@@ -1,6 +1,7 @@
 """Sandboxes: run code that a model wrote outside of this process, with limits on time, memory and output.
 
 base         Interface of sandboxes: run a Python program and return its outcome
+cgroup       Control groups: limits that hold for all processes of a jail together
 jail         Jails on this machine, made by bubblewrap: their contents, and whether this machine supports them
 jail_init    The first process of a jail
 jail_pool    A pool of jails that are started in advance
