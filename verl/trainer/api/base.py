@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from omegaconf import DictConfig
-
 from verl.checkpoint.read.lazy_tensors import DeviceMap
 from verl.component import as_plain
 from verl.compose.build_trainer import build_trainer
@@ -38,7 +36,7 @@ class BaseTrainer:
         trainer: the roles and the algorithm.
     """
 
-    config: DictConfig
+    config: Any
     run: PPORun
     run_dir: Path
     trainer: PPOTrainer
