@@ -259,15 +259,15 @@ def episode_batch(
     rows = [[number for number, part in enumerate(parts) for _ in part.response] for parts in samples]
     row_ids = right_padded(rows, -1, torch.int64)
     responses, mask = column("response", pad_id, torch.int64), column("mask", False, torch.bool)
-    made = assemble(prompts, n, responses, mask, column("log_probs", 0.0, dtype), pad_id, row_ids >= 0)
+    batch = assemble(prompts, n, responses, mask, column("log_probs", 0.0, dtype), pad_id, row_ids >= 0)
     fields = {
         "turn_ids": column("turns", -1, torch.int64),
         "turn_rewards": column("rewards", 0.0, torch.float32),
-        "episode_ids": made["prompt_ids"] * n + made["sample_ids"],
+        "episode_ids": batch["prompt_ids"] * n + batch["sample_ids"],
     }
     if contexts is not None:
         fields |= {"row_ids": row_ids, "contexts": contexts}
-    return made.union(DataProto.from_dict(fields, non_tensors={"episode": list(records)}))
+    return batch.union(DataProto.from_dict(fields, non_tensors={"episode": list(records)}))
 
 
 def _with_contexts(
@@ -408,14 +408,14 @@ def without_dropped(episodes: DataProto) -> DataProto:
     """
     if "episode" not in episodes.non_tensor_batch:
         return episodes
-    kept = [number for number, record in enumerate(episodes["episode"]) if record["end"] != "dropped"]
-    if not kept:
+    rest = [number for number, record in enumerate(episodes["episode"]) if record["end"] != "dropped"]
+    if not rest:
         raise RolloutError(
             "environment: every episode of this step failed for reasons outside of the model, and was left out "
             "(environment.on_infra). The last: " + "; ".join(episodes["episode"][-1]["infra"][-1:])
         )
-    if len(kept) == len(episodes):
+    if len(rest) == len(episodes):
         return episodes
-    chosen = episodes[kept]
-    chosen["episode"][0]["left_out"] = len(episodes) - len(kept)  # none of these has a turn
+    chosen = episodes[rest]
+    chosen["episode"][0]["left_out"] = len(episodes) - len(rest)  # none of these has a turn
     return chosen
