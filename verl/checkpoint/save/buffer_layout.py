@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,19 +14,15 @@ from verl.checkpoint.core.safetensors_format import (
     DEFAULT_SHARD_BYTES,
     INDEX_NAME,
     MODEL_METADATA,
-    TensorBytes,
+    TensorPlace,
     lay_out,
-    split_into_files,
+    model_files,
 )
+from verl.checkpoint.read.lazy_tensors import TORCH_TYPES
 from verl.checkpoint.save.host_buffer import HEAD_BYTES
 from verl.checkpoint.save.save_request import SaveRequest
 
-DTYPES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.int16: "I16", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.uint32: "U32", torch.int32: "I32", torch.float32: "F32", torch.uint64: "U64",
-    torch.int64: "I64", torch.float64: "F64",
-}  # fmt: skip
+DTYPES = {dtype: name for name, dtype in TORCH_TYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +40,6 @@ class TensorItem:
     tensor: torch.Tensor
     shape: tuple[int, ...] | None = None
     start: tuple[int, ...] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """That will be written."""
-        return self.tensor.numel() * self.tensor.element_size()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,21 +116,17 @@ class _BufferLayout:
         if not component.tensors:
             return
         items = {item.name: item for item in component.tensors}
-        files = {component.file: _descriptions(directory, component)} if component.file else {}
-        metadata, index = component.metadata, None
-        if component.file is None:
-            metadata = {**MODEL_METADATA, **(metadata or {})}
-        if component.shards is not None:
-            described = {tensor.name: tensor for tensor in _descriptions(directory, component)}
-            files = {file: [described[name] for name in names] for file, names in component.shards.items()}
-        elif component.file is None:
-            files, index = split_into_files([*_descriptions(directory, component)], component.max_shard_bytes)
-        for name, described in files.items():
-            path = f"{directory}/{name}"
-            header, places = lay_out([*described], dict(metadata) if metadata else None)
-            self._place(path, [header, *(items[key].tensor for key in places)])
-            for key, place in places.items():
-                self.tensors.append(_logical(directory, items[key], path, place.dtype, place.begin))
+        places, index = _places(directory, component), None
+        metadata = {**(component.metadata or {}), **({} if component.file else MODEL_METADATA)}
+        files = {component.file: list(items)} if component.file else component.shards
+        if files is None:
+            sizes = {name: place.num_bytes for name, place in places.items()}
+            (files,), index = model_files([sizes], component.max_shard_bytes)
+        for file, names in files.items():
+            path = f"{directory}/{file}"
+            header, laid_out = lay_out({name: places[name] for name in names}, metadata)
+            self._place(path, [header, *(items[name].tensor for name in laid_out)])
+            self.tensors += [_logical(directory, items[name], path, place) for name, place in laid_out.items()]
         if index is not None:
             self._place(f"{directory}/{INDEX_NAME}", [index])
 
@@ -156,10 +142,13 @@ class _BufferLayout:
         self.end += page_aligned(image.num_bytes)
 
 
-def _descriptions(directory: str, component: SavedComponent) -> Iterator[TensorBytes]:
-    """The tensors without their bytes."""
+def _places(directory: str, component: SavedComponent) -> dict[str, TensorPlace]:
+    """The tensors of a component, checked, before they are laid out."""
+    places: dict[str, TensorPlace] = {}
     for item in component.tensors:
         where = f"{directory}/{item.name}"
+        if item.name in places:
+            raise ValueError(f"{where}: two tensors of one component have the same name")
         if item.tensor.dtype not in DTYPES:
             raise ValueError(f"{where} is of {item.tensor.dtype}, which safetensors does not know. Save it as another")
         is_dense = item.tensor.layout is torch.strided and not item.tensor.is_meta
@@ -169,14 +158,12 @@ def _descriptions(directory: str, component: SavedComponent) -> Iterator[TensorB
             raise ValueError(f"{where} is a slice: it needs both `shape`, of the whole tensor, and `start`")
         if item.shape is not None and component.file is None:
             raise ValueError(f"{where} is a slice: a model's files hold whole tensors. Give the component a `file`")
-        yield TensorBytes(item.name, DTYPES[item.tensor.dtype], tuple(item.tensor.shape), None)
+        places[item.name] = TensorPlace(DTYPES[item.tensor.dtype], tuple(item.tensor.shape))
+    return places
 
 
-def _logical(directory: str, item: TensorItem, path: str, dtype: str, offset: int) -> LogicalTensor:
-    extent = tuple(item.tensor.shape)
-    start = item.start if item.start is not None else (0,) * len(extent)
-    part = SavedSlice(file=path, key=item.name, offset=offset, start=start, extent=extent)
-    shape = item.shape if item.shape is not None else extent
-    tensor = LogicalTensor(component=directory, name=item.name, dtype=dtype, shape=shape, slices=(part,))
-    assert math.prod(extent) == item.tensor.numel()
-    return tensor
+def _logical(directory: str, item: TensorItem, path: str, place: TensorPlace) -> LogicalTensor:
+    start = item.start if item.start is not None else (0,) * len(place.shape)
+    part = SavedSlice(file=path, key=item.name, offset=place.begin, start=start, extent=place.shape)
+    shape = item.shape if item.shape is not None else place.shape
+    return LogicalTensor(component=directory, name=item.name, dtype=place.dtype, shape=shape, slices=(part,))
