@@ -47,7 +47,7 @@ from verl.models.hf_state_dict import (
 )
 from verl.resharding.dtensor import layout_of, local
 from verl.resharding.execute import reshard
-from verl.resharding.layout import Box, Layout, Mesh, TensorLayout, volume
+from verl.resharding.layout import Box, Layout, Mesh, TensorLayout, volume, within
 from verl.resharding.plan import reshard_plan
 from verl.utils.progress import report
 from verl.workers.load_state import RemoteRoleState
@@ -372,14 +372,10 @@ def _slices(prefix: str, tensors: Mapping[str, Tensor], parallel: Parallelism) -
         if share.rank == parallel.rank:
             x, held = tensors[share.name], layout.holds(parallel.rank, share.name)
             assert held is not None
-            part = local(x)[_within(share.box, held)] if share.box else local(x)
+            part = local(x)[within(share.box, held)] if share.box else local(x)
             start = tuple(first for first, _ in share.box)
             items.append(TensorItem(name=prefix + share.name, tensor=part, shape=tuple(x.shape), start=start))
     return items
-
-
-def _within(part: Box, held: Box) -> tuple[slice, ...]:
-    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, held, strict=True))
 
 
 def _num_bytes(worker: TrainedState) -> int:
