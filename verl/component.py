@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildContext:
-    """What a component may need to know about the process it is built in.
+    """Facts about the process in which a component is built.
 
     Attributes:
         device: torch device string of this process.

@@ -1,4 +1,4 @@
-"""What watches a run: non-finite numbers, spikes, the rows that caused them.
+"""Monitoring of a run: non-finite numbers, spikes, the rows that caused them.
 
 batch_dump      Attribution and batch dump: the rows behind a non-finite number or a spike
 config          The group `trainer.safety`: what a run does when a number is not finite

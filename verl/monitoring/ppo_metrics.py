@@ -100,7 +100,7 @@ def _scores(batch: DataProto) -> Tensor:
 
 
 def _mean(x: Tensor, mask: Tensor) -> float:
-    """In float64, so that the order of the rows is not seen in it."""
+    """Mean in float64, so that the order of the rows is not seen in it."""
     return float(masked_mean(x.double(), mask))
 
 

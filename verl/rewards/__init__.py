@@ -1,4 +1,4 @@
-"""From texts to scores: rules, user-defined functions, reward models, remote judges.
+"""Rewards: scores of texts by rules, user-defined functions, reward models and remote judges.
 
 base           From texts to scores: the base class of rewards, and how a score is placed on tokens
 code_tests     Rewards by running code: the program in a response is tested in a sandbox
