@@ -26,7 +26,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.safetensors_format import INDEX_NAME, MODEL_METADATA, model_files
 from verl.checkpoint.save.async_writer import WRITER_TIMEOUT_S, CheckpointWriter
-from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
+from verl.checkpoint.save.buffer_layout import SavedComponent, TensorSlice
 from verl.checkpoint.save.save_request import (
     IncrementalSettings,
     MultiWriterSave,
@@ -296,11 +296,11 @@ class RankCheckpointWriter:
 
     def _components(self, setting: RankSaveSettings) -> dict[str, SavedComponent]:
         self._settle()
-        optimizer: list[TensorItem] = []
+        optimizer: dict[str, TensorSlice] = {}
         components = {}
         for name, worker in self._trained.items():
             components[name] = self._model(worker, setting)
-            optimizer += _slices(f"{name}.", worker.engine.optimizer_tensors(), worker.engine.parallel)
+            optimizer |= _slices(f"{name}.", worker.engine.optimizer_tensors(), worker.engine.parallel)
         components["optimizer"] = SavedComponent(tensors=optimizer, file=self._file(setting))
         return components
 
@@ -333,7 +333,7 @@ class RankCheckpointWriter:
             tensors = {}
         constant = worker.constant_files() if rank == 0 else {}
         return SavedComponent(
-            tensors=[TensorItem(name=name, tensor=x) for name, x in tensors.items()],
+            tensors=tensors,
             file=file,
             metadata=MODEL_METADATA,
             files=small,
@@ -365,17 +365,17 @@ def _division(
     return owner, *model_files(by_rank, max_bytes)
 
 
-def _slices(prefix: str, tensors: Mapping[str, Tensor], parallel: Parallelism) -> list[TensorItem]:
+def _slices(prefix: str, tensors: Mapping[str, Tensor], parallel: Parallelism) -> dict[str, TensorSlice]:
     """The slices that this process writes of sharded and replicated tensors."""
-    items, layout = [], layout_of(tensors, parallel.mesh)
+    slices, layout = {}, layout_of(tensors, parallel.mesh)
     for share in assign_slices(layout):
         if share.rank == parallel.rank:
             x, held = tensors[share.name], layout.holds(parallel.rank, share.name)
             assert held is not None
             part = local(x)[within(share.box, held)] if share.box else local(x)
             start = tuple(first for first, _ in share.box)
-            items.append(TensorItem(name=prefix + share.name, tensor=part, shape=tuple(x.shape), start=start))
-    return items
+            slices[prefix + share.name] = TensorSlice(tensor=part, shape=tuple(x.shape), start=start)
+    return slices
 
 
 def _num_bytes(worker: TrainedState) -> int:
