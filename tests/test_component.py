@@ -30,7 +30,6 @@ from verl.component import (
     in_words,
 )
 from verl.errors import (
-    ActorBusy,
     BadCheckpoint,
     CheckpointCorrupt,
     CheckpointError,
@@ -409,7 +408,6 @@ def test_field_types_are_the_resolved_annotations_and_have_words():
 
 
 EXAMPLES = [
-    ActorBusy("another thread is in generate."),
     ComponentExit("reward() at line 3 of my.py raised SystemExit(0)"),
     ComponentHung("reward() at line 3 of my.py did not return."),
     ConfigError("size is 1: must be 2."),
