@@ -93,8 +93,6 @@ class FileSystem:
         Raises:
             OSError: one of NO_DIRECT if the file system has no direct I/O; an empty file may have been created.
         """
-        if not hasattr(os, "O_DIRECT"):
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(path))
         return FileHandle(path, self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o644))
 
     @_operation

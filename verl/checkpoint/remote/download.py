@@ -13,7 +13,6 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import (
     FileSystem,
     duplicate,
-    files_below,
     holds_leaves,
     make_directories,
     read_errors,
@@ -21,7 +20,7 @@ from verl.checkpoint.core.filesystem import (
     write_errors,
     write_file,
 )
-from verl.checkpoint.core.manifest import COMMIT, MANIFEST, FileEntry
+from verl.checkpoint.core.manifest import COMMIT, MANIFEST, FileEntry, commit_line
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.verify import open_verified
 from verl.checkpoint.remote.commit_log import LogRecord
@@ -54,9 +53,10 @@ def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: boo
     with begun as staging, write_errors(f"fetching {record.name}"):
         for entry in published.manifest.files:
             _fetch(tier, published, entry, staging.directory / entry.path, staging.directory, store.disk, known)
+        write_by_rename(store.disk, staging.directory / MANIFEST, published.data)
+        write_by_rename(store.disk, staging.directory / COMMIT, commit_line(published.data))
         with store.locked():
-            target = _publish(store, staging.directory, published)
-    fetched = Checkpoint(target, published.manifest)
+            fetched = staging.rename(published.manifest, record.name)
     confirm_upload(store.disk, fetched, record.manifest, tier.store.address)
     return fetched
 
@@ -69,19 +69,6 @@ def local_copy(directory: CheckpointDirectory, manifest: str) -> Checkpoint | No
             if manifest_digest(directory.disk, published) == manifest:
                 return published
     return None
-
-
-def _publish(store: CheckpointStore, staged: Path, published: RemoteCheckpoint) -> Path:
-    write_by_rename(store.disk, staged / MANIFEST, published.data)
-    write_by_rename(store.disk, staged / COMMIT, published.commit)
-    open_verified(store.disk, staged)
-    for directory in files_below(store.disk, staged)[1]:
-        store.disk.sync_directory(directory)
-    target = store.rename_into_place(staged, published.record.name)
-    store.disk.sync_directory(staged.parent)
-    store.disk.sync_directory(target.parent)
-    store.point_latest(target.name)
-    return target
 
 
 def _files_by_content(directory: CheckpointDirectory) -> dict[tuple[str, int], Path]:

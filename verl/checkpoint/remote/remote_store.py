@@ -12,7 +12,7 @@ from typing import Any
 from verl.checkpoint.core.checkpoint import Checkpoint, parse_manifest, parse_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
-from verl.checkpoint.core.manifest import MANIFEST, MANIFEST_LIMIT_BYTES, STATE, FileEntry, commit_line
+from verl.checkpoint.core.manifest import MANIFEST, MANIFEST_LIMIT_BYTES, STATE, FileEntry
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import Level, content_faults, tiling_faults
 from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
@@ -45,11 +45,6 @@ class RemoteCheckpoint(Checkpoint):
 
     data: bytes
     record: LogRecord
-
-    @property
-    def commit(self) -> bytes:
-        """The content of its COMMIT."""
-        return commit_line(self.data)
 
 
 class RemoteStore:
