@@ -30,7 +30,6 @@ from verl.checkpoint.core.filesystem import (
     write_errors,
 )
 from verl.checkpoint.read.discovery import FORMAT, PINS, TRASH
-from verl.checkpoint.read.verify import Level
 from verl.component import Description, component
 from verl.errors import BadCheckpoint, CheckpointNotFound
 
@@ -138,7 +137,6 @@ def _kept_by_lineage(
 def prune(
     store: CheckpointStore,
     retention: Retention,
-    level: Level = "quick",
     lineages: Sequence[dict[str, int]] | None = None,
 ) -> list[str]:
     """Remove what is not kept. Bad checkpoints are not counted and not touched.
@@ -158,7 +156,7 @@ def prune(
     store.claim_directory()
     with store.locked(), write_errors("pruning checkpoints"):
         store.check_claim()
-        complete = [published for published in store.complete(level=level) if retention.covers(published)]
+        complete = [published for published in store.complete() if retention.covers(published)]
         pinned = pins(store)
         if lineages is None:
             kept = retention.kept(complete, pinned)
