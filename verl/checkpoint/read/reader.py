@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Collection, Iterator
 
 from verl.checkpoint.core.checkpoint import Checkpoint
@@ -101,15 +102,13 @@ class CheckpointReader:
         whole = (0,) * len(tensor.shape), tensor.shape
         if single := [part for part in tensor.slices if (part.start, part.extent) == whole]:
             return self._slice(tensor, single[0])
-        import numpy as np
-
-        item = ITEM_BYTES[tensor.dtype]
-        assembled = np.zeros((*tensor.shape, item), np.uint8)
+        result = memoryview(bytearray(tensor.num_bytes))
         for part in tensor.slices:
-            if part.num_elements:
-                held = np.frombuffer(self._slice(tensor, part), np.uint8).reshape(*part.extent, item)
-                assembled[tuple(map(slice, part.start, part.end))] = held
-        result = assembled.reshape(-1).data
+            held, begin = self._slice(tensor, part), 0
+            for offset, length in _runs(part, tensor.shape):
+                low, size = offset * ITEM_BYTES[tensor.dtype], length * ITEM_BYTES[tensor.dtype]
+                result[low : low + size] = held[begin : begin + size]
+                begin += size
         return result if self.writable else result.toreadonly()
 
     def digest(self, without: Collection[str] = ()) -> str:
@@ -159,3 +158,15 @@ class CheckpointReader:
                     self.published.directory, [self.published.fault(entry.path, problem, low, high)]
                 )
             checked[number] = True
+
+
+def _runs(part: SavedSlice, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """The elements of a slice as runs that are contiguous in the whole tensor, in order: (offset there, length)."""
+    last = len(shape) - 1  # of the dimensions over which runs follow each other; those behind it are whole
+    while last > 0 and part.extent[last] == shape[last]:
+        last -= 1
+    for index in itertools.product(*(range(a, b) for a, b in zip(part.start[:last], part.end[:last]))):
+        offset = 0
+        for i, size in zip((*index, *part.start[last:]), shape):
+            offset = offset * size + i
+        yield offset, math.prod(part.extent[last:])
