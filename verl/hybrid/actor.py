@@ -482,7 +482,7 @@ class HybridActor:
 
     @property
     def rollout_engine(self) -> RolloutEngine | None:
-        """What `generate` draws with, from its first call until `close` or a change that needs another one."""
+        """The engine of `generate`, from its first call until `close` or a change that needs another one."""
         return None if self._engine is None else self._engine[1]
 
     def _end_engine(self) -> None:
@@ -525,7 +525,7 @@ Form = dict[str, tuple[Any, ...]]
 
 
 def form_of(model: nn.Module) -> Form:
-    """What engines and checks of execution paths are built for: the modules and parameters, without the weights.
+    """Modules and parameters, without the weights: all that engines and checks of execution paths are built for.
 
     Returns:
         By name: the module, with a forward that was set on the object; or shape, dtype and name of the parameter, of
