@@ -259,6 +259,23 @@ class TurnEngine:
         """Free all memory. Idempotent."""
 
 
+class TurnQueue(TurnEngine):
+    """A `TurnEngine` whose turns wait in `queue`, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self.queue: list[TurnRequest] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.queue)
+
+    def add(self, turn: TurnRequest) -> None:
+        self.queue.append(turn)
+
+    def close(self) -> None:
+        self.queue.clear()
+
+
 class RolloutEngine:
     """A running rollout engine. `turns` is required, and `sync` if it has weights of its own.
 

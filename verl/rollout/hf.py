@@ -38,6 +38,7 @@ from verl.rollout.base import (
     SyncResult,
     TurnEngine,
     TurnLimits,
+    TurnQueue,
     TurnRequest,
     assemble_turns,
     open_turns_error,
@@ -226,7 +227,7 @@ class HFSampler(RolloutEngine):
         return choose
 
 
-class BatchTurns(TurnEngine):
+class BatchTurns(TurnQueue):
     """Turns decoded as one batch, from whole rows: responses, and the turns of models without kept keys and values.
 
     The prompt that turns side by side have in common is computed once. Log-probs are compared with a plain forward pass
@@ -237,21 +238,14 @@ class BatchTurns(TurnEngine):
     """
 
     def __init__(self, engine: HFSampler, limits: TurnLimits):
+        super().__init__()
         self.engine, self.limits, self.contexts = engine, limits, contextlib.ExitStack()
         routing = engine.routing
         self.experts = None if routing is None else (routing.layers, routing.top_k)
         self.stops = set(engine.stop_ids.tolist())
-        self._queue: list[TurnRequest] = []
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._queue)
-
-    def add(self, turn: TurnRequest) -> None:
-        self._queue.append(turn)
 
     def close(self) -> None:
-        self._queue.clear()
+        super().close()
         self.contexts.close()
 
     @torch.no_grad()
@@ -261,11 +255,11 @@ class BatchTurns(TurnEngine):
         Raises:
             LogProbGapError: no way of decoding gives the log-probs of a plain forward pass.
         """
-        if not self._queue:
+        if not self.queue:
             return []
-        engine, limit = self.engine, max(turn.max_new_tokens for turn in self._queue)
-        turns = [turn for turn in self._queue if turn.max_new_tokens == limit]
-        self._queue = [turn for turn in self._queue if turn.max_new_tokens != limit]
+        engine, limit = self.engine, max(turn.max_new_tokens for turn in self.queue)
+        turns = [turn for turn in self.queue if turn.max_new_tokens == limit]
+        self.queue = [turn for turn in self.queue if turn.max_new_tokens != limit]
         drawn = self._decode(turns, limit)
         longest = max(len(turn.tokens) + len(made.tokens) for turn, made in zip(turns, drawn, strict=True))
         if longest > engine.longest_compared:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ from verl.errors import ConfigError
 from verl.model_paths.decode import Decoder, allowed, key_multiple
 from verl.models.call import call_model
 from verl.models.parallel_info import Autocast, compute_device, computing_in
-from verl.rollout.base import DrawnTurn, TurnEngine, TurnLimits, TurnRequest
+from verl.rollout.base import DrawnTurn, TurnLimits, TurnQueue, TurnRequest
 from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler, greedy_rows, noise_keys
 from verl.utils.progress import report
 
@@ -240,7 +239,7 @@ class _LiveTurn:
     noise: list[float] = field(default_factory=list)  # of `NOISE_TOKENS` positions
 
 
-class SlotTurns(TurnEngine):
+class SlotTurns(TurnQueue):
     """Turns over slots; see the module.
 
     Attributes:
@@ -249,10 +248,10 @@ class SlotTurns(TurnEngine):
     """
 
     def __init__(self, sampler: TokenSampler, model: SlotModel):
+        super().__init__()
         self.sampler, self.slots, self.contexts = sampler, model, contextlib.ExitStack()
         self.stops = set(sampler.stop_ids)
         self.evictions = 0
-        self._queue: deque[TurnRequest] = deque()
         self._live: list[_LiveTurn] = []
         self._logits = torch.zeros(0)
         self._free = list(range(model.cache.num_slots - 1, -1, -1))
@@ -260,10 +259,7 @@ class SlotTurns(TurnEngine):
 
     @property
     def num_pending(self) -> int:
-        return len(self._queue) + len(self._live)
-
-    def add(self, turn: TurnRequest) -> None:
-        self._queue.append(turn)
+        return super().num_pending + len(self._live)
 
     def forget(self, episode: int) -> None:
         slot, _ = self._held.pop(episode, (None, None))
@@ -300,7 +296,7 @@ class SlotTurns(TurnEngine):
         return ended
 
     def close(self) -> None:
-        self._queue.clear()
+        super().close()
         self._live, self._held = [], {}
         self.contexts.close()
 
@@ -367,8 +363,8 @@ class SlotTurns(TurnEngine):
     def _admit(self) -> None:
         """Prefill the new tokens of turns that get a slot; a prompt shared by several episodes is computed once."""
         fresh: list[tuple[_LiveTurn, int]] = []
-        while self._queue and (found := self._slot_for(self._queue[0])) is not None:
-            fresh.append((_LiveTurn(self._queue.popleft(), found[0]), found[1]))
+        while self.queue and (found := self._slot_for(self.queue[0])) is not None:
+            fresh.append((_LiveTurn(self.queue.pop(0), found[0]), found[1]))
         if not fresh:
             return
         first: dict[tuple[int, ...], int] = {}  # whole prompts -> who computes them
