@@ -5,7 +5,7 @@
 
 Prints one JSON line. Every tool saves three steps of a tiny training as documented, and faults are injected into the
 last save at the level of system calls (tests/faults/interposer/). The counts depend on the versions of
-the tools, not on the machine. docs/checkpoints.md says what the outcomes mean.
+the tools, not on the machine. docs/results.md says what the outcomes mean.
 """
 
 from __future__ import annotations

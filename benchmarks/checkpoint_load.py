@@ -28,7 +28,7 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
+from verl.checkpoint.save.buffer_layout import SavedComponent
 from verl.checkpoint.save.save_request import SaveRequest
 
 COMPONENTS = ("actor", "exp_avg", "exp_avg_sq")
@@ -40,7 +40,7 @@ def write(root: Path, num_tensors: int) -> Path:
     state = {name: [torch.randn(1024, 1024) for _ in range(num_tensors)] for name in COMPONENTS}
     store = CheckpointStore(root / "checkpoints")
     components = {
-        component: SavedComponent(tensors=[TensorItem(name=f"w{n}", tensor=t) for n, t in enumerate(tensors)])
+        component: SavedComponent(tensors={f"w{n}": t for n, t in enumerate(tensors)})
         for component, tensors in state.items()
     }
     with CheckpointWriter(store, mode="sync") as writer:

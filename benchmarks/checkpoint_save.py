@@ -131,14 +131,11 @@ class Ours:
     name = "verl"
 
     def __init__(self, state: State):
-        from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
-
-        def items(tensors: dict[str, torch.Tensor]) -> list[TensorItem]:
-            return [TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()]
+        from verl.checkpoint.save.buffer_layout import SavedComponent
 
         self._components = {
-            "actor": SavedComponent(tensors=items(state.model)),
-            "optimizer": SavedComponent(tensors=items(state.moments), file="optimizer.safetensors"),
+            "actor": SavedComponent(tensors=state.model),
+            "optimizer": SavedComponent(tensors=state.moments, file="optimizer.safetensors"),
         }
         self._writer: Any = None
         self._step = 0

@@ -1,4 +1,4 @@
-"""Write the table of faults, from benchmarks/results/checkpoint_faults.json, between the marks in docs/checkpoints.md.
+"""Write the table of faults, from benchmarks/results/checkpoint_faults.json, between the marks in docs/results.md.
 
 `--check` exits 1 if the document is not up to date.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from make_results_table import ROOT, between
 
-DOCUMENT, RESULT = ROOT / "docs/checkpoints.md", ROOT / "benchmarks/results/checkpoint_faults.json"
+DOCUMENT, RESULT = ROOT / "docs/results.md", ROOT / "benchmarks/results/checkpoint_faults.json"
 COLUMNS = {
     "killed": ["kill"],
     "refused, or cut short": ["error", "short write"],
@@ -49,7 +49,7 @@ def main() -> None:
     old = DOCUMENT.read_text()
     new = between(old, "faults", table(json.loads(RESULT.read_text())))
     if args.check and new != old:
-        sys.exit("docs/checkpoints.md is not up to date: run scripts/make_fault_table.py")
+        sys.exit("docs/results.md is not up to date: run scripts/make_fault_table.py")
     DOCUMENT.write_text(new)
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoint.rank_tensors import RankTensor, write_model, write_tensors
+from checkpoint.rank_tensors import RankTensor, TensorBytes, write_model, write_tensors
 
 import verl
 from verl.checkpoint.commit import transaction
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.manifest import commit_line
-from verl.checkpoint.core.safetensors_format import TensorBytes
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests/golden"

@@ -8,19 +8,15 @@ import torch
 
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.save.buffer_layout import DTYPES, SavedComponent, TensorItem
+from verl.checkpoint.save.buffer_layout import DTYPES, SavedComponent
 from verl.checkpoint.save.save_request import SaveRequest
-
-
-def items(tensors: Mapping[str, torch.Tensor]) -> list[TensorItem]:
-    return [TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()]
 
 
 def request(step: int, tensors: Mapping[str, torch.Tensor], **more) -> SaveRequest:
     """Weights as a model, and a moment for each."""
-    actor = SavedComponent(tensors=items(tensors), files={"config.json": b'{"step": %d}' % step})
+    actor = SavedComponent(tensors=tensors, files={"config.json": b'{"step": %d}' % step})
     moments = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-    optimizer = SavedComponent(tensors=items(moments), file="optimizer.safetensors")
+    optimizer = SavedComponent(tensors=moments, file="optimizer.safetensors")
     return SaveRequest(step=step, components={"actor": actor, "optimizer": optimizer}, state={"step": step}, **more)
 
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from checkpoint.rank_tensors import RankTensor, write_model, write_tensors
+from checkpoint.rank_tensors import RankTensor, TensorBytes, write_model, write_tensors
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint, read_state
 from verl.checkpoint.core.direct_io import PAGE_BYTES, FileImage, ImageSource
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
-from verl.checkpoint.core.safetensors_format import TensorBytes, lay_out
+from verl.checkpoint.core.safetensors_format import TensorPlace, lay_out
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.download import pull
@@ -84,7 +84,7 @@ def save_images(
 
     place("actor/config.json", json.dumps({"version": version}).encode())
     for component, names in {"actor": ["first", "second"], "optimizer": ["moment"]}.items():
-        header, places = lay_out([TensorBytes(name, "F32", WEIGHT.shape, None) for name in names])
+        header, places = lay_out({name: TensorPlace("F32", WEIGHT.shape) for name in names})
         path = f"{component}/model.safetensors"
         place(path, header, *((WEIGHT * version).tobytes() for _ in names))
         for name, found in places.items():

@@ -1,6 +1,6 @@
 """The same faults, below every library, against verl and against other ways to save.
 
-Of the others nothing is asserted but that every case was tried and came out as something: see docs/checkpoints.md for
+Of the others nothing is asserted but that every case was tried and came out as something: see docs/results.md for
 what did.
 """
 

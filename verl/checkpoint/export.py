@@ -26,7 +26,7 @@ from verl.checkpoint.core.filesystem import (
     write_file,
 )
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, Manifest, commit_line
-from verl.checkpoint.core.safetensors_format import INDEX_NAME, TensorBytes, render, render_shards
+from verl.checkpoint.core.safetensors_format import INDEX_NAME, MODEL_METADATA, TensorPlace, lay_out, model_files
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import refuse_inside
 from verl.checkpoint.read.reader import CheckpointReader
@@ -173,16 +173,13 @@ def _content(
         return
     if not recorded:
         return
-    tensors = [
-        TensorBytes(tensor.name, tensor.dtype, tensor.shape, reader.tensor(component, tensor.name))
-        for tensor in recorded
-    ]
+    places = {tensor.name: TensorPlace(tensor.dtype, tensor.shape) for tensor in recorded}
+    (files,), index = model_files([{name: place.num_bytes for name, place in places.items()}])
     if kind == ADAPTER:
-        yield "adapter_model.safetensors", list(render(tensors, {"format": "pt"}).buffers)
-        return
-    files, index = render_shards(tensors)
-    for name, rendered in files.items():
-        yield name, list(rendered.buffers)
+        files, index = {"adapter_model.safetensors": list(places)}, None
+    for file, names in files.items():
+        header, ordered = lay_out({name: places[name] for name in names}, MODEL_METADATA)
+        yield file, [header, *(reader.tensor(component, name) for name in ordered)]
     if index is not None:
         yield INDEX_NAME, [index]
 

@@ -212,7 +212,7 @@ class CheckpointManager:
         if strict and component not in self.components():
             known = ", ".join(self.components()) or "nothing"
             raise CheckpointNotFound(f"{self.directory} has no component {component}; it has {known}")
-        reader = self._reader(verify, writable=True)
+        reader = self.reader(verify, writable=True)
         mapped = MappedTensors(reader, reader.tensors(component), device_map)
         if mmap:
             return mapped
@@ -229,11 +229,8 @@ class CheckpointManager:
         """Several components at once; see `load`."""
         return {name: self.load(name, mmap, device_map, strict, verify) for name in components}
 
-    def reader(self, verify: bool = True) -> CheckpointReader:
-        """A low-level reader of bytes of files and tensors, which does not need torch."""
-        return self._reader(verify, writable=False)
-
-    def _reader(self, verify: bool, writable: bool) -> CheckpointReader:
+    def reader(self, verify: bool = True, writable: bool = False) -> CheckpointReader:
+        """A low-level reader of bytes of files and tensors, which does not need torch; see `CheckpointReader`."""
         published = self.published
         if isinstance(published, RemoteCheckpoint):  # what is fetched is always hashed
             return self._tier[0].reader(published, writable)

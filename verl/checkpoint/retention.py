@@ -10,7 +10,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -29,8 +29,7 @@ from verl.checkpoint.core.filesystem import (
     write_by_rename,
     write_errors,
 )
-from verl.checkpoint.read.discovery import FORMAT, PINS, STAGING, TRASH
-from verl.checkpoint.read.verify import Level
+from verl.checkpoint.read.discovery import FORMAT, PINS, TRASH
 from verl.component import Description, component
 from verl.errors import BadCheckpoint, CheckpointNotFound
 
@@ -138,7 +137,6 @@ def _kept_by_lineage(
 def prune(
     store: CheckpointStore,
     retention: Retention,
-    level: Level = "quick",
     lineages: Sequence[dict[str, int]] | None = None,
 ) -> list[str]:
     """Remove what is not kept. Bad checkpoints are not counted and not touched.
@@ -158,7 +156,7 @@ def prune(
     store.claim_directory()
     with store.locked(), write_errors("pruning checkpoints"):
         store.check_claim()
-        complete = [published for published in store.complete(level=level) if retention.covers(published)]
+        complete = [published for published in store.complete() if retention.covers(published)]
         pinned = pins(store)
         if lineages is None:
             kept = retention.kept(complete, pinned)
@@ -258,7 +256,8 @@ def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     kept |= waiting_for_upload(store, complete, kept)
     dropped = [published for published in complete if published.name not in kept]
     with read_errors(f"looking at {store.directory}"):
-        leftovers = list(_leftovers(store))
+        with store.locked() if store.exists(store.directory / FORMAT) else contextlib.nullcontext():
+            leftovers = list(store.leftovers())
         going = [*(published.directory for published in dropped), *leftovers]
         freed = _freed(store, going)
     return CleanupPlan(
@@ -292,30 +291,6 @@ def clean(store: CheckpointStore, retention: Retention) -> CleanupPlan:
 
 def _names(checkpoints: list[Checkpoint]) -> tuple[str, ...]:
     return tuple(published.name for published in checkpoints)
-
-
-def _leftovers(store: CheckpointStore) -> Iterator[Path]:
-    """Leftovers of dead processes: staged saves without a lock, and the trash."""
-    # Under the lock of the store a save is either not begun or has its own lock: looking cannot come between the two.
-    with store.locked() if store.exists(store.directory / FORMAT) else contextlib.nullcontext():
-        for part in (STAGING, TRASH):
-            inside = store.directory / part
-            for name in store.disk.names(inside) if store.exists(inside) else []:
-                if part == TRASH or _is_abandoned(store, inside / name):
-                    yield inside / name
-
-
-def _is_abandoned(store: CheckpointStore, staged: Path) -> bool:
-    if not is_directory(store.disk, staged):
-        return True
-    try:
-        lease = store.disk.lock(staged)
-    except OSError:  # no locks here: what may be alive is left alone
-        return False
-    if lease is None:
-        return False
-    store.disk.close(lease)
-    return True
 
 
 def _freed(store: CheckpointStore, going: list[Path]) -> int:

@@ -83,54 +83,48 @@ def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSum
     return found
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-
-    @command(app, "pull")
-    def pull(
-        address: Annotated[str, typer.Argument(metavar="ADDRESS", help=ADDRESS)],
-        directory: Annotated[
-            Path, typer.Argument(metavar="DIR", help="Directory for checkpoints; created if missing.")
-        ],
-        all_: Annotated[bool, typer.Option("--all", help="All checkpoints, not just the newest.")] = False,
-    ) -> None:
-        """Download a checkpoint from object storage; every byte is verified by hash."""
-        tier, named = find_at(address)
-        records = tier.records() if all_ and named is None else [named or tier.newest().record]
-        for record in records:
-            published = pull_one(tier, record, CheckpointStore(directory))
-            echo(f"{published.directory}: step {published.step}, {size(published.num_bytes)}")
-
-    @command(app, "push")
-    def push(
-        path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of them.")],
-        address: Annotated[str, typer.Argument(metavar="ADDRESS", help=ADDRESS)],
-        all_: Annotated[bool, typer.Option("--all", help="All complete checkpoints, not only the newest.")] = False,
-    ) -> None:
-        """Upload a checkpoint; files that the store has are not sent again. It is safe while a trainer uploads."""
-        if not is_address(address):
-            raise ConfigError(f"ADDRESS is {address!r}: expected one such as s3://BUCKET/PREFIX.")
-        manager = CheckpointManager(path)
-        chosen = [one.published for one in manager.list()] if all_ else [manager.published]
-        if not chosen:
-            raise CheckpointNotFound(f"{path} holds no complete checkpoint")
-        with storage_at(address.rstrip("/")).connect() as store:
-            tier = RemoteStore(store)
-            pusher = CheckpointUpload(store, tier.log)
-            for published in chosen:
-                pushed = pusher.push(published)
-                echo(f"{published.name} is in {store.address}: {size(pushed.sent_bytes)} sent")
-
-
 ADAPTER_CONFIG = "adapter_config.json"
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Inspect, verify, pin, clean and export checkpoints.")
-
-add_to(app)
 PATH = "A checkpoint, a directory of checkpoints, its `latest`, or the directory of a run."
 TELLING = ("eval/accuracy", "eval/loss", "reward/mean", "sft/loss")
 MOST_METRICS = 3
 Path_ = Annotated[str, typer.Argument(metavar="PATH", help=PATH)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+@command(app, "pull")
+def pull(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help=ADDRESS)],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory for checkpoints; created if missing.")],
+    all_: Annotated[bool, typer.Option("--all", help="All checkpoints, not just the newest.")] = False,
+) -> None:
+    """Download a checkpoint from object storage; every byte is verified by hash."""
+    tier, named = find_at(address)
+    records = tier.records() if all_ and named is None else [named or tier.newest().record]
+    for record in records:
+        published = pull_one(tier, record, CheckpointStore(directory))
+        echo(f"{published.directory}: step {published.step}, {size(published.num_bytes)}")
+
+
+@command(app, "push")
+def push(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of them.")],
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help=ADDRESS)],
+    all_: Annotated[bool, typer.Option("--all", help="All complete checkpoints, not only the newest.")] = False,
+) -> None:
+    """Upload a checkpoint; files that the store has are not sent again. It is safe while a trainer uploads."""
+    if not is_address(address):
+        raise ConfigError(f"ADDRESS is {address!r}: expected one such as s3://BUCKET/PREFIX.")
+    manager = CheckpointManager(path)
+    chosen = [one.published for one in manager.list()] if all_ else [manager.published]
+    if not chosen:
+        raise CheckpointNotFound(f"{path} holds no complete checkpoint")
+    with storage_at(address.rstrip("/")).connect() as store:
+        tier = RemoteStore(store)
+        pusher = CheckpointUpload(store, tier.log)
+        for published in chosen:
+            pushed = pusher.push(published)
+            echo(f"{published.name} is in {store.address}: {size(pushed.sent_bytes)} sent")
 
 
 @command(app, "ls")

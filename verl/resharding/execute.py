@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.resharding.layout import Box, intersection, volume
+from verl.resharding.layout import intersection, within
 from verl.resharding.plan import Plan
 from verl.resharding.rounds import Move
 from verl.utils.progress import report
@@ -139,13 +139,13 @@ class _Building:
         """Copy a received part into its tensor."""
         box = self.plan.target.holds(self.rank, move.name)
         assert box is not None
-        self._tensor(move.name)[_within(move.box, box)] = part
+        self._tensor(move.name)[within(move.box, box)] = part
 
     def part(self, move: Move) -> Tensor:
         """Contiguous data that this rank sends."""
         box = self.plan.source.holds(self.rank, move.name)
         assert box is not None
-        return self.own(move.name)[_within(move.box, box)].detach().contiguous()
+        return self.own(move.name)[within(move.box, box)].detach().contiguous()
 
     def receive_buffer(self, move: Move) -> Tensor:
         """Buffer in which a part is received."""
@@ -158,15 +158,9 @@ class _Building:
             box, before = (side.holds(self.rank, name) for side in (self.plan.target, self.plan.source))
             assert box is not None
             if self._lend and before is not None and intersection(box, before) == box:
-                return self.own(name)[_within(box, before)].detach()
+                return self.own(name)[within(box, before)].detach()
             shape = [stop - start for start, stop in box]
             self._begun[name] = torch.empty(shape, dtype=self.dtypes[name], device=self.device)
             if before is not None and (shared := intersection(box, before)) is not None:
-                self._begun[name][_within(shared, box)] = self.own(name)[_within(shared, before)].detach()
+                self._begun[name][within(shared, box)] = self.own(name)[within(shared, before)].detach()
         return self._begun[name]
-
-
-def _within(part: Box, whole: Box) -> tuple[slice, ...]:
-    """Position of a slice inside a larger one."""
-    assert volume(part) <= volume(whole)
-    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, whole, strict=True))

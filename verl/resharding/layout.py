@@ -165,6 +165,11 @@ def intersection(a: Box, b: Box) -> Box | None:
     return shared if all(start < stop for start, stop in shared) else None
 
 
+def within(part: Box, whole: Box) -> tuple[slice, ...]:
+    """The index of a box in the tensor of one that contains it."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, whole, strict=True))
+
+
 def difference(a: Box, b: Box) -> Iterator[Box]:
     """`a` without `b`, as slices that do not overlap."""
     shared = intersection(a, b)

@@ -1,7 +1,8 @@
 """Backends over fsspec: memory, S3 (s3fs), OSS (ossfs), GCS (gcsfs). The only module that imports any of them.
 
-For S3, single requests are sent through the client that s3fs creates, so that time-outs, retries, conditional puts and
-multipart uploads are controlled here; the others use the methods of fsspec.
+Each is made from its component of `verl.storage.config`. For S3, single requests are sent through the client that s3fs
+creates, so that time-outs, retries, conditional puts and multipart uploads are controlled here; the others use the
+methods of fsspec.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsspec
 from fsspec.asyn import sync
@@ -23,9 +24,6 @@ from fsspec.asyn import sync
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, VerlError
 from verl.storage.backend import MIB, AlreadyExists, Backend, Data, StoredObject, TransientError
 from verl.utils.redact import redact
-
-if TYPE_CHECKING:
-    from verl.storage.config import GCSStorage, MemoryStorage, OSSStorage, S3Storage
 
 # Transient client errors; every status from 500 and a missing answer are transient too.
 PASSING_STATUS = {408, 409, 425, 429}
@@ -46,7 +44,7 @@ class S3Backend(Backend):
 
     has_parts = True
 
-    def __init__(self, storage: S3Storage):
+    def __init__(self, storage: Any):
         from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ParamValidationError
 
         self._client_error, self._no_answer = ClientError, BotoCoreError
@@ -331,7 +329,7 @@ def _temporary_file() -> Any:
     return tempfile.TemporaryFile() if os.path.isdir("/proc/self/fd") else tempfile.NamedTemporaryFile()
 
 
-def memory_backend(storage: MemoryStorage) -> Backend:
+def memory_backend(storage: Any) -> Backend:
     """Memory of this process, shared by all storages with one prefix."""
     fs = fsspec.filesystem("memory")
 
@@ -345,7 +343,7 @@ def memory_backend(storage: MemoryStorage) -> Backend:
     return FsspecBackend(fs, f"/{storage.prefix}".rstrip("/"), create, page)
 
 
-def oss_backend(storage: OSSStorage) -> Backend:
+def oss_backend(storage: Any) -> Backend:
     """OSS by ossfs, whose `put_object` supports the header that forbids overwriting. Its own retries are off."""
     import oss2
     import ossfs  # type: ignore[import-not-found]
@@ -411,7 +409,7 @@ def oss_backend(storage: OSSStorage) -> Backend:
     return FsspecBackend(fs, _root(storage), create if storage.conditional_put else None, page, storage.timeout_s)
 
 
-def gcs_backend(storage: GCSStorage) -> Backend:
+def gcs_backend(storage: Any) -> Backend:
     """GCS by gcsfs. Its own retries are off."""
     import aiohttp
     import gcsfs  # type: ignore[import-not-found]
@@ -500,7 +498,7 @@ def _bounded_session() -> Any:
 _MEMORY_LOCK = threading.Lock()
 
 
-def _root(storage: OSSStorage | GCSStorage) -> str:
+def _root(storage: Any) -> str:
     return f"{storage.bucket}/{storage.prefix}".rstrip("/")
 
 

@@ -8,14 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageError
 from verl.storage.backend import MIB, AlreadyExists, Backend, Data, RetryPolicy, StoredObject, TransientError
 from verl.utils.external_input import open_regular
-
-if TYPE_CHECKING:
-    from verl.storage.config import Storage
 
 MOST_PARTS = 10_000  # the limit of S3
 
@@ -31,12 +28,16 @@ class ObjectStore:
     >>> bytes(store.get("greeting", 5, 9)), store.create("greeting", b"good night")
     (b'morn', False)
 
+    Args:
+        storage: the `verl.storage.config.Storage` that made it.
+        backend: of that storage.
+
     Every method raises:
         StorageUnreachable: no answer after all retries.
         StorageRefused: no such bucket, no permission or no credentials, so that retries are useless.
     """
 
-    def __init__(self, storage: Storage, backend: Backend):
+    def __init__(self, storage: Any, backend: Backend):
         self.storage, self.address = storage, storage.address
         self.backend = backend
         self._part_bytes = storage.part_mib * MIB

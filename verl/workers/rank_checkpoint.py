@@ -11,10 +11,9 @@ driver ── order ──> every rank: gathers the whole tensors that it owns  
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,8 +24,9 @@ from torch import Tensor
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.safetensors_format import INDEX_NAME, MODEL_METADATA, model_files
 from verl.checkpoint.save.async_writer import WRITER_TIMEOUT_S, CheckpointWriter
-from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
+from verl.checkpoint.save.buffer_layout import SavedComponent, TensorSlice
 from verl.checkpoint.save.save_request import (
     IncrementalSettings,
     MultiWriterSave,
@@ -47,7 +47,7 @@ from verl.models.hf_state_dict import (
 )
 from verl.resharding.dtensor import layout_of, local
 from verl.resharding.execute import reshard
-from verl.resharding.layout import Box, Layout, Mesh, TensorLayout, volume
+from verl.resharding.layout import Box, Layout, Mesh, TensorLayout, volume, within
 from verl.resharding.plan import reshard_plan
 from verl.utils.progress import report
 from verl.workers.load_state import RemoteRoleState
@@ -91,41 +91,6 @@ def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
         found[name] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
         load[found[name]] += sizes[name]
     return {name: found[name] for name in sizes}
-
-
-def model_files(
-    sizes: Mapping[str, int], owner: Mapping[str, int], num_ranks: int, max_bytes: int
-) -> tuple[list[dict[str, list[str]]], bytes | None]:
-    """The files of a model that several processes write, as Hugging Face lays one out.
-
-    Args:
-        sizes: bytes of each tensor by its name in the files.
-        owner: the process that writes it.
-        max_bytes: of a file.
-    Returns:
-        Of each process, file -> names; and the index where there is more than one file.
-    """
-    cut = [list(_cut([name for name in sizes if owner[name] == rank], sizes, max_bytes)) for rank in range(num_ranks)]
-    count = sum(len(files) for files in cut)
-    if count <= 1:
-        return [dict(zip(["model.safetensors"], files)) for files in cut], None
-    numbers = iter(range(1, count + 1))
-    named = [{f"model-{next(numbers):05d}-of-{count:05d}.safetensors": names for names in files} for files in cut]
-    where = {name: file for files in named for file, names in files.items() for name in names}
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
-    return named, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
-
-
-def _cut(names: Iterable[str], sizes: Mapping[str, int], max_bytes: int) -> Iterator[list[str]]:
-    now, filled = [], 0
-    for name in names:
-        if now and filled + sizes[name] > max_bytes:
-            yield now
-            now, filled = [], 0
-        now.append(name)
-        filled += sizes[name]
-    if now:
-        yield now
 
 
 def _rows(box: Box, count: int) -> Sequence[Box]:
@@ -331,11 +296,11 @@ class RankCheckpointWriter:
 
     def _components(self, setting: RankSaveSettings) -> dict[str, SavedComponent]:
         self._settle()
-        optimizer: list[TensorItem] = []
+        optimizer: dict[str, TensorSlice] = {}
         components = {}
         for name, worker in self._trained.items():
             components[name] = self._model(worker, setting)
-            optimizer += _slices(f"{name}.", worker.engine.optimizer_tensors(), worker.engine.parallel)
+            optimizer |= _slices(f"{name}.", worker.engine.optimizer_tensors(), worker.engine.parallel)
         components["optimizer"] = SavedComponent(tensors=optimizer, file=self._file(setting))
         return components
 
@@ -361,16 +326,16 @@ class RankCheckpointWriter:
         tensors = saved_tensors(model, whole) if whole else {}
         small: dict[str, bytes] = {}
         if rank == 0:
-            small = small_files(model, whole) | ({"model.safetensors.index.json": index} if index else {})
+            small = small_files(model, whole) | ({INDEX_NAME: index} if index else {})
             if not setting.use_safetensors:
                 small[ADAPTER_BIN if file else "pytorch_model.bin"] = as_torch_file(tensors)
         if not setting.use_safetensors:
             tensors = {}
         constant = worker.constant_files() if rank == 0 else {}
         return SavedComponent(
-            tensors=[TensorItem(name=name, tensor=x) for name, x in tensors.items()],
+            tensors=tensors,
             file=file,
-            metadata={"format": "pt"},
+            metadata=MODEL_METADATA,
             files=small,
             constant_files={name: data for name, data in constant.items() if name not in small},
             max_shard_bytes=setting.max_shard_bytes,
@@ -396,25 +361,21 @@ def _division(
     sizes = {name: live[own].numel() * live[own].element_size() for name, own in sorted(names.items())}
     writes = owners(sizes, num_ranks)
     owner |= {names[name]: rank for name, rank in writes.items()}
-    files, index = model_files(sizes, writes, num_ranks, max_bytes)
-    return owner, files, index
+    by_rank = [{name: sizes[name] for name in sizes if writes[name] == rank} for rank in range(num_ranks)]
+    return owner, *model_files(by_rank, max_bytes)
 
 
-def _slices(prefix: str, tensors: Mapping[str, Tensor], parallel: Parallelism) -> list[TensorItem]:
+def _slices(prefix: str, tensors: Mapping[str, Tensor], parallel: Parallelism) -> dict[str, TensorSlice]:
     """The slices that this process writes of sharded and replicated tensors."""
-    items, layout = [], layout_of(tensors, parallel.mesh)
+    slices, layout = {}, layout_of(tensors, parallel.mesh)
     for share in assign_slices(layout):
         if share.rank == parallel.rank:
             x, held = tensors[share.name], layout.holds(parallel.rank, share.name)
             assert held is not None
-            part = local(x)[_within(share.box, held)] if share.box else local(x)
+            part = local(x)[within(share.box, held)] if share.box else local(x)
             start = tuple(first for first, _ in share.box)
-            items.append(TensorItem(name=prefix + share.name, tensor=part, shape=tuple(x.shape), start=start))
-    return items
-
-
-def _within(part: Box, held: Box) -> tuple[slice, ...]:
-    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, held, strict=True))
+            slices[prefix + share.name] = TensorSlice(tensor=part, shape=tuple(x.shape), start=start)
+    return slices
 
 
 def _num_bytes(worker: TrainedState) -> int:

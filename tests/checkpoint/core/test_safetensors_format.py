@@ -7,13 +7,14 @@ import json
 import numpy as np
 import pytest
 import torch
+from checkpoint.rank_tensors import TensorBytes, render
 from safetensors import safe_open
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 from safetensors.torch import load as load_torch
 
 from verl.checkpoint.core.hashing import flat_view
 from verl.checkpoint.core.manifest import ITEM_BYTES
-from verl.checkpoint.core.safetensors_format import TensorBytes, header_bytes, read_header, render, render_shards
+from verl.checkpoint.core.safetensors_format import TensorPlace, header_bytes, lay_out, model_files, read_header
 
 ARRAYS = {
     "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -32,7 +33,7 @@ def joined(buffers) -> bytes:
 
 
 def test_the_library_loads_what_is_rendered(tmp_path):
-    (tmp_path / "a.safetensors").write_bytes(joined(render(TENSORS, {"format": "pt"}).buffers))
+    (tmp_path / "a.safetensors").write_bytes(joined(render(TENSORS, {"format": "pt"})[0]))
     with safe_open(tmp_path / "a.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt"}
         for name, array in ARRAYS.items():
@@ -43,70 +44,55 @@ def test_the_library_loads_what_is_rendered(tmp_path):
 
 def test_the_bytes_are_those_that_the_library_writes():
     arrays = {name: array for name, array in ARRAYS.items() if name.isascii()}
-    ours = joined(render([t for t in TENSORS if t.name.isascii()]).buffers)
+    ours = joined(render([t for t in TENSORS if t.name.isascii()])[0])
     theirs = save(arrays)
     split, split_theirs = header_bytes(ours), header_bytes(theirs)
     assert ours[split:] == theirs[split_theirs:]
     assert json.loads(ours[8:split]) == json.loads(theirs[8:split_theirs])
 
 
-def test_no_tensor_is_copied():
-    rendered = render(TENSORS)
-    (matrix,) = [b for b in rendered.buffers[1:] if len(b) == ARRAYS["matrix"].nbytes]
-    ARRAYS["matrix"][0, 0] = 42
-    try:
-        assert np.frombuffer(matrix, np.float32)[0] == 42
-    finally:
-        ARRAYS["matrix"][0, 0] = 0
-
-
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
 def test_every_type_is_known_to_the_library_and_of_its_size(dtype):
     data = bytes(range(2 * ITEM_BYTES[dtype])) if dtype != "BOOL" else b"\0\1"
-    content = joined(render([TensorBytes("x", dtype, (2,), data)]).buffers)
+    content = joined(render([TensorBytes("x", dtype, (2,), data)])[0])
     (tensor,) = load_torch(content).values()
     assert tensor.element_size() == ITEM_BYTES[dtype]
     assert bytes(tensor.view(torch.uint8).numpy()) == data
 
 
 def test_places_are_where_the_bytes_are_and_a_reader_finds_the_same():
-    rendered = render(TENSORS, {"format": "pt"})
-    content = joined(rendered.buffers)
-    assert read_header(content[: header_bytes(content)], len(content)) == rendered.places
-    for name, place in rendered.places.items():
+    buffers, places = render(TENSORS, {"format": "pt"})
+    content = joined(buffers)
+    assert read_header(content[: header_bytes(content)], len(content)) == places
+    for name, place in places.items():
         assert content[place.begin : place.end] == ARRAYS[name].tobytes()
         assert place.begin % ITEM_BYTES[place.dtype] == 0
 
 
-def test_shards_are_those_that_transformers_expects(tmp_path):
-    weights = [TensorBytes(f"w{n}", "F32", (10,), np.full(10, n, np.float32)) for n in range(5)]
-    files, index = render_shards(weights, max_shard_bytes=80)
-    assert list(files) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+def test_the_files_of_a_model_are_those_that_transformers_expects():
+    (files,), index = model_files([{f"w{n}": 40 for n in range(5)}], 80)
+    assert files == {f"model-0000{n}-of-00003.safetensors": names for n, names in enumerate(WEIGHTS, 1)}
     assert index is not None
-    assert json.loads(index)["metadata"] == {"total_size": 200}
-    for name, file in json.loads(index)["weight_map"].items():
-        assert np.array_equal(load(joined(files[file].buffers))[name], np.full(10, int(name[1]), np.float32))
-    files, index = render_shards(weights)
-    assert (list(files), index) == (["model.safetensors"], None)
-    assert list(render_shards([])[0]) == ["model.safetensors"]
+    assert json.loads(index) == {
+        "metadata": {"total_size": 200}, "weight_map": {name: file for file, names in files.items() for name in names}
+    }  # fmt: skip
+    assert model_files([{"w0": 40, "w1": 40}], 80) == ([{"model.safetensors": ["w0", "w1"]}], None)
 
 
-def test_a_tensor_larger_than_a_shard_has_one_of_its_own():
-    sizes = {"a": 2, "b": 9, "c": 2}
-    files, _ = render_shards([TensorBytes(name, "U8", (size,), bytes(size)) for name, size in sizes.items()], 4)
-    assert [list(rendered.places) for rendered in files.values()] == [["a"], ["b"], ["c"]]
+WEIGHTS = [["w0", "w1"], ["w2", "w3"], ["w4"]]
 
 
-def test_bytes_that_do_not_fit_the_shape_are_refused():
-    with pytest.raises(ValueError, match=r"x has 7 bytes, not those of F32\[2\]"):
-        render([TensorBytes("x", "F32", (2,), bytes(7))])
+def test_a_tensor_larger_than_a_file_has_one_of_its_own():
+    (files,), _ = model_files([{"a": 2, "b": 9, "c": 2}], 4)
+    assert list(files.values()) == [["a"], ["b"], ["c"]]
+
+
+def test_an_unknown_type_is_refused():
     with pytest.raises(ValueError, match="dtype 'float32' is not one of BOOL"):
-        render([TensorBytes("x", "float32", (2,), bytes(8))])
-    with pytest.raises(ValueError, match="same name"):
-        render([TensorBytes("x", "U8", (1,), b"1")] * 2)
+        lay_out({"x": TensorPlace("float32", (2,))})
 
 
-WHOLE = joined(render(TENSORS).buffers)
+WHOLE = joined(render(TENSORS)[0])
 BROKEN = {
     "too short": WHOLE[:5],
     "a header longer than the file": (10**6).to_bytes(8, "little") + WHOLE[8:],

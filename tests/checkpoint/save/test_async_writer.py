@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.requests import bits, items, request, same_bits, tensors_of
+from checkpoint.requests import bits, request, same_bits, tensors_of
 from faults.process_disks import SLEEP, SlowDisk
 from refusals import refusal
 from safetensors.torch import load_file
@@ -22,7 +22,7 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.verify import verify
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.buffer_layout import DTYPES, SavedComponent, TensorItem, lay_out_request
+from verl.checkpoint.save.buffer_layout import DTYPES, SavedComponent, TensorSlice, lay_out_request
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
 from verl.errors import CheckpointFenced, CheckpointIncomplete, CheckpointNotFound, CheckpointWriteFailed
 
@@ -79,7 +79,7 @@ def test_what_is_read_equals_what_was_saved_bit_by_bit(store, mode):
 def test_a_model_is_cut_into_shards_with_an_index(store):
     tensors = {f"layer.{n}": torch.randn(1000) for n in range(5)}
     with CheckpointWriter(store) as writer:
-        actor = SavedComponent(tensors=items(tensors), max_shard_bytes=8000)
+        actor = SavedComponent(tensors=tensors, max_shard_bytes=8000)
         writer.save(SaveRequest(step=1, components={"actor": actor}))
         (outcome,) = writer.drain()
     index = json.loads((outcome.report.directory / "actor/model.safetensors.index.json").read_bytes())
@@ -133,9 +133,11 @@ def test_one_host_buffer_is_enough_where_saves_do_not_overlap_and_it_grows_with_
 
 
 def test_a_failed_save_is_told_by_the_next_poll_and_the_following_save_works(store):
-    part = TensorItem(name="weight", tensor=torch.ones(2), shape=(4,), start=(0,))
+    part = TensorSlice(tensor=torch.ones(2), shape=(4,), start=(0,))
     with CheckpointWriter(store) as writer:
-        writer.save(SaveRequest(step=1, components={"actor": SavedComponent(tensors=[part], file="half.safetensors")}))
+        writer.save(
+            SaveRequest(step=1, components={"actor": SavedComponent(tensors={"weight": part}, file="half.safetensors")})
+        )
         with refusal("manifest.json", kind=CheckpointIncomplete):
             writer.drain()
         writer.save(request(2, {"weight": torch.ones(2)}))
@@ -154,7 +156,7 @@ class Unreadable(torch.Tensor):
 def test_tensors_that_cannot_be_copied_fail_the_save_and_the_following_one_works(store, mode):
     unreadable = torch.ones(3).as_subclass(Unreadable)
     with CheckpointWriter(store, mode=mode) as writer:
-        writer.save(SaveRequest(step=1, components={"actor": SavedComponent(tensors=items({"weight": unreadable}))}))
+        writer.save(SaveRequest(step=1, components={"actor": SavedComponent(tensors={"weight": unreadable})}))
         writer.wait_copied()
         with pytest.raises(RuntimeError, match="is gone"):
             writer.drain()
@@ -199,13 +201,11 @@ def freed() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("component", "message"),
     [
-        (SavedComponent(tensors=items({"z": torch.zeros(2, dtype=torch.complex64)})), "complex64, which safetensors"),
-        (SavedComponent(tensors=items({"m": torch.zeros(2, device="meta")})), "not a dense tensor"),
-        (SavedComponent(tensors=items({"f": freed()})), "not a dense tensor"),
-        (SavedComponent(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,))], file="f"), "needs both"),
-        (SavedComponent(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,), start=(0,))]), "Give the"),
-        (SavedComponent(tensors=items({"a": torch.zeros(1)}) * 2, file="f"), "the same name"),
-        (SavedComponent(tensors=items({"a": torch.zeros(1)}), file="f", files={"f": b""}), "twice"),
+        (SavedComponent(tensors={"z": torch.zeros(2, dtype=torch.complex64)}), "complex64, which safetensors"),
+        (SavedComponent(tensors={"m": torch.zeros(2, device="meta")}), "not a dense tensor"),
+        (SavedComponent(tensors={"f": freed()}), "not a dense tensor"),
+        (SavedComponent(tensors={"s": TensorSlice(tensor=torch.zeros(2), shape=(4,), start=(0,))}), "Give the"),
+        (SavedComponent(tensors={"a": torch.zeros(1)}, file="f", files={"f": b""}), "twice"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_saved_is_refused_by_the_call(component, message):
@@ -217,7 +217,7 @@ def test_files_that_are_there_already_are_shared_and_checked(store, tmp_path):
     outside = tmp_path / "tokenizer.model"
     outside.write_bytes(b"outside")
     with CheckpointWriter(store) as writer:
-        first = SaveRequest(step=1, components={"reference": SavedComponent(tensors=items({"w": torch.ones(3)}))})
+        first = SaveRequest(step=1, components={"reference": SavedComponent(tensors={"w": torch.ones(3)})})
         writer.save(first)
         writer.drain()
         link = ExistingFile(path="reference/model.safetensors")

@@ -17,10 +17,11 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.direct_io import FileImage
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
+from verl.checkpoint.core.safetensors_format import model_files
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import verify
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
+from verl.checkpoint.save.buffer_layout import SavedComponent, TensorSlice
 from verl.checkpoint.save.save_executor import execute_save
 from verl.checkpoint.save.save_request import (
     MultiWriterSave,
@@ -32,7 +33,7 @@ from verl.checkpoint.save.save_request import (
 )
 from verl.errors import CheckpointIncomplete
 from verl.resharding.layout import Layout, Mesh, TensorLayout, volume
-from verl.workers.rank_checkpoint import assign_slices, model_files, owners
+from verl.workers.rank_checkpoint import assign_slices, owners
 
 CONTENT = b'{"version": 1}'
 VALUES = torch.arange(12.0).view(4, 3)
@@ -62,8 +63,8 @@ class Two:
     def write(self, joint: MultiWriterSave, rank: int, offset: int = 0) -> None:
         """A participant's half of a tensor."""
         start = 2 * rank + offset
-        half = TensorItem(name="m", tensor=VALUES[start : start + 2], shape=(4, 3), start=(start, 0))
-        component = SavedComponent(tensors=[half], file=f"optim_state_rank_{rank}.safetensors")
+        half = TensorSlice(tensor=VALUES[start : start + 2], shape=(4, 3), start=(start, 0))
+        component = SavedComponent(tensors={"m": half}, file=f"optim_state_rank_{rank}.safetensors")
         own = MultiWriterSave(directory=joint.directory, name=f"rank_{rank}")
         request = SaveRequest(step=1, components={"optimizer": component}, multi_writer=own)
         store = CheckpointStore(self.store.directory, "r", claim=self.claim)
@@ -212,7 +213,7 @@ def test_every_element_is_written_once_by_one_who_holds_it_and_by_all_alike(size
 def test_the_files_of_a_model_hold_every_tensor_once_and_the_index_says_where(ranks, limit):
     sizes = {name: 4 * volume([(0, n) for n in shape]) for name, shape in SHAPES.items()}
     owner = owners(sizes, ranks)
-    files, index = model_files(sizes, owner, ranks, limit)
+    files, index = model_files([{n: sizes[n] for n in sizes if owner[n] == rank} for rank in range(ranks)], limit)
     there = {name: file for own in files for file, names in own.items() for name in names}
     assert sorted(there) == sorted(sizes)
     assert all(owner[name] == rank for rank, own in enumerate(files) for names in own.values() for name in names)

@@ -18,7 +18,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
+from verl.checkpoint.save.buffer_layout import SavedComponent
 from verl.checkpoint.save.save_request import SaveRequest
 from verl.errors import CheckpointNotFound
 
@@ -181,19 +181,13 @@ class Ours:
         moments = {f"{n}.{key}": value for n, of in optimizer["state"].items() for key, value in of.items()}
         settings = json.dumps({"param_groups": optimizer["param_groups"]}).encode()
         components = {
-            "actor": SavedComponent(
-                tensors=_items(state["model"]), constant_files={"tokenizer.json": b'{"constant": 1}'}
-            ),
+            "actor": SavedComponent(tensors=state["model"], constant_files={"tokenizer.json": b'{"constant": 1}'}),
             "optimizer": SavedComponent(
-                tensors=_items(moments), file="optimizer.safetensors", files={"settings.json": settings}
+                tensors=moments, file="optimizer.safetensors", files={"settings.json": settings}
             ),
-            "rng": SavedComponent(tensors=_items({"torch": state["rng"]}), file="rng.safetensors"),
+            "rng": SavedComponent(tensors={"torch": state["rng"]}, file="rng.safetensors"),
         }
         return SaveRequest(step=training.step, components=components, state={"scheduler": state["scheduler"]})
-
-
-def _items(tensors: dict[str, torch.Tensor]) -> list[TensorItem]:
-    return [TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()]
 
 
 def _loaded(path: Path) -> Resumed:

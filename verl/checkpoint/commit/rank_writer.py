@@ -21,11 +21,12 @@ from verl.checkpoint.core.filesystem import (
     FileSystem,
     clone,
     duplicate,
+    holds_leaves,
     make_directories,
     write_errors,
     write_file,
 )
-from verl.checkpoint.core.hashing import LEAF_BYTES, Leaf, digest_of, hash_buffers
+from verl.checkpoint.core.hashing import LEAF_BYTES, Leaf, hash_buffers
 from verl.checkpoint.core.manifest import STATE, FileEntry, LogicalTensor, checked_path
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointWriteFailed, FileFault
 
@@ -75,14 +76,7 @@ class DedupIndex:
     def _is_intact(self, source: Path, entry: FileEntry) -> bool:
         if self._disk.status(source).st_size != entry.size:
             return False
-        if entry.size > SMALL_BYTES:
-            return True
-        begin = 0
-        for leaf in entry.leaves:
-            if digest_of(self._disk.read_range(source, begin, leaf.size)) != leaf.blake3:
-                return False
-            begin += leaf.size
-        return True
+        return entry.size > SMALL_BYTES or holds_leaves(self._disk, source, entry.leaves)
 
     def _path(self, entry: FileEntry) -> Path:
         return self._directory / f"{entry.blake3}-{entry.size}"

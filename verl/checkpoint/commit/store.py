@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from verl.checkpoint.commit.fencing import ClaimedDirectory
 from verl.checkpoint.commit.rank_writer import DedupIndex
 from verl.checkpoint.commit.transaction import SaveTransaction
 from verl.checkpoint.core.filesystem import (
-    FileHandle,
     FileSystem,
     is_directory,
     readable_size,
-    remove_content,
     remove_tree,
     write_errors,
 )
@@ -91,10 +89,15 @@ class CheckpointStore(ClaimedDirectory):
         directory = self.directory / STAGING / f"{step}-{secrets.token_hex(6)}"
         with write_errors(f"beginning the save of step {step}"), self.locked():
             self.check_claim()
-            self._try_to_remove_leftovers()
+            try:
+                self._remove_leftovers()
+            except OSError as error:  # they take space and do no harm
+                log.warning("leftovers of earlier saves could not be removed: %s", error)
             self.disk.make_directory(directory)
             self.disk.sync_directory(directory.parent)
-            lock = self._lock_staging(directory)
+            lock = None
+            with contextlib.suppress(OSError):  # by the lock, others see that the save is not abandoned
+                lock = self.disk.lock(directory)
         return SaveTransaction(self, directory, step, tag, participants, lock)
 
     def remove_leftovers(self) -> int:
@@ -107,6 +110,28 @@ class CheckpointStore(ClaimedDirectory):
         with self.locked(), write_errors("removing leftovers"):
             self.check_claim()
             return self._remove_leftovers()
+
+    def leftovers(self) -> Iterator[Path]:
+        """Leftovers of dead processes: the trash, and staged saves without a lock, each locked while it is looked at.
+
+        Under the lock of the store a save is either not begun or has its own lock.
+        """
+        for part in (STAGING, TRASH):
+            inside = self.directory / part
+            for path in [inside / name for name in self.disk.names(inside)] if self.exists(inside) else []:
+                if part == TRASH or not is_directory(self.disk, path):
+                    yield path
+                    continue
+                try:
+                    lock = self.disk.lock(path)
+                except OSError:  # no locks here: what may be alive is left alone
+                    continue
+                if lock is not None:
+                    try:
+                        yield path
+                    finally:
+                        with contextlib.suppress(OSError):
+                            self.disk.close(lock)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -125,34 +150,5 @@ class CheckpointStore(ClaimedDirectory):
                 "nothing was written. Remove files there"
             )
 
-    def _lock_staging(self, directory: Path) -> FileHandle | None:
-        """A lock on a staging directory, released when the process ends, so that others can detect abandoned saves."""
-        with contextlib.suppress(OSError):
-            return self.disk.lock(directory)
-        return None
-
-    def _try_to_remove_leftovers(self) -> None:
-        try:
-            self._remove_leftovers()
-        except OSError as error:  # they take space and do no harm
-            log.warning("leftovers of earlier saves could not be removed: %s", error)
-
     def _remove_leftovers(self) -> int:
-        freed = 0
-        for name in self.disk.names(self.directory / STAGING):
-            path = self.directory / STAGING / name
-            if not is_directory(self.disk, path):
-                freed += remove_tree(self.disk, path)
-                continue
-            try:
-                lock = self.disk.lock(path)
-            except OSError:  # no locks here: what may be alive is left alone
-                continue
-            if lock is None:
-                continue
-            try:
-                freed += remove_tree(self.disk, path)
-            finally:
-                with contextlib.suppress(OSError):
-                    self.disk.close(lock)
-        return freed + remove_content(self.disk, self.directory / TRASH)
+        return sum(remove_tree(self.disk, path) for path in self.leftovers())

@@ -136,7 +136,7 @@ class SaveTransaction:
                 return newest
             if COMMIT not in names:
                 return None
-            return self._rename(open_checkpoint(self._disk, self.directory).manifest)
+            return self.rename(open_checkpoint(self._disk, self.directory).manifest)
 
     def abort(self) -> None:
         """Remove everything that was written. No effect after a commit or a second call."""
@@ -194,15 +194,15 @@ class SaveTransaction:
         data = manifest.to_bytes()
         write_by_rename(self._disk, self.directory / MANIFEST, data)
         write_by_rename(self._disk, self.directory / COMMIT, commit_line(data))  # still below staging/: not visible yet
-        return self._rename(manifest)
+        return self.rename(manifest)
 
-    def _rename(self, manifest: Manifest) -> Checkpoint:
-        """Rename a complete staging directory, with `COMMIT`, to its final name."""
+    def rename(self, manifest: Manifest, name: str | None = None) -> Checkpoint:
+        """Rename a complete staging directory, with `COMMIT`, to its final name. The lock of the store must be held."""
         remove_tree(self._disk, self.directory / REPORTS)  # last: recovery after a kill needs them
         open_verified(self._disk, self.directory)  # nothing is published that discovery would refuse
         for directory in files_below(self._disk, self.directory)[1]:
             self._disk.sync_directory(directory)
-        target = self._store.rename_into_place(self.directory, self.tag or f"global_step_{self.step}")
+        target = self._store.rename_into_place(self.directory, name or self.tag or f"global_step_{self.step}")
         self._disk.sync_directory(self.directory.parent)
         self._disk.sync_directory(target.parent)
         self._store.point_latest(target.name)

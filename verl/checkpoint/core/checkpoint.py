@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from verl.checkpoint.core.manifest import (
     MANIFEST,
     MANIFEST_LIMIT_BYTES,
     STATE,
+    FileEntry,
     LogicalTensor,
     Manifest,
     ManifestError,
@@ -76,6 +77,27 @@ class Checkpoint:
         overlapping = [t for t, part in parts if part.offset < end and begin < part.offset + t.slice_bytes(part)]
         return tuple(tensor.full_name for tensor in overlapping)
 
+    def fault(self, file: str, problem: str, begin: int = 0, end: float = math.inf) -> FileFault:
+        """A fault of a file, or of a range of it, with the tensors there."""
+        return FileFault(file, problem, self.tensors_in(file, begin, end))
+
+    def checked_leaves(self, entry: FileEntry, leaves: Iterable[bytes], of: str = "") -> Iterator[bytes]:
+        """The leaves of a file, each given once it is known to be what was written.
+
+        Args:
+            of: what they are bytes of, if not of the file, for the message.
+        Raises:
+            CheckpointCorrupt: one is not; names the tensors.
+        """
+        begin = 0
+        for leaf, data in zip(entry.leaves, leaves):
+            end = begin + leaf.size
+            if digest_of(data) != leaf.blake3:
+                problem = f"bytes {begin} to {end}{of} are not those that were written"
+                raise CheckpointCorrupt(self.directory, [self.fault(entry.path, problem, begin, end)])
+            yield data
+            begin = end
+
     def path(self, file: str) -> Path:
         """Absolute path of one of its files."""
         return self.directory / file
@@ -95,14 +117,22 @@ def open_checkpoint(disk: FileSystem, directory: Path) -> Checkpoint:
     if commit != commit_line(data):
         problem = f"it is not the manifest that {COMMIT} names (its digest is {digest_of(data)[:16]}...)"
         raise CheckpointCorrupt(directory, [FileFault(MANIFEST, problem)])
+    return Checkpoint(directory, parse_manifest(directory, data))
+
+
+def parse_manifest(directory: Path, data: bytes) -> Manifest:
+    """The content of a `manifest.json`.
+
+    Args:
+        directory: of the checkpoint, for messages.
+    Raises:
+        CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld: it is not one, or of a format that is not read.
+    """
     try:
-        return Checkpoint(directory, Manifest.from_bytes(data))
-    except ManifestTooNew as error:
-        raise CheckpointTooNew(directory, [FileFault(MANIFEST, str(error))]) from error
-    except ManifestTooOld as error:
-        raise CheckpointTooOld(directory, [FileFault(MANIFEST, str(error))]) from error
+        return Manifest.from_bytes(data)
     except ManifestError as error:
-        raise CheckpointCorrupt(directory, [FileFault(MANIFEST, str(error))]) from error
+        kinds = {ManifestTooNew: CheckpointTooNew, ManifestTooOld: CheckpointTooOld}
+        raise kinds.get(type(error), CheckpointCorrupt)(directory, [FileFault(MANIFEST, str(error))]) from error
 
 
 def read_state(disk: FileSystem, published: Checkpoint) -> dict[str, Any]:

@@ -9,20 +9,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from verl.checkpoint.core.hashing import Leaf, LeafHasher, blocks, flat_view
+from verl.checkpoint.core.hashing import LEAF_BYTES, Leaf, LeafHasher, blocks, digest_of, flat_view
 from verl.errors import CheckpointReadFailed, CheckpointWriteFailed, NoSpaceForCheckpoint, VerlError
 from verl.utils.external_input import open_regular
 from verl.utils.progress import report
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Callable[..., Any])
 
 FICLONE = 0x40049409  # ioctl: let this file share the blocks of another one, until either is changed
 NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
@@ -48,8 +51,18 @@ class FreeSpace:
     inodes: int | None
 
 
+def _operation(method: M) -> M:
+    """Have a method of `FileSystem` run by `perform`, under the method's name."""
+
+    @functools.wraps(method)
+    def run(self: FileSystem, *args: Any, **kwargs: Any) -> Any:
+        return self.perform(method.__name__, functools.partial(method, self, **kwargs), *args)
+
+    return cast(M, run)
+
+
 class FileSystem:
-    """The file system. Each method is one operation and raises the system's OSError.
+    """The file system. Each public method is one operation and raises the system's OSError.
 
     Below a directory given to `contain`, no symbolic link is followed: each directory on the way is opened from the one
     above it, so that nobody who can write there leads an operation elsewhere. The directory itself may be a link.
@@ -63,113 +76,159 @@ class FileSystem:
             self._contained = (*self._contained, directory)
 
     def perform(self, operation: str, call: Callable[..., T], *args: Any) -> T:
-        """Run one operation, a callable. Tests override this method; all methods below access the file system only
-        through it."""
+        """Run one operation, a callable. Tests override this method; all methods below run through it."""
         result = call(*args)
         report()
         return result
 
+    @_operation
     def create(self, path: Path) -> FileHandle:
         """Open a file that must not exist yet."""
-        return self.perform("create", self._create, path)
+        return FileHandle(path, self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
 
+    @_operation
     def create_direct(self, path: Path) -> FileHandle:
         """Create a file for direct I/O with `write_at`; it must not exist yet.
 
         Raises:
             OSError: one of NO_DIRECT if the file system has no direct I/O; an empty file may have been created.
         """
-        return self.perform("create_direct", self._create_direct, path)
+        return FileHandle(path, self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o644))
 
+    @_operation
     def write(self, handle: FileHandle, data: memoryview) -> int:
         """One write call; may write fewer bytes than given."""
-        return self.perform("write", _write, handle, data)
+        return os.write(handle.fd, data)
 
+    @_operation
     def write_at(self, handle: FileHandle, data: memoryview, offset: int) -> int:
         """One write call at an offset of the file; may write fewer bytes than given."""
-        return self.perform("write_at", _write_at, handle, data, offset)
+        return os.pwrite(handle.fd, data, offset)
 
+    @_operation
     def truncate(self, handle: FileHandle, size: int) -> None:
         """Cut a file off."""
-        self.perform("truncate", _truncate, handle, size)
+        os.ftruncate(handle.fd, size)
 
+    @_operation
     def clone(self, handle: FileHandle, source: Path) -> None:
         """Fill a new file with the blocks of another one (reflink)."""
-        self.perform("clone", self._clone, handle, source)
+        fd = self._open_to_read(source)
+        try:
+            fcntl.ioctl(handle.fd, FICLONE, fd)
+        finally:
+            os.close(fd)
 
+    @_operation
     def sync(self, handle: FileHandle) -> None:
         """Make the content of a file durable. After a failure the file must be given up: the kernel may have dropped
         the pages, and a second call would report success."""
-        self.perform("sync", _sync, handle)
+        os.fsync(handle.fd)
 
+    @_operation
     def close(self, handle: FileHandle) -> None:
         """Close a file or release a lock."""
-        self.perform("close", _close, handle)
+        os.close(handle.fd)
 
+    @_operation
     def sync_directory(self, path: Path) -> None:
         """Make the names in a directory durable."""
-        self.perform("sync_directory", self._sync_directory, path)
+        fd = self._open_directory(path)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
+    @_operation
     def make_directory(self, path: Path) -> None:
         """Make a directory that must not exist yet."""
-        self.perform("make_directory", self._make_directory, path)
+        with self._at(path) as (fd, name):
+            os.mkdir(name, dir_fd=fd)
 
+    @_operation
     def rename(self, source: Path, target: Path) -> None:
         """Rename. A file replaces a file; a directory never replaces one that holds anything."""
-        self.perform("rename", self._rename, source, target)
+        with self._at(source) as (from_fd, old), self._at(target) as (to_fd, new):
+            os.rename(old, new, src_dir_fd=from_fd, dst_dir_fd=to_fd)
 
+    @_operation
     def link(self, source: Path, target: Path) -> None:
         """Give a file a second name."""
-        self.perform("link", self._link, source, target)
+        with self._at(source) as (from_fd, old), self._at(target) as (to_fd, new):
+            os.link(old, new, src_dir_fd=from_fd, dst_dir_fd=to_fd, follow_symlinks=False)
 
+    @_operation
     def symlink(self, pointing_to: str, path: Path) -> None:
         """Make a symbolic link."""
-        self.perform("symlink", self._symlink, pointing_to, path)
+        with self._at(path) as (fd, name):
+            os.symlink(pointing_to, name, dir_fd=fd)
 
+    @_operation
     def unlink(self, path: Path) -> None:
         """Remove the name of a file."""
-        self.perform("unlink", self._unlink, path)
+        with self._at(path) as (fd, name):
+            os.unlink(name, dir_fd=fd)
 
+    @_operation
     def remove_directory(self, path: Path) -> None:
         """Remove an empty directory."""
-        self.perform("remove_directory", self._remove_directory, path)
+        with self._at(path) as (fd, name):
+            os.rmdir(name, dir_fd=fd)
 
+    @_operation
     def read(self, path: Path, limit: int) -> bytes:
         """A whole file of at most `limit` bytes.
 
         Raises:
             OSError: EFBIG if it is larger, EINVAL if it is not a regular file; likewise for the other reads.
         """
-        return self.perform("read", self._read, path, limit)
+        with open(self._open_to_read(path), "rb", buffering=0) as file:
+            data = _read_up_to(file, limit + 1)
+        if len(data) > limit:
+            raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
+        return data
 
+    @_operation
     def read_range(self, path: Path, begin: int, size: int) -> bytes:
         """A range of a file; fewer than `size` bytes at the end of the file."""
-        return self.perform("read_range", self._read_range, path, begin, size)
+        with open(self._open_to_read(path), "rb", buffering=0) as file:
+            file.seek(begin)
+            return _read_up_to(file, size)
 
+    @_operation
     def map(self, path: Path) -> memoryview:
         """Map a whole file read-only."""
-        return self.perform("map", self._map, path)
+        return self._map(path, mmap.ACCESS_READ)
 
+    @_operation
     def map_private(self, path: Path) -> memoryview:
         """Map a whole file copy-on-write: changes stay in this process and are not written to the file."""
-        return self.perform("map_private", self._map_private, path)
+        return self._map(path, mmap.ACCESS_COPY)
 
+    @_operation
     def names(self, path: Path) -> list[str]:
         """Sorted names in a directory."""
-        return self.perform("names", self._names, path)
+        if not self._is_inside(path):
+            return sorted(os.listdir(path))
+        fd = self._open_directory(path)
+        try:
+            return sorted(os.listdir(fd))
+        finally:
+            os.close(fd)
 
+    @_operation
     def status(self, path: Path) -> os.stat_result:
         """Size, kind and number of links of a file; symbolic links are not followed."""
-        return self.perform("status", self._status, path)
+        with self._at(path) as (fd, name):
+            return os.stat(name, dir_fd=fd, follow_symlinks=False)
 
-    def pointed_to(self, path: Path) -> str:
-        """The target of a symbolic link."""
-        return self.perform("pointed_to", self._pointed_to, path)
-
+    @_operation
     def space(self, path: Path) -> FreeSpace:
         """Free space for this user on the file system of `path`."""
-        return self.perform("space", _space, path)
+        stats = os.statvfs(path)
+        return FreeSpace(stats.f_bavail * stats.f_frsize, stats.f_favail if stats.f_files else None)
 
+    @_operation
     def lock(self, path: Path) -> FileHandle | None:
         """Lock a file or directory exclusively until it is closed or the process ends; None if another process holds
         it.
@@ -177,17 +236,19 @@ class FileSystem:
         Raises:
             OSError: one of NO_LOCK if the file system has no locks.
         """
-        return self.perform("lock", self._lock, path)
+        fd = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+            raise
+        return FileHandle(path, fd)
 
-    def lock_waiting(self, path: Path, shared: bool = False) -> FileHandle:
-        """Like `lock`, but wait until the current holder releases it.
-
-        Args:
-            shared: take a shared lock instead of an exclusive one.
-        """
-        return self.perform("lock_waiting", self._lock_waiting, path, shared)
-
-    # -- operations relative to a directory ----------------------------------------------------------------------------
+    # -- paths relative to a contained directory ----------------------------------------------------------------------
 
     def _is_inside(self, path: Path) -> bool:
         """Whether a path is below a contained directory."""
@@ -223,126 +284,25 @@ class FileSystem:
         with self._at(path) as (fd, name):
             return open_regular(name, fd, follow=fd is None)
 
-    def _create(self, path: Path) -> FileHandle:
-        return FileHandle(path, self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-
-    def _create_direct(self, path: Path) -> FileHandle:
-        if not hasattr(os, "O_DIRECT"):
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(path))
-        return FileHandle(path, self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o644))
-
-    def _clone(self, handle: FileHandle, source: Path) -> None:
-        fd = self._open_to_read(source)
-        try:
-            fcntl.ioctl(handle.fd, FICLONE, fd)
-        finally:
-            os.close(fd)
-
-    def _sync_directory(self, path: Path) -> None:
-        fd = self._open_directory(path)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
     def _open_directory(self, path: Path) -> int:
         with self._at(path) as (fd, name):
             if fd is None:
                 return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             return _open_below(fd, name, path, os.O_RDONLY)
 
-    def _make_directory(self, path: Path) -> None:
-        self._by_name(os.mkdir, path)
-
-    def _by_name(self, call: Callable[..., Any], path: Path) -> None:
-        with self._at(path) as (fd, name):
-            call(name, dir_fd=fd)
-
-    def _rename(self, source: Path, target: Path) -> None:
-        with self._at(source) as (from_fd, old), self._at(target) as (to_fd, new):
-            os.rename(old, new, src_dir_fd=from_fd, dst_dir_fd=to_fd)
-
-    def _link(self, source: Path, target: Path) -> None:
-        with self._at(source) as (from_fd, old), self._at(target) as (to_fd, new):
-            os.link(old, new, src_dir_fd=from_fd, dst_dir_fd=to_fd, follow_symlinks=False)
-
-    def _symlink(self, pointing_to: str, path: Path) -> None:
-        with self._at(path) as (fd, name):
-            os.symlink(pointing_to, name, dir_fd=fd)
-
-    def _unlink(self, path: Path) -> None:
-        self._by_name(os.unlink, path)
-
-    def _remove_directory(self, path: Path) -> None:
-        self._by_name(os.rmdir, path)
-
-    def _read(self, path: Path, limit: int) -> bytes:
+    def _map(self, path: Path, access: int) -> memoryview:
         with open(self._open_to_read(path), "rb", buffering=0) as file:
-            data = bytearray()
-            while len(data) <= limit and (piece := file.read(min(2**20, limit + 1 - len(data)))):
-                data += piece
-        if len(data) > limit:
-            raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
-        return bytes(data)
+            if os.fstat(file.fileno()).st_size:
+                return memoryview(mmap.mmap(file.fileno(), 0, access=access))
+            return memoryview(b"" if access == mmap.ACCESS_READ else bytearray())
 
-    def _read_range(self, path: Path, begin: int, size: int) -> bytes:
-        with open(self._open_to_read(path), "rb", buffering=0) as file:
-            file.seek(begin)
-            data = bytearray()
-            while len(data) < size and (piece := file.read(size - len(data))):
-                data += piece
-        return bytes(data)
 
-    def _map(self, path: Path) -> memoryview:
-        with open(self._open_to_read(path), "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
-
-    def _map_private(self, path: Path) -> memoryview:
-        with open(self._open_to_read(path), "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else bytearray())
-
-    def _names(self, path: Path) -> list[str]:
-        if not self._is_inside(path):
-            return sorted(os.listdir(path))
-        fd = self._open_directory(path)
-        try:
-            return sorted(os.listdir(fd))
-        finally:
-            os.close(fd)
-
-    def _status(self, path: Path) -> os.stat_result:
-        with self._at(path) as (fd, name):
-            return os.stat(name, dir_fd=fd, follow_symlinks=False)
-
-    def _pointed_to(self, path: Path) -> str:
-        with self._at(path) as (fd, name):
-            return os.readlink(name, dir_fd=fd)
-
-    def _lock_waiting(self, path: Path, shared: bool) -> FileHandle:
-        fd = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCK:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-                raise
-        return FileHandle(path, fd)
-
-    def _lock(self, path: Path) -> FileHandle | None:
-        fd = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-            raise
-        return FileHandle(path, fd)
+def _read_up_to(file: FileIO, size: int) -> bytes:
+    """The next bytes of a file, fewer at its end; one read may return less than it was asked for."""
+    data = bytearray()
+    while len(data) < size and (piece := file.read(min(LEAF_BYTES, size - len(data)))):
+        data += piece
+    return bytes(data)
 
 
 def _open_below(fd: int, name: str, path: Path, access: int = os.O_PATH) -> int:
@@ -358,31 +318,6 @@ def _open_below(fd: int, name: str, path: Path, access: int = os.O_PATH) -> int:
             kind = f"{name} is a symbolic link, which is not followed in a directory of checkpoints"
             raise OSError(errno.ELOOP, kind, str(path)) from error
         raise
-
-
-def _write(handle: FileHandle, data: memoryview) -> int:
-    return os.write(handle.fd, data)
-
-
-def _write_at(handle: FileHandle, data: memoryview, offset: int) -> int:
-    return os.pwrite(handle.fd, data, offset)
-
-
-def _truncate(handle: FileHandle, size: int) -> None:
-    os.ftruncate(handle.fd, size)
-
-
-def _sync(handle: FileHandle) -> None:
-    os.fsync(handle.fd)
-
-
-def _close(handle: FileHandle) -> None:
-    os.close(handle.fd)
-
-
-def _space(path: Path) -> FreeSpace:
-    stats = os.statvfs(path)
-    return FreeSpace(stats.f_bavail * stats.f_frsize, stats.f_favail if stats.f_files else None)
 
 
 def write_file(disk: FileSystem, path: Path, buffers: Iterable[Any]) -> tuple[Leaf, ...]:
@@ -446,6 +381,16 @@ def clone(disk: FileSystem, source: Path, target: Path) -> bool:
         with contextlib.suppress(FileNotFoundError):
             disk.unlink(target)
         return False
+    return True
+
+
+def holds_leaves(disk: FileSystem, path: Path, leaves: Iterable[Leaf]) -> bool:
+    """Whether a file begins with the bytes that were hashed into these leaves."""
+    begin = 0
+    for leaf in leaves:
+        if digest_of(disk.read_range(path, begin, leaf.size)) != leaf.blake3:
+            return False
+        begin += leaf.size
     return True
 
 

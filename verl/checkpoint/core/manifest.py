@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -246,10 +246,6 @@ class FileEntry:
         leaves = tuple(leaves)
         size = sum(leaf.size for leaf in leaves)
         return cls(path=path, size=size, blake3=file_digest(leaves), leaves=leaves, linked_from=linked_from)
-
-    def at(self, path: str, linked_from: str | None) -> FileEntry:
-        """The same bytes under another path."""
-        return replace(self, path=path, linked_from=linked_from)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from verl.checkpoint.core.manifest import ITEM_BYTES, LogicalTensor, SavedSlice
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.errors import ConfigError
-from verl.resharding.layout import Box, intersection
+from verl.resharding.layout import Box, intersection, within
 
 DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 
@@ -101,7 +101,7 @@ class LazyTensor:
                 return found
             if whole is None:
                 whole = torch.empty([stop - start for start, stop in box], dtype=self.dtype)
-            whole[_within(shared, box)] = found
+            whole[within(shared, box)] = found
         return torch.empty([stop - start for start, stop in box], dtype=self.dtype) if whole is None else whole
 
     def _rows(self, part: SavedSlice, box: Box) -> torch.Tensor:
@@ -121,10 +121,6 @@ class LazyTensor:
 def lazy_tensors(reader: CheckpointReader, component: str) -> dict[str, LazyTensor]:
     """The tensors of a component by name; nothing is read yet."""
     return {tensor.name: LazyTensor(reader, tensor) for tensor in reader.tensors(component)}
-
-
-def _within(part: Box, whole: Box) -> tuple[slice, ...]:
-    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, whole, strict=True))
 
 
 def as_torch(data: memoryview, tensor: LogicalTensor) -> torch.Tensor:

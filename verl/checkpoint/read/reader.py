@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.core.hashing import Leaf, digest_of
+from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import ITEM_BYTES, FileEntry, LogicalTensor, SavedSlice
 from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, FileFault
 
@@ -99,24 +99,16 @@ class CheckpointReader:
         tensor = self._tensors.get((component, name))
         if tensor is None:
             raise CheckpointNotFound(f"{self.published.directory} has no tensor {component}/{name}")
-        return self.assemble(tensor, (0,) * len(tensor.shape), tensor.shape)
-
-    def assemble(self, tensor: LogicalTensor, start: tuple[int, ...], extent: tuple[int, ...]) -> memoryview:
-        """The bytes of a rectangular part of a tensor; reads only the slices that overlap it."""
+        whole = (0,) * len(tensor.shape), tensor.shape
+        if single := [part for part in tensor.slices if (part.start, part.extent) == whole]:
+            return self._slice(tensor, single[0])
+        result = memoryview(bytearray(tensor.num_bytes))
         for part in tensor.slices:
-            if (part.start, part.extent) == (start, extent):
-                return self._slice(tensor, part)
-        item = ITEM_BYTES[tensor.dtype]
-        result = memoryview(bytearray(math.prod(extent) * item))
-        for part in tensor.slices:
-            low = tuple(map(max, part.start, start))
-            high = tuple(min(a, b + size) for a, b, size in zip(part.end, start, extent))
-            if any(a >= b for a, b in zip(low, high)):
-                continue
-            source = self._slice(tensor, part)
-            size = tuple(b - a for a, b in zip(low, high))
-            for begin, length, target in _runs(low, size, part.start, part.extent, start, extent):
-                result[target * item : (target + length) * item] = source[begin * item : (begin + length) * item]
+            held, begin = self._slice(tensor, part), 0
+            for offset, length in _runs(part, tensor.shape):
+                low, size = offset * ITEM_BYTES[tensor.dtype], length * ITEM_BYTES[tensor.dtype]
+                result[low : low + size] = held[begin : begin + size]
+                begin += size
         return result if self.writable else result.toreadonly()
 
     def digest(self, without: Collection[str] = ()) -> str:
@@ -162,46 +154,19 @@ class CheckpointReader:
                 break
             if not checked[number] and digest_of(data[low:high]) != entry.leaves[number].blake3:
                 problem = f"bytes {low} to {high} are not those that were written"
-                tensors = self.published.tensors_in(entry.path, low, high)
-                raise CheckpointCorrupt(self.published.directory, [FileFault(entry.path, problem, tensors)])
+                raise CheckpointCorrupt(
+                    self.published.directory, [self.published.fault(entry.path, problem, low, high)]
+                )
             checked[number] = True
 
 
-def _leaves_within(entry: FileEntry, begin: int, end: int) -> Iterator[tuple[int, Leaf]]:
-    """The leaves that overlap a range, each with its offset."""
-    at = 0
-    for leaf in entry.leaves:
-        if at < end and begin < at + leaf.size:
-            yield at, leaf
-        at += leaf.size
-
-
-def _runs(
-    low: tuple[int, ...],
-    size: tuple[int, ...],
-    source_start: tuple[int, ...],
-    source_extent: tuple[int, ...],
-    target_start: tuple[int, ...],
-    target_extent: tuple[int, ...],
-) -> Iterator[tuple[int, int, int]]:
-    """A box as pieces that are contiguous in both: (offset in the source, length, offset in the target) in elements."""
-    # Trailing dimensions that both sides hold whole are one run.
-    whole = len(size)
-    while whole and size[whole - 1] == source_extent[whole - 1] == target_extent[whole - 1]:
-        whole -= 1
-    split = max(whole - 1, 0)
-    length = math.prod(size[split:])
-    for index in itertools.product(*(range(n) for n in size[:split])):
-        first = tuple(a + i for a, i in zip(low, (*index, *(0 for _ in size[split:]))))
-        yield (
-            _offset(first, source_start, source_extent),
-            length,
-            _offset(first, target_start, target_extent),
-        )
-
-
-def _offset(index: tuple[int, ...], start: tuple[int, ...], extent: tuple[int, ...]) -> int:
-    offset = 0
-    for i, first, size in zip(index, start, extent):
-        offset = offset * size + (i - first)
-    return offset
+def _runs(part: SavedSlice, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """The elements of a slice as runs that are contiguous in the whole tensor, in order: (offset there, length)."""
+    last = len(shape) - 1  # of the dimensions over which runs follow each other; those behind it are whole
+    while last > 0 and part.extent[last] == shape[last]:
+        last -= 1
+    for index in itertools.product(*(range(a, b) for a, b in zip(part.start[:last], part.end[:last]))):
+        offset = 0
+        for i, size in zip((*index, *part.start[last:]), shape):
+            offset = offset * size + i
+        yield offset, math.prod(part.extent[last:])

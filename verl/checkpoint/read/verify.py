@@ -8,7 +8,8 @@ full    every byte; names the file and the tensor
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ from verl.checkpoint.core.filesystem import OUT_OF_RESOURCES, FileSystem, files_
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, STATE, FileEntry, content_digest
 from verl.checkpoint.core.safetensors_format import TensorPlace, header_bytes, read_header
-from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, FileFault
+from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, FileFault, VerlError
 from verl.utils.external_input import ExternalInputError, parse_mapping
 
 Level = Literal["quick", "full"]
@@ -70,12 +71,11 @@ def quick_faults(disk: FileSystem, published: Checkpoint) -> tuple[list[FileFaul
     missing, others = [], []
     for entry in published.manifest.files:
         size = sizes.pop(entry.path, None)
-        tensors = published.tensors_in(entry.path)
         if size is None:
-            missing.append(FileFault(entry.path, "it is missing", tensors))
+            missing.append(published.fault(entry.path, "it is missing"))
         elif size != entry.size:
             problem = "it is not a regular file" if size < 0 else f"it has {size} bytes instead of {entry.size}"
-            others.append(FileFault(entry.path, problem, tensors))
+            others.append(published.fault(entry.path, problem))
     others += [FileFault(path, "it is foreign: the manifest does not list it") for path in sizes]
     if not missing and not others:
         others += [*tiling_faults(published)] or [*_header_faults(disk, published), *_index_faults(disk, published)]
@@ -102,7 +102,12 @@ def _index_faults(disk: FileSystem, published: Checkpoint) -> Iterator[FileFault
 
 def full_faults(disk: FileSystem, published: Checkpoint) -> list[FileFault]:
     """Every file whose bytes differ from what was written, with the affected tensors."""
-    faults = [fault for entry in published.manifest.files for fault in _content_faults(disk, published, entry)]
+    # Read, not mapped: a broken sector is an error here, and would be the end of the process there.
+    faults = [
+        fault
+        for entry in published.manifest.files
+        for fault in content_faults(published, entry, partial(disk.read_range, published.path(entry.path)))
+    ]
     if not faults and published.manifest.file(STATE):
         written = read_state(disk, published).get("manifest_checksum")
         if written != content_digest(published.manifest):
@@ -110,18 +115,24 @@ def full_faults(disk: FileSystem, published: Checkpoint) -> list[FileFault]:
     return faults
 
 
-def _content_faults(disk: FileSystem, published: Checkpoint, entry: FileEntry) -> Iterator[FileFault]:
-    path, begin = published.path(entry.path), 0
+def content_faults(published: Checkpoint, entry: FileEntry, read: Callable[[int, int], bytes]) -> Iterator[FileFault]:
+    """The leaves of a file that are not what was written.
+
+    Args:
+        read: returns a leaf, given the offset of its first byte and its size; called in order.
+    """
+    begin = 0
     for leaf in entry.leaves:
         end = begin + leaf.size
         try:
-            # Read, not mapped: a broken sector is an error here, and would be the end of the process there.
-            is_good = digest_of(disk.read_range(path, begin, leaf.size)) == leaf.blake3
+            is_good = digest_of(read(begin, leaf.size)) == leaf.blake3
             problem = f"bytes {begin} to {end} are not those that were written"
+        except VerlError:  # of a store
+            raise
         except OSError as error:
             is_good, problem = False, f"bytes {begin} to {end} cannot be read: {error.strerror or error}"
         if not is_good:
-            yield FileFault(entry.path, problem, published.tensors_in(entry.path, begin, end))
+            yield published.fault(entry.path, problem, begin, end)
         begin = end
 
 
@@ -148,7 +159,7 @@ def _header_faults(disk: FileSystem, published: Checkpoint) -> Iterator[FileFaul
         try:
             places = _places(disk, published, file)
         except ValueError as error:
-            yield FileFault(file, str(error), published.tensors_in(file))
+            yield published.fault(file, str(error))
             continue
         for tensor, part in parts:
             place = places.get(part.key or "")

@@ -5,7 +5,6 @@ there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from verl.checkpoint.commit.store import CheckpointStore
@@ -14,20 +13,19 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import (
     FileSystem,
     duplicate,
-    files_below,
+    holds_leaves,
     make_directories,
     read_errors,
     write_by_rename,
     write_errors,
     write_file,
 )
-from verl.checkpoint.core.hashing import digest_of
-from verl.checkpoint.core.manifest import COMMIT, MANIFEST, FileEntry
+from verl.checkpoint.core.manifest import COMMIT, MANIFEST, FileEntry, commit_line
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.verify import open_verified
 from verl.checkpoint.remote.commit_log import LogRecord
 from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore, object_key, regrouped
-from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, FileFault, ObjectDamaged, ObjectNotFound
+from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, ObjectDamaged, ObjectNotFound
 
 
 def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: bool = False) -> Checkpoint:
@@ -55,9 +53,10 @@ def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: boo
     with begun as staging, write_errors(f"fetching {record.name}"):
         for entry in published.manifest.files:
             _fetch(tier, published, entry, staging.directory / entry.path, staging.directory, store.disk, known)
+        write_by_rename(store.disk, staging.directory / MANIFEST, published.data)
+        write_by_rename(store.disk, staging.directory / COMMIT, commit_line(published.data))
         with store.locked():
-            target = _publish(store, staging.directory, published)
-    fetched = Checkpoint(target, published.manifest)
+            fetched = staging.rename(published.manifest, record.name)
     confirm_upload(store.disk, fetched, record.manifest, tier.store.address)
     return fetched
 
@@ -70,19 +69,6 @@ def local_copy(directory: CheckpointDirectory, manifest: str) -> Checkpoint | No
             if manifest_digest(directory.disk, published) == manifest:
                 return published
     return None
-
-
-def _publish(store: CheckpointStore, staged: Path, published: RemoteCheckpoint) -> Path:
-    write_by_rename(store.disk, staged / MANIFEST, published.data)
-    write_by_rename(store.disk, staged / COMMIT, published.commit)
-    open_verified(store.disk, staged)
-    for directory in files_below(store.disk, staged)[1]:
-        store.disk.sync_directory(directory)
-    target = store.rename_into_place(staged, published.record.name)
-    store.disk.sync_directory(staged.parent)
-    store.disk.sync_directory(target.parent)
-    store.point_latest(target.name)
-    return target
 
 
 def _files_by_content(directory: CheckpointDirectory) -> dict[tuple[str, int], Path]:
@@ -105,38 +91,17 @@ def _fetch(
 ) -> None:
     make_directories(disk, target.parent, root)
     source = known.get((entry.blake3, entry.size))
-    if source is not None and _is_intact(disk, source, entry) and duplicate(disk, source, target):
+    is_intact = False
+    with contextlib.suppress(OSError):
+        is_intact = source is not None and holds_leaves(disk, source, entry.leaves)
+    if source is not None and is_intact and duplicate(disk, source, target):
         return
     try:
-        leaves = write_file(
-            disk, target, _checked(published, entry, tier.store.pieces(object_key(entry), 0, entry.size))
-        )
+        pieces = regrouped(tier.store.pieces(object_key(entry), 0, entry.size), entry)
+        leaves = write_file(disk, target, published.checked_leaves(entry, pieces, " of its object"))
     except ObjectNotFound as error:
-        fault = FileFault(entry.path, "its object is missing", published.tensors_in(entry.path))
+        fault = published.fault(entry.path, "its object is missing")
         raise CheckpointIncomplete(published.directory, [fault]) from error
     except ObjectDamaged as error:
-        fault = FileFault(entry.path, str(error), published.tensors_in(entry.path))
-        raise CheckpointCorrupt(published.directory, [fault]) from error
+        raise CheckpointCorrupt(published.directory, [published.fault(entry.path, str(error))]) from error
     assert leaves == entry.leaves, "each was compared before it was written"
-
-
-def _checked(published: RemoteCheckpoint, entry: FileEntry, pieces: Iterable[bytes]) -> Iterator[bytes]:
-    begin = 0
-    for leaf, data in zip(entry.leaves, regrouped(pieces, entry)):
-        if digest_of(data) != leaf.blake3:
-            problem = f"bytes {begin} to {begin + leaf.size} of its object are not those that were written"
-            tensors = published.tensors_in(entry.path, begin, begin + leaf.size)
-            raise CheckpointCorrupt(published.directory, [FileFault(entry.path, problem, tensors)])
-        begin += leaf.size
-        yield data
-
-
-def _is_intact(disk: FileSystem, path: Path, entry: FileEntry) -> bool:
-    begin = 0
-    for leaf in entry.leaves:
-        with contextlib.suppress(OSError):
-            if digest_of(disk.read_range(path, begin, leaf.size)) == leaf.blake3:
-                begin += leaf.size
-                continue
-        return False
-    return True

@@ -9,30 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.core.checkpoint import Checkpoint, parse_state
+from verl.checkpoint.core.checkpoint import Checkpoint, parse_manifest, parse_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
-from verl.checkpoint.core.manifest import (
-    MANIFEST,
-    MANIFEST_LIMIT_BYTES,
-    STATE,
-    FileEntry,
-    Manifest,
-    ManifestError,
-    ManifestTooNew,
-    ManifestTooOld,
-    commit_line,
-)
+from verl.checkpoint.core.manifest import MANIFEST, MANIFEST_LIMIT_BYTES, STATE, FileEntry
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.read.verify import Level, tiling_faults
+from verl.checkpoint.read.verify import Level, content_faults, tiling_faults
 from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
 from verl.errors import (
     BadCheckpoint,
     CheckpointCorrupt,
     CheckpointIncomplete,
     CheckpointNotFound,
-    CheckpointTooNew,
-    CheckpointTooOld,
     CheckpointUnsupported,
     FileFault,
     ObjectDamaged,
@@ -57,11 +45,6 @@ class RemoteCheckpoint(Checkpoint):
 
     data: bytes
     record: LogRecord
-
-    @property
-    def commit(self) -> bytes:
-        """The content of its COMMIT."""
-        return commit_line(self.data)
 
 
 class RemoteStore:
@@ -102,14 +85,7 @@ class RemoteStore:
             raise CheckpointCorrupt(where, [FileFault(MANIFEST, str(error))]) from error
         if digest_of(data) != record.manifest:
             raise CheckpointCorrupt(where, [FileFault(MANIFEST, "it is not the manifest that the log names")])
-        try:
-            return RemoteCheckpoint(where, Manifest.from_bytes(data), data, record)
-        except ManifestTooNew as error:
-            raise CheckpointTooNew(where, [FileFault(MANIFEST, str(error))]) from error
-        except ManifestTooOld as error:
-            raise CheckpointTooOld(where, [FileFault(MANIFEST, str(error))]) from error
-        except ManifestError as error:
-            raise CheckpointCorrupt(where, [FileFault(MANIFEST, str(error))]) from error
+        return RemoteCheckpoint(where, parse_manifest(where, data), data, record)
 
     def find(self, name: str | None = None) -> LogRecord:
         """The last record of a name; without a name, that of the newest checkpoint.
@@ -133,14 +109,14 @@ class RemoteStore:
         published = self.open(record)
         missing, others = [], list(tiling_faults(published))
         for entry in published.manifest.files:
-            tensors = published.tensors_in(entry.path)
             found = self.store.find(object_key(entry)) if entry.size else None
             if entry.size and found is None:
-                missing.append(FileFault(entry.path, "its object is missing", tensors))
+                missing.append(published.fault(entry.path, "its object is missing"))
             elif found is not None and found.size != entry.size:
-                others.append(FileFault(entry.path, f"its object has {found.size} bytes, not {entry.size}", tensors))
+                others.append(published.fault(entry.path, f"its object has {found.size} bytes, not {entry.size}"))
             elif level == "full":
-                others += self._content_faults(published, entry)
+                pieces = regrouped(self.store.pieces(object_key(entry), 0, entry.size), entry)
+                others += content_faults(published, entry, lambda begin, size, pieces=pieces: next(pieces))
         if missing:
             raise CheckpointIncomplete(published.directory, missing + others)
         if others:
@@ -190,17 +166,6 @@ class RemoteStore:
         """Address of a checkpoint, for messages."""
         return Path(self.store.address.replace("://", ":/"), record.name)
 
-    def _content_faults(self, published: RemoteCheckpoint, entry: FileEntry) -> list[FileFault]:
-        faults, begin = [], 0
-        pieces = regrouped(self.store.pieces(object_key(entry), 0, entry.size), entry)
-        for leaf, data in zip(entry.leaves, pieces):
-            if digest_of(data) != leaf.blake3:
-                problem = f"bytes {begin} to {begin + leaf.size} are not those that were written"
-                tensors = published.tensors_in(entry.path, begin, begin + leaf.size)
-                faults.append(FileFault(entry.path, problem, tensors))
-            begin += leaf.size
-        return faults
-
 
 class RemoteReader(CheckpointReader):
     """Reads one checkpoint of a tier: fetches each leaf that contains requested bytes once, and always hashes it.
@@ -226,7 +191,7 @@ class RemoteReader(CheckpointReader):
                     data[at : at + len(piece)] = piece
                     at += len(piece)
             except (ObjectNotFound, ObjectDamaged) as error:
-                fault = FileFault(entry.path, str(error), self.published.tensors_in(entry.path, low, high))
+                fault = self.published.fault(entry.path, str(error), low, high)
                 raise CheckpointIncomplete(self.published.directory, [fault]) from error
             super()._verify(entry, data, low, high)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
@@ -13,7 +12,7 @@ from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import MANIFEST, FileEntry
 from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
 from verl.checkpoint.remote.remote_store import MANIFESTS, object_key
-from verl.errors import CheckpointCorrupt, CheckpointIncomplete, FileFault
+from verl.errors import CheckpointCorrupt, CheckpointIncomplete
 from verl.storage.store import ObjectStore
 
 SMALL_BYTES, AT_ONCE = 2**20, 4
@@ -100,11 +99,9 @@ class CheckpointUpload:
 
 def checked_pieces(disk: FileSystem, published: Checkpoint, entry: FileEntry, length: int) -> Iterator[bytes]:
     """A file in pieces, each given once it is known to be what was written; a leaf that is a piece is not copied."""
-    path, at, missing = published.path(entry.path), 0, length  # bytes up to the end of the piece
+    missing = length  # bytes up to the end of the piece
     held: list[memoryview] = []
-    for leaf in entry.leaves:
-        data = _leaf(disk, published, entry, path, at, leaf.size, leaf.blake3)
-        at += leaf.size
+    for data in published.checked_leaves(entry, _leaves(disk, published, entry)):
         if missing == length == len(data):
             yield data
             continue
@@ -118,18 +115,16 @@ def checked_pieces(disk: FileSystem, published: Checkpoint, entry: FileEntry, le
         yield b"".join(held)
 
 
-def _leaf(
-    disk: FileSystem, published: Checkpoint, entry: FileEntry, path: Path, begin: int, size: int, blake3: str
-) -> bytes:
-    tensors = published.tensors_in(entry.path, begin, begin + size)
-    try:
-        data = disk.read_range(path, begin, size)
-    except FileNotFoundError as error:
-        raise CheckpointIncomplete(published.directory, [FileFault(entry.path, "it is missing", tensors)]) from error
-    except OSError as error:
-        fault = FileFault(entry.path, f"it cannot be read: {error.strerror or error}", tensors)
-        raise CheckpointCorrupt(published.directory, [fault]) from error
-    if digest_of(data) != blake3:
-        problem = f"bytes {begin} to {begin + size} are not those that were written"
-        raise CheckpointCorrupt(published.directory, [FileFault(entry.path, problem, tensors)])
-    return data
+def _leaves(disk: FileSystem, published: Checkpoint, entry: FileEntry) -> Iterator[bytes]:
+    begin = 0
+    for leaf in entry.leaves:
+        end = begin + leaf.size
+        try:
+            yield disk.read_range(published.path(entry.path), begin, leaf.size)
+        except FileNotFoundError as error:
+            fault = published.fault(entry.path, "it is missing", begin, end)
+            raise CheckpointIncomplete(published.directory, [fault]) from error
+        except OSError as error:
+            fault = published.fault(entry.path, f"it cannot be read: {error.strerror or error}", begin, end)
+            raise CheckpointCorrupt(published.directory, [fault]) from error
+        begin = end

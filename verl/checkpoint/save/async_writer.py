@@ -29,13 +29,13 @@ from verl.checkpoint.save.buffer_layout import lay_out_request
 from verl.checkpoint.save.host_buffer import FAILED, WAIT_EVERY_S, HostBuffer, HostBufferPool, note_progress
 from verl.checkpoint.save.save_request import SaveOutcome, SaveReport, SaveRequest, submit_failure
 from verl.checkpoint.save.snapshot import Snapshot
-from verl.checkpoint.save.writer_client import END_TIMEOUT_S, START_TIMEOUT_S, WriterClient, WriterSettings
+from verl.checkpoint.save.writer_client import END_TIMEOUT_S, START_TIMEOUT_S, WriterClient
 from verl.errors import CheckpointWriteFailed
 from verl.utils.progress import Progress, ProgressWatch
 
 log = logging.getLogger(__name__)
 
-NICENESS = 10
+NUM_COPY_THREADS = min(4, os.cpu_count() or 1)
 CLOSE_TIMEOUT_S = 600.0
 WRITER_TIMEOUT_S = 600.0
 
@@ -83,8 +83,6 @@ class CheckpointWriter:
         mode: `sync` does the same in the caller's thread, without a process.
         when_busy: what `save` does while two saves are under way: wait for one of them, or skip this one and say so.
         retention: applied after every save.
-        niceness: of the writer process, so that training keeps its processors.
-        num_copy_threads: None is one for each processor, at most four.
         timeout_s: without progress, which is treated as the death of the writer process.
     """
 
@@ -95,17 +93,15 @@ class CheckpointWriter:
         mode: Literal["async", "sync"] = "async",
         when_busy: Literal["wait", "skip"] = "wait",
         retention: Retention | None = None,
-        niceness: int = NICENESS,
-        num_copy_threads: int | None = None,
         timeout_s: float = WRITER_TIMEOUT_S,
     ):
         self.store, self.mode, self.when_busy = store, mode, when_busy
-        self._num_copy_threads = num_copy_threads or min(4, os.cpu_count() or 1)
         self._host_buffers = HostBufferPool(most=1 if mode == "sync" else 2)
         self._owner = os.getpid()
-        setting = WriterSettings(mode == "async", niceness, timeout_s)
         self._progress, self._timeout_s = Progress(num_slots=2), timeout_s
-        self._writer_client = WriterClient(store, self._host_buffers, retention, setting, self._progress)
+        self._writer_client = WriterClient(
+            store, self._host_buffers, retention, mode == "async", timeout_s, self._progress
+        )
         self._to_copy: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
         self._to_write: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
         self._last: _Job | None = None
@@ -150,7 +146,7 @@ class CheckpointWriter:
         began = time.perf_counter() if began is None else began
         assert self._is_open, "this writer was closed"
         request, pieces = lay_out_request(request)
-        snapshot = Snapshot(pieces, self._num_copy_threads)
+        snapshot = Snapshot(pieces, NUM_COPY_THREADS)
         host_buffer = self._host_buffers.acquire(self._watch() if self.when_busy == "wait" else None, request.num_bytes)
         if host_buffer is None and self.when_busy == "wait":
             raise self._stands_still()

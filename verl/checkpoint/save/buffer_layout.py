@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,41 +14,30 @@ from verl.checkpoint.core.safetensors_format import (
     DEFAULT_SHARD_BYTES,
     INDEX_NAME,
     MODEL_METADATA,
-    TensorBytes,
+    TensorPlace,
     lay_out,
-    split_into_files,
+    model_files,
 )
+from verl.checkpoint.read.lazy_tensors import TORCH_TYPES
 from verl.checkpoint.save.host_buffer import HEAD_BYTES
 from verl.checkpoint.save.save_request import SaveRequest
 
-DTYPES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.int16: "I16", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.uint32: "U32", torch.int32: "I32", torch.float32: "F32", torch.uint64: "U64",
-    torch.int64: "I64", torch.float64: "F64",
-}  # fmt: skip
+DTYPES = {dtype: name for name, dtype in TORCH_TYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorItem:
-    """A tensor to be saved, or a slice of one.
+class TensorSlice:
+    """A slice of a tensor of which other processes save the rest.
 
     Args:
-        name: within the component, the same whatever the number of writers.
-        tensor: on any device, of any strides; may share memory with others.
-        shape: of the whole tensor, where `tensor` is a slice of it.
+        tensor: the slice.
+        shape: of the whole tensor.
         start: where the slice begins in every dimension.
     """
 
-    name: str
     tensor: torch.Tensor
-    shape: tuple[int, ...] | None = None
-    start: tuple[int, ...] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """That will be written."""
-        return self.tensor.numel() * self.tensor.element_size()
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +45,8 @@ class SavedComponent:
     """One directory of a checkpoint.
 
     Args:
-        tensors: in the order in which a model's shards are filled.
+        tensors: by name, the same whatever the number of writers, in the order in which a model's files are filled; on
+            any device, of any strides, and may share memory. Slices need a `file`.
         file: name of the safetensors file; None is a model as Hugging Face lays it out: `model.safetensors`, or shards
             and an index.
         metadata: of that file, such as `{"format": "pt"}`; a model has it anyway.
@@ -67,7 +56,7 @@ class SavedComponent:
         shards: names of tensors by file, if a model is already split over several writers.
     """
 
-    tensors: Sequence[TensorItem] = ()
+    tensors: Mapping[str, torch.Tensor | TensorSlice] = field(default_factory=dict)
     file: str | None = None
     metadata: Mapping[str, str] | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -88,7 +77,7 @@ def lay_out_request(request: SaveRequest) -> tuple[SaveRequest, list[CopyRegion]
     """The request with the memory layout of all files in place of its components, and the copies into the memory.
 
     Raises:
-        ValueError: a type that safetensors does not know, two files or tensors of one name, a slice without a position.
+        ValueError: a type that safetensors does not know, two files of one name, a slice of a model's tensor.
         TypeError: `state` holds something that is not a plain value.
     """
     layout = _BufferLayout()
@@ -125,22 +114,18 @@ class _BufferLayout:
             self._place(f"{directory}/{name}", [data], is_constant=True)
         if not component.tensors:
             return
-        items = {item.name: item for item in component.tensors}
-        files = {component.file: _descriptions(directory, component)} if component.file else {}
-        metadata, index = component.metadata, None
-        if component.file is None:
-            metadata = {**MODEL_METADATA, **(metadata or {})}
-        if component.shards is not None:
-            described = {tensor.name: tensor for tensor in _descriptions(directory, component)}
-            files = {file: [described[name] for name in names] for file, names in component.shards.items()}
-        elif component.file is None:
-            files, index = split_into_files([*_descriptions(directory, component)], component.max_shard_bytes)
-        for name, described in files.items():
-            path = f"{directory}/{name}"
-            header, places = lay_out([*described], dict(metadata) if metadata else None)
-            self._place(path, [header, *(items[key].tensor for key in places)])
-            for key, place in places.items():
-                self.tensors.append(_logical(directory, items[key], path, place.dtype, place.begin))
+        tensors, index = component.tensors, None
+        places = {name: _place_of(f"{directory}/{name}", x, component.file) for name, x in tensors.items()}
+        metadata = {**(component.metadata or {}), **({} if component.file else MODEL_METADATA)}
+        files = {component.file: list(tensors)} if component.file else component.shards
+        if files is None:
+            sizes = {name: place.num_bytes for name, place in places.items()}
+            (files,), index = model_files([sizes], component.max_shard_bytes)
+        for file, names in files.items():
+            path = f"{directory}/{file}"
+            header, laid_out = lay_out({name: places[name] for name in names}, metadata)
+            self._place(path, [header, *(_local(tensors[name]) for name in laid_out)])
+            self.tensors += [_logical(directory, name, tensors[name], path, laid_out[name]) for name in laid_out]
         if index is not None:
             self._place(f"{directory}/{INDEX_NAME}", [index])
 
@@ -156,27 +141,33 @@ class _BufferLayout:
         self.end += page_aligned(image.num_bytes)
 
 
-def _descriptions(directory: str, component: SavedComponent) -> Iterator[TensorBytes]:
-    """The tensors without their bytes."""
-    for item in component.tensors:
-        where = f"{directory}/{item.name}"
-        if item.tensor.dtype not in DTYPES:
-            raise ValueError(f"{where} is of {item.tensor.dtype}, which safetensors does not know. Save it as another")
-        is_dense = item.tensor.layout is torch.strided and not item.tensor.is_meta
-        if not is_dense or (item.tensor.numel() and not item.tensor.untyped_storage().nbytes()):
-            raise ValueError(f"{where} is not a dense tensor with its own memory")
-        if (item.shape is None) != (item.start is None):
-            raise ValueError(f"{where} is a slice: it needs both `shape`, of the whole tensor, and `start`")
-        if item.shape is not None and component.file is None:
-            raise ValueError(f"{where} is a slice: a model's files hold whole tensors. Give the component a `file`")
-        yield TensorBytes(item.name, DTYPES[item.tensor.dtype], tuple(item.tensor.shape), None)
+def _local(tensor: torch.Tensor | TensorSlice) -> torch.Tensor:
+    return tensor.tensor if isinstance(tensor, TensorSlice) else tensor
 
 
-def _logical(directory: str, item: TensorItem, path: str, dtype: str, offset: int) -> LogicalTensor:
-    extent = tuple(item.tensor.shape)
-    start = item.start if item.start is not None else (0,) * len(extent)
-    part = SavedSlice(file=path, key=item.name, offset=offset, start=start, extent=extent)
-    shape = item.shape if item.shape is not None else extent
-    tensor = LogicalTensor(component=directory, name=item.name, dtype=dtype, shape=shape, slices=(part,))
-    assert math.prod(extent) == item.tensor.numel()
-    return tensor
+def _place_of(where: str, tensor: torch.Tensor | TensorSlice, file: str | None) -> TensorPlace:
+    """The type and shape of a tensor in its file, if it can be saved.
+
+    Args:
+        where: component and name, for messages.
+        file: of its component.
+    """
+    data = _local(tensor)
+    if data.dtype not in DTYPES:
+        raise ValueError(f"{where} is of {data.dtype}, which safetensors does not know. Save it as another")
+    is_dense = data.layout is torch.strided and not data.is_meta
+    if not is_dense or (data.numel() and not data.untyped_storage().nbytes()):
+        raise ValueError(f"{where} is not a dense tensor with its own memory")
+    if isinstance(tensor, TensorSlice) and file is None:
+        raise ValueError(f"{where} is a slice: a model's files hold whole tensors. Give the component a `file`")
+    return TensorPlace(DTYPES[data.dtype], tuple(data.shape))
+
+
+def _logical(
+    directory: str, name: str, tensor: torch.Tensor | TensorSlice, path: str, place: TensorPlace
+) -> LogicalTensor:
+    shape, start = place.shape, (0,) * len(place.shape)
+    if isinstance(tensor, TensorSlice):
+        shape, start = tensor.shape, tensor.start
+    part = SavedSlice(file=path, key=name, offset=place.begin, start=start, extent=place.shape)
+    return LogicalTensor(component=directory, name=name, dtype=place.dtype, shape=shape, slices=(part,))

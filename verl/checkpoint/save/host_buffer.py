@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import mmap
 import os
-import tempfile
 import threading
 import time
 import weakref
@@ -57,11 +56,10 @@ class HostBuffer:
         if self.memory is None or self.num_bytes < num_bytes:
             self.release()
             size = max(page_aligned(num_bytes), mmap.PAGESIZE)
-            self.fd = _anonymous_file()
+            self.fd = os.memfd_create("verl-checkpoint", os.MFD_CLOEXEC)
             try:
                 os.ftruncate(self.fd, size)
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(self.fd, 0, size)
+                os.posix_fallocate(self.fd, 0, size)
                 self.memory = map_shared(self.fd, size)
             except BaseException:
                 self.release()
@@ -169,18 +167,10 @@ def _progress(memory: memoryview) -> int:
 def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
     """Map memory that another process can map too, all of it now; a forked child does not inherit it."""
     memory = mmap.mmap(fd, num_bytes)
-    with contextlib.suppress(OSError, AttributeError):  # neither changes what can be done with it
+    with contextlib.suppress(OSError):  # neither changes what can be done with it
         memory.madvise(mmap.MADV_DONTFORK)
         memory.madvise(MADV_POPULATE_WRITE)
     return memory
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("verl-checkpoint", os.MFD_CLOEXEC)
-    fd, path = tempfile.mkstemp(prefix="verl-checkpoint-")
-    os.unlink(path)
-    return fd
 
 
 def _forget_in_child() -> None:
@@ -190,8 +180,7 @@ def _forget_in_child() -> None:
         host_buffer.release()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def free_main_memory() -> int | None:

@@ -196,8 +196,7 @@ class ExistingFile:
 class SaveRequest:
     """Everything of one save.
 
-    >>> weight = TensorItem(name="weight", tensor=torch.ones(2))
-    >>> weights = SavedComponent(tensors=[weight], files={"config.json": b"{}"})
+    >>> weights = SavedComponent(tensors={"weight": torch.ones(2)}, files={"config.json": b"{}"})
     >>> SaveRequest(step=100, components={"actor": weights}).step
     100
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-from dataclasses import dataclass
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.retention import Retention
@@ -35,36 +34,94 @@ class WriterDied(VerlError, RuntimeError):
     """The writer process ended, or could not be started, or did not answer in time."""
 
 
-class WriterProcess:
-    """A process that executes saves.
+class WriterClient:
+    """Has saves executed, whatever happens to processes. Used by one thread; `give_up` by any.
 
     Args:
-        timeout_s: without progress, which is treated as the death of the process.
-        progress: where it reports it.
+        uses_process: False: this process executes every save.
+        timeout_s: without progress of the process, which is treated as its death.
+        progress: of the process, and of what the trainer does itself.
+    Attributes:
+        num_deaths: of writer processes so far.
     """
 
     def __init__(
-        self, setting: WriterProcessSettings, host_buffers: HostBufferPool, timeout_s: float, progress: Progress
+        self,
+        store: CheckpointStore,
+        host_buffers: HostBufferPool,
+        retention: Retention | None,
+        uses_process: bool,
+        timeout_s: float,
+        progress: Progress,
     ):
-        self._setting, self._host_buffers, self._timeout_s, self._progress = setting, host_buffers, timeout_s, progress
+        self.num_deaths, self._gives_up, self._uses_process = 0, False, uses_process
+        self._store, self._host_buffers, self._retention = store, host_buffers, retention
+        self._timeout_s, self._progress = timeout_s, progress
         self._child: ChildProcess | None = None
 
     @property
     def process_id(self) -> int | None:
-        """None while there is no process."""
+        """None where there is no process just now."""
         return None if self._child is None else self._child.pid
 
-    def start(self) -> None:
-        """Start it, unless it is there.
+    def prepare(self) -> None:
+        """Start the process."""
+        try:
+            self._started()
+        except (CheckpointError, WriterDied) as error:  # the first save will say so
+            log.warning("the checkpoint writer is not there yet: %s", error)
+
+    def carry_out(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveReport:
+        """Write and publish the content of a host buffer.
+
+        Raises:
+            CheckpointError: nothing was published.
+        """
+        for _ in range(ATTEMPTS if self._uses_process else 0):
+            self._progress.advance("starting the checkpoint writer", OF_TRAINER)
+            try:
+                return self._execute_in_process(request, host_buffer)
+            except WriterDied as death:
+                self.num_deaths += 1
+                if self._gives_up:
+                    raise CheckpointWriteFailed(f"step {request.step} was given up by close()") from death
+                log.error("%s; the save is still in memory", death)
+        if self._uses_process:
+            log.error(
+                "the checkpoint writer died %d times: the trainer's process writes step %d", ATTEMPTS, request.step
+            )
+        assert host_buffer.memory is not None
+        self._progress.advance(f"saving step {request.step} in the trainer", OF_TRAINER)
+        with memoryview(host_buffer.memory) as memory, reporting_to(self._progress, OF_TRAINER):
+            return execute_save(self._store, request, filling(memory), self._retention)
+
+    def give_up(self) -> None:
+        """Let what is under way fail."""
+        self._gives_up = True
+        self._kill()
+
+    def end(self) -> None:
+        """Hang up: the process, which has nothing left to do, ends by itself, or is made to."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.end(END_TIMEOUT_S)
+
+    def _started(self) -> ChildProcess:
+        """The process, started unless it is there.
 
         Raises:
             WriterDied: it could not be started.
+            CheckpointError: the directory could not be claimed.
         """
-        self._started()
-
-    def _started(self) -> ChildProcess:
         if self._child is not None:
             return self._child
+        setting = WriterProcessSettings(
+            directory=str(self._store.directory),
+            run_id=self._store.run_id,
+            claim=self._store.claim_directory(),
+            disk_type=type(self._store.disk),
+            retention=self._retention,
+        )
         try:
             child = self._child = ChildProcess(
                 "verl.checkpoint.save.writer_process",
@@ -74,15 +131,14 @@ class WriterProcess:
                 output=2,
                 stuck_s=min(STUCK_S, self._timeout_s),
             )
-            child.begin(self._setting)
+            child.begin(setting)
             child.channel.receive(timeout_s=START_TIMEOUT_S)
         except (OSError, TimeoutError) as error:
-            ending = self.kill()
-            raise WriterDied(f"the checkpoint writer could not be started: {error}{ending}") from error
+            raise WriterDied(f"the checkpoint writer could not be started: {error}{self._kill()}") from error
         return child
 
-    def carry_out(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveReport:
-        """Have a save executed, and wait for it.
+    def _execute_in_process(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveReport:
+        """Have the process execute a save, and wait for it.
 
         Raises:
             WriterDied: its progress is unknown; the save may be retried.
@@ -95,12 +151,12 @@ class WriterProcess:
             child.channel.send(order, [host_buffer.fd])
             answer: WriteReply = child.channel.receive(watch=watch)
         except ChannelClosed as error:
-            raise WriterDied(f"the checkpoint writer died while it saved step {request.step}{self.kill()}") from error
+            raise WriterDied(f"the checkpoint writer died while it saved step {request.step}{self._kill()}") from error
         except TimeoutError as error:
-            found = watch.describe(child.pid, SETTING)
-            self.kill()
+            progress = watch.describe(child.pid, SETTING)
+            self._kill()
             raise WriterDied(
-                f"the checkpoint writer {found}; it was ended, and step {request.step} not saved"
+                f"the checkpoint writer {progress}; it was ended, and step {request.step} not saved"
             ) from error
         if answer.report is None:
             assert answer.error is not None
@@ -109,14 +165,8 @@ class WriterProcess:
             raise error
         return answer.report
 
-    def end(self) -> None:
-        """Hang up: it ends by itself, or is made to."""
-        child, self._child = self._child, None
-        if child is not None:
-            child.end(END_TIMEOUT_S)
-
-    def kill(self) -> str:
-        """End it at once; one that is stopped too. Returns how it ended, or was before, for a message."""
+    def _kill(self) -> str:
+        """End the process at once; one that is stopped too. Returns how it ended, or was before, for a message."""
         child, self._child = self._child, None
         if child is None:
             return ""
@@ -125,100 +175,3 @@ class WriterProcess:
         words = f"it ended with {ended}" if (ended := child.describe_exit()) else child.state()
         child.kill()
         return f" ({words})" if words else ""
-
-
-@dataclass(frozen=True)
-class WriterSettings:
-    """How the process is run; see `CheckpointWriter`."""
-
-    is_used: bool
-    niceness: int
-    timeout_s: float
-
-
-class WriterClient:
-    """Has saves executed, whatever happens to processes. Used by one thread; `give_up` by any.
-
-    Args:
-        progress: of the process, and of what the trainer does itself.
-    Attributes:
-        num_deaths: of writer processes so far.
-    """
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        host_buffers: HostBufferPool,
-        retention: Retention | None,
-        process_setting: WriterSettings,
-        progress: Progress,
-    ):
-        self.num_deaths, self._progress = 0, progress
-        self._store, self._host_buffers, self._retention, self._setting = (
-            store,
-            host_buffers,
-            retention,
-            process_setting,
-        )
-        self._process: WriterProcess | None = None
-        self._gives_up = False
-
-    @property
-    def process_id(self) -> int | None:
-        """None where there is no process just now."""
-        return None if self._process is None else self._process.process_id
-
-    def prepare(self) -> None:
-        """Start the process."""
-        try:
-            self._process = self._process or self._new_process()
-            self._process.start()
-        except (CheckpointError, WriterDied) as error:  # the first save will say so
-            log.warning("the checkpoint writer is not there yet: %s", error)
-
-    def carry_out(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveReport:
-        """Write and publish the content of a host buffer.
-
-        Raises:
-            CheckpointError: nothing was published.
-        """
-        for _ in range(ATTEMPTS if self._setting.is_used else 0):
-            self._progress.advance("starting the checkpoint writer", OF_TRAINER)
-            try:
-                self._process = self._process or self._new_process()
-                return self._process.carry_out(request, host_buffer)
-            except WriterDied as death:
-                self.num_deaths += 1
-                if self._gives_up:
-                    raise CheckpointWriteFailed(f"step {request.step} was given up by close()") from death
-                log.error("%s; the save is still in memory", death)
-        if self._setting.is_used:
-            log.error(
-                "the checkpoint writer died %d times: the trainer's process writes step %d", ATTEMPTS, request.step
-            )
-        assert host_buffer.memory is not None
-        self._progress.advance(f"saving step {request.step} in the trainer", OF_TRAINER)
-        with memoryview(host_buffer.memory) as memory, reporting_to(self._progress, OF_TRAINER):
-            return execute_save(self._store, request, filling(memory), self._retention)
-
-    def give_up(self) -> None:
-        """Let what is under way fail."""
-        self._gives_up = True
-        if self._process is not None:
-            self._process.kill()
-
-    def end(self) -> None:
-        """End the process, which has nothing left to do."""
-        if self._process is not None:
-            self._process.end()
-
-    def _new_process(self) -> WriterProcess:
-        setting = WriterProcessSettings(
-            directory=str(self._store.directory),
-            run_id=self._store.run_id,
-            claim=self._store.claim_directory(),
-            disk_type=type(self._store.disk),
-            retention=self._retention,
-            niceness=self._setting.niceness,
-        )
-        return WriterProcess(setting, self._host_buffers, self._setting.timeout_s, self._progress)

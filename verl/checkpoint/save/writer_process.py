@@ -23,6 +23,7 @@ from verl.utils.child_process.channel import Channel
 from verl.utils.child_process.process import is_parent_alive, run_child
 from verl.utils.progress import Progress, report
 
+NICENESS = 10  # added to the priority value of this process, so that training keeps its processors
 OF_PROCESS, OF_TRAINER = 0, 1  # slots of the progress: what the process does, and what the trainer does itself
 
 
@@ -33,7 +34,6 @@ class WriterProcessSettings:
     Attributes:
         disk_type: class of the store's file system, which is instantiated here.
         claim: on the directory, taken by the trainer.
-        niceness: added to the priority value of this process.
     """
 
     directory: str
@@ -41,7 +41,6 @@ class WriterProcessSettings:
     claim: str
     disk_type: type
     retention: Retention | None
-    niceness: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def serve(channel: Channel, setting: WriterProcessSettings, progress: Progress) 
     """Execute saves until the trainer hangs up."""
     logging.basicConfig(format="checkpoint writer: %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     with contextlib.suppress(OSError):
-        os.nice(setting.niceness)
+        os.nice(NICENESS)
     store = CheckpointStore(setting.directory, setting.run_id, setting.disk_type(), setting.claim)
     channel.send(WriteReply())
     mapped: dict[int, mmap.mmap] = {}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.resume_point import ResumePoint
-from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
+from verl.checkpoint.save.buffer_layout import SavedComponent
 from verl.checkpoint.save.save_request import ExistingFile
 from verl.cluster.rpc import WorkerGroup
 from verl.component import as_plain
@@ -162,8 +162,7 @@ class TensorFile(PartPlace):
     def write(self, state: Mapping[str, Tensor], draft: CheckpointDraft) -> None:
         component, file = self.path.split("/")
         if state:
-            items = [TensorItem(name=name, tensor=tensor) for name, tensor in state.items()]
-            draft.components[component] = SavedComponent(tensors=items, file=file)
+            draft.components[component] = SavedComponent(tensors=state, file=file)
 
     def read(self, saved: _SavedParts) -> Mapping[str, Tensor]:
         return saved.point.read_tensors(self.path.split("/")[0])
@@ -209,9 +208,8 @@ class RngFiles(PartPlace):
         for rank, (theirs, values) in enumerate(state["ranks"]):
             tensors |= {f"rank_{rank}.{name}": tensor for name, tensor in theirs.items()}
             files[f"rank_{rank}.json"] = values
-        items = [TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()]
         small = {name: json_bytes(value) for name, value in files.items()}
-        draft.components["rng"] = SavedComponent(tensors=items, file=self.tensors, files=small)
+        draft.components["rng"] = SavedComponent(tensors=tensors, file=self.tensors, files=small)
 
     def read(self, saved: _SavedParts) -> Mapping[str, Any]:
         point, tensors = saved.point, saved.point.read_tensors("rng")

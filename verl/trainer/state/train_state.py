@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.save.buffer_layout import SavedComponent, TensorItem
+from verl.checkpoint.save.buffer_layout import SavedComponent
 from verl.checkpoint.save.save_request import ExistingFile
 from verl.models.hf_state_dict import ADAPTER_BIN, as_torch_file
 from verl.trainer.state.driver_state import CheckpointDraft, PartStates, json_bytes, place_of
@@ -52,8 +52,7 @@ class TrainState:
             draft.components[name] = SavedComponent(files={IDENTITY: json_bytes(self._identity_of(name, model))})
             draft.existing_files.extend(self._frozen_files(name, model))
         moments = {f"{name}.{key}": x for name, role in here.items() for key, x in role.optimizer.items()}
-        optimizer = [TensorItem(name=name, tensor=tensor) for name, tensor in moments.items()]
-        draft.components["optimizer"] = SavedComponent(tensors=optimizer, file=OPTIMIZER_FILE)
+        draft.components["optimizer"] = SavedComponent(tensors=moments, file=OPTIMIZER_FILE)
         draft.schedule["updates"] = {name: role.updates for name, role in roles.items()}
         for name, part in state.items():
             place_of(name).write(part, draft)
@@ -69,7 +68,7 @@ class TrainState:
             )
         assert self.settings is not None
         return SavedComponent(
-            tensors=[TensorItem(name=name, tensor=tensor) for name, tensor in form.tensors.items()],
+            tensors=form.tensors,
             file=form.file,
             metadata={"format": "pt"},
             files=form.files,
