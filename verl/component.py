@@ -246,7 +246,12 @@ class InvalidValue:
     def __use(self, *_: Any, **__: Any) -> Any:
         raise TypeError("a value with a fault was used")
 
-    __getattr__ = __call__ = __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = __repr__ = __use
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by tools that inspect any object
+            raise AttributeError(name)
+        self.__use()
+
+    __call__ = __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = __repr__ = __use
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __use
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __use
     __hash__ = object.__hash__
