@@ -83,6 +83,14 @@ def test_each_turn_is_a_sample_behind_the_templates_own_rendering(model):
             assert rows["prompts"][row].tolist().count(tokenizer.eos_token_id) == 1 + 2 * number
             text = tokenizer.decode(own).removesuffix("<eos>")
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": turn["observation"]}]
+        line = episodes[rows["episode_ids"][begin] == episodes["episode_ids"]]
+        whole = line["input_ids"][0][line["attention_mask"][0].bool()].tolist()
+        before = rows["input_ids"][begin][rows["attention_mask"][begin].bool()].tolist()
+        assert whole[: len(before)] == before  # its prompt and first turn, and then those of the other rows
+        assert (
+            whole[len(before) :]
+            == rows["responses"][begin + 1 : row + 1][rows["response_mask"][begin + 1 : row + 1]].tolist()
+        )
         assert set(rows["episode_tokens"][begin : row + 1].tolist()) == {sum(t["tokens"] for t in record["turns"])}
         begin = row + 1
     with torch.no_grad():

@@ -31,6 +31,7 @@ from verl.ops.counter_rng import EVALUATION
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
 from verl.rollout.base import GenerationRequest, assemble, sequence_fields
+from verl.rollout.prompt_rows import prompt_tokens, right_padded
 
 End = Literal["", "terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped"]
 ENDS: tuple[End, ...] = ("terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped")
@@ -251,41 +252,29 @@ def episode_batch(
     n, contexts = request.num_samples, None
     if has_rows:
         prompts, contexts = _with_contexts(prompts, n, samples, pad_id)
-    lengths = [sum(len(part.response) for part in parts) for parts in samples]
-    shape = (len(samples), max([1, *lengths]))
-    responses = torch.full(shape, pad_id, dtype=torch.int64)
-    mask, attended = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-    log_probs, rewards = torch.zeros(shape, dtype=dtype), torch.zeros(shape)
-    turn_ids, row_ids = (torch.full(shape, -1, dtype=torch.int64) for _ in range(2))
-    for row, (parts, length) in enumerate(zip(samples, lengths, strict=True)):
-        for whole, columns in (
-            (responses, [part.response for part in parts]),
-            (mask, [part.mask for part in parts]),
-            (log_probs, [part.log_probs for part in parts]),
-            (turn_ids, [part.turns for part in parts]),
-            (rewards, [part.rewards for part in parts]),
-            (row_ids, [[number] * len(part.response) for number, part in enumerate(parts)]),
-        ):
-            whole[row, :length] = torch.tensor(list(chain.from_iterable(columns)), dtype=whole.dtype)
-        attended[row, :length] = True
-    made = assemble(prompts, n, responses, mask, log_probs, pad_id, attended)
-    cut = made["responses"].shape[1]
+
+    def column(name: str, fill: float, dtype: torch.dtype) -> Tensor:
+        return right_padded([list(chain(*(getattr(part, name) for part in parts))) for parts in samples], fill, dtype)
+
+    rows = [[number for number, part in enumerate(parts) for _ in part.response] for parts in samples]
+    row_ids = right_padded(rows, -1, torch.int64)
+    responses, mask = column("response", pad_id, torch.int64), column("mask", False, torch.bool)
+    batch = assemble(prompts, n, responses, mask, column("log_probs", 0.0, dtype), pad_id, row_ids >= 0)
     fields = {
-        "turn_ids": turn_ids[:, :cut],
-        "turn_rewards": rewards[:, :cut],
-        "episode_ids": made["prompt_ids"] * n + made["sample_ids"],
+        "turn_ids": column("turns", -1, torch.int64),
+        "turn_rewards": column("rewards", 0.0, torch.float32),
+        "episode_ids": batch["prompt_ids"] * n + batch["sample_ids"],
     }
     if contexts is not None:
-        fields |= {"row_ids": row_ids[:, :cut], "contexts": contexts}
-    return made.union(DataProto.from_dict(fields, non_tensors={"episode": list(records)}))
+        fields |= {"row_ids": row_ids, "contexts": contexts}
+    return batch.union(DataProto.from_dict(fields, non_tensors={"episode": list(records)}))
 
 
 def _with_contexts(
     prompts: DataProto, n: int, samples: Sequence[Sequence[EpisodeSample]], pad_id: int
 ) -> tuple[DataProto, Tensor]:
     """The prompts, padded to the longest context, and the contexts [E N P] of their episodes, -1 on padding."""
-    tokens, mask = prompts["prompts"], prompts["prompt_mask"]
-    bare = [row[is_token].tolist() for row, is_token in zip(tokens, mask, strict=True)]
+    tokens, mask, bare = prompts["prompts"], prompts["prompt_mask"], prompt_tokens(prompts)
     lines = [[part.prompt for part in parts] or [bare[number // n]] for number, parts in enumerate(samples)]
     longest = max(tokens.shape[1], max((len(line) for of_episode in lines for line in of_episode), default=0))
     contexts = torch.full((len(lines), max(map(len, lines), default=1), longest), -1, dtype=torch.int64)
@@ -299,7 +288,7 @@ def _with_contexts(
 
 @dataclass(frozen=True)
 class _RowIndex:
-    """Where the tokens of episodes lie in their rows.
+    """Positions of the tokens of episodes in their rows.
 
     Attributes:
         is_row: [E N], rows that an episode has.
@@ -360,8 +349,8 @@ def training_rows(episodes: DataProto) -> DataProto:
 
 
 def per_episode(values: DataProto, episodes: DataProto) -> DataProto:
-    """What a role computed of `training_rows(episodes)`, [R T'] and [R], as values of the episodes, [E T] and [E]: of
-    numbers per row that of the first row."""
+    """Values of the episodes, [E T] and [E], from those that a role computed of `training_rows(episodes)`, [R T'] and
+    [R]; of numbers per row that of the first row."""
     if "contexts" not in episodes:
         return values
     index, fields = _RowIndex.of(episodes), {}
@@ -419,14 +408,14 @@ def without_dropped(episodes: DataProto) -> DataProto:
     """
     if "episode" not in episodes.non_tensor_batch:
         return episodes
-    kept = [number for number, record in enumerate(episodes["episode"]) if record["end"] != "dropped"]
-    if not kept:
+    rest = [number for number, record in enumerate(episodes["episode"]) if record["end"] != "dropped"]
+    if not rest:
         raise RolloutError(
             "environment: every episode of this step failed for reasons outside of the model, and was left out "
             "(environment.on_infra). The last: " + "; ".join(episodes["episode"][-1]["infra"][-1:])
         )
-    if len(kept) == len(episodes):
+    if len(rest) == len(episodes):
         return episodes
-    chosen = episodes[kept]
-    chosen["episode"][0]["left_out"] = len(episodes) - len(kept)  # none of these has a turn
+    chosen = episodes[rest]
+    chosen["episode"][0]["left_out"] = len(episodes) - len(rest)  # none of these has a turn
     return chosen

@@ -19,13 +19,7 @@ from typing import Any
 
 from verl.component import BuildContext
 from verl.data.chat_template import ChatTemplate
-from verl.environments.base import (
-    Action,
-    EnvironmentDescription,
-    Fault,
-    Observation,
-    StepResult,
-)
+from verl.environments.base import Action, EnvironmentDescription, Fault, Observation, StepResult
 from verl.environments.calls import STUCK_S, CallResult, CallRunner
 from verl.environments.episode import End, Episode, EpisodeSample, Turn, dropped_with, episode_batch, episode_record
 from verl.environments.journal import EpisodeJournal, JournalEntry, refuse_other_answer
@@ -110,7 +104,8 @@ class EpisodeSampler(ResponseSampler):
         return in_lockstep(self.engine.group.tensor_group, turns, lambda turns: self._played(turns, parts, request))
 
     def _played(self, turns: TurnEngine, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
-        of_parts = self.begin_episodes(parts, request)
+        numbers, groups = itertools.count(), itertools.count()  # over all parts
+        of_parts = [self._episodes(part, request, numbers, groups) for part in parts]
         try:
             self.play(turns, list(chain.from_iterable(of_parts)), request)
         except RolloutError:
@@ -118,7 +113,7 @@ class EpisodeSampler(ResponseSampler):
                 self.journal.forget_failures()
             self._close_calls()  # they may be answered yet, and the same episodes be played again
             raise
-        return [self.batch_of(part, request, own, turns) for part, own in zip(parts, of_parts, strict=True)]
+        return [self.batch_of(part, request, played, turns) for part, played in zip(parts, of_parts, strict=True)]
 
     def play(self, turns: TurnEngine, episodes: list[Episode], request: GenerationRequest) -> None:
         """Play episodes to their ends."""
@@ -152,11 +147,6 @@ class EpisodeSampler(ResponseSampler):
         if self._calls is not None:
             self._calls.close()
             self._calls = None
-
-    def begin_episodes(self, parts: Sequence[DataProto], request: GenerationRequest) -> list[list[Episode]]:
-        """The episodes of each part of the prompts, numbered over all of them."""
-        numbers, groups = itertools.count(), itertools.count()
-        return [self._episodes(part, request, numbers, groups) for part in parts]
 
     def _episodes(
         self, prompts: DataProto, request: GenerationRequest, numbers: Iterator[int], groups: Iterator[int]

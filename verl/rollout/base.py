@@ -17,6 +17,7 @@ from verl.models.parallel_info import Autocast
 from verl.ops.counter_rng import TRAINING
 from verl.protocol import DataProto
 from verl.rollout.generation_group import GenerationGroup
+from verl.rollout.prompt_rows import right_padded
 
 ALONE = BuildContext()
 DRAWN = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
@@ -415,18 +416,15 @@ def assemble_turns(
     Raises:
         RolloutError: a log-prob is invalid or a token id is negative; names prompt, sample and token.
     """
-    shape = (len(drawn), max((len(turn.tokens) for turn in drawn), default=0))
-    responses, mask = torch.full(shape, pad_id, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-    log_probs, routed = torch.zeros(shape, dtype=turns.dtype), None
+    responses = right_padded([turn.tokens for turn in drawn], pad_id, torch.int64)
+    log_probs = right_padded([turn.log_probs for turn in drawn], 0.0, turns.dtype)
+    lengths, routed = torch.tensor([len(turn.tokens) for turn in drawn], dtype=torch.int64), None
+    mask = torch.arange(responses.shape[1]) < lengths[:, None]
     if turns.experts is not None:
-        routed = torch.full((*shape, *turns.experts), -1, dtype=torch.int16)
-    for row, turn in enumerate(drawn):
-        length = len(turn.tokens)
-        responses[row, :length] = torch.tensor(turn.tokens)
-        log_probs[row, :length] = torch.tensor(turn.log_probs, dtype=turns.dtype)
-        mask[row, :length] = True
-        if routed is not None and turn.routed_experts is not None:
-            routed[row, :length] = turn.routed_experts
+        routed = torch.full((*responses.shape, *turns.experts), -1, dtype=torch.int16)
+        for row, turn in enumerate(drawn):
+            if turn.routed_experts is not None:
+                routed[row, : len(turn.tokens)] = turn.routed_experts
     return assemble(prompts, num_samples, responses, mask, log_probs, pad_id, routed=routed, sample_ids=sample_ids)
 
 

@@ -1,4 +1,4 @@
-"""Prompts of a batch [b P], padded on the left, as lists of token ids, and back."""
+"""Rows of tensors as lists, and back: prompts [b P], padded on the left, and what follows [b T], on the right."""
 
 from __future__ import annotations
 
@@ -29,3 +29,11 @@ def left_padded(lines: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Te
         tokens[row, width - len(line) :] = torch.tensor(line)
         mask[row, width - len(line) :] = True
     return tokens, mask
+
+
+def right_padded(lines: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) -> Tensor:
+    """Lines of numbers as [b T], T the longest, filled up on the right."""
+    padded = torch.full((len(lines), max(map(len, lines), default=0)), fill, dtype=dtype)
+    for row, line in enumerate(lines):
+        padded[row, : len(line)] = torch.tensor(line, dtype=dtype)
+    return padded

@@ -110,20 +110,20 @@ class PPOTrainer(PPOLifecycle):
         rows = training_rows(rollout)
         self.guard.compare(rows, self._plain_log_probs)
         sequences = rows.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
-        found = []
+        computed = []
         if self.algorithm.needs_old_log_probs:
             with self.stages.stage("old") as note:
-                found.append(self.actor.compute_log_probs(_drawn_fields(rows)).result())
+                computed.append(self.actor.compute_log_probs(_drawn_fields(rows)).result())
                 note.say("log-probs of the responses under the present policy")
         if self.reference is not None:
             with self.stages.stage("ref") as note:
-                found.append(self.reference.compute_log_probs(sequences).result())
+                computed.append(self.reference.compute_log_probs(sequences).result())
                 note.say("log-probs of the responses under the reference")
         if self.critic is not None:
             with self.stages.stage("values") as note:
-                found.append(values := self.critic.compute_values(sequences).result())
+                computed.append(values := self.critic.compute_values(sequences).result())
                 note.say(f"mean value {float(masked_mean(values['values'], rows['response_mask'])):.4f}")
-        rollout = rollout.union(*(per_episode(values, rollout) for values in found))
+        rollout = rollout.union(*(per_episode(values, rollout) for values in computed))
         self.guard.inspect(rollout, "score")
         return rollout
 
@@ -135,16 +135,15 @@ class PPOTrainer(PPOLifecycle):
             scored = scored.union(DataProto.from_dict({"token_level_rewards": rewards}))
             credit = self.algorithm.advantage(scored)
             assert self.reuse is not None
-            weights, found = self.reuse.weights(scored)
-            credit, metrics = (credit if weights is None else weight_advantages(credit, weights)), metrics | found
-            experience = scored.union(credit)
+            weights, of_weights = self.reuse.weights(scored)
+            experience = scored.union(credit if weights is None else weight_advantages(credit, weights))
             note.say(type(self.algorithm.advantage).__name__)
         try:
             self.guard.inspect(experience, "credit")
         except (NonFiniteError, StepSkipped):
             self.kl = kl
             raise
-        return experience, metrics
+        return experience, metrics | of_weights
 
     def update(self, experience: DataProto, step: int) -> dict[str, float]:
         """Update the critic, then the actor, on shuffled mini-batches."""
