@@ -15,10 +15,7 @@ import verl
 
 ROOT = Path(verl.__file__).resolve().parent
 # Circles through annotations that are left.
-LEFT = [
-    ["verl.storage.config", "verl.storage.fsspec_backends", "verl.storage.store"],
-    ["verl.trainer.ppo", "verl.trainer.ppo_config", "verl.trainer.ppo_lifecycle"],
-]
+LEFT = [["verl.trainer.ppo", "verl.trainer.ppo_config", "verl.trainer.ppo_lifecycle"]]
 
 
 def _dotted(path: Path) -> str:

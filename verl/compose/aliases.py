@@ -110,7 +110,6 @@ ALIASES: dict[str, Alias] = {
 
 FILES = {"ppo": "files", "sft": "sft_files"}
 SHORT = {"tracker=wandb": "[default,wandb]", "tracker=[]": "none"}  # abbreviations of options
-PREFIXES = {"ray.": _RAY}
 OPTIONS = {"sharding=fsdp2": _FSDP2}
 
 
@@ -132,10 +131,10 @@ def translate(root: str, key: str, value: Any, chosen: set[str]) -> TranslatedOv
         key, value: the assignment.
         chosen: groups that were chosen explicitly, which an alias does not choose again.
     """
-    assignment = f"{key}={_text(value)}"
-    if (sentence := OPTIONS.get(assignment)) or (key not in ALIASES and (sentence := _refused_prefix(key))):
-        return TranslatedOverride(fault=f"{assignment} {sentence}")
-    alias = ALIASES.get(key)
+    assignment, alias = f"{key}={_text(value)}", ALIASES.get(key)
+    refusal = OPTIONS.get(assignment) or (_RAY if alias is None and f"{key}.".startswith("ray.") else None)
+    if refusal is not None:
+        return TranslatedOverride(fault=f"{assignment} {refusal}")
     if alias is None:
         return None
     if alias.path is not None:
@@ -159,10 +158,6 @@ def _renamed(alias: Alias, root: str, key: str, value: Any, chosen: set[str]) ->
     became = " ".join(part for part in (option, f"{alias.path}={_text(value)}") if part)
     note = None if became == assignment else f"{assignment} became {became}"
     return TranslatedOverride(options=[option] if option else [], values=[(alias.path, value)], note=note)
-
-
-def _refused_prefix(key: str) -> str | None:
-    return next((sentence for prefix, sentence in PREFIXES.items() if f"{key}.".startswith(prefix)), None)
 
 
 def _text(value: Any) -> str:

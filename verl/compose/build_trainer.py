@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,20 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-@dataclass
-class BuiltTrainer:
-    """A built run.
-
-    Attributes:
-        closing: exit stack that closes the run.
-    """
-
-    run: Any
-    run_dir: Path
-    trainer: Any
-    closing: ExitStack
-
-
 def build_trainer(
     run: Any,
     config: DictConfig,
@@ -43,7 +28,7 @@ def build_trainer(
     console: Console,
     tokenizer: Any = None,
     choices: Mapping[str, str | None] | None = None,
-) -> BuiltTrainer:
+) -> tuple[Any, Path, Any, ExitStack]:
     """Record the configuration, log to the run's directory, and build the run.
 
     Args:
@@ -54,11 +39,14 @@ def build_trainer(
         tokenizer: of the actor; None for the one saved with its model.
         choices: options that the configuration was composed of, to print its differences from the defaults; None prints
             nothing.
+    Returns:
+        The run, its directory, its trainer, and the exit stack that closes them.
     Raises:
         ConfigError: this machine cannot run this configuration; nothing is left on the disk.
     """
     refuse_here(run)
-    run_dir = _run_dir(run)
+    now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f")
+    run_dir = Path("outputs").resolve() / run.trainer.project_name / run.trainer.experiment_name / now
     if choices is not None:
         print_start(config, "ppo", choices, run_dir, console)
     save_config(config, list(overrides), run_dir)
@@ -73,18 +61,4 @@ def build_trainer(
             remove_refused(run_dir)
         raise
     closing.callback(trainer.close)
-    return BuiltTrainer(run, run_dir, trainer, closing)
-
-
-def without_data_files(short: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """Remove the training files of a short configuration in favour of a data set that was passed; with a note."""
-    data = short.get("data")
-    if not isinstance(data, Mapping) or "train_files" not in data:
-        return short, []
-    kept = {key: value for key, value in data.items() if key != "train_files"}
-    return {**short, "data": kept}, ["data.train_files is ignored: train_dataset is given."]
-
-
-def _run_dir(run: Any) -> Path:
-    now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f")
-    return Path("outputs").resolve() / run.trainer.project_name / run.trainer.experiment_name / now
+    return run, run_dir, trainer, closing

@@ -75,12 +75,11 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
     assigned = assign(root, pairs, judge_options=not is_searched)
     assigned.is_sweep = sweeps
     assigned.values = [(key, in_grammar(key, value, sweeps=sweeps)) for key, value in assigned.values]
-    assigned.options = [option for option in assigned.options if not _refuse_file(option, is_searched, faults)]
-    if not sweeps:
-        _refuse_sweeps(assigned, faults)
-    else:
-        _refuse_empty_sweeps(assigned, faults)
-    _refuse_unreadable(root, assigned, faults)
+    of_options = [_option_fault(option, sweeps, is_searched) for option in assigned.options]
+    of_values = [_value_fault(root, key, value, sweeps) for key, value in assigned.values]
+    faults += [fault for fault in (*of_options, *of_values) if fault is not None]
+    assigned.options = [x for x, fault in zip(assigned.options, of_options, strict=True) if fault is None]
+    assigned.values = [x for x, fault in zip(assigned.values, of_values, strict=True) if fault is None]
     assigned.notes += _twice(pairs)
     assigned.faults = [*faults, *assigned.faults]
     assigned.values = with_copies(root, assigned)
@@ -123,7 +122,7 @@ def in_grammar(key: str, text: str, *, sweeps: bool = False) -> str:
     """
     if is_path(key) and text not in _NO_PATH and "${" not in text:
         return _path_in_grammar(text, sweeps)
-    if _parsed(text) is not None:
+    if _parsed(f"key={text}") is not None:
         return text
     if sweeps and len(pieces := divided(text)) > 1:
         return ",".join(in_grammar(key, piece) for piece in pieces)
@@ -131,7 +130,7 @@ def in_grammar(key: str, text: str, *, sweeps: bool = False) -> str:
 
 
 def _path_in_grammar(text: str, sweeps: bool) -> str:
-    parsed = _parsed(text)
+    parsed = _parsed(f"key={text}")
     if not Path(text).exists():
         if text[:1] in "'\"" and parsed is not None and not parsed.is_sweep_override():
             return text  # already quoted
@@ -142,7 +141,7 @@ def _path_in_grammar(text: str, sweeps: bool) -> str:
         if sweeps and len(pieces := divided(text)) > 1:
             return ",".join(_path_in_grammar(piece, sweeps=False) for piece in pieces)
         text = os.path.expanduser(text)
-        parsed = _parsed(text)
+        parsed = _parsed(f"key={text}")
     is_plain = parsed is not None and not parsed.is_sweep_override() and parsed.value() == text
     return text if is_plain else _quoted(text)
 
@@ -158,13 +157,7 @@ def _listed(text: str) -> list[str]:
 
 
 def _parsed(text: str) -> Override | None:
-    try:
-        return _PARSER.parse_override(f"key={text}")
-    except HydraException:
-        return None
-
-
-def _override(text: str) -> Override | None:
+    """An override in Hydra's grammar; None if the grammar cannot parse it."""
     try:
         return _PARSER.parse_override(text)
     except HydraException:
@@ -183,7 +176,7 @@ def parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], li
         if match is None:
             faults.append(f"overrides: {text!r} is not of the form key=value.")
             continue
-        parsed = _parsed(in_grammar(match["key"], match["value"]))
+        parsed = _parsed(f"key={in_grammar(match['key'], match['value'])}")
         assert parsed is not None, "in_grammar has quoted what cannot be parsed"
         if parsed.is_sweep_override():
             faults.append(f"overrides: {text!r} has several values; give one.")
@@ -279,75 +272,53 @@ def swept_overrides(arguments: Sequence[str], sweeper: Any, overrides: Sequence[
         overrides: of the job.
     """
     given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-    parsed = [_override(text) for text in (*arguments, *given) if not text.startswith("-")]
+    parsed = [_parsed(text) for text in (*arguments, *given) if not text.startswith("-")]
     varied = {(x.key_or_group, x.package) for x in parsed if x is not None and x.is_sweep_override()}
-    read = [(text, _override(text)) for text in overrides]
+    read = [(text, _parsed(text)) for text in overrides]
     return tuple(text for text, x in read if x is not None and (x.key_or_group, x.package) in varied)
 
 
-def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:
-    """Report and remove assignments of several values without -m."""
-    for group in [option for option in assigned.options if len(divided(option)) > 1]:
-        assigned.options.remove(group)
-        faults.append(f"{group} has several values: add -m for a sweep over them, or give one.")
-    for pair in list(assigned.values):
-        parsed = _parsed(pair[1]) if isinstance(pair[1], str) else None
-        if parsed is not None and parsed.is_sweep_override():
-            assigned.values.remove(pair)
-            faults.append(
-                f"{pair[0]}={pair[1]} has several values: add -m for a sweep over them, or write {pair[0]}=[{pair[1]}] "
-                "for a list."
-            )
+def _option_fault(option: str, sweeps: bool, is_searched: bool) -> str | None:
+    """The fault of a choice of options: its file, several without -m, none for a sweep, or unreadable."""
+    group, _, choice = option.lstrip("+").partition("=")
+    if not is_searched and "@" not in group:
+        for name in options_in(choice):
+            files = (directory / group / f"{name}.yaml" for directory in (conf_dir(), *own_conf_dirs()))
+            file = next((file for file in files if file.is_file()), None)
+            if file is not None and (fault := _file_fault(file, option, group)) is not None:
+                return fault
+    if not sweeps and len(divided(option)) > 1:
+        return f"{option} has several values: add -m for a sweep over them, or give one."
+    parsed, known = _parsed(readable(option)), group_options(conf_dir()).get(group, [])
+    if parsed is None:
+        return _no_option(option.replace("=", "/", 1))
+    if sweeps and parsed.value_type == ValueType.GLOB_CHOICE_SWEEP and not cast(Glob, parsed.value()).filter(known):
+        return f"{option}: there is no such option, so the sweep has no jobs; there are {', '.join(known)}."
+    return None
 
 
-def _refuse_empty_sweeps(assigned: Overrides, faults: list[str]) -> None:
-    """Report sweeps without jobs: several values that turn out to be none."""
-    for group in list(assigned.options):
-        name = group.partition("=")[0]
-        globbed = _override(group)
-        if globbed is not None and globbed.value_type == ValueType.GLOB_CHOICE_SWEEP:
-            known = group_options(conf_dir()).get(name, [])
-            if not cast(Glob, globbed.value()).filter(known):
-                assigned.options.remove(group)
-                faults.append(
-                    f"{group}: there is no such option, so the sweep has no jobs; there are {', '.join(known)}."
-                )
-    for pair in list(assigned.values):
-        parsed = _parsed(pair[1]) if isinstance(pair[1], str) else None
-        if parsed is None or not parsed.is_sweep_override():
-            continue
+def _value_fault(root: str, key: str, value: Any, sweeps: bool) -> str | None:
+    """The fault of a value: several without -m, none for a sweep, a component without a name, an unclosed reference."""
+    if not isinstance(value, str):
+        return None
+    parsed = _parsed(f"key={value}")
+    is_sweep = parsed is not None and parsed.is_sweep_override()
+    if is_sweep and not sweeps:
+        return f"{key}={value} has several values: add -m for a sweep over them, or write {key}=[{value}] for a list."
+    if parsed is not None and is_sweep:
         is_glob = parsed.value_type == ValueType.GLOB_CHOICE_SWEEP  # selects options of a group
         if is_glob or next(iter(parsed.sweep_iterator()), None) is None:
-            assigned.values.remove(pair)
-            faults.append(f"{pair[0]}={pair[1]} has no value, so the sweep has no jobs. Write the values.")
-
-
-def _refuse_unreadable(root: str, assigned: Overrides, faults: list[str]) -> None:
-    """Report options, components and references that Hydra's grammar cannot parse."""
-    for option in list(assigned.options):
-        if _override(readable(option)) is None:
-            assigned.options.remove(option)
-            faults.append(_no_option(option.replace("=", "/", 1)))
-    for pair in list(assigned.values):
-        key, value = pair
-        if key in root_keys(root) and isinstance(value, str):
-            kind = re.match(r"'?\{\s*['\"]?_target_['\"]?\s*:\s*['\"]?([\w.$]*)", value)
-            if kind is not None and not kind[1]:
-                assigned.values.remove(pair)
-                faults.append(
-                    f"{key}={value.strip(QUOTES)}: its _target_ is empty. Write {{_target_:package.module.Class,...}}."
-                )
-                continue
-        if isinstance(value, str) and "${" in value:
-            parsed = _parsed(value)
-            text = value if parsed is None or parsed.is_sweep_override() else str(parsed.value())
-            try:
-                grammar_parser.parse(text)
-            except GrammarParseError:
-                assigned.values.remove(pair)
-                faults.append(
-                    f"{key} is {text!r}: the reference cannot be parsed. Write ${{other.key}} with a closing brace."
-                )
+            return f"{key}={value} has no value, so the sweep has no jobs. Write the values."
+    kind = re.match(r"'?\{\s*['\"]?_target_['\"]?\s*:\s*['\"]?([\w.$]*)", value) if key in root_keys(root) else None
+    if kind is not None and not kind[1]:
+        return f"{key}={value.strip(QUOTES)}: its _target_ is empty. Write {{_target_:package.module.Class,...}}."
+    if "${" in value:
+        text = value if parsed is None or is_sweep else str(parsed.value())
+        try:
+            grammar_parser.parse(text)
+        except GrammarParseError:
+            return f"{key} is {text!r}: the reference cannot be parsed. Write ${{other.key}} with a closing brace."
+    return None
 
 
 def _twice(pairs: Sequence[tuple[str, Any]]) -> Iterator[str]:
@@ -360,30 +331,17 @@ def _twice(pairs: Sequence[tuple[str, Any]]) -> Iterator[str]:
             yield f"{key} is given {len(values)} times: {values[-1]} counts, not {', '.join(values[:-1])}."
 
 
-def _refuse_file(option: str, is_searched: bool, faults: list[str]) -> bool:
-    """Whether the file of an option is unusable; adds the reason to the faults."""
-    group, _, choice = option.lstrip("+").partition("=")
-    if is_searched or "@" in group:
-        return False
-    directories = (conf_dir(), *own_conf_dirs())
-    found = [[directory / group / f"{name}.yaml" for directory in directories] for name in options_in(choice)]
-    files = [next((file for file in files if file.is_file()), None) for files in found]
-    return any(file is not None and _is_refused(file, option, group, faults) for file in files)
-
-
-def _is_refused(file: Path, option: str, group: str, faults: list[str]) -> bool:
+def _file_fault(file: Path, option: str, group: str) -> str | None:
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
         yaml.safe_load(text)
     except yaml.YAMLError as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         where = "" if line is None else f" line {line + 1}"
-        faults.append(f"{option}: {file}{where} is not readable as YAML: {getattr(error, 'problem', None) or error}.")
-        return True
+        return f"{option}: {file}{where} is not readable as YAML: {getattr(error, 'problem', None) or error}."
     if group in CHOOSERS and not re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE):
-        faults.append(f"{option}: {file} does not begin with the line `# @package _global_`. {_PACKAGE}")
-        return True
-    return False
+        return f"{option}: {file} does not begin with the line `# @package _global_`. {_PACKAGE}"
+    return None
 
 
 def composition_faults(root: str, error: Exception) -> Iterator[str]:

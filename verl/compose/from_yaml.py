@@ -59,13 +59,13 @@ def compose_over_default(
     pairs, faults = parse_overrides(overrides)
     assigned = assign(root, list({**dict(flatten(short)), **dict(pairs)}.items()))
     config = compose_root(root, assigned.options)
-    preferred = [(path, value) for path, value in (preferences or {}).items() if _has_parent(config, path)]
+    preferred = [
+        (path, value)
+        for path, value in (preferences or {}).items()
+        if OmegaConf.select(config, path.rpartition(".")[0]) is not None
+    ]
     apply_values(config, [*preferred, *(replacements or {}).items(), *assigned.values])
     return ComposedConfig(config, assigned.notes, [*faults, *assigned.faults], assigned.options)
-
-
-def _has_parent(config: DictConfig, path: str) -> bool:
-    return OmegaConf.select(config, path.rpartition(".")[0]) is not None
 
 
 def read_short_file(path: str | Path) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
             out.options += [] if fault else [f"+sharding@{key}={value}"]
         elif (top := key.partition(".")[0]) not in keys:
             out.faults.append(f"{key} is not a known key: {root}.yaml has no {top}.{hint(nearest(top, keys))}")
-        elif "." in key or _is_mapping(value):
+        elif "." in key or isinstance(value, Mapping) or str(value).startswith("{"):
             out.values.append((key, value))
         elif _is_null(value):
             out.options += [f"{key}=none"] if "none" in groups.get(key, []) else []
@@ -170,10 +170,6 @@ def _is_option(value: Any) -> bool:
 
 def _is_null(value: Any) -> bool:
     return value is None or str(value).lower() in ("null", "")
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping) or (isinstance(value, str) and value.startswith("{"))
 
 
 def _is_list(text: str) -> bool:

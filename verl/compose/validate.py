@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,7 +207,7 @@ class _Validation:
         self._unknown_keys(kind, [key for key in given if key not in known], path)
         made = object.__new__(kind)
         for fault in set_fields(made, values):
-            self._fault(path, _of_group(path, fault))
+            self.faults.append(join(self.plain.origin(path), _of_group(path, fault)))
         sound = len(self.faults) == before and all(value is not INVALID for value in values.values())
         return made if sound else INVALID
 
@@ -238,15 +238,9 @@ class _Validation:
             if path in LISTS and key in group_options(conf_dir()).get(path, []):
                 self.faults.append(f"{here} is not among the trackers: add it to the list, {path}=[default,{key}].")
                 continue
-            near = nearest_path(here, [*below, *self._known_paths()])
+            known = dict.fromkeys(self.plain.origin(path) for path in _paths(self.plain.tree, ""))
+            near = nearest_path(here, [*below, *known])
             self.faults.append(f"{here} is not a known key: {kind.__name__} has no such field.{hint(near)}")
-
-    def _known_paths(self) -> Iterable[str]:
-        """All configuration paths of the fields of these components."""
-        return dict.fromkeys(self.plain.origin(path) for path in _paths(self.plain.tree, ""))
-
-    def _fault(self, path: str, fault: str) -> None:
-        self.faults.append(join(self.plain.origin(path), fault))
 
 
 def import_component(target: str) -> type[Description] | str:

@@ -56,7 +56,8 @@ def resolve_warm_starts(run: Any, console: Console, overrides: Sequence[str] = (
 
 def warm_start_dir(name: str, run: Any) -> Path:
     """Cache directory of a warm start, which may not exist yet; its key includes all that the weights depend on."""
-    return _cache() / f"{name}-{cache_key(run)}"
+    cache = Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl").expanduser()
+    return cache / "warm_starts" / f"{name}-{cache_key(run)}"
 
 
 def with_architectures(run: Any) -> Any:
@@ -130,10 +131,6 @@ def publish(making: Path, final: Path) -> None:
         if not (final / "actor" / "config.json").is_file():
             raise
         # Another process was faster; its weights are equal.
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl").expanduser() / "warm_starts"
 
 
 def cache_key(run: Any) -> str:

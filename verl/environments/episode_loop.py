@@ -276,17 +276,14 @@ class _EpisodeLoop:
     def _continued(self, episode: Episode, observation: Observation) -> list[int]:
         """What the next turn follows on, after an observation."""
         if self.engine.renderer is None:
-            return episode.context + self._encoded(episode, observation)
+            is_chat = episode.row.get("prompt_messages") is not None
+            last = episode.turns[-1].tokens[-1] if episode.turns else None
+            return episode.context + self.engine.encoder.encode(observation, is_chat=is_chat, last=last)
         written = None
         if episode.turns:
             written = self.engine.renderer.text_of(episode.turns[-1].tokens)
         episode.answers.append((written, observation))
         return self.engine.renderer.tokens(episode.row, episode.answers)
-
-    def _encoded(self, episode: Episode, observation: Observation) -> list[int]:
-        is_chat = episode.row.get("prompt_messages") is not None
-        last = episode.turns[-1].tokens[-1] if episode.turns else None
-        return self.engine.encoder.encode(observation, is_chat=is_chat, last=last)
 
     def _next_turn(self, episode: Episode) -> None:
         room = self.options.max_tokens - episode.length
@@ -396,7 +393,8 @@ class _EpisodeLoop:
             return False
         own = episode.key if recovery == "restart" else self._key(journal, episode, what, episode.attempt)
         if what == "reset" and recovery == "restart":
-            episode.reads_journal &= self._had_ended(journal, episode)
+            group = [other for other in self.episodes if other.group == episode.group]
+            episode.reads_journal &= all(journal.has_ended(self._end_key(journal, other)) for other in group)
             episode.restarted |= not episode.reads_journal and journal.answer(own) is not None
         if not episode.reads_journal:
             return False
@@ -415,11 +413,6 @@ class _EpisodeLoop:
         episode.needs_replay_of_actions = recovery == "restart"
         self.known.append(CallResult(episode.number, episode.attempt, entry.record, entry.value))
         return True
-
-    def _had_ended(self, journal: EpisodeJournal, episode: Episode) -> bool:
-        """Whether the journal has all episodes of a group completely."""
-        group = [other for other in self.episodes if other.group == episode.group]
-        return all(journal.has_ended(self._end_key(journal, other)) for other in group)
 
     def _begin_again(self, journal: EpisodeJournal, episode: Episode) -> None:
         """Restart an episode whose environment must answer now but missed the actions that were answered from the

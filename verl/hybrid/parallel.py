@@ -76,14 +76,18 @@ class HybridConfig(Description):
 def hybrid_config_from(
     settings: HybridConfig | Mapping[str, Any] | None, contiguous: bool | None, auto_cache_clear: bool | None
 ) -> HybridConfig:
-    """The settings of an actor; those that were passed as separate arguments replace the keys.
+    """The settings of an actor, with those that were passed as separate arguments.
 
     Raises:
-        ConfigError: a key is unknown.
+        ConfigError: a key is unknown, or has two different values.
     """
+    config, defaults = described(HybridConfig, "hybrid_config", settings), HybridConfig()
     arguments: dict[str, Any] = {"contiguous": contiguous, "auto_cache_clear": auto_cache_clear}
     passed = {name: value for name, value in arguments.items() if value is not None}
-    return replace(described(HybridConfig, "hybrid_config", settings), **passed)
+    for name, value in passed.items():
+        if (other := getattr(config, name)) not in (value, getattr(defaults, name)):
+            raise ConfigError(f"{name} is {value!r}, and hybrid_config.{name} is {other!r}: leave one of them out.")
+    return replace(config, **passed)
 
 
 TIMEOUT_S = 600.0

@@ -62,7 +62,8 @@ class Attribution:
 
 def non_finite_fields(batch: DataProto) -> dict[str, Tensor]:
     """Fields that training reads, with how many numbers of each row [B] are not finite, where any is."""
-    counts = {name: _non_finite(batch[name]) for name in TRAINED_ON if name in batch.batch}
+    fields = ((name, batch[name]) for name in TRAINED_ON if name in batch.batch)
+    counts = {name: (~torch.isfinite(x)).reshape(len(x), -1).sum(dim=1) for name, x in fields}
     return {name: count for name, count in counts.items() if count.any()}
 
 
@@ -118,10 +119,6 @@ def _summary(x: Tensor) -> dict[str, float]:
 
 def _mean(x: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(x.double(), mask, dim=-1)
-
-
-def _non_finite(x: Tensor) -> Tensor:
-    return (~torch.isfinite(x)).reshape(len(x), -1).sum(dim=1)
 
 
 _log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -219,12 +219,7 @@ def texts_of(batch: DataProto) -> tuple[list[str], list[str], dict[str, list]]:
     """
     arrays = batch.non_tensor_batch
     if missing := [name for name in TEXT_COLUMNS if name not in arrays]:
-        raise RewardError(
-            f"The batch has no {' and no '.join(missing)}: a reward reads texts. It has {_names(arrays)}."
-        )
+        columns = ", ".join(arrays) or "no columns"
+        raise RewardError(f"The batch has no {' and no '.join(missing)}: a reward reads texts. It has {columns}.")
     columns = {name: list(values) for name, values in arrays.items() if name not in TEXT_COLUMNS}
     return list(arrays["prompt_text"]), list(arrays["response_text"]), columns
-
-
-def _names(columns: Iterable[str]) -> str:
-    return ", ".join(columns) or "no columns"

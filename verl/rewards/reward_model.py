@@ -138,14 +138,11 @@ class RewardTokenizer:
         """Truncate rows at the start, behind the tokens that the tokenizer puts before every text, such as [CLS]."""
         assert self.max_length is not None
         for row in np.flatnonzero(was_cut):
-            opening = self._opening(ids[row])
+            opening = int(ids[row][0] in (self.tokenizer.cls_token_id, self.tokenizer.bos_token_id))
             kept = [*range(opening), *range(len(ids[row]) - self.max_length + opening, len(ids[row]))]
             ids[row] = [ids[row][place] for place in kept]
             if types is not None:
                 types[row] = [types[row][place] for place in kept]
-
-    def _opening(self, ids: list[int]) -> int:
-        return int(ids[0] in (self.tokenizer.cls_token_id, self.tokenizer.bos_token_id))
 
     def _rendered(self, row: int, prompts: list, responses: list, messages: Any, producer: Callable) -> str:
         turns = [*(messages or [{"role": "user", "content": prompts[row]}])]

@@ -301,7 +301,8 @@ def _next_commands(result: Mapping[str, Any], place: str, run_dir: Path, command
     has_weights = bool(result.get("saved")) or bool(result.get("checkpoints"))
     can_go_on = not is_over and bool(command) and (bool(result.get("checkpoints")) or result["steps"] == 0)
     resumed = [] if not result.get("checkpoints") else [f"resume={place}"]
-    again = shlex.join([*(word for word in command if not _is_of_this_run(word)), *resumed])
+    of_this_run = ("resume=", "trainer.stop_after=", "hydra.run.dir=")
+    again = shlex.join([*(word for word in command if not word.lstrip("+").startswith(of_this_run)), *resumed])
     found = [
         (can_go_on, again),
         (result["status"] == "failed", f"less {shlex.quote(os.path.join(place, 'run.log'))}"),
@@ -311,11 +312,6 @@ def _next_commands(result: Mapping[str, Any], place: str, run_dir: Path, command
         (True, "verl lineage"),
     ]
     return [line for is_of_use, line in found if is_of_use][:3]
-
-
-def _is_of_this_run(word: str) -> bool:
-    """Whether an override applies to this run only and is not repeated in a command that continues it."""
-    return word.lstrip("+").startswith(("resume=", "trainer.stop_after=", "hydra.run.dir="))
 
 
 def _label(key: str) -> str:

@@ -65,7 +65,8 @@ def outcome(run_dir: Path) -> JobOutcome:
     if summary is None:
         return job
     job.status = summary["status"]
-    every = _steps(run_dir / "metrics.jsonl")
+    file = run_dir / "metrics.jsonl"
+    every = [json.loads(line) for line in read_text(file).splitlines()] if file.exists() else []
     lines = [line for line in every if "timing/step_s" in line]
     for key in CURVES.values():
         if points := [(line["step"], _finite(line[key])) for line in every if key in line]:
@@ -215,10 +216,6 @@ def _wandb(run_dir: Path) -> str:
 
 def _json(file: Path) -> dict[str, Any] | None:
     return json.loads(read_text(file)) if file.exists() else None
-
-
-def _steps(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in read_text(file).splitlines()] if file.exists() else []
 
 
 CURVES = {  # panel -> metric, of those that any job has

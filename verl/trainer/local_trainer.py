@@ -13,7 +13,6 @@ from typing import Any
 
 from verl.cluster.placement import ROLES, DeviceMesh
 from verl.component import Description, as_plain
-from verl.compose.build_trainer import build_trainer, without_data_files
 from verl.compose.command_line import parse_overrides
 from verl.compose.compose import choices_of
 from verl.compose.from_yaml import ComposedConfig, compose_over_default, read_short_file
@@ -65,19 +64,19 @@ class LocalPPOTrainer(BaseTrainer):
     ):
         import rich
 
-        console = rich.get_console()
         short = read_short_file(config_path) if config_path is not None else {}
-        given = _given(train_dataset, reward_fn)
+        objects: dict[str, Description] = {}
+        if train_dataset is not None:
+            objects["data"] = data_from_object(train_dataset)
+        if reward_fn is not None:
+            objects["reward"] = reward_from_object(reward_fn, argument="reward_fn")
         chosen, notes = sharding_for_devices(short, overrides, device_mesh)
-        composed = compose_short_file(short, given, [*overrides, *chosen], device_mesh)
+        composed = compose_short_file(short, objects, [*overrides, *chosen], device_mesh)
         for note in [*notes, *composed.notes]:
-            console.print(note, markup=False, soft_wrap=True)
-        run = run_with_objects(composed, given)
+            rich.get_console().print(note, markup=False, soft_wrap=True)
+        run = run_with_objects(composed, objects)
         _refuse_other_options(run.data, train_dataset)
-        choices = choices_of("ppo", composed.options)
-        started = build_trainer(run, composed.config, overrides, console, choices=choices)
-        self.config, self._closing = composed.config, started.closing
-        self.run, self.run_dir, self.trainer = started.run, started.run_dir, started.trainer
+        self._build(run, composed, overrides, choices=choices_of("ppo", composed.options))
 
 
 SHARDINGS = ("sharding", "trainer.backend", "actor_rollout.fsdp_config.sharding_strategy")  # keys that name one
@@ -112,29 +111,22 @@ def sharding_for_devices(
     ]
 
 
-def _given(train_dataset: Any, reward_fn: Callable | None) -> dict[str, Description]:
-    """What takes the place of configuration, by root key."""
-    given: dict[str, Description] = {}
-    if train_dataset is not None:
-        given["data"] = data_from_object(train_dataset)
-    if reward_fn is not None:
-        given["reward"] = reward_from_object(reward_fn, argument="reward_fn")
-    return given
-
-
 def compose_short_file(
     short: Mapping[str, Any],
-    given: Mapping[str, Description],
+    objects: Mapping[str, Description],
     overrides: Sequence[str],
     device_mesh: DeviceMesh | None,
 ) -> ComposedConfig:
-    """The default run with the short file, the objects that were given, and the overrides laid over it in turn."""
+    """The default run with the short file, the user's objects, and the overrides laid over it in turn."""
     notes: list[str] = []
-    if "data" in given:
-        short, notes = without_data_files(short)
+    if "data" in objects:
+        data = short.get("data")
+        if isinstance(data, Mapping) and "train_files" in data:
+            short = {**short, "data": {key: value for key, value in data.items() if key != "train_files"}}
+            notes = ["data.train_files is ignored: train_dataset is given."]
         if not any(option.startswith("data=") for option in overrides):
             overrides = ["data=files", *overrides]  # not the lengths that suit the built-in example
-    replacements = {key: as_plain(item) for key, item in given.items()}
+    replacements = {key: as_plain(item) for key, item in objects.items()}
     if device_mesh is not None:
         replacements["trainer.placement"] = as_plain(device_mesh)
     composed = compose_over_default("ppo", short, overrides, replacements, PREFERENCES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import Any, Self
 
 from verl.checkpoint.read.lazy_tensors import DeviceMap
 from verl.component import as_plain
+from verl.compose.build_trainer import build_trainer
+from verl.compose.from_yaml import ComposedConfig
 from verl.errors import ConfigError
 from verl.rewards.base import RewardDescription
 from verl.trainer.api.from_objects import reward_from_object, with_timeout_of
@@ -28,15 +30,32 @@ class BaseTrainer:
     """Base of the trainers for scripts. Call `close` when done, or use it as a context manager.
 
     Attributes:
+        config: the composed configuration.
         run: the checked description of the run.
         run_dir: where results are written.
         trainer: the roles and the algorithm.
     """
 
+    config: Any
     run: PPORun
     run_dir: Path
     trainer: PPOTrainer
     _closing: ExitStack
+
+    def _build(
+        self,
+        run: Any,
+        composed: ComposedConfig,
+        overrides: Sequence[str],
+        tokenizer: Any = None,
+        choices: Mapping[str, str | None] | None = None,
+    ) -> None:
+        """Build the run of a composed configuration; see `build_trainer`."""
+        import rich
+
+        self.config = composed.config
+        built = build_trainer(run, composed.config, overrides, rich.get_console(), tokenizer, choices)
+        self.run, self.run_dir, self.trainer, self._closing = built
 
     @property
     def steps(self) -> int:

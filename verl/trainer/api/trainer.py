@@ -19,7 +19,6 @@ from typing import Any
 from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.config import Checkpointing
 from verl.component import Description, as_plain, field_types
-from verl.compose.build_trainer import build_trainer
 from verl.compose.from_yaml import (
     ComposedConfig,
     compose_over_default,
@@ -119,8 +118,6 @@ class Trainer(BaseTrainer):
         config: str | Path | Mapping[str, Any] | None = None,
         overrides: Sequence[str] = (),
     ):
-        import rich
-
         _refuse_missing(model=model, reward_model=reward_model)
         if train_dataset is None and eval_dataset is not None:
             raise ConfigError("eval_dataset is given without train_dataset. Give both, or neither.")
@@ -151,9 +148,7 @@ class Trainer(BaseTrainer):
         run = run_with_objects(composed, given)
         _refuse_unused(run, ref_model, critic_model)
         _refuse_objects_elsewhere(run, given)
-        started = build_trainer(run, composed.config, overrides, rich.get_console(), tokenizer)
-        self.config, self._closing = composed.config, started.closing
-        self.run, self.run_dir, self.trainer = started.run, started.run_dir, started.trainer
+        self._build(run, composed, overrides, tokenizer)
         if train_dataset is None and isinstance(run.data, ArithmeticPrompts):
             _log.warning("No prompts are given: the run trains on the built-in sums, such as 37+58=.")
 
