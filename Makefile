@@ -54,6 +54,7 @@ lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_language.py
 	$(BIN)/basedpyright
 
 test: install-dev lint

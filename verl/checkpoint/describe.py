@@ -52,11 +52,11 @@ class CheckpointSummary:
 
     @property
     def name(self) -> str:
-        """Of the directory."""
+        """Name of the directory."""
         return self.directory.name
 
     def to_json(self) -> dict[str, Any]:
-        """For scripts."""
+        """JSON values for scripts."""
         described: dict[str, Any] = {"name": self.name, "path": str(self.directory), "status": self.status}
         described |= {"is_newest": self.is_newest, "pinned": self.pinned}
         described |= {"faults": [dataclasses.asdict(fault) for fault in self.faults]}

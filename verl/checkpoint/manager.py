@@ -101,12 +101,12 @@ class CheckpointManager:
 
     @property
     def directory(self) -> Path:
-        """Of the checkpoint."""
+        """Directory of the checkpoint."""
         return self.published.directory
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """Name of its directory."""
         return self.published.name
 
     @property

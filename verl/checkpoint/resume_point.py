@@ -1,4 +1,4 @@
-"""Which checkpoint `resume=` means: `latest`, a path, a run or an address in object storage."""
+"""Checkpoint that `resume=` means: `latest`, a path, a run or an address in object storage."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ResumePoint:
 
     @contextlib.contextmanager
     def understanding(self, path: str) -> Iterator[None]:
-        """What is found of a file within must be what a trainer reads.
+        """Context in which a file's content must be what a trainer reads.
 
         Raises:
             CheckpointCorrupt: it is of another form.

@@ -39,7 +39,7 @@ PIN_LIMIT_BYTES = 65_536
 
 @component
 class Retention(Description):
-    """Which checkpoints are kept. Pinned and tagged ones always are, and so are the two newest.
+    """Rules of which checkpoints are kept. Pinned and tagged ones always are, and so are the two newest.
 
     Args:
         keep_last_n: this many of those published last; None keeps all.
@@ -123,7 +123,7 @@ def _is_within(run_id: str, newest: int, lines: dict[str, dict[str, int]]) -> bo
 def _kept_by_lineage(
     retention: Retention, complete: list[Checkpoint], pinned: Iterable[str], lineages: Sequence[dict[str, int]]
 ) -> dict[str, str]:
-    """What stays where the rules hold for each line of descent by itself."""
+    """Checkpoints that stay where the rules hold for each line of descent by itself."""
     kept: dict[str, str] = {}
     for line in lineages:
         rules = replace(retention, lineage=line)
@@ -231,7 +231,7 @@ def _reason(store: CheckpointStore, name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CleanupPlan:
-    """What is cleaned, or would be.
+    """Checkpoints and files that are cleaned, or would be.
 
     Args:
         removed: names of checkpoints that retention does not keep.
@@ -249,7 +249,7 @@ class CleanupPlan:
 
 
 def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
-    """What `clean` would do; changes nothing."""
+    """Plan of what `clean` would do; changes nothing."""
     complete = [published for published in store.complete() if retention.covers(published)]
     lineages = lineages_of(store, complete)
     kept = _kept_by_lineage(retention, complete, pins(store), lineages)

@@ -96,7 +96,7 @@ def fail(message: str, status: int = FAILED) -> NoReturn:
 
 
 def print_json(value: Any) -> None:
-    """For scripts. Numbers that JSON does not know become texts."""
+    """Print JSON for scripts. Numbers that JSON does not know become texts."""
     echo(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 

@@ -122,7 +122,7 @@ class RoleGroups:
 
 
 def single_process_roles(shardings: Mapping[str, Sharding], roles: Collection[str]) -> list[str]:
-    """Those roles among the given ones that cannot have several workers."""
+    """Roles among the given ones that cannot have several workers."""
     return [role for role in roles if not shardings[role].needs_processes]
 
 
@@ -180,7 +180,7 @@ class DeviceMesh(Placement):
 
     @property
     def all_devices(self) -> tuple[str, ...]:
-        """Those of `devices`, and those that a sub-mesh alone names."""
+        """All devices of `devices`, and those that a sub-mesh alone names."""
         return tuple(dict.fromkeys([*self.devices, *(x for names in self.sub_meshes.values() for x in names)]))
 
     def holds_reward(self) -> bool:

@@ -1,4 +1,4 @@
-"""From YAML and command line to a checked run. Only this package imports Hydra and OmegaConf.
+"""Composition of YAML and command line into a checked run. Only this package imports Hydra and OmegaConf.
 
 aliases        Aliases: other libraries' spellings of our configuration keys, and keys without an equivalent
 build_trainer  Builds a trainer with its run directory and log

@@ -90,7 +90,7 @@ class SavedPolicy:
 
     @property
     def description(self) -> str:
-        """For people."""
+        """Address for people."""
         return str(self.actor) if self.point is None else f"{self.point.published.directory}, step {self.step}"
 
 

@@ -1,5 +1,5 @@
-"""What a run leaves in its directory before it builds anything: its lock, the printed differences from the defaults,
-and its configuration, without secrets.
+"""Files that a run writes into its directory before it builds anything: its lock, and its configuration without
+secrets; and the printed differences from the defaults.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ class Sharding(Description):
         return 1.0
 
     def activation_share(self, micro_batches: int) -> float:
-        """What a process keeps for the backward pass of so many micro-batches of a step, over what all layers keep of
-        one of them.
+        """Activations that a process keeps for the backward pass of so many micro-batches of a step, over those of all
+        layers for one of them.
         """
         return 1.0
 

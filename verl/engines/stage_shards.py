@@ -128,7 +128,7 @@ class StageShards:
                     module._parameters[name] = weight.parameter
 
     def _as_divided(self, parameter: Tensor, data: Tensor) -> Tensor:
-        """What the stage runs with: where others divide it, a slice that stands for the whole."""
+        """Parameter that the stage runs with: where others divide it, a slice that stands for the whole."""
         rest = parameter.placements[1:]  # type: ignore[attr-defined]
         if not rest:
             return data

@@ -274,7 +274,7 @@ class _EpisodeLoop:
             self._next_turn(episode)
 
     def _continued(self, episode: Episode, observation: Observation) -> list[int]:
-        """What the next turn follows on, after an observation."""
+        """Tokens that the next turn follows on, after an observation."""
         if self.engine.renderer is None:
             is_chat = episode.row.get("prompt_messages") is not None
             last = episode.turns[-1].tokens[-1] if episode.turns else None

@@ -179,7 +179,7 @@ class Host:
             self._process._transport.close()  # type: ignore[attr-defined]  # or it complains of the loop's end
 
     def _fault(self, thread: str) -> Fault:
-        """What the end of the process means for the episode whose call a thread carries out."""
+        """Fault that the end of the process is for the episode whose call a thread carries out."""
         if self.is_alone or self._suspects == {thread} or (not self._suspects and self.environments <= 1):
             return "crash"
         return "suspect" if thread in self._suspects or not self._suspects else "neighbour"
@@ -318,7 +318,7 @@ class _PrintedLines:
         self._last = lines[-1] if lines else self._last
 
     def last(self) -> str:
-        """For a message, the last line, in parentheses; empty if there is none."""
+        """The last line in parentheses, for a message; empty if there is none."""
         return f" (the last line that it wrote: {_printable(self._last[:300])!r})" if self._last else ""
 
 
@@ -515,7 +515,7 @@ class HostedDescription(EnvironmentDescription):
         return HostPool(self)
 
     def ask(self, what: str, **options: Any) -> Any:
-        """What a process tells of itself when it starts, so that code of the user or a package is not run in this one.
+        """First message of a started process, so that code of the user or a package is not run in this one.
 
         Args:
             what: the setting that is to blame where it cannot start.
@@ -528,7 +528,7 @@ class HostedDescription(EnvironmentDescription):
             raise ConfigError(f"environment.{what}: {error}") from error
 
     def start_faults(self, what: str, **options: Any) -> Iterator[str]:
-        """For `preflight`: why a process of the environment cannot start."""
+        """Reasons why a process of the environment cannot start, for `preflight`."""
         try:
             self._first_reply(options)
         except InfraError as error:

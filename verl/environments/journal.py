@@ -201,7 +201,7 @@ class EpisodeJournal:
 
 
 def journal_records(directory: Path, step: int) -> Iterator[dict[str, Any]]:
-    """What all runs have recorded of a step, in the order in which they did."""
+    """Records of a step by all runs, in the order in which they were written."""
     for _, path in _files_of(directory, step):
         yield from read_records(path)
 

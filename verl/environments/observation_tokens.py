@@ -97,7 +97,7 @@ class _TokensBetween:
 
 
 def text_between(chat: ChatTemplate, style: ToolFormat, messages: Sequence[Mapping[str, Any]]) -> TextBetween:
-    """What a chat template writes around messages that follow a turn of the model.
+    """Text that a chat template writes around messages that follow a turn of the model.
 
     Results of tools follow a turn with as many calls; with one call where the template allows no more; without any in
     the format `plain`, and where the template renders no calls.
@@ -163,7 +163,7 @@ def _text_between(
 
 
 def _end_of_turn(text: str, style: ToolFormat, names: Sequence[str], reply: str, contents: Sequence[str]) -> int | None:
-    """Where the model's turn ends in a rendering; None if the turn is not found."""
+    """End of the model's turn in a rendering; None if the turn is not found."""
     if not names:
         place = text.find(reply)
         return place + len(reply) if place >= 0 else None
@@ -227,7 +227,7 @@ class ObservationEncoder:
         return ids
 
     def content(self, text: str) -> list[int]:
-        """Of the content of one message, without special tokens, and without its middle if it is too long."""
+        """Tokens of the content of one message, without special tokens, and without its middle if it is too long."""
         most = MAX_CHARACTERS * self.max_tokens
         if len(text) > most:
             first, last = self.plain(text[: most // 2]), self.plain(text[-(most // 2) :])
@@ -253,7 +253,7 @@ class ObservationEncoder:
         return self._pieces[key]
 
     def encoded(self, text: str) -> list[int]:
-        """Of words of the template, special tokens included."""
+        """Tokens of words of the template, special tokens included."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids) if text else []
 
     def warn_of_difference(

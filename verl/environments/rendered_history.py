@@ -65,7 +65,7 @@ class ConversationRenderer:
         self._ends: frozenset[int] | None = None
 
     def text_of(self, turn: Sequence[int]) -> str:
-        """What the model wrote in a turn, without a token with which the template ends it."""
+        """Text that the model wrote in a turn, without a token with which the template ends it."""
         if self._ends is None:
             messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             rendered = self.chat.render(messages, "a stand-in conversation", reply_follows=False)

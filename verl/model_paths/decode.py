@@ -137,7 +137,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # nats between two ways 
 
 
 def key_multiple(device: torch.device) -> int:
-    """Of which lengths of keys are to be while decoding on a device; a CPU takes them as they come."""
+    """Multiple to which key lengths are padded while decoding on a device; 1 on a CPU."""
     return 1 if device.type == "cpu" else KEY_MULTIPLE
 
 

@@ -75,8 +75,8 @@ class ExpertLoad:
 
     @staticmethod
     def metrics(summed: Tensor, layers: int) -> dict[str, float]:
-        """Of `tensors`, added up: the load of the busiest expert over the mean, the share of experts without a token,
-        both as means over layers, and the entropy of a router's distribution, as a mean over tokens and layers.
+        """Metrics of `tensors`, added up: the load of the busiest expert over the mean, the share of experts without a
+        token, both as means over layers, and the entropy of a router's distribution, as a mean over tokens and layers.
         """
         chosen, (entropy, tokens) = summed[:-2].view(layers, -1), summed[-2:].tolist()
         if not tokens:

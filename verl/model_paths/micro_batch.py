@@ -122,7 +122,7 @@ class MicroBatch:
         return tuple(self.placed(x) for x in found)
 
     def model_tokens(self) -> tuple[Tensor, Tensor]:
-        """Of each token that the model runs on: its entry [n] of the flattened rows [b * S], and how many response
+        """Index [n], in the flattened rows [b * S], of each token that the model runs on, and how many response
         tokens on the mask it predicts [n]: several where rows share a prompt, none for padding.
         """
         row, t = self.on_mask

@@ -232,8 +232,8 @@ def _parts(moves: list[Move], number: int, num_rounds: int) -> Iterator[Move]:
 
 @lru_cache(maxsize=1 << 16)
 def _cut_axis(box: Box, num_rounds: int) -> tuple[int, int]:
-    """Where a slice is cut, and how long it is there: its first axis with rows enough for nearly equal parts, or the
-    longest; -1 for a scalar.
+    """Axis along which a slice is cut, and its length there: its first axis with rows enough for nearly equal parts,
+    or the longest; -1 for a scalar.
     """
     lengths = [stop - start for start, stop in box]
     fitting = (axis for axis, length in enumerate(lengths) if length >= 16 * num_rounds)

@@ -1,4 +1,4 @@
-"""How the processes that hold one model divide the generation of responses.
+"""Division of the generation of responses among the processes that hold one model.
 
     gather    prompts of this process ──> those that it generates for     one part per process whose prompts they are
     run       generation, in the processes that got a part; all of them fail together

@@ -1,4 +1,4 @@
-"""From logits to the next token of each row: the sampling rule of the rollout engines hf and vllm."""
+"""Sampling rule of the rollout engines hf and vllm, from logits to the next token of each row."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def noise_keys(turns: Sequence[TurnRequest]) -> Tensor:
 
 
 def greedy_rows(turns: Sequence[TurnRequest]) -> Tensor | bool:
-    """Which turns are greedy, [b] bool; a bool if all or none are."""
+    """Mask of the greedy turns, [b] bool; a bool if all or none are."""
     is_greedy = [turn.greedy for turn in turns]
     return is_greedy[0] if len(set(is_greedy)) == 1 else torch.tensor(is_greedy)
 

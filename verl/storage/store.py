@@ -54,7 +54,7 @@ class ObjectStore:
         self.close()
 
     def url(self, key: str) -> str:
-        """For people."""
+        """Address for people."""
         return f"{self.address}/{key}"
 
     # -- putting ------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ SHARDINGS = ("sharding", "trainer.backend", "actor_rollout.fsdp_config.sharding_
 def sharding_for_devices(
     short: Mapping[str, Any], overrides: Sequence[str], device_mesh: DeviceMesh | None
 ) -> tuple[list[str], list[str]]:
-    """What several devices need where no backend is named: data parallelism, or one process where there are none.
+    """Sharding for several devices where no backend is named: data parallelism, or one process where there are none.
 
     Returns:
         Overrides, and a sentence for each.

@@ -250,7 +250,7 @@ class PPOTrainer(PPOLifecycle):
 
 
 def _drawn_fields(rollout: DataProto) -> DataProto:
-    """What the actor reads of drawn rows before an update."""
+    """Fields of drawn rows that the actor reads before an update."""
     routed = ROUTED_FIELDS if "routed_experts" in rollout else []
     return rollout.select([*SEQUENCE_FIELDS, "policy_version", *routed], non_tensor_batch_keys=[])
 

@@ -230,8 +230,9 @@ class PPOLifecycle(ABC):
         return None if longest is None else longest + run.response_tokens
 
     def _with_room_for_rows(self, run: PPORun) -> Rollout:
-        """With room for every prompt of the data and its response or episode, as far as the data tell how long those
-        are."""
+        """Return the rollout with room for every prompt of the data and its response or episode, as far as the data
+        tell how long those are.
+        """
         longest = self._longest_prompt()
         return run.rollout if longest is None else run.rollout.with_room_for(longest, run.response_tokens)
 

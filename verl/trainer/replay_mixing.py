@@ -68,7 +68,7 @@ class ReplayMixing:
         return new if old is None else DataProto.concat([new, _like(old, new)])
 
     def weights(self, batch: DataProto) -> tuple[Tensor | None, dict[str, float]]:
-        """How much each token counts, [B, T] or None for 1; see `reuse_weights`."""
+        """Weight of each token, [B, T] or None for 1; see `reuse_weights`."""
         weights, metrics = reuse_weights(batch, self.algorithm.correction)
         if self.buffer is None:
             return weights, metrics
@@ -101,7 +101,7 @@ class ReplayMixing:
         return self.buffer.stats()
 
     def state_dict(self) -> dict[str, bytes | SharedShard]:
-        """What a checkpoint holds of it, by file names."""
+        """State for a checkpoint, by file names."""
         if self.buffer is None:
             return {}
         from verl.replay.checkpoint import buffer_state

@@ -26,7 +26,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.safetensors_format import INDEX_NAME, MODEL_METADATA, model_files
 from verl.checkpoint.save.async_writer import WRITER_TIMEOUT_S, CheckpointWriter
-from verl.checkpoint.save.buffer_layout import SavedComponent, TensorSlice
+from verl.checkpoint.save.buffer_layout import PartialTensor, SavedComponent
 from verl.checkpoint.save.save_request import (
     IncrementalSettings,
     MultiWriterSave,
@@ -296,7 +296,7 @@ class RankCheckpointWriter:
 
     def _components(self, setting: RankSaveSettings) -> dict[str, SavedComponent]:
         self._settle()
-        optimizer: dict[str, TensorSlice] = {}
+        optimizer: dict[str, PartialTensor] = {}
         components = {}
         for name, worker in self._trained.items():
             components[name] = self._model(worker, setting)
@@ -365,7 +365,7 @@ def _division(
     return owner, *model_files(by_rank, max_bytes)
 
 
-def _slices(prefix: str, tensors: Mapping[str, Tensor], parallel: Parallelism) -> dict[str, TensorSlice]:
+def _slices(prefix: str, tensors: Mapping[str, Tensor], parallel: Parallelism) -> dict[str, PartialTensor]:
     """The slices that this process writes of sharded and replicated tensors."""
     slices, layout = {}, layout_of(tensors, parallel.mesh)
     for share in assign_slices(layout):
@@ -374,7 +374,7 @@ def _slices(prefix: str, tensors: Mapping[str, Tensor], parallel: Parallelism) -
             assert held is not None
             part = local(x)[within(share.box, held)] if share.box else local(x)
             start = tuple(first for first, _ in share.box)
-            slices[prefix + share.name] = TensorSlice(tensor=part, shape=tuple(x.shape), start=start)
+            slices[prefix + share.name] = PartialTensor(tensor=part, shape=tuple(x.shape), start=start)
     return slices
 
 

@@ -22,7 +22,7 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.verify import verify
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.buffer_layout import DTYPES, SavedComponent, TensorSlice, lay_out_request
+from verl.checkpoint.save.buffer_layout import DTYPES, PartialTensor, SavedComponent, lay_out_request
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
 from verl.errors import CheckpointFenced, CheckpointIncomplete, CheckpointNotFound, CheckpointWriteFailed
 
@@ -133,7 +133,7 @@ def test_one_host_buffer_is_enough_where_saves_do_not_overlap_and_it_grows_with_
 
 
 def test_a_failed_save_is_told_by_the_next_poll_and_the_following_save_works(store):
-    part = TensorSlice(tensor=torch.ones(2), shape=(4,), start=(0,))
+    part = PartialTensor(tensor=torch.ones(2), shape=(4,), start=(0,))
     with CheckpointWriter(store) as writer:
         writer.save(
             SaveRequest(step=1, components={"actor": SavedComponent(tensors={"weight": part}, file="half.safetensors")})
@@ -204,7 +204,7 @@ def freed() -> torch.Tensor:
         (SavedComponent(tensors={"z": torch.zeros(2, dtype=torch.complex64)}), "complex64, which safetensors"),
         (SavedComponent(tensors={"m": torch.zeros(2, device="meta")}), "not a dense tensor"),
         (SavedComponent(tensors={"f": freed()}), "not a dense tensor"),
-        (SavedComponent(tensors={"s": TensorSlice(tensor=torch.zeros(2), shape=(4,), start=(0,))}), "Give the"),
+        (SavedComponent(tensors={"s": PartialTensor(tensor=torch.zeros(2), shape=(4,), start=(0,))}), "Give the"),
         (SavedComponent(tensors={"a": torch.zeros(1)}, file="f", files={"f": b""}), "twice"),
     ],
 )  # fmt: skip

@@ -21,7 +21,7 @@ from verl.checkpoint.core.safetensors_format import model_files
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import verify
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.buffer_layout import SavedComponent, TensorSlice
+from verl.checkpoint.save.buffer_layout import PartialTensor, SavedComponent
 from verl.checkpoint.save.save_executor import execute_save
 from verl.checkpoint.save.save_request import (
     MultiWriterSave,
@@ -63,7 +63,7 @@ class Two:
     def write(self, joint: MultiWriterSave, rank: int, offset: int = 0) -> None:
         """A participant's half of a tensor."""
         start = 2 * rank + offset
-        half = TensorSlice(tensor=VALUES[start : start + 2], shape=(4, 3), start=(start, 0))
+        half = PartialTensor(tensor=VALUES[start : start + 2], shape=(4, 3), start=(start, 0))
         component = SavedComponent(tensors={"m": half}, file=f"optim_state_rank_{rank}.safetensors")
         own = MultiWriterSave(directory=joint.directory, name=f"rank_{rank}")
         request = SaveRequest(step=1, components={"optimizer": component}, multi_writer=own)

@@ -84,7 +84,7 @@ class DedupIndex:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a writer wrote, as plain values that can be sent to the committing process."""
+    """Report of a writer, as plain values that can be sent to the committing process."""
 
     name: str
     files: tuple[FileEntry, ...]

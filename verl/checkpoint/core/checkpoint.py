@@ -44,7 +44,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Of the directory."""
+        """Name of the directory."""
         return self.directory.name
 
     @property

@@ -50,11 +50,11 @@ class FileImage:
 
     @property
     def num_bytes(self) -> int:
-        """Of the file."""
+        """Size of the file in bytes."""
         return sum(self.sizes)
 
     def buffers(self, source: ImageSource) -> Iterator[memoryview]:
-        """Its buffers in order, each yielded once it is filled."""
+        """Buffers of the file in order, each yielded once it is filled."""
         begin = self.begin
         for size in self.sizes:
             source.wait(begin + size)

@@ -429,7 +429,7 @@ def write_errors(doing: str, beside: str = "Earlier checkpoints are untouched") 
 
 @contextlib.contextmanager
 def read_errors(doing: str) -> Iterator[None]:
-    """Like `write_errors`, for read operations.
+    """Translate errors as `write_errors` does, for read operations.
 
     Raises:
         CheckpointReadFailed: the file system refused.

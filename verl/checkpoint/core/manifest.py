@@ -118,7 +118,7 @@ class LogicalTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def slice_bytes(self, part: SavedSlice) -> int:

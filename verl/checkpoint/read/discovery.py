@@ -266,7 +266,7 @@ def read_pointer(run_dir: Path, disk: FileSystem | None = None) -> RunPointer:
 
 
 def _pointed_to(disk: FileSystem, run: Path) -> list[Path]:
-    """Where a run says that it saves."""
+    """Save directory that a run names."""
     try:
         return read_pointer(run, disk).places(run)[:2]  # elsewhere might be others'
     except CheckpointNotFound:

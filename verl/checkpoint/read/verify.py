@@ -152,7 +152,7 @@ def tiling_faults(published: Checkpoint) -> Iterator[FileFault]:
 
 
 def _header_faults(disk: FileSystem, published: Checkpoint) -> Iterator[FileFault]:
-    """Where the headers of safetensors files and the manifest disagree."""
+    """Faults where the headers of safetensors files and the manifest disagree."""
     for file, parts in published.slices_by_file.items():
         if all(part.key is None for _, part in parts):
             continue

@@ -124,7 +124,7 @@ class RemoteStore:
         return published
 
     def survey(self, level: Level = "quick") -> tuple[list[RemoteCheckpoint], list[BadCheckpoint]]:
-        """Those that verify, the newest last, and what is wrong with each of the others."""
+        """Checkpoints that verify, the newest last, and what is wrong with each of the others."""
         good, bad = [], []
         for record in self.records():
             try:
@@ -150,7 +150,7 @@ class RemoteStore:
         raise CheckpointNotFound(f"{self.store.address} holds no complete checkpoint")
 
     def reader(self, published: RemoteCheckpoint, writable: bool = False) -> RemoteReader:
-        """Its bytes."""
+        """Reader of its bytes."""
         return RemoteReader(self.store, published, writable)
 
     def state(self, published: RemoteCheckpoint) -> dict[str, Any]:

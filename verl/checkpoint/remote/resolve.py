@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointTier:
-    """Where a run's checkpoints go beside the local disk.
+    """Object storage that gets a run's checkpoints beside the local disk.
 
     Args:
         storage: the place of this run's checkpoints alone.
@@ -50,15 +50,15 @@ class CheckpointTier:
 
     @property
     def address(self) -> str:
-        """For people, and for `resume=`."""
+        """Address for people and for `resume=`."""
         return self.storage.address
 
     def connect(self) -> RemoteStore:
-        """Its checkpoints; no request is sent yet."""
+        """Store of its checkpoints; no request is sent yet."""
         return RemoteStore(self.storage.connect())
 
     def refused(self, error: StorageRefused) -> ConfigError:
-        """What to say, and what to do, where the store says no."""
+        """Error for a request that the store refuses, with what to do."""
         return ConfigError(
             f"storage leads to {self.address}, which refuses: {error}. Fix that, or keep checkpoints on the local "
             "disk alone with checkpoint.upload_interval=null."
@@ -79,7 +79,7 @@ class CheckpointTier:
             ) from error
 
     def cold(self) -> UploadTarget:
-        """What the directory is to know of it. Publications go on from the highest number that the store has.
+        """Record of the store in the directory. Publications go on from the highest number that the store has.
 
         A store that does not answer may have any; the clock is then above all that it can have, since numbers are
         counted from 1.

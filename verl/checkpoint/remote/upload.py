@@ -20,7 +20,7 @@ SMALL_BYTES, AT_ONCE = 2**20, 4
 
 @dataclass
 class UploadResult:
-    """What a push came to.
+    """Result of a push.
 
     Attributes:
         record: of the log.

@@ -49,7 +49,7 @@ LINEAGE = "lineage.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class UploadSettings:
-    """What the process is to do.
+    """Settings of the upload process.
 
     Args:
         directory: of checkpoints.
@@ -71,7 +71,7 @@ class UploadSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class UploadEvent:
-    """What the process says.
+    """Message of the upload process.
 
     Args:
         kind: `uploaded` with the name of a checkpoint, `failed` with an error, `fenced`, or `done` after FINISH.
@@ -104,7 +104,7 @@ class UploadWorker:
         self._bad: set[str] = set()
 
     def waiting(self, with_newest: bool = False) -> list[Checkpoint]:
-        """What the store is to get, the newest first.
+        """Checkpoints that the store is to get, the newest first.
 
         Args:
             with_newest: the newest one whatever the interval says: it is the last of the run.
@@ -169,7 +169,7 @@ class UploadWorker:
         )
 
     def _keep_lineage(self) -> None:
-        """Which run came from which, as far as this directory knows: for people, so a failure is no matter."""
+        """Upload the lineage that this directory knows; it is for people, so a failure is ignored."""
         with contextlib.suppress(OSError):
             self._pusher.store.put(LINEAGE, FileSystem().read(self._directory.directory / LINEAGE, 2**26))
 

@@ -1,4 +1,4 @@
-"""From live tensors to a committed checkpoint, while training continues.
+"""Saving: live tensors become a committed checkpoint while training continues.
 
 async_writer    CheckpointWriter: saves live tensors as a committed checkpoint in the background
 buffer_layout   Components of a save, with live tensors and small files, and their layout in a host buffer

@@ -267,7 +267,7 @@ class CheckpointWriter:
 
     @property
     def process_id(self) -> int | None:
-        """Of the writer process; None where there is none just now."""
+        """Id of the writer process; None where there is none just now."""
         return self._writer_client.process_id
 
     @property

@@ -26,7 +26,7 @@ DTYPES = {dtype: name for name, dtype in TORCH_TYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorSlice:
+class PartialTensor:
     """A slice of a tensor of which other processes save the rest.
 
     Args:
@@ -56,7 +56,7 @@ class SavedComponent:
         shards: names of tensors by file, if a model is already split over several writers.
     """
 
-    tensors: Mapping[str, torch.Tensor | TensorSlice] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor | PartialTensor] = field(default_factory=dict)
     file: str | None = None
     metadata: Mapping[str, str] | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class SavedComponent:
 
 @dataclass(frozen=True)
 class CopyRegion:
-    """What is to be copied to one place of a host buffer."""
+    """Data to be copied to one place of a host buffer."""
 
     begin: int
     content: bytes | torch.Tensor
@@ -141,11 +141,11 @@ class _BufferLayout:
         self.end += page_aligned(image.num_bytes)
 
 
-def _local(tensor: torch.Tensor | TensorSlice) -> torch.Tensor:
-    return tensor.tensor if isinstance(tensor, TensorSlice) else tensor
+def _local(tensor: torch.Tensor | PartialTensor) -> torch.Tensor:
+    return tensor.tensor if isinstance(tensor, PartialTensor) else tensor
 
 
-def _place_of(where: str, tensor: torch.Tensor | TensorSlice, file: str | None) -> TensorPlace:
+def _place_of(where: str, tensor: torch.Tensor | PartialTensor, file: str | None) -> TensorPlace:
     """The type and shape of a tensor in its file, if it can be saved.
 
     Args:
@@ -158,16 +158,16 @@ def _place_of(where: str, tensor: torch.Tensor | TensorSlice, file: str | None) 
     is_dense = data.layout is torch.strided and not data.is_meta
     if not is_dense or (data.numel() and not data.untyped_storage().nbytes()):
         raise ValueError(f"{where} is not a dense tensor with its own memory")
-    if isinstance(tensor, TensorSlice) and file is None:
+    if isinstance(tensor, PartialTensor) and file is None:
         raise ValueError(f"{where} is a slice: a model's files hold whole tensors. Give the component a `file`")
     return TensorPlace(DTYPES[data.dtype], tuple(data.shape))
 
 
 def _logical(
-    directory: str, name: str, tensor: torch.Tensor | TensorSlice, path: str, place: TensorPlace
+    directory: str, name: str, tensor: torch.Tensor | PartialTensor, path: str, place: TensorPlace
 ) -> LogicalTensor:
     shape, start = place.shape, (0,) * len(place.shape)
-    if isinstance(tensor, TensorSlice):
+    if isinstance(tensor, PartialTensor):
         shape, start = tensor.shape, tensor.start
     part = SavedSlice(file=path, key=name, offset=place.begin, start=start, extent=place.shape)
     return LogicalTensor(component=directory, name=name, dtype=place.dtype, shape=shape, slices=(part,))

@@ -123,7 +123,7 @@ class HostBufferPool:
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Of the memory that is held now."""
+        """Numbers of the memory that is held now."""
         return frozenset(host_buffer.number for host_buffer in self._all if host_buffer.memory is not None)
 
     def release(self) -> None:

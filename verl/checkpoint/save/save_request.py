@@ -126,7 +126,7 @@ def collect_reports(
 
 
 class _Waiting:
-    """How long nothing has come of a save that others write; while this process was stopped does not count."""
+    """Clock of how long nothing has come of a save that others write; while this process was stopped does not count."""
 
     def __init__(self, disk: FileSystem, directory: Path):
         self._disk, self._directory = disk, directory
@@ -229,7 +229,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """What became of a save that was published.
+    """Report of a published save.
 
     Attributes:
         name, directory, sequence: of the published checkpoint; of a participant's part, its name, the staging directory
@@ -258,7 +258,7 @@ class SaveReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOutcome:
-    """What became of one call of `save`.
+    """Outcome of one call of `save`.
 
     Attributes:
         report: of a published checkpoint, else None.

@@ -29,7 +29,7 @@ OF_PROCESS, OF_TRAINER = 0, 1  # slots of the progress: what the process does, a
 
 @dataclass(frozen=True)
 class WriterProcessSettings:
-    """What is the same for all saves.
+    """Settings that are the same for all saves.
 
     Attributes:
         disk_type: class of the store's file system, which is instantiated here.
@@ -59,7 +59,7 @@ class WriteOrder:
 
 @dataclass(frozen=True)
 class WriteReply:
-    """What became of an order: a report, or the pickled error and its traceback."""
+    """Reply to an order: a report, or the pickled error and its traceback."""
 
     report: SaveReport | None = None
     error: bytes | None = None

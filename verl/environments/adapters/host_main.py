@@ -359,7 +359,7 @@ def tools_of(module):
 
 
 def recovery_of(source):
-    """How a class, or a file of tools, says that its state is restored: stateless, deterministic or restart."""
+    """Kind of recovery that a class or a file of tools declares: stateless, deterministic or restart."""
     found = getattr(source, "recovery", None)
     return None if found is None else str(found)
 
@@ -383,7 +383,7 @@ def call_tool(function, request, replies, clock):
 
 
 def opened(options) -> Any:
-    """What is asked for: the functions of a file of tools, or a class of environments; and the first reply."""
+    """The requested functions of a file of tools, or class of environments; and the first reply."""
     arguments = options.get("arguments", {})
     if options["kind"] == "tools":
         module = located(options["path"])

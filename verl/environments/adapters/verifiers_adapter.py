@@ -221,7 +221,7 @@ class Service:
         return plain(messages) if messages else []
 
     def first_request(self, index):
-        """What a task asks its model first."""
+        """First request of a task to its model."""
         run, request = self.wait(self.begin(self.task(index)))
         self.wait(run.end())
         if request is None:

@@ -138,7 +138,7 @@ _REASONING_END = re.compile(r"</think>|<channel\|>")
 
 
 def _without_reasoning(text: str, found: list[FoundCall]) -> list[FoundCall]:
-    """Those after the model's reasoning, whose end is a mark that is not within a call."""
+    """Calls after the model's reasoning, whose end is a mark that is not within a call."""
     calls = [item for item in found if isinstance(item.call, ToolCall)]
     for end in _REASONING_END.finditer(text):
         if not any(call.start <= end.start() < call.end for call in calls):

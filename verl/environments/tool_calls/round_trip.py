@@ -106,7 +106,7 @@ def _without_calls(chat: ChatTemplate, chosen: ToolFormat) -> ToolFormat:
 
 
 def _rendered(chat: ChatTemplate, case: _Case) -> str | ConfigError:
-    """What the model would write, or why the template refuses it."""
+    """Text that the model would write, or why the template refuses it."""
     schemas = [
         {"type": "function", "function": {"name": name, "description": "a stand-in", "parameters": parameters}}
         for name, parameters in TOOLS.items()
@@ -154,7 +154,7 @@ def _difference(rendered: Mapping[str, str | ConfigError], style: ToolFormat) ->
 
 
 def _comparable(calls: Sequence[ToolCall | ParseFault]) -> list[str]:
-    """Of calls; `False` and 0 differ."""
+    """Comparable form of calls; `False` and 0 differ."""
     return [
         json.dumps([call.name, call.arguments], sort_keys=True) if isinstance(call, ToolCall) else "" for call in calls
     ]

@@ -155,7 +155,7 @@ class ServerSampler(RolloutEngine):
         return SyncResult(note, metrics | {"sync/probe_gap_nats": gap})
 
     def _support_first(self) -> SyncResult:
-        """What a process has to do for the first one, which sends the weights."""
+        """Work of a process for the first one, which sends the weights."""
         if self._transfer is not None:
             for _ in self._transfer.tensors():
                 pass

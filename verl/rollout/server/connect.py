@@ -147,7 +147,7 @@ class _TrialRequest(GenerateRequest):
 
 
 def _source(options: ServerOptions, probe: LogProbCheck) -> Literal["server", "trainer"]:
-    """Where log-probs come from: they must be log_softmax(logits / temperature), without the effect of top_k and
+    """Source of log-probs: they must be log_softmax(logits / temperature), without the effect of top_k and
     top_p."""
     is_cut = options.top_k > 0 or options.top_p < 1
     if options.log_probs == "trainer":

@@ -131,7 +131,7 @@ ChunkPlan = list[list[ChunkEntry]]  # of each chunk in turn
 
 @dataclass(frozen=True)
 class StreamHandle:
-    """What a reader needs in order to open the stream.
+    """Information that a reader needs in order to open the stream.
 
     Attributes:
         path: opens the memory while the trainer lives.
@@ -147,7 +147,7 @@ class StreamHandle:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Of a tensor that comes as a slice: the shape of the whole one, and where the slice begins in it."""
+    """Slice of a tensor: the shape of the whole one, and where the slice begins in it."""
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -155,7 +155,7 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class FeedPlan:
-    """What one process of an engine reads from a stream.
+    """Plan of what one process of an engine reads from a stream.
 
     Attributes:
         handle: of the stream.
@@ -172,7 +172,7 @@ class FeedPlan:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """How a stream is to be read.
+    """Request to load weights from a stream.
 
     Attributes:
         num_threads: threads of each reader during the load, on a CPU, where trainer and engine work concurrently.

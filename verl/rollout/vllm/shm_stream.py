@@ -108,7 +108,7 @@ class StreamWriter:
         is_reader_alive: Callable[[], bool],
         note: Callable[[str, Tensor], object] = lambda name, tensor: None,
     ) -> float:
-        """Like `send`, for an iterator of (name, tensor) in the order of the plan."""
+        """Do the same as `send` for an iterator of (name, tensor) in the order of the plan."""
         copying, name, tensor = 0.0, "", torch.empty(0)
         for number, places in enumerate(chunks):
             self._wait_for_readers(number - 1, is_reader_alive)

@@ -86,7 +86,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, list[Form]]] = WeakKeyDictionary
 
 
 def _forms(base: nn.Module, live: Mapping[str, WeightSource]) -> list[Form]:
-    """What the tensors of a model become in a checkpoint, in the order of `weights_of`."""
+    """Names and forms of a model's tensors in a checkpoint, in the order of `weights_of`."""
     shapes = [(name, source.tensor.shape) for name, source in live.items()]
     known = _KNOWN.get(base)
     if known is None or known[0] != shapes:

@@ -64,7 +64,7 @@ class BaseTrainer:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last step."""
+        """Metrics of the last step."""
         return dict(self._course.result.last_metrics)
 
     def step(self) -> float:

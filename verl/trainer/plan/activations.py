@@ -109,7 +109,7 @@ class Activations:
 
     @property
     def bytes(self) -> tuple[int, int, int]:
-        """What the number of experts of a token changes."""
+        """Bytes that depend on the number of experts of a token."""
         return self.training, self.kept, self.scoring
 
 
@@ -203,7 +203,7 @@ def _trace(
 
 
 def num_experts(config: Any) -> int:
-    """Of each layer of a mixture of experts whose routers choose some for each token; 0 of any other model."""
+    """Number of experts of each layer of a mixture whose routers choose some for each token; 0 of any other model."""
     text = config.get_text_config()
     if not getattr(text, "num_experts_per_tok", None):
         return 0
@@ -292,8 +292,8 @@ def _with_layers(config: Any, layers: int, siblings: int) -> Any:
 
 
 def _logits(config: Any, tokens: int, dtype: torch.dtype, siblings: int, device_type: str) -> int:
-    """Of one part of the tokens: logits, their log-softmax in float32, and gradients of both; where there are several
-    parts, with the sum of their gradients of the head, as far as it takes more than the gradient itself."""
+    """Bytes for one part of the tokens: logits, their log-softmax in float32, and gradients of both; where there are
+    several parts, with the sum of their gradients of the head, as far as it takes more than the gradient itself."""
     text = config.get_text_config()
     count = max(1, min(tokens, logits_at_a_time(device_type) // text.vocab_size))
     num_parts = 1 + (count < tokens)

@@ -71,7 +71,7 @@ def changes_that_fit(
 
 
 def _one_of_each(changes: list[FittingChange], *, by_peak: bool = False) -> list[FittingChange]:
-    """For each key the cheapest change, or with `by_peak` the one that saves most."""
+    """Cheapest change of each key, or with `by_peak` the one that saves most."""
     best: dict[str, FittingChange] = {}
     for change in changes:
         key = change.settings[0].partition("=")[0]

@@ -113,7 +113,7 @@ class PhaseMemory:
         return sum(self.parts.values())
 
     def words(self, unit: int) -> str:
-        """Its parts, the largest first, without those that round to 0.00."""
+        """Parts of the sum, the largest first, without those that round to 0.00."""
         large = sorted((-size, name) for name, size in self.parts.items() if size >= 0.005 * unit)
         return ", ".join(f"{name} {-size / unit:.2f}" for size, name in large)
 

@@ -1,4 +1,4 @@
-"""What a run saves and how it resumes: train state, saving, resume, identity, lineage.
+"""State of a run and its resume: train state, saving, resume, identity, lineage.
 
 checkpointing      Checkpointing while training: when a save is due, what is in it, what became of it
 compare_runs       Comparison of two runs: the metrics of each step, and everything in their last checkpoints

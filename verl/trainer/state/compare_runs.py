@@ -41,7 +41,7 @@ OF_ONE_LAYOUT = ("rng",)  # generators: roles in the driver's process draw from 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How near two values must be.
+    """Tolerance of a comparison of two values.
 
     Args:
         tolerance: 0 is bit by bit; else the largest difference relative to the larger number, and for a tensor
@@ -60,7 +60,7 @@ class Tolerance:
         return a == b or both_nan or (self.tolerance > 0 and abs(a - b) <= self.tolerance * max(1.0, abs(a), abs(b)))
 
     def elements(self, a: Tensor, b: Tensor) -> Tensor:
-        """Which elements of two tensors of one shape differ."""
+        """Mask of the elements in which two tensors of one shape differ."""
         if not self.tolerance:
             return _bits(a) != _bits(b)
         x, y = a.double(), b.double()
@@ -105,7 +105,7 @@ def first_tensor_apart(a: Checkpoint, b: Checkpoint, near: Tolerance) -> str | N
 
 
 def num_compared(checkpoint: Checkpoint, near: Tolerance) -> int:
-    """How many tensors of a checkpoint are compared."""
+    """Number of tensors of a checkpoint that are compared."""
     return sum(not _left_out(tensor.component, near) for tensor in checkpoint.manifest.tensors)
 
 

@@ -1,4 +1,4 @@
-"""What the driver holds of a training, as a dictionary of parts, each with `state_dict` and `load_state_dict`.
+"""State of the driver as a dictionary of parts, each with `state_dict` and `load_state_dict`.
 
 part                  where a checkpoint has it                  loaded with the component
 sampler               dataloader/state.json                      dataloader
@@ -43,7 +43,7 @@ class Stateful(Protocol):
     """Part of the driver that a checkpoint holds."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """For a checkpoint: plain values, unless the part's place says otherwise. Empty where there is nothing."""
+        """State for a checkpoint: plain values, unless the part's place says otherwise; empty if there is none."""
         ...
 
     def load_state_dict(self, state: Any) -> None:
@@ -103,7 +103,7 @@ class _SavedParts:
 
 @dataclass(frozen=True)
 class PartPlace(ABC):
-    """Where a checkpoint has the state of a part.
+    """Place of the state of a part in a checkpoint.
 
     Args:
         path: of the file or directory; messages name it.
@@ -124,7 +124,7 @@ class PartPlace(ABC):
 
 @dataclass(frozen=True)
 class ScheduleEntry(PartPlace):
-    """In `scheduler/state.json`: under a name, or beside the others under the keys that the state itself has.
+    """Entry of `scheduler/state.json`: under a name, or beside the others under the keys that the state itself has.
 
     Args:
         keys: of the state, where they are the file's own.
@@ -232,12 +232,12 @@ PLACES: dict[str, PartPlace] = {
 
 
 def place_of(part: str) -> PartPlace:
-    """Where a checkpoint has a part."""
+    """Place of a part in a checkpoint."""
     return PLACES.get(part) or ScheduleEntry(name=part)
 
 
 def json_bytes(value: Any) -> bytes:
-    """As the small files of a checkpoint are written."""
+    """JSON bytes, as the small files of a checkpoint are written."""
     return (json.dumps(value) + "\n").encode()
 
 
@@ -246,7 +246,7 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 class RewardStats:
-    """What a reward has learned of scores, and by which reward.
+    """Statistics that a reward has learned of scores, and by which reward.
 
     Args:
         description: of the reward; files and models that it names are hashed once, if it has anything to save.

@@ -90,7 +90,7 @@ class LineageEvent:
 
 @dataclass
 class RunEvent(LineageEvent):
-    """Of the start of a run."""
+    """Record of the start of a run."""
 
     run_dir: str = ""
     code: dict[str, Any] | None = None
@@ -100,7 +100,7 @@ class RunEvent(LineageEvent):
 
 @dataclass
 class CheckpointEvent(LineageEvent):
-    """Of a checkpoint."""
+    """Record of a checkpoint."""
 
     checkpoint: str
     step: int
@@ -108,7 +108,7 @@ class CheckpointEvent(LineageEvent):
 
 @dataclass
 class EndEvent(LineageEvent):
-    """Of the end of a run."""
+    """Record of the end of a run."""
 
     status: str
     step: int
@@ -300,7 +300,7 @@ def _begun(event: dict[str, Any]) -> LineageRun:
 
 
 def _state(checkpoint: Path, run_id: str) -> RunStatus:
-    """Of a checkpoint by that name; another run may have saved under it since."""
+    """State of a checkpoint by that name; another run may have saved under it since."""
     if not checkpoint.is_dir():
         return "pruned"
     try:

@@ -51,7 +51,7 @@ OTHER_DIRECTORY = "give this run another directory: trainer.experiment_name=NAME
 
 @dataclass
 class SaveDirectory:
-    """Where a run saves.
+    """Save directory of a run.
 
     Attributes:
         resumed: the checkpoint that it resumes from, or None.

@@ -82,7 +82,7 @@ class TrainState:
         return self._digests[name]
 
     def _frozen_files(self, name: str, model: str) -> list[ExistingFile]:
-        """Its files: copied with the first save, linked to that copy ever after."""
+        """Files of the frozen model: copied with the first save, linked to that copy ever after."""
         directory = Path(model)
         if self.settings is None or not self.settings.save_frozen or not directory.is_dir():
             return []

@@ -74,7 +74,7 @@ def paths_of_texts(config: Mapping[str, Any], start: str) -> set[str]:
 
 
 def reward_identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reward rates by, by path: statistics of its scores mean nothing to another one.
+    """Settings by which a reward rates, by path: statistics of its scores mean nothing to another one.
 
     Files of functions and models of this machine are replaced by digests of their content, as in `identity_of`.
     """
@@ -133,7 +133,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Of vocabulary, special tokens and chat template."""
+    """Digest of vocabulary, special tokens and chat template."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     template = getattr(tokenizer, "chat_template", None)

@@ -480,7 +480,9 @@ class GroupVLLMClient(VLLMClient):
         return SyncRound(question, (process_id, self.in_place))
 
     def offer(self, shapes: dict[str, tuple[int, ...]] | None) -> SyncOffer:
-        """What the engine takes. `shapes` are those of tensors that may come in slices; None: whole ones must come."""
+        """Ask which weights the engine takes. `shapes` are those of tensors that may come in slices; None: only whole
+        ones may come.
+        """
         wants = None
         if shapes is not None and self.in_place and self.engine_info.num_workers > 1:
             found = self.process.call("wants", shapes)

@@ -354,7 +354,7 @@ class EngineProcess:
         return EngineHung(f"{self._name} {words}{f'; {state}' if state else ''}. It was ended.", found, log)
 
     def _death(self) -> EngineDied:
-        """How the process ended; waits briefly for a process that closed its channel but still runs."""
+        """Description of how the process ended; waits briefly for a process that closed its channel but still runs."""
         assert self._child is not None
         self._child.await_exit(END_TIMEOUT_S)
         ended = self._child.describe_exit()

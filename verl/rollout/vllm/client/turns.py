@@ -19,7 +19,7 @@ ADVANCE_ALL_S = 5.0  # where there is no environment: the engine waits for no ca
 
 
 class TurnClient(Protocol):
-    """What turns need of the client of the vLLM process, `VLLMClient`."""
+    """Part of `VLLMClient` that turns need."""
 
     seed: int
     stop_ids: tuple[int, ...]

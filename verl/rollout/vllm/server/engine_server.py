@@ -99,7 +99,7 @@ class EngineServer:
         return EngineInfo(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers, reads_peers)
 
     def lost_worker(self) -> str | None:
-        """Which of vLLM's worker processes ended unexpectedly, and how; None while all are running."""
+        """Description of vLLM's worker process that ended unexpectedly; None while all are running."""
         workers = getattr(self.llm.llm_engine.model_executor, "workers", None) or ()
         codes = {worker.proc.pid: worker.proc.exitcode for worker in workers}
         ended = {pid: code for pid, code in codes.items() if code}

@@ -95,7 +95,7 @@ class InPlaceLoader:
             raise UnsupportedLayer(f"{homeless[0]} has no place")
 
     def wanted(self) -> dict[str, Box]:
-        """For each tensor the smallest slice that contains everything this rank loads."""
+        """Smallest slice of each tensor that contains everything this rank loads."""
         return {name: _bounding_slice(slices, self._shapes[name]) for name, slices in self._slices.items()}
 
     @torch.no_grad()

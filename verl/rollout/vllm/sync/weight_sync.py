@@ -170,7 +170,7 @@ class RankSync:
 
     @cached_property
     def _watch(self) -> ProgressWatch | None:
-        """Of that engine; None where it cannot be watched from here."""
+        """Watch on that engine; None where it cannot be watched from here."""
         try:
             progress = Progress.open(self.offer.progress_path)
         except OSError:

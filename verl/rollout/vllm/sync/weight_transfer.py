@@ -209,7 +209,7 @@ def buckets(whole: Plan, limit_bytes: int) -> Iterator[Plan]:
 
 @dataclass(frozen=True)
 class FeedAssignment:
-    """What one process sends to an engine.
+    """Assignment of what one process sends to an engine.
 
     Attributes:
         wanted: the slice of each tensor of the running model that it needs.
