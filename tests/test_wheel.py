@@ -88,6 +88,7 @@ def test_the_wheel_holds_every_module_and_option_and_names_its_ranges_and_extras
     assert not any(name in line for line in required for name in ("wandb", "tensorboard", "matplotlib", "math-verify"))
 
 
+@pytest.mark.exhaustive
 def test_the_quickstart_trains_from_the_wheel_alone(commands):
     code = "import verl; from verl.compose.schema import conf_dir; print(verl.__file__, conf_dir(), sep=chr(10))"
     places = run(commands, "python", "-c", code).splitlines()

@@ -65,6 +65,7 @@ def terminal(words: list[str], directory: Path) -> Iterator[Terminal]:
         made.process.wait()
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_in_the_quickstart_saves_the_step_under_way(tmp_path):
     run_dir = tmp_path / "outputs/quickstart/ppo"
     with terminal(["-m", "verl.cli", "quickstart", "--smoke", *SHORT], tmp_path) as shown:

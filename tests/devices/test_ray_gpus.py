@@ -40,6 +40,7 @@ def _tests() -> str:
     return str(Path(__file__).parents[1])
 
 
+@pytest.mark.exhaustive
 def test_workers_of_a_pool_never_share_a_gpu_and_pools_with_half_of_one_share_them_worker_by_worker(eight_gpus):
     placement = RayPlacement(
         pools={"main": ("actor",), "values": ("critic",), "judge": ("reference",)},

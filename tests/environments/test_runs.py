@@ -122,9 +122,8 @@ def episodes_of(tmp_path_factory):
 @pytest.mark.parametrize(
     "sharding",
     [
-        "fsdp",
         "tp",
-        *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("ddp", "cp", "pp")],
+        *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fsdp", "ddp", "cp", "pp")],
         pytest.param("parallel,sharding.tp=2,sharding.dp_shard=2", marks=pytest.mark.exhaustive),
         pytest.param("parallel,sharding.tp=2,sharding.cp=2", marks=pytest.mark.exhaustive),
         pytest.param("parallel,sharding.tp=2,sharding.pp=2", marks=pytest.mark.exhaustive),

@@ -74,6 +74,7 @@ def test_steps_of_ppo_and_grpo_are_those_of_one_process(style, bench, model64, t
         assert_same(alone, bench.course(run, prompts, tmp_path / name / "two").result(timeout=120))
 
 
+@pytest.mark.exhaustive
 def test_processes_that_share_tokens_divide_the_rows_that_they_generate(four_processes, model64, tmp_path):
     rollout = HFRollout(max_new_tokens=5)
     run = ppo_run(model64, GRPO_ALGORITHM, rollout=rollout, group_size=2, sharding=Parallel(cp=4), n_gpus_per_node=4)

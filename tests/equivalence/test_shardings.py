@@ -161,7 +161,7 @@ def test_an_adapter_learns_the_same_and_its_frozen_model_is_the_reference(name, 
 @pytest.mark.parametrize(
     ("family", "name", "experts"),
     [
-        ("mixtral", "ep", 4),
+        pytest.param("mixtral", "ep", 4, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe", "tp", 4, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe", "tp_fsdp", 4, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe", "tp", 3, marks=pytest.mark.exhaustive),  # each process has all of them

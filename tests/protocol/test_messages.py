@@ -96,7 +96,7 @@ def test_a_field_that_breaks_its_contract(fault, field, expected, found, row):
         ),
         (
             lambda: Field("x", ("T",), "float"),
-            "dims of `x` are ('T',): expected B first, then different ones of P, T, S, L, K.",
+            "dims of `x` are ('T',): expected B first, then different ones of P, T, S, N, L, K.",
         ),
         (
             lambda: rollout().batch.clear(),

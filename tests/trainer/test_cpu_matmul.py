@@ -27,7 +27,7 @@ def steps_of(library, directory, number=2, **parts):
     "parts",
     [
         pytest.param({}, id="one process", marks=pytest.mark.exhaustive),
-        pytest.param({"sharding": DDP(), "n_gpus_per_node": 2}, id="two"),
+        pytest.param({"sharding": DDP(), "n_gpus_per_node": 2}, id="two", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_by_onednn_equals_one_by_mkl_to_rounding_and_says_so(parts, tmp_path):

@@ -64,6 +64,7 @@ def test_overfitting_takes_the_same_prompts_in_every_step_and_learns_them(dir32,
     assert losses[-1] < 0.2 * losses[0]
 
 
+@pytest.mark.exhaustive
 def test_profiling_writes_a_table_and_a_trace_and_changes_no_number(model32, tmp_path):
     fit(in_small(model32, "profile"), tmp_path / "with")
     fit(in_small(model32, "profile", profile=None), tmp_path / "without")

@@ -34,6 +34,7 @@ def evaluations(run, directory):
     return result.evaluations, result.restarts, first
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("ray_here")
 def test_workers_in_ray_train_what_this_process_trains_and_a_lost_one_is_replaced(dir32, tmp_path, monkeypatch):
     run = sft_run(dir32, tmp_path)

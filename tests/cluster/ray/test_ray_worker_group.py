@@ -37,6 +37,7 @@ def test_workers_for_which_there_is_no_room_are_refused_with_what_there_is():
         start(2, num_cpus=400.0)
 
 
+@pytest.mark.exhaustive
 def test_a_driver_of_another_version_than_its_workers_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(verl, "__version__", "0.0.1")  # as if it had been replaced on the disk since
     with pytest.raises(ConfigError, match=r"address: rank 0 has verl \S+, the driver has 0\.0\.1\. Install the same"):
@@ -57,6 +58,7 @@ session.close()
 """
 
 
+@pytest.mark.exhaustive
 def test_workers_start_where_the_path_of_the_interpreter_has_a_space(tmp_path):
     environment = tmp_path / "a space" / "venv"
     venv.create(environment, with_pip=False, symlinks=True)

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.xdist_group("vllm")
 SMALL = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "kv_cache_gib": 0.05, "num_threads": 1}  # prompts in pieces
 
 
-@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tensor", [1, 2])
 def test_the_experts_of_each_token_are_those_of_our_own_loop(tensor, tmp_path):
     source = save_family(tmp_path / "model", "qwen3_moe")
     model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()

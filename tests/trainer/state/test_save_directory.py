@@ -425,6 +425,7 @@ fit(run(Pretrained(path=sys.argv[1]), data=OTHER, total_steps=10**6, **again))
 """
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_was_killed_goes_on_from_its_own_newest_beside_an_unrelated_run(model32, tmp_path):
     other = fit(run(model32, total_steps=3))
     own = other.with_name("other")
