@@ -16,6 +16,7 @@ import torch
 from verl.component import BuildContext
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
+from verl.rewards import process_pool
 from verl.rewards.function import RewardFunction
 
 RESPONSES = ["0", "1", "2", "3", "4"]
@@ -134,6 +135,15 @@ def test_a_hanging_sample_is_reported_with_the_line_it_hangs_at(made, batch):
     assert "It was at line 3, in wait()" in message or "It was at line 4, in wait()" in message
     assert "Sample: 3, prompt 'prompt 3', response '3'" in message
     assert "Source: my_reward() at line 7 in reward.py" in message
+
+
+def test_time_in_which_a_worker_waits_for_a_processor_is_not_charged_to_its_sample(made, batch, monkeypatch):
+    source = "import time\ndef my_reward(prompt, response):\n    time.sleep(1.2)\n    return float(response)"
+    reward = made(source, timeout_s=0.5)
+    with pytest.raises(RewardError, match="no answer within timeout_s"):
+        reward.score(batch[[1]])
+    monkeypatch.setattr(process_pool, "processor_wait_s", lambda pid: time.monotonic())  # as if it waited all the time
+    assert list(reward.score(batch[[1]])["score"]) == [1.0]
 
 
 def test_a_process_started_by_a_hanging_sample_ends_with_it(made, batch, tmp_path):

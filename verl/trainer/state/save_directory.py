@@ -119,11 +119,12 @@ class SaveDirectoryChoice:
         if not self._saves:
             return chosen
         is_inside = point is not None and point.published.directory.parent == self.directory
-        moves = dry and self._may_move and resume != LATEST
-        if resume != LATEST and not is_inside and not moves and (fault := self._fault_of_owner()) is not None:
+        is_checked = resume != LATEST and not is_inside and not self._may_move
+        if is_checked and (fault := self._fault_of_owner()) is not None:
             raise ConfigError(fault)
         holder = self._holder() if dry else self._claim(chosen)
-        if holder is not None and not (moves and self._differing(holder.identity)):
+        will_move = dry and self._may_move and resume != LATEST
+        if holder is not None and not (will_move and self._differing(holder.identity)):
             raise self._busy(holder)
         return chosen
 
