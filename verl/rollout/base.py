@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -262,6 +263,33 @@ class TurnEngine:
 
     def close(self) -> None:
         """Free all memory. Idempotent."""
+
+
+class TurnQueue(TurnEngine):
+    """Turns in the order in which they were added.
+
+    Attributes:
+        queue: those that wait.
+    """
+
+    def __init__(self) -> None:
+        self.queue: deque[TurnRequest] = deque()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.queue)
+
+    def add(self, turn: TurnRequest) -> None:
+        self.queue.append(turn)
+
+    def take_all(self) -> list[TurnRequest]:
+        """The turns that wait, which then wait no longer."""
+        turns = list(self.queue)
+        self.queue.clear()
+        return turns
+
+    def close(self) -> None:
+        self.queue.clear()
 
 
 class RolloutEngine:

@@ -21,7 +21,7 @@ from verl.rollout.base import (
     RolloutEngine,
     TurnEngine,
     TurnLimits,
-    TurnRequest,
+    TurnQueue,
     refuse_wrong_responses,
     stop_tokens,
 )
@@ -87,23 +87,16 @@ class ScriptedSampler(RolloutEngine):
         return log_probs_of(logits, responses, self.options.temperature).cpu()
 
 
-class ScriptedTurns(TurnEngine):
+class ScriptedTurns(TurnQueue):
     """Turns of a script: those of the same prompt take one entry after another."""
 
     def __init__(self, engine: ScriptedSampler):
+        super().__init__()
         self.engine = engine
         self.dtype = torch.promote_types(engine.model.dtype, torch.float32)
-        self._queue: list[TurnRequest] = []
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._queue)
-
-    def add(self, turn: TurnRequest) -> None:
-        self._queue.append(turn)
 
     def advance(self) -> list[DrawnTurn]:
-        turns, self._queue = self._queue, []
+        turns = self.take_all()
         num_samples = 1 + max((turn.sample_id for turn in turns), default=0)
         drawn = []
         for turn in turns:
@@ -111,6 +104,3 @@ class ScriptedTurns(TurnEngine):
             line = script[(turn.prompt_id * num_samples + turn.sample_id) % len(script)]
             drawn.append(DrawnTurn(turn.episode, line, [0.0] * len(line), line[-1] in self.engine.stop_ids))
         return drawn
-
-    def close(self) -> None:
-        self._queue.clear()

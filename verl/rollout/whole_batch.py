@@ -6,7 +6,15 @@ import torch
 
 from verl.ops.counter_rng import TRAINING
 from verl.protocol import DataProto
-from verl.rollout.base import DrawnTurn, GenerationRequest, RolloutEngine, TurnEngine, TurnLimits, TurnRequest
+from verl.rollout.base import (
+    DrawnTurn,
+    GenerationRequest,
+    RolloutEngine,
+    TurnEngine,
+    TurnLimits,
+    TurnQueue,
+    TurnRequest,
+)
 from verl.rollout.prompt_rows import left_padded
 
 
@@ -27,20 +35,13 @@ class WholeBatchEngine(RolloutEngine):
         return _WholeBatchTurns(self)
 
 
-class _WholeBatchTurns(TurnEngine):
+class _WholeBatchTurns(TurnQueue):
     def __init__(self, engine: WholeBatchEngine):
+        super().__init__()
         self.engine = engine
-        self._queue: list[TurnRequest] = []
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._queue)
-
-    def add(self, turn: TurnRequest) -> None:
-        self._queue.append(turn)
 
     def advance(self) -> list[DrawnTurn]:
-        turns, self._queue = self._queue, []
+        turns = self.take_all()
         n = 1 + max((turn.sample_id for turn in turns), default=0)
         first = turns[0] if turns else TurnRequest(0, [], 0, 0, 0, 0, 0, TRAINING)
         request = GenerationRequest(first.step, n, first.greedy, first.stream)
@@ -55,6 +56,3 @@ class _WholeBatchTurns(TurnEngine):
             DrawnTurn(turn.episode, ids[made].tolist(), log_probs[made].tolist(), int(made.sum()) < turn.max_new_tokens)
             for turn, ids, made, log_probs in columns
         ]
-
-    def close(self) -> None:
-        self._queue.clear()
