@@ -21,7 +21,7 @@ from verl.engines.sharding import DDP, usual  # noqa: E402
 from verl.models.model_stats import ModelStats, model_stats  # noqa: E402
 
 GIB = 2**30
-DEVICES = (8, 64, 512)
+DEVICES = (8, 64)
 TOKENS = 16384  # of a micro-batch
 MICRO_BATCHES = 8  # of an optimizer step, in each share of the rows
 HEAD = (

@@ -1,5 +1,5 @@
-"""No import circle: neither of modules nor of packages nor of what stands side by side in one, deferred imports
-counted.
+"""No import circle: neither of modules nor of packages nor of what stands side by side in one, deferred imports and
+those of annotations counted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ import pytest
 import verl
 
 ROOT = Path(verl.__file__).resolve().parent
+# Circles through annotations that are left.
+LEFT = [
+    ["verl.storage.config", "verl.storage.fsspec_backends", "verl.storage.store"],
+    ["verl.trainer.ppo", "verl.trainer.ppo_config", "verl.trainer.ppo_lifecycle"],
+]
 
 
 def _dotted(path: Path) -> str:
@@ -23,18 +28,11 @@ def _dotted(path: Path) -> str:
 
 @functools.cache
 def _imports() -> dict[str, set[str]]:
-    """Module -> modules that it imports at any depth; what only type checkers import is left out, and so are
-    packages.
-    """
+    """Module -> modules that it imports at any depth, for type checkers too; packages are left out."""
     files = {_dotted(path): path for path in ROOT.rglob("*.py")}
     found: dict[str, set[str]] = defaultdict(set)
     for name, path in files.items():
-        tree = ast.parse(path.read_text())
-        guarded = (n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))
-        skipped = {id(inner) for node in guarded for inner in ast.walk(node)}
-        for node in ast.walk(tree):
-            if id(node) in skipped:
-                continue
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 targets = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -62,7 +60,7 @@ def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_modules_import_each_other_in_no_circle():
-    assert _circles(_imports()) == []
+    assert _circles(_imports()) == LEFT
 
 
 @pytest.mark.parametrize("package", sorted({_dotted(path) for path in ROOT.rglob("__init__.py")}))
@@ -75,4 +73,4 @@ def test_the_parts_of_a_package_import_each_other_in_no_circle(package):
                 one, other = (".".join(name.split(".")[:depth]) for name in (module, target))
                 if one != other:
                     graph[one].add(other)
-    assert _circles(graph) == []
+    assert [circle for circle in _circles(graph) if circle not in LEFT] == []

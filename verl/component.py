@@ -9,6 +9,7 @@ identity of the component.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildContext:
-    """What a component may need to know about the process it is built in.
+    """Facts about the process in which a component is built.
 
     Attributes:
         device: torch device string of this process.
@@ -183,7 +184,7 @@ class Description:
         for field in schema["schema"]["fields"]:
             holder = field["schema"] if field["schema"]["type"] == "default" else field
             checked = _lists_too(holder["schema"])
-            holder["schema"] = core_schema.no_info_wrap_validator_function(_unless_unsound, checked)
+            holder["schema"] = core_schema.no_info_wrap_validator_function(_unless_invalid, checked)
         schema["post_init"] = False  # `set_fields` calls it
         return schema
 
@@ -239,48 +240,19 @@ def hint(found: str | None) -> str:
 # Checking
 
 
-class Unsound:
-    """Placeholder for an invalid value, so that rules across fields can still find other faults.
+class InvalidValue:
+    """Placeholder for a value with a fault. A rule across fields that uses it ends; faults found before are kept."""
 
-    Values computed from it are placeholders too; a condition on it has the next of `answers`.
-    """
+    def __use(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("a value with a fault was used")
 
-    TEXT = "\0unsound\0"
-    MOST_ANSWERS = 1000  # ends a rule that loops on it
-
-    def __init__(self, answers: Sequence[bool] = (False,)):
-        self.__answers = itertools.islice(itertools.cycle(answers), self.MOST_ANSWERS)
-
-    def __answer(self, *_: Any) -> bool:
-        return next(self.__answers)
-
-    def __self(self, *_: Any, **__: Any) -> Unsound:
-        return self
-
-    def __len__(self) -> int:
-        return int(self.__answer())
-
-    def __iter__(self) -> Iterator[Unsound]:
-        return iter((self,) if self.__answer() else ())
-
-    def __getattr__(self, name: str) -> Unsound:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __repr__(self) -> str:
-        return self.TEXT
-
-    def __format__(self, _: str) -> str:
-        return self.TEXT
-
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __contains__ = __answer
-    __call__ = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __self
-    __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __neg__ = __abs__ = __pow__ = __rpow__ = __self
+    __getattr__ = __call__ = __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = __repr__ = __use
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __use
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __use
     __hash__ = object.__hash__
 
 
-UNSOUND = Unsound()
+INVALID = InvalidValue()
 
 
 def set_fields(made: Description, values: Mapping[str, Any]) -> list[str]:
@@ -288,37 +260,27 @@ def set_fields(made: Description, values: Mapping[str, Any]) -> list[str]:
 
     Args:
         made: the new component.
-        values: by field; `UNSOUND` for a field with a known fault. Invalid fields are set to that.
+        values: by field; `INVALID` for a field with a known fault. Other invalid fields are set to that.
     """
     kind = type(made)
     validator = _validator(kind)
-    unsound = {name for name, value in values.items() if value is UNSOUND}
+    invalid = {name for name, value in values.items() if value is INVALID}
     try:
         validator.validate_python(ArgsKwargs((), dict(values)), self_instance=made)
         faults = []
     except ValidationError as error:
         details = error.errors(include_url=False)
         faults = faults_of(kind, values, details)
-        unsound |= {str(fault["loc"][0]) for fault in details} & field_types(kind).keys()
+        invalid |= {str(fault["loc"][0]) for fault in details} & field_types(kind).keys()
         known = {name: value for name, value in values.items() if name in field_types(kind)}
-        validator.validate_python(ArgsKwargs((), known | dict.fromkeys(unsound, UNSOUND)), self_instance=made)
-    if _is_checked(kind) and not unsound:
-        made.__post_init__()
-    return [*faults, *(_rules_across(made, unsound) if unsound else made.faults())]
-
-
-def _rules_across(made: Description, unsound: Iterable[str]) -> list[str]:
-    """Faults that `made.faults` finds in valid fields: those found for every outcome of conditions on invalid ones."""
-    runs = []
-    for answers in ((False,), (True,), (False, True), (True, False)):
-        for name in unsound:
-            object.__setattr__(made, name, Unsound(answers))
-        runs.append(found := [])
-        try:
-            found.extend(made.faults())  # faults before an exception are kept
-        except Exception:  # noqa: BLE001  a rule that needs the value
-            continue
-    return [fault for fault in runs[0] if Unsound.TEXT not in fault and all(fault in run for run in runs[1:])]
+        validator.validate_python(ArgsKwargs((), known | dict.fromkeys(invalid, INVALID)), self_instance=made)
+    if not invalid:
+        if _is_checked(kind):
+            made.__post_init__()
+        return [*faults, *made.faults()]
+    with contextlib.suppress(Exception):  # of a rule that uses an invalid value
+        faults.extend(made.faults())
+    return faults
 
 
 def _is_checked(kind: type) -> bool:
@@ -342,8 +304,8 @@ def _validator(kind: type) -> SchemaValidator:
     return made.__pydantic_validator__
 
 
-def _unless_unsound(value: Any, check: Any) -> Any:
-    return value if isinstance(value, Unsound) else check(value)
+def _unless_invalid(value: Any, check: Any) -> Any:
+    return value if isinstance(value, InvalidValue) else check(value)
 
 
 def _lists_too(schema: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How a call is distributed.
+    """Distribution of a call over the processes of a group.
 
     Attributes:
         divides: whether the first argument is a DataProto whose rows are split over the processes, balanced by tokens;

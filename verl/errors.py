@@ -14,7 +14,6 @@ VerlError
 ├── ComponentHung (RuntimeError)              code of a component did not return
 ├── RolloutError (RuntimeError)               an engine that generates failed
 │   └── LogProbGapError                       its log-probs differ from the trainer's by more than rounding
-├── ActorBusy (RuntimeError)                  another thread was in a call to this HybridActor for too long
 ├── WeightSyncError (RuntimeError)            a rollout engine does not have the trainer's weights; names the tensors
 ├── StorageError (OSError)                    object storage
 │   ├── ObjectNotFound (FileNotFoundError)    there is no such object
@@ -211,10 +210,6 @@ class LogProbGapError(RolloutError):
 
     def __reduce__(self):
         return type(self), (str(self), self.gap_nats, self.limit_nats)
-
-
-class ActorBusy(VerlError, RuntimeError):
-    """A call to the same HybridActor in another thread took longer than this one may wait."""
 
 
 class WeightSyncError(VerlError, RuntimeError):

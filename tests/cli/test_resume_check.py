@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 
 import pytest
 import torch
 from cli.small_runs import small_run
 from typer.testing import CliRunner
 
+from verl.checkpoint.read.lazy_tensors import as_tensor
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.cli.main import app
 from verl.cli.resume_check import RunFailed, RunLauncher, laid_over
 from verl.trainer.state.compare_runs import Tolerance, first_step_apart
@@ -31,9 +35,36 @@ def test_a_sound_run_passes_bit_by_bit_and_its_directory_is_kept_if_asked(model3
     assert not (tmp_path / "kept/straight_checkpoints/global_step_1").exists()  # it was not even saved there
 
 
-def test_a_flipped_bit_is_found_with_its_step_its_tensor_and_its_size(model32, tmp_path):
-    plant = ("--plant", "actor/model.norm.weight")
-    result = check(*plant, "--steps", "2", "--at", "1", model=model32, directory=tmp_path)
+def flip_a_bit(checkpoint, name):
+    """Change the largest element of a float32 tensor on the disk by about a quarter; its hash is not updated."""
+    (tensor,) = [tensor for tensor in checkpoint.manifest.tensors if tensor.full_name == name]
+    values = as_tensor(CheckpointReader(checkpoint).tensor(tensor.component, tensor.name), tensor).flatten()
+    place, file = int(values.abs().argmax()), checkpoint.path(tensor.slices[0].file)
+    file.chmod(0o644)
+    with file.open("r+b") as data:
+        data.seek(tensor.slices[0].offset + 4 * place + 2)
+        byte = data.read(1)[0]
+        data.seek(-1, os.SEEK_CUR)
+        data.write(bytes([byte ^ 1 << 5]))
+
+
+def test_a_flipped_bit_is_found_with_its_step_its_tensor_and_its_size(model32, tmp_path, monkeypatch):
+    run = RunLauncher.run
+
+    def run_from_a_damaged_checkpoint(launcher, name, saved_in, overrides, *rest):
+        if name != "resumed":
+            return run(launcher, name, saved_in, overrides, *rest)
+        checkpoint = launcher.last(saved_in)
+        whole = tmp_path / "whole"
+        shutil.copytree(checkpoint.directory, whole)
+        flip_a_bit(checkpoint, "actor/model.norm.weight")
+        run_dir = run(launcher, name, saved_in, [*overrides, "checkpoint.verify=false"], *rest)
+        shutil.rmtree(checkpoint.directory)
+        shutil.copytree(whole, checkpoint.directory)
+        return run_dir
+
+    monkeypatch.setattr(RunLauncher, "run", run_from_a_damaged_checkpoint)
+    result = check("--steps", "2", "--at", "1", model=model32, directory=tmp_path)
     assert result.exit_code == 1, result.output
     assert "DIFFERS: step 2: " in result.output  # the policy is another one, and so are the numbers of the next step
     assert "DIFFERS: tensor actor/" in result.output

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import verl
-from verl.component import UNSOUND, Description, component, field_types, set_fields
+from verl.component import INVALID, Description, component, field_types, set_fields
 from verl.compose.command_line import command_line
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.validate import validate
@@ -236,7 +236,7 @@ def test_a_number_that_is_not_finite_is_refused_by_its_value(key, options, value
 
 def _refusals(kind, name, value):
     """What the type of a field alone says against a value."""
-    values = dict.fromkeys(field_types(kind), UNSOUND) | {name: value}
+    values = dict.fromkeys(field_types(kind), INVALID) | {name: value}
     return [fault for fault in set_fields(object.__new__(kind), values) if fault.startswith(name)]
 
 

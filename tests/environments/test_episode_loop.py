@@ -22,7 +22,7 @@ from environments.episodes import (
 )
 
 from verl.environments.base import InfraError, StepResult
-from verl.environments.episode import kept_rows
+from verl.environments.episode import without_dropped
 from verl.errors import RolloutError
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.rollout.base import GenerationRequest
@@ -242,12 +242,12 @@ def test_an_episode_that_cannot_be_played_never_becomes_a_reward(model, how, lef
 
     rows = played(model, Scripted(answer=answer, retries=1, on_infra=how), stop_token_ids=tuple(range(6, 100)))
     if how == "refill":
-        assert len(kept_rows(rows)) == left
+        assert len(without_dropped(rows)) == left
         assert any(record["infra"] for record in rows["episode"])
         return
     dropped = [record["end"] == "dropped" for record in rows["episode"]]
     assert dropped == [prompt == 1 for prompt in rows["prompt_ids"].tolist()]
-    kept = kept_rows(rows)
+    kept = without_dropped(rows)
     assert len(kept) == left
     assert sum(record.get("left_out", 0) for record in kept["episode"]) == 4
     assert not rows["response_mask"][torch.tensor(dropped)].any()
@@ -261,7 +261,7 @@ def test_a_group_of_one_is_left_out_and_the_others_stay(model):
 
     counts = [False, True, True, True]
     rows = played(model, Scripted(answer=answer, retries=0), stop_token_ids=tuple(range(6, 100)))
-    assert {int(i) for i in kept_rows(rows)["prompt_ids"]} == {0, 2, 3, 4}
+    assert {int(i) for i in without_dropped(rows)["prompt_ids"]} == {0, 2, 3, 4}
 
 
 def test_a_run_may_stop_at_a_failure_of_ours(model):
@@ -271,7 +271,7 @@ def test_a_run_may_stop_at_a_failure_of_ours(model):
     with pytest.raises(RolloutError, match="no machine.*on_infra is stop"):
         played(model, Scripted(answer=answer, retries=0, on_infra="stop"), stop_token_ids=tuple(range(6, 100)))
     with pytest.raises(RolloutError, match="every episode of this step failed"):
-        kept_rows(played(model, Scripted(answer=answer, retries=0), stop_token_ids=tuple(range(6, 100))))
+        without_dropped(played(model, Scripted(answer=answer, retries=0), stop_token_ids=tuple(range(6, 100))))
 
 
 def test_a_step_that_hangs_is_scored_and_its_late_answer_goes_nowhere(model):
@@ -323,7 +323,7 @@ def test_after_faults_of_any_kind_a_group_has_two_members_or_none(model, how, re
         rows = engine.generate(prompts_of(model[1], ["1="] * 200), GenerationRequest(1, 3))
     finally:
         engine.close()
-    kept = kept_rows(rows)
+    kept = without_dropped(rows)
     sizes = [kept["prompt_ids"].tolist().count(group) for group in range(200)]
     assert {2, 3} <= set(sizes) <= {0, 2, 3}
     assert sum(record.get("left_out", 0) for record in kept["episode"]) == 600 - len(kept)

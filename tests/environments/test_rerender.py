@@ -15,11 +15,10 @@ from verl.component import BuildContext, component
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.environments.base import EnvironmentDescription, InfraError, StepResult
-from verl.environments.episode import kept_rows
+from verl.environments.episode import per_episode, training_rows, without_dropped
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
-from verl.protocol.joined_rows import divided, joined_episodes, last_parts
 from verl.rewards.episode_reward import EpisodeReward
 from verl.trainer.ppo import PPOTrainer
 
@@ -62,9 +61,10 @@ def test_each_turn_is_a_sample_behind_the_templates_own_rendering(model):
     tokenizer.chat_template = SHORTENS
     engine = engine_of(Scripted(answer=answer, history="rerender"), model=(net, tokenizer), stop_token_ids=STOPS)
     texts = ["1+2=", "34+5=", "what is 6*7? "]
-    rows = kept_rows(engine.generate(chats(tokenizer, texts), REQUEST))
+    episodes = without_dropped(engine.generate(chats(tokenizer, texts), REQUEST))
+    rows = training_rows(episodes)
     engine.close()
-    assert sum(len(record["turns"]) for record in last_parts(rows)["episode"]) == len(rows) > 20
+    assert sum(len(record["turns"]) for record in episodes["episode"]) == len(rows) > 20
     begin = 0
     while begin < len(rows):
         record = rows["episode"][begin]
@@ -103,14 +103,15 @@ def test_an_episode_that_is_left_out_leaves_no_part(model):
     engine = engine_of(environment, model=model, stop_token_ids=STOPS)
     drawn = engine.generate(chats(model[1], ["1+2=", "34+5=", "6*7="]), REQUEST)
     engine.close()
-    rows = kept_rows(drawn)
-    assert set(rows["prompt_ids"].tolist()) == {0, 2}
-    assert len(last_parts(rows)) == 8
-    assert rows["episode"][0]["left_out"] == 4
-    joined = joined_episodes(rows)
-    assert joined["responses"].shape[0] == 8
-    back = divided(DataProto.from_dict({"turn_rewards": joined["turn_rewards"]}), rows)
-    assert torch.equal(back["turn_rewards"], rows["turn_rewards"])
+    episodes = without_dropped(drawn)
+    rows = training_rows(episodes)
+    assert set(rows["prompt_ids"].tolist()) == set(episodes["prompt_ids"].tolist()) == {0, 2}
+    assert len(episodes) == 8 < len(rows)
+    assert episodes["episode"][0]["left_out"] == 4
+    of_rows = DataProto.from_dict({name: rows[name] for name in ("turn_rewards", "rollout_log_probs", "sample_ids")})
+    back = per_episode(of_rows, episodes)
+    for name in of_rows.batch:
+        assert torch.equal(back[name], episodes[name])
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])

@@ -123,7 +123,11 @@ def episodes_of(tmp_path_factory):
     "sharding",
     [
         "fsdp",
+        "tp",
         *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("ddp", "cp", "pp")],
+        pytest.param("parallel,sharding.tp=2,sharding.dp_shard=2", marks=pytest.mark.exhaustive),
+        pytest.param("parallel,sharding.tp=2,sharding.cp=2", marks=pytest.mark.exhaustive),
+        pytest.param("parallel,sharding.tp=2,sharding.pp=2", marks=pytest.mark.exhaustive),
         pytest.param("parallel,sharding.pp=2,sharding.dp_shard=2", marks=pytest.mark.exhaustive),
         pytest.param("parallel,sharding.cp=2,sharding.dp_shard=2", marks=pytest.mark.exhaustive),
     ],
@@ -194,7 +198,6 @@ def test_episodes_beside_a_sharded_actor_are_played_again_if_an_engine_dies(tmp_
         (["algorithm=remax"], "the greedy baseline of algorithm=remax was not tried"),
         (["algorithm=dapo"], "algorithm.selection was not tried with episodes"),
         (["rollout.min_new_tokens=2"], "a turn has no minimum"),
-        (["sharding=tp", "trainer.n_gpus_per_node=2"], "does not draw turns of episodes with an actor divided by tp 2"),
         (["environment=guess_number"], "the rows of data have no column 'secret'"),
         (["environment=none", "reward=environment"], "environment is null"),
         (

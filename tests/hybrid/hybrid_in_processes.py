@@ -76,7 +76,7 @@ def refused(path: str, config: dict) -> dict:
     found["copied"] = told(copy.deepcopy, actor)
     actor.generate(torch.full((1, 4), 5), max_new_tokens=1)
     actor.generate(torch.full((1, 4), 5), max_new_tokens=1)  # nothing has changed in between
-    actor.model.config.rope_parameters = {"rope_type": "default", "rope_theta": 7.0}
+    actor.model.model.rotary_emb = copy.deepcopy(actor.model.model.rotary_emb)
     found["changed"] = told(actor.generate, torch.full((1, 4), 5), max_new_tokens=1)
     return found
 

@@ -12,9 +12,8 @@ import torch
 from random_models import save_random_model
 from refusals import refusal
 
-from verl.errors import ActorBusy, ConfigError, RolloutError
-from verl.hybrid.actor import HybridActor
-from verl.hybrid.model_changes import form_difference, form_of
+from verl.errors import ConfigError, RolloutError
+from verl.hybrid.actor import HybridActor, form_difference, form_of
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.config import VLLMRollout
@@ -170,11 +169,11 @@ def test_the_next_samples_are_those_of_the_model_that_is_set(change, actor, sour
     assert actor.training
 
 
-IN_PLACE = [load, assign, hook, end_otherwise, replace_block, replace_parameter, replace_head]
+IN_PLACE = [load, assign, hook, end_otherwise, replace_parameter]
 
 
 @pytest.mark.parametrize("change", IN_PLACE)
-def test_weights_hooks_and_blocks_of_the_same_class_are_followed(change, actor, source, encoded):
+def test_weights_and_hooks_are_followed(change, actor, source, encoded):
     change(actor, source)
     expected = actor.model.eval().generate(**encoded, **ASKED, do_sample=False)
     assert torch.equal(actor.generate(**encoded, **ASKED), expected)
@@ -199,6 +198,9 @@ def test_what_was_proven_of_a_model_is_proven_anew_of_the_one_that_is_set(change
 
     actor.generate(**encoded, **ASKED)
     actor.model.forward = blind
+    with pytest.raises(ConfigError, match="its forward was .* and is .* with a forward of its own"):
+        actor.generate(**encoded, **ASKED)
+    actor.model = actor.model
     width = encoded["input_ids"].shape[1]
     together = actor.generate(**encoded, **ASKED)[:, width:]  # without padding, which this model would see
     for ids, mask, found in zip(encoded["input_ids"], encoded["attention_mask"], together, strict=True):
@@ -232,11 +234,13 @@ def other_block(actor, source):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (other_block, "model.layers.1.mlp was 'Qwen2MLP' and is 'Identity'"),
-        (resize, "config.vocab_size was .* and is 130, model.embed_tokens.weight was .*, lm_head.weight was "),
-        (tie, "config.tie_word_embeddings was False and is True, lm_head.weight was .* 'model.embed_tokens.weight'"),
+        (other_block, "model.layers.1.mlp was Qwen2MLP .* and is Identity"),
+        (replace_block, "model.layers.1 was Qwen2DecoderLayer .* and is Qwen2DecoderLayer .* more"),
+        (replace_head, "lm_head was Linear .* and is Linear "),
+        (resize, "model.embed_tokens.* was .*, lm_head.* was "),
+        (tie, "lm_head.weight was .* 'model.embed_tokens.weight'"),
         (cast(torch.float16), r"model.embed_tokens.weight was \(.*'float32'.* is .*'float16'"),
-        (inject, "model.layers.0.self_attn.q_proj was 'Linear' and is 'Linear'|is None|was None"),
+        (inject, "model.layers.0.self_attn.q_proj was Linear .* and is Linear "),
     ],
 )
 def test_a_changed_form_is_refused_until_it_is_set(change, told, actor, source, encoded):
@@ -286,12 +290,10 @@ def test_what_is_no_actor_cannot_be_set_and_the_former_model_stays(actor, source
 
 
 def test_settings_that_divide_nothing_may_be_set(actor):
-    actor.hybrid_config = {"auto_cache_clear": True, "busy_timeout_s": 3}
+    actor.hybrid_config = {"auto_cache_clear": True}
     assert actor.hybrid_config.clears_cache
     with refusal("hybrid_config.tp_size"):
         actor.hybrid_config = {"tp_size": 2}
-    with refusal("hybrid_config.busy_timeout_s"):
-        actor.hybrid_config = {"busy_timeout_s": -1}
 
 
 def test_settings_of_generation_that_are_set_later_are_told_once(actor, encoded, caplog):
@@ -355,9 +357,9 @@ def merge_what_is_sent(actor, source):
 
 
 REFUSED = [
-    (cast(torch.float16), VLLM, r"model.dtype is float16, and model.rotary_emb.inv_freq was rounded to .*\.half\(\)"),
+    (cast(torch.float16), VLLM, r"model.dtype is float16, and model.rotary_emb.inv_freq differs .*\.half\(\)"),
     (cast(torch.bfloat16), VLLM, "Load the model with dtype='bfloat16'"),
-    (half_and_back, VLLM, "model.dtype is float32, and model.rotary_emb.inv_freq was rounded on its way"),
+    (half_and_back, VLLM, "model.dtype is float32, and model.rotary_emb.inv_freq differs from model.config"),
     (cast(torch.float64), VLLM, "dtype is float64: vLLM computes in"),
     (other_rope, VLLM, "inv_freq differs from model.config"),
     (say_tied, VLLM, "output head is no longer tied"),
@@ -426,45 +428,6 @@ def _kept(function, failed):
             failed.append(error)
 
     return run
-
-
-@pytest.fixture
-def standing(actor, encoded):
-    """A thread in a forward pass, which ends when it is told to."""
-    entered, may_go = threading.Event(), threading.Event()
-
-    def wait(*_):
-        entered.set()
-        may_go.wait()
-
-    handle = actor.model.register_forward_pre_hook(wait)
-    thread = threading.Thread(target=lambda: actor(**encoded), name="trainer")
-    thread.start()
-    entered.wait()
-    yield actor
-    may_go.set()
-    thread.join()
-    handle.remove()
-
-
-def test_a_call_that_waits_for_too_long_is_refused_with_both_calls_named(standing, encoded, source):
-    actor = standing
-    actor.hybrid_config = {"busy_timeout_s": 0.05}
-    for name, call in {
-        "generate": lambda: actor.generate(**encoded, **ASKED),
-        "forward": lambda: actor(**encoded),
-        "sync": actor.sync,
-        "close": actor.close,
-        "train": actor.eval,
-        "load_state_dict": lambda: actor.load_state_dict({}),
-        "model = ...": lambda: setattr(actor, "model", source.load_causal_lm("cpu")),
-        "rollout = ...": lambda: setattr(actor, "rollout", "hf"),
-        "__deepcopy__": lambda: copy.deepcopy(actor),
-    }.items():
-        with pytest.raises(ActorBusy) as caught:
-            call()
-        assert str(caught.value).startswith(f"actor.{name} of thread MainThread has waited 0 s for thread trainer, in ")
-        assert "in actor.forward for" in str(caught.value)
 
 
 def test_weights_that_another_thread_writes_while_responses_are_drawn_are_noticed(actor, encoded):

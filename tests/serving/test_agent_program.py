@@ -11,9 +11,9 @@ import torch
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
+from verl.environments.episode import training_rows
 from verl.errors import ConfigError, RolloutError
 from verl.ops.logprobs import log_probs_of, response_positions
-from verl.protocol.joined_rows import last_parts
 from verl.rollout.base import GenerationRequest
 from verl.trainer.ppo import PPOTrainer
 
@@ -87,8 +87,8 @@ def test_programs_against_the_endpoint_train_the_policy(run, tmp_path):
     with run() as trainer:
         tokenizer, model = trainer.tokenizer, trainer.actor_worker.model
         prompts = trainer.train_data.collate(range(4))
-        rows = trainer.generate(prompts, GenerationRequest(1, 3))
-        episodes = last_parts(rows)
+        episodes = trainer.generate(prompts, GenerationRequest(1, 3))
+        rows = training_rows(episodes)
         assert len(episodes) == 12
         assert len(rows) == 24  # the conversation of two turns is one row, the other one another
         for record in episodes["episode"]:
@@ -108,7 +108,7 @@ def test_programs_against_the_endpoint_train_the_policy(run, tmp_path):
         assert torch.allclose(rows["rollout_log_probs"][mask], own[mask], atol=2e-5)
 
         whole = tokens_of(rows)
-        alone = trainer.generate(prompts[2:3], GenerationRequest(1, 3))
+        alone = training_rows(trainer.generate(prompts[2:3], GenerationRequest(1, 3)))
         assert tokens_of(alone).items() <= whole.items()  # whatever ran beside them, and in whatever order
         trainer.fit()
     lines = [json.loads(line) for line in (tmp_path / "play" / "metrics.jsonl").read_text().splitlines()]
@@ -131,7 +131,7 @@ def test_what_fails_never_becomes_a_reward_and_what_a_limit_cuts_is_named(run):
             trainer.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 3))
     with run("endless", "environment.max_turns=4") as trainer:
         rows = trainer.generate(trainer.train_data.collate(range(2)), GenerationRequest(1, 3))
-        records = last_parts(rows)["episode"]
+        records = rows["episode"]
         assert {record["end"] for record in records} <= {"turns", "tokens"}
         assert {len(record["turns"]) for record in records if record["end"] == "turns"} == {4}
         assert not rows["turn_rewards"].any()
@@ -166,7 +166,7 @@ def test_a_program_of_its_own_with_openais_client_trains_too(run, tmp_path):
     command = f"environment.command=[{sys.executable},{tmp_path}/agent.py]"
     with run("play", "environment.path=null", command) as trainer:
         rows = trainer.generate(trainer.train_data.collate(range(2)), GenerationRequest(1, 2))
-    assert len(rows) == 4
+    assert len(training_rows(rows)) == 4
     for row in range(4):
         turns = rows["episode"][row]["turns"]
         assert float(rows["turn_rewards"][row].sum()) == len(turns[1]["text"])

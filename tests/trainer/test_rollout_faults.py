@@ -58,6 +58,17 @@ def test_what_goes_together_is_let_through(overrides):
     validate(compose_root("ppo", overrides))
 
 
+@pytest.mark.parametrize("engine", [["rollout=hf"], ["rollout=vllm"], SERVER], ids=["hf", "vllm", "server"])
+@pytest.mark.parametrize("episodes", [[], ["environment=calculator", "data=calculator"]], ids=["responses", "episodes"])
+def test_every_engine_samples_responses_and_episodes_under_every_degree(engine, episodes):
+    """What they draw: tests/environments/test_runs.py and tests/equivalence."""
+    for degrees in ("tp", "cp", "pp", "parallel sharding.tp=2 sharding.pp=2"):
+        sharding = [f"sharding={degrees.split()[0]}", *degrees.split()[1:]]
+        count = f"trainer.n_gpus_per_node={4 if 'parallel' in degrees else 2}"
+        actor = ["actor=tiny_scratch", "actor.model.context_length=160", "critic=none", "algorithm=grpo"]
+        validate(compose_root("ppo", [*actor, *engine, *episodes, *sharding, count]))
+
+
 def test_an_engine_that_is_not_installed_is_told_before_the_model_is_loaded(model32, tmp_path, monkeypatch):
     monkeypatch.setattr(env_check, "installed", lambda name: None)
     monkeypatch.setattr(Pretrained, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))

@@ -8,6 +8,7 @@ from weight_verification.planted import LOG_PROBS, marks_of
 from weight_verification.rank_models import full_weights, rank_model
 
 from verl.errors import WeightSyncError
+from verl.weight_verification import fingerprint
 from verl.weight_verification.fingerprint import ProbeVectors, join_shards
 from verl.weight_verification.verifier import TrainerSide, VerificationResult, VerifyReply, verify_sync
 from verl.weight_verification.vllm_params import LayerFingerprints
@@ -28,6 +29,31 @@ def models(size: int):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_together_hold_every_tensor(size):
     assert proven(models(size)).num_tensors == len(full_weights())
+
+
+def test_fingerprints_of_tensors_on_a_device_come_in_one_copy_for_each_rank(monkeypatch):
+    copies, copy = [], torch.Tensor.cpu
+    monkeypatch.setattr(fingerprint, "is_in_main_memory", lambda x: False)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copies.append(x.numel()) or copy(x))
+    read = [LayerFingerprints(model, torch.float32).shards(ProbeVectors(VERSION)) for model in models(2)]
+    assert len(copies) == 2
+    monkeypatch.undo()
+    trainer = TrainerSide(marks_of(full_weights(), VERSION), LOG_PROBS)
+    assert verify_sync(trainer, VerifyReply(join_shards(read), LOG_PROBS)).num_tensors == len(full_weights())
+
+
+def test_the_trainer_copies_fingerprints_of_a_sync_once(monkeypatch):
+    weights = full_weights()
+    expected = marks_of(weights, VERSION)
+    copies, copy = [], torch.Tensor.cpu
+    monkeypatch.setattr(fingerprint, "is_in_main_memory", lambda x: False)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copies.append(x.numel()) or copy(x))
+    log = fingerprint.FingerprintLog(ProbeVectors(VERSION), torch.float32)
+    for _ in log.watch(weights.items()):
+        pass
+    assert log.marks.keys() == expected.keys()
+    assert all((log.marks[name].values == mark.values).all() for name, mark in expected.items())
+    assert len(copies) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from verl.cli.resume_check import ASIDE, ROOT
+from verl.cli.resume_check import LOADED_DIR, ROOT
 from verl.component import as_plain
 from verl.compose.launch import LaunchedRun, entry_point
 from verl.compose.validate import validate
@@ -23,11 +23,11 @@ def leg(job: LaunchedRun) -> None:
     run = resolve_warm_starts(run, job.console)
     trainer = run.build(job.context)
     try:
-        course = TrainLoop(trainer, as_plain(trainer.description))
-        course.open()
+        loop = TrainLoop(trainer, as_plain(trainer.description))
+        loop.open()
         if trainer.saving.resumed is not None:
-            course.save(directory=Path(os.environ[ASIDE]))
-        fit(trainer, course.config, course)
+            loop.save(directory=Path(os.environ[LOADED_DIR]))
+        fit(trainer, loop.config, loop)
     finally:
         trainer.close()
 

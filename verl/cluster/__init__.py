@@ -1,4 +1,4 @@
-"""Where roles run: in this process, in sibling processes or in Ray actors; and how a batch is split among them.
+"""Placement of roles in this process, in sibling processes or in Ray actors, and division of batches among them.
 
 batch_partition     A batch partitioned among processes, balanced by tokens
 local_worker_group  Roles in the driver's own process, or in sibling processes on this machine

@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 
 
 class BatchPartition:
-    """Which rows went to which process.
+    """Division of the rows of a batch among processes.
 
     Args:
         batch: rows with `attention_mask` [B S], or prompts with `prompt_mask` [B P]; weighed by the tokens in it, and
@@ -49,7 +49,7 @@ class BatchPartition:
 
 
 def answer_rows(rows: Tensor, counts: Tensor, each: int) -> Tensor:
-    """Which rows of a whole answer belong to some rows of a batch.
+    """Indices, in a whole answer, of some rows of a batch.
 
     Args:
         counts: of answers, to each row of the batch; `each` to these.

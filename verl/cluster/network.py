@@ -17,7 +17,7 @@ _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 
 
 def free_address(host: str) -> str:
-    """Where processes can meet at an address of this machine."""
+    """An address of this machine with a free port, for a rendezvous."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
@@ -65,7 +65,7 @@ def interface_of(address: str) -> str:
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """Those with an address of IPv4, and that."""
+    """Interfaces with an IPv4 address, and the address."""
     if sys.platform != "linux":
         return
     import fcntl

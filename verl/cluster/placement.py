@@ -122,7 +122,7 @@ class RoleGroups:
 
 
 def single_process_roles(shardings: Mapping[str, Sharding], roles: Collection[str]) -> list[str]:
-    """Those of some roles that cannot have several workers."""
+    """Those roles among the given ones that cannot have several workers."""
     return [role for role in roles if not shardings[role].needs_processes]
 
 

@@ -109,7 +109,7 @@ class Deadline:
 
 @dataclass(frozen=True)
 class RowAssignment:
-    """Which processes work on which share of the rows of a role.
+    """Division of the rows of a role among its processes.
 
     Attributes:
         of_rank: the number of the share of each.
@@ -270,7 +270,7 @@ class Transport(Protocol):
         ...
 
     def inert(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Those of them that do nothing at all."""
+        """Workers among them that do nothing at all."""
         ...
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -493,7 +493,7 @@ class RemoteWorkerGroup:
 
 
 def versions() -> dict[str, str]:
-    """Those of this process."""
+    """Versions of the libraries in this process."""
     import torch
 
     import verl

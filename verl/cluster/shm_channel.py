@@ -85,7 +85,7 @@ class ShmBlockPool:
                 block.holders -= 1
 
     def numbers(self) -> set[int]:
-        """Of all blocks that there are."""
+        """Numbers of all existing blocks."""
         with self._lock:
             return set(self._all)
 

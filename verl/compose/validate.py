@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.component import NO_TARGET, UNSOUND, BuildContext, Description, field_types, hint, set_fields
+from verl.component import INVALID, NO_TARGET, BuildContext, Description, field_types, hint, set_fields
 from verl.compose.schema import LISTS, conf_dir, group_options
 from verl.compose.suggestions import nearest_path
 from verl.errors import ConfigError
@@ -30,7 +30,7 @@ class PlainConfig:
     """A configuration as nested dicts and lists.
 
     Attributes:
-        tree: the resolved values; `UNSOUND` for a value that could not be resolved.
+        tree: the resolved values; `INVALID` for a value that could not be resolved.
         borrowed: target path of each node that is a reference.
         faults: one sentence for each value that could not be resolved.
     """
@@ -67,7 +67,7 @@ def join(path: str, key: object) -> str:
 def _read(node: Any, path: str, plain: PlainConfig) -> Any:
     if path.count(".") > _DEPTH:
         plain.faults.append(f"{path[:60]}...: this reference contains itself.")
-        return UNSOUND
+        return INVALID
     if isinstance(node, DictConfig):
         return dict(_items(node, list(node.keys()), path, plain))
     if isinstance(node, ListConfig):
@@ -80,7 +80,7 @@ def _items(node: Any, keys: Any, path: str, plain: PlainConfig) -> Iterator[tupl
         below = join(path, key)
         if OmegaConf.is_missing(node, key):
             plain.faults.append(_unset(node, key, plain.origin(below)))
-            yield key, UNSOUND
+            yield key, INVALID
             continue
         raw = node._get_node(key)
         try:
@@ -89,7 +89,7 @@ def _items(node: Any, keys: Any, path: str, plain: PlainConfig) -> Iterator[tupl
             reason = str(error).partition("\n")[0] or "it refers to itself"
             reason = reason.partition("raised while resolving interpolation: ")[2].strip('"') or reason
             plain.faults.append(f"{plain.origin(below)} is {_raw(raw)}: {reason}.")
-            yield key, UNSOUND
+            yield key, INVALID
             continue
         if OmegaConf.is_interpolation(node, key) and OmegaConf.is_config(value) and value._get_full_key(None):
             plain.borrowed[below] = value._get_full_key(None)
@@ -182,15 +182,15 @@ class _Validation:
         self.faults: list[str] = []
 
     def value(self, node: Any, path: str) -> Any:
-        """The component or plain value of a node; `UNSOUND` if it has a fault."""
+        """The component or plain value of a node; `INVALID` if it has a fault."""
         if _is_component(node):
             return self._component(node, path)
         if isinstance(node, dict):
             read = {key: self.value(item, join(path, key)) for key, item in node.items()}
-            return UNSOUND if any(item is UNSOUND for item in read.values()) else read
+            return INVALID if any(item is INVALID for item in read.values()) else read
         if isinstance(node, list):
             items = [self.value(item, join(path, i)) for i, item in enumerate(node)]
-            return UNSOUND if any(item is UNSOUND for item in items) else items
+            return INVALID if any(item is INVALID for item in items) else items
         return node
 
     def _component(self, node: dict[str, Any], path: str) -> Any:
@@ -201,15 +201,15 @@ class _Validation:
         if kind is None:
             for key, item in given.items():
                 self.value(item, join(path, key))
-            return UNSOUND
+            return INVALID
         known, before = field_types(kind), len(self.faults)
         values = {key: self.value(item, join(path, key)) for key, item in given.items() if key in known}
         self._unknown_keys(kind, [key for key in given if key not in known], path)
         made = object.__new__(kind)
         for fault in set_fields(made, values):
             self._fault(path, _of_group(path, fault))
-        sound = len(self.faults) == before and all(value is not UNSOUND for value in values.values())
-        return made if sound else UNSOUND
+        sound = len(self.faults) == before and all(value is not INVALID for value in values.values())
+        return made if sound else INVALID
 
     def _with_other_keys(self, kind: type[Description], into: str, given: dict[str, Any], path: str) -> dict[str, Any]:
         """Move components under keys that are not fields into the field that collects them; null removes one."""
@@ -223,7 +223,7 @@ class _Validation:
 
     def _locate(self, target: Any, path: str) -> type[Description] | None:
         where = join(path, TARGET)
-        if target is UNSOUND:
+        if target is INVALID:
             return None
         found = import_component(target) if isinstance(target, str) else "expected the dotted path of a component class"
         if isinstance(found, str):

@@ -126,7 +126,7 @@ Options = TypeVar("Options", bound=Description)
 
 @component
 class PromptOptions(PromptSource):
-    """How rows become prompts.
+    """Options that turn rows into prompts.
 
     Args:
         prompt_key: column of the prompt, a text or a list of chat messages.
@@ -155,7 +155,7 @@ class PromptOptions(PromptSource):
 
 @component
 class SFTOptions(TextSource):
-    """How rows become sequences for supervised fine-tuning.
+    """Options that turn rows into sequences for supervised fine-tuning.
 
     Args:
         prompt_key: column of the prompt, a text or a list of chat messages.

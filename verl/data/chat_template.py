@@ -201,7 +201,7 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
 
 
 def messages_fault(messages: Any) -> str | None:
-    """What was expected instead of a value that is not a list of chat messages; None if it is one."""
+    """Description of what a value must be to be a list of chat messages; None if it is one."""
     if not isinstance(messages, (list, tuple)) or not messages:
         return "a list of chat messages"
     for message in messages:
@@ -213,7 +213,7 @@ def messages_fault(messages: Any) -> str | None:
 
 
 def text_fault(text: str) -> str | None:
-    """What was expected instead of a text that cannot be tokenised (JSON may contain lone surrogates); else None."""
+    """Description of what a text must be to be tokenised (JSON may contain lone surrogates); None if it is that."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

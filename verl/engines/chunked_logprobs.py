@@ -44,7 +44,7 @@ class TokenLogProbs:
 
 
 def logits_at_a_time(device_type: str) -> int:
-    """How many logits (tokens x vocabulary) one chunk may have on a device of this type."""
+    """Largest number of logits (tokens x vocabulary) of one chunk on a device of this type."""
     return LOGITS_AT_A_TIME * (1 if device_type == "cpu" else FACTOR_OF_GPU)
 
 

@@ -274,7 +274,7 @@ class TrainingEngine:
         return paths.limited_to("padded") if self.packing == "off" else paths
 
     def replay_routing(self, name: str) -> None:
-        """From now on route sampled tokens to the experts recorded during rollout, where a batch has them.
+        """Route sampled tokens to the experts recorded during rollout from now on, where a batch has them.
 
         Args:
             name: configuration path of the model, for messages.
@@ -290,7 +290,7 @@ class TrainingEngine:
         self.replays_routing = True
 
     def balance_routers(self, coef: float, head: LMHead) -> None:
-        """From now on add the load balancing loss of the routers, over all rows of an update, to every loss.
+        """Add the load balancing loss of the routers, over all rows of an update, to every loss from now on.
 
         The loss depends on the expert load of the whole update, so each update costs one more forward pass.
 

@@ -373,6 +373,7 @@ class ShardedParallelism(DataParallelism):
             layout_of=tensor_layout,
             local=local,
             generation_groups=() if self.context is None else (self.context.group,),
+            tensor_group=self._device_mesh[TENSOR].get_group() if self.mesh.extent(TENSOR) > 1 else None,
             timeout=self.timeout,
         )
 

@@ -105,7 +105,7 @@ class ChunkTime:
 
 @dataclass
 class StageCut:
-    """How a model is split into stages, and which stage this process runs.
+    """Division of a model into stages, and the stage of this process.
 
     Args:
         stack: the decoder stack of the model.

@@ -60,7 +60,7 @@ class ShardingCost:
 
 @component
 class Sharding(Description):
-    """How a model in training is sharded.
+    """Sharding of a model in training.
 
     Attributes:
         needs_processes: whether the roles run in worker processes that the driver starts.

@@ -36,7 +36,7 @@ class _ShardedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Of what the stage runs with: the whole, or the slice of a tensor-parallel rank or an owner of experts."""
+        """Shape of the parameter in the stage: whole, or the slice of a tensor-parallel rank or an expert's owner."""
         shape = list(self.parameter.shape)
         for number, placement in enumerate(self.parameter.placements[1:], start=1):  # type: ignore[attr-defined]
             if hasattr(placement, "dim"):

@@ -3,7 +3,9 @@
     prompt ──> turn of the model ──> environment ──> observation ──> turn of the model ──> ... ──> one row of training
 
 `base` defines the interface, `episode` is the state of one and its rows of training, `episode_loop` plays many
-episodes concurrently, `calls` runs an environment's code with deadlines and typed outcomes, `tool_calls/` parses the
-tool calls of a turn, `observation_tokens` tokenizes observations, `journal` records them on disk while they are
-played. All other modules are environments.
+episodes concurrently, `tools` describes tools to the model, `calls` runs an environment's code with deadlines and
+typed outcomes, `tool_calls/` parses the tool calls of a turn, `observation_tokens` tokenizes observations, `journal`
+records them on disk while they are played, and `rendered_history` is the loop of `history=rerender`. The other modules
+are environments: `calculator`, `guess_number`, `mcp_tools`, `python_sandbox`, and those in processes of their own
+(`hosted`, over the programs in `adapters/`).
 """

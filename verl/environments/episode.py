@@ -1,8 +1,15 @@
 """One episode: its turns, its state while it is played, its restarts after failures of others than the model, and the
-rows of training that episodes become, where the mask is True on the model's tokens and False on observations.
+batch of episodes that they become, where the mask is True on the model's tokens and False on observations.
 
 prompt | turn 0 | observation 0 | turn 1 | observation 1 | ... | turn n
 mask         1          0            1          0                  1
+
+Where the model does not read everything before a turn as it was, an episode has several rows. Rewards, the KL penalty
+and advantages are computed on episodes; roles read rows (`training_rows`), and what they compute is joined
+(`per_episode`).
+
+episodes      row 0, row 1, row 2 of a side by side; row 0, row 1 of b; ...        [E T]
+rows          row 0 | row 1 | row 2 of a, row 0 | row 1 of b, ...                  [R T']
 """
 
 from __future__ import annotations
@@ -10,17 +17,20 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from verl.environments.base import CallRecord, EnvironmentDescription, EnvironmentFactory, Fault, Observation
 from verl.environments.journal import JournalEntry, PrefixHash
 from verl.errors import RolloutError
 from verl.ops.counter_rng import EVALUATION
 from verl.protocol import DataProto
-from verl.protocol.joined_rows import PART
-from verl.rollout.base import GenerationRequest, assemble
+from verl.protocol.fields import FIELDS
+from verl.rollout.base import GenerationRequest, assemble, sequence_fields
 
 End = Literal["", "terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped"]
 ENDS: tuple[End, ...] = ("terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped")
@@ -124,6 +134,29 @@ class Episode:
     def reward(self) -> float:
         return sum(turn.reward for turn in self.turns)
 
+    def whole(self) -> list[EpisodeSample]:
+        """The episode as one sample."""
+        length = self.length
+        mask, log_probs, turns, rewards = [False] * length, [0.0] * length, [-1] * length, [0.0] * length
+        turns[: self.opening] = [0] * self.opening
+        for index, turn in enumerate(self.turns):
+            end = turn.start + len(turn.tokens)
+            mask[turn.start : end] = [True] * len(turn.tokens)
+            log_probs[turn.start : end] = turn.log_probs
+            turns[turn.start : end + turn.observed] = [index] * (len(turn.tokens) + turn.observed)
+            rewards[end - 1] = turn.reward
+        return [EpisodeSample(self.prompt, self.response, mask, log_probs, turns, rewards)]
+
+    def by_turn(self) -> list[EpisodeSample]:
+        """Each turn as a sample of its own, behind what the model read before it."""
+        samples = []
+        for index, turn in enumerate(self.turns):
+            count = len(turn.tokens)
+            rewards = [0.0] * (count - 1) + [turn.reward]
+            columns = [True] * count, turn.log_probs, [index] * count, rewards
+            samples.append(EpisodeSample(turn.before, turn.tokens, *columns))
+        return samples
+
     def begin(self, factory: EnvironmentFactory) -> None:
         """Start from the prompt in a new environment."""
         self.environment = factory.make_alone() if self.is_alone else factory.make()
@@ -174,50 +207,14 @@ def dropped_with(
     return others if is_whole or (request.num_samples > 1 and len(others) < 2) else []
 
 
-def rows_of_episodes(
-    prompts: DataProto, request: GenerationRequest, episodes: Sequence[Episode], pad_id: int, dtype: torch.dtype
-) -> DataProto:
-    """Rows in the form of `rollout.base.assemble`, with `turn_ids`, `turn_rewards` [B T], `episode_ids` [B], and the
-    record of each episode as `episode` in `non_tensor_batch`. A dropped episode has an empty mask."""
-    width = max((len(episode.response) for episode in episodes if episode.end != "dropped"), default=0)
-    width = max(width, 1)
-    shape = (len(episodes), width)
-    responses = torch.full(shape, pad_id, dtype=torch.int64)
-    mask, attended = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-    log_probs, rewards = torch.zeros(shape, dtype=dtype), torch.zeros(shape)
-    turn_ids = torch.full(shape, -1, dtype=torch.int64)
-    for row, episode in enumerate(episodes):
-        if episode.end == "dropped":
-            continue
-        length = len(episode.response)
-        responses[row, :length] = torch.tensor(episode.response)
-        attended[row, :length] = True
-        turn_ids[row, : episode.opening] = 0
-        for index, turn in enumerate(episode.turns):
-            end = turn.start + len(turn.tokens)
-            mask[row, turn.start : end] = True
-            log_probs[row, turn.start : end] = torch.tensor(turn.log_probs, dtype=dtype)
-            turn_ids[row, turn.start : end + turn.observed] = index
-            rewards[row, end - 1] = turn.reward
-    made = assemble(prompts, request.num_samples, responses, mask, log_probs, pad_id, attended)
-    cut = made["responses"].shape[1]
-    record: Any = [episode_record(episode) for episode in episodes]
-    fields = {
-        "turn_ids": turn_ids[:, :cut],
-        "turn_rewards": rewards[:, :cut],
-        "episode_ids": made["prompt_ids"] * request.num_samples + made["sample_ids"],
-    }
-    return made.union(DataProto.from_dict(fields, non_tensors={"episode": record}))
-
-
 @dataclass(frozen=True)
 class EpisodeSample:
-    """One row of an episode that may have several.
+    """A part of an episode that becomes one row: what the model read, and the tokens after it.
 
     Attributes:
         prompt: what the model read.
         response: from there on; the policy chose what is on the mask, with these log-probs.
-        turns: the turn of each token of the response.
+        turns: the turn of each token of the response; -1 for none.
         rewards: of the environment, by token.
     """
 
@@ -229,99 +226,152 @@ class EpisodeSample:
     rewards: Sequence[float]
 
 
-def rows_of_turns(
-    prompts: DataProto, request: GenerationRequest, episodes: Sequence[Episode], pad_id: int, dtype: torch.dtype
-) -> DataProto:
-    """Each turn a row of its own, behind what the model read before it; see `rows_of_samples`."""
-    samples = [
-        [
-            EpisodeSample(
-                turn.before,
-                turn.tokens,
-                [True] * len(turn.tokens),
-                turn.log_probs,
-                [index] * len(turn.tokens),
-                [0.0] * (len(turn.tokens) - 1) + [turn.reward],
-            )
-            for index, turn in enumerate(episode.turns)
-        ]
-        if episode.end != "dropped"
-        else []
-        for episode in episodes
-    ]
-    return rows_of_samples(prompts, request, samples, [episode_record(e) for e in episodes], pad_id, dtype)
-
-
-def rows_of_samples(
+def episode_batch(
     prompts: DataProto,
     request: GenerationRequest,
     samples: Sequence[Sequence[EpisodeSample]],
     records: Sequence[dict[str, Any]],
     pad_id: int,
     dtype: torch.dtype,
+    *,
+    has_rows: bool,
 ) -> DataProto:
-    """Rows of episodes of several samples each.
-
-    Every episode gets as many rows as that with the most, since the rows of several processes are joined by their
-    number: those that are not part of any have -1 as `episode_tokens`, and `kept_rows` leaves them out.
+    """Episodes in the form of `rollout.base.assemble`, a line each: the tokens of all its samples, side by side.
 
     Args:
-        samples: of each episode, in the order of `prompts`, `request.num_samples` for each.
+        samples: of each episode, in the order of `prompts`, `request.num_samples` for each; none of a dropped one.
         records: of each episode.
+        dtype: of the log-probs.
+        has_rows: an episode may have several rows.
+    Returns:
+        Also `turn_ids`, `turn_rewards` [E T], `episode_ids` [E], and `episode` in `non_tensor_batch`; with `has_rows`
+        what `training_rows` reads: `row_ids` [E T], and `contexts` [E N P], at least the prompt. A dropped episode has
+        an empty mask.
     """
-    count = max(1, max((len(parts) for parts in samples), default=1))
-    n = request.num_samples
-    own = prompts["prompts"], prompts["prompt_mask"]
-    bare = [own[0][place][own[1][place]].tolist() for place in range(len(prompts))]
-    flat: list[EpisodeSample] = []
-    for number, parts in enumerate(samples):
-        nothing = EpisodeSample(bare[number // n], (), (), (), (), ())
-        flat += [*parts, *[nothing] * (count - len(parts))]
-    longest_prompt = max((len(part.prompt) for part in flat), default=1)
-    width = max(1, max((len(part.response) for part in flat), default=1))
-    total = len(flat)
-    tokens = torch.full((total, longest_prompt), pad_id, dtype=torch.int64)
-    tokens_mask = torch.zeros(total, longest_prompt, dtype=torch.bool)
-    responses = torch.full((total, width), pad_id, dtype=torch.int64)
-    mask, attended = (torch.zeros(total, width, dtype=torch.bool) for _ in range(2))
-    log_probs, rewards = torch.zeros(total, width, dtype=dtype), torch.zeros(total, width)
-    turn_ids = torch.full((total, width), -1, dtype=torch.int64)
-    for row, part in enumerate(flat):
-        tokens[row, longest_prompt - len(part.prompt) :] = torch.tensor(part.prompt)
-        tokens_mask[row, longest_prompt - len(part.prompt) :] = True
-        length = len(part.response)
-        for whole, values in (
-            (responses, part.response),
-            (mask, part.mask),
-            (log_probs, part.log_probs),
-            (turn_ids, part.turns),
-            (rewards, part.rewards),
+    n, contexts = request.num_samples, None
+    if has_rows:
+        prompts, contexts = _with_contexts(prompts, n, samples, pad_id)
+    lengths = [sum(len(part.response) for part in parts) for parts in samples]
+    shape = (len(samples), max([1, *lengths]))
+    responses = torch.full(shape, pad_id, dtype=torch.int64)
+    mask, attended = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    log_probs, rewards = torch.zeros(shape, dtype=dtype), torch.zeros(shape)
+    turn_ids, row_ids = (torch.full(shape, -1, dtype=torch.int64) for _ in range(2))
+    for row, (parts, length) in enumerate(zip(samples, lengths, strict=True)):
+        for whole, columns in (
+            (responses, [part.response for part in parts]),
+            (mask, [part.mask for part in parts]),
+            (log_probs, [part.log_probs for part in parts]),
+            (turn_ids, [part.turns for part in parts]),
+            (rewards, [part.rewards for part in parts]),
+            (row_ids, [[number] * len(part.response) for number, part in enumerate(parts)]),
         ):
-            whole[row, :length] = torch.tensor(values, dtype=whole.dtype)
+            whole[row, :length] = torch.tensor(list(chain.from_iterable(columns)), dtype=whole.dtype)
         attended[row, :length] = True
-    whose = torch.arange(len(prompts)).repeat_interleave(n * count)
-    rows = DataProto.from_dict(
-        {
-            "prompts": tokens,
-            "prompt_mask": tokens_mask,
-            "prompt_ids": prompts["prompt_ids"][whose],
-            "group_ids": prompts["group_ids"][whose],
-        }
-    )
-    sample_ids = torch.arange(n).repeat_interleave(count).repeat(len(prompts))
-    made = assemble(rows, 1, responses, mask, log_probs, pad_id, attended, sample_ids=sample_ids)
+    made = assemble(prompts, n, responses, mask, log_probs, pad_id, attended)
     cut = made["responses"].shape[1]
-    of_episodes = mask.sum(dim=1).view(-1, count).sum(dim=1).repeat_interleave(count)
-    parts = torch.tensor([max(1, len(parts)) for parts in samples])
-    is_part = torch.arange(count).repeat(len(samples)) < parts.repeat_interleave(count)
-    record: Any = [record for record in records for _ in range(count)]
     fields = {
         "turn_ids": turn_ids[:, :cut],
         "turn_rewards": rewards[:, :cut],
-        "episode_ids": made["prompt_ids"] * n + sample_ids,
-        PART: torch.where(is_part, of_episodes, -1),
+        "episode_ids": made["prompt_ids"] * n + made["sample_ids"],
     }
-    return made.union(DataProto.from_dict(fields, non_tensors={"episode": record}))
+    if contexts is not None:
+        fields |= {"row_ids": row_ids[:, :cut], "contexts": contexts}
+    return made.union(DataProto.from_dict(fields, non_tensors={"episode": list(records)}))
+
+
+def _with_contexts(
+    prompts: DataProto, n: int, samples: Sequence[Sequence[EpisodeSample]], pad_id: int
+) -> tuple[DataProto, Tensor]:
+    """The prompts, padded to the longest context, and the contexts [E N P] of their episodes, -1 on padding."""
+    tokens, mask = prompts["prompts"], prompts["prompt_mask"]
+    bare = [row[is_token].tolist() for row, is_token in zip(tokens, mask, strict=True)]
+    lines = [[part.prompt for part in parts] or [bare[number // n]] for number, parts in enumerate(samples)]
+    longest = max(tokens.shape[1], max((len(line) for of_episode in lines for line in of_episode), default=0))
+    contexts = torch.full((len(lines), max(map(len, lines), default=1), longest), -1, dtype=torch.int64)
+    for number, of_episode in enumerate(lines):
+        for row, line in enumerate(of_episode):
+            contexts[number, row, longest - len(line) :] = torch.tensor(line)
+    left = longest - tokens.shape[1]
+    wider = {"prompts": pad(tokens, (left, 0), value=pad_id), "prompt_mask": pad(mask, (left, 0), value=False)}
+    return prompts.select(["prompt_ids", "group_ids"], []).union(DataProto.from_dict(wider)), contexts
+
+
+@dataclass(frozen=True)
+class _RowIndex:
+    """Where the tokens of episodes lie in their rows.
+
+    Attributes:
+        is_row: [E N], rows that an episode has.
+        episode: [R], that of each row.
+        first: [E], first row of each episode.
+        in_episodes, in_rows: two [M] each, line and column of each token.
+        width: T' of the rows.
+    """
+
+    is_row: Tensor
+    episode: Tensor
+    first: Tensor
+    in_episodes: tuple[Tensor, Tensor]
+    in_rows: tuple[Tensor, Tensor]
+    width: int
+
+    @classmethod
+    def of(cls, episodes: DataProto) -> _RowIndex:
+        is_row, row_ids = (episodes["contexts"] >= 0).any(dim=2), episodes["row_ids"]
+        count = is_row.sum(dim=1)
+        first = count.cumsum(0) - count
+        episode, column = (row_ids >= 0).nonzero(as_tuple=True)
+        row = first[episode] + row_ids[episode, column]
+        lengths = row.bincount(minlength=int(count.sum()))
+        begin = lengths.cumsum(0) - lengths  # tokens of all rows before
+        in_rows = row, torch.arange(len(row)) - begin[row]
+        width = int(lengths.max()) if len(lengths) else 0
+        return cls(is_row, is_row.nonzero()[:, 0], first, (episode, column), in_rows, width)
+
+
+def training_rows(episodes: DataProto) -> DataProto:
+    """The rows [R S] of episodes [E S], those of an episode side by side; the episodes themselves if each is a row.
+
+    Fields of episodes are repeated for their rows; `episode_tokens` [R] counts those on the mask of the whole episode.
+    """
+    if "contexts" not in episodes:
+        return episodes
+    index = _RowIndex.of(episodes)
+    pad_id = episodes.meta_info.get("pad_token_id", 0)
+    shape = (len(index.episode), index.width)
+    contexts, attended = episodes["contexts"][index.is_row], torch.zeros(shape, dtype=torch.bool)
+    attended[index.in_rows] = True
+    fields = {"episode_tokens": episodes["response_mask"].sum(dim=1)[index.episode]}
+    for name, x in episodes.batch.items():
+        dims = FIELDS[name].dims if name in FIELDS else ("B",) if x.dim() == 1 else ()
+        if dims[:2] == ("B", "T"):
+            fill = FIELDS[name].pad
+            fields[name] = x.new_full((*shape, *x.shape[2:]), pad_id if isinstance(fill, str) else fill)
+            fields[name][index.in_rows] = x[index.in_episodes]
+        elif dims == ("B",):
+            fields[name] = x[index.episode]
+    mask = contexts >= 0
+    of_prompts = {"prompts": contexts.masked_fill(~mask, pad_id), "prompt_mask": mask}
+    fields |= {name: x for name, x in of_prompts.items() if name in episodes}
+    fields |= sequence_fields(of_prompts["prompts"], mask, fields["responses"], attended)
+    columns = {name: values[index.episode.numpy()] for name, values in episodes.non_tensor_batch.items()}
+    return DataProto.from_dict(fields, non_tensors=columns, meta_info=episodes.meta_info)
+
+
+def per_episode(values: DataProto, episodes: DataProto) -> DataProto:
+    """What a role computed of `training_rows(episodes)`, [R T'] and [R], as values of the episodes, [E T] and [E]: of
+    numbers per row that of the first row."""
+    if "contexts" not in episodes:
+        return values
+    index, fields = _RowIndex.of(episodes), {}
+    for name, x in values.batch.items():
+        if x.dim() == 1:
+            fields[name] = x[index.first]
+            continue
+        fields[name] = x.new_zeros((*episodes["response_mask"].shape, *x.shape[2:]))
+        fields[name][index.in_episodes] = x[index.in_rows]
+    return DataProto.from_dict(fields)
 
 
 def episode_record(episode: Episode) -> dict[str, Any]:
@@ -352,31 +402,31 @@ def episode_record(episode: Episode) -> dict[str, Any]:
     }
 
 
-def response_texts(rows: DataProto, tokenizer: Any) -> list[str]:
+def response_texts(episodes: DataProto, tokenizer: Any) -> list[str]:
     """The text of each response, for rewards and sample tables; for an episode the text of the model's last turn."""
-    episodes = rows.non_tensor_batch.get("episode")
-    if episodes is not None:
-        return [record["turns"][-1]["text"] if record["turns"] else "" for record in episodes]
-    tokens = [r[m].tolist() for r, m in zip(rows["responses"], rows["response_mask"], strict=True)]
+    records = episodes.non_tensor_batch.get("episode")
+    if records is not None:
+        return [record["turns"][-1]["text"] if record["turns"] else "" for record in records]
+    tokens = [r[m].tolist() for r, m in zip(episodes["responses"], episodes["response_mask"], strict=True)]
     return tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
 
-def kept_rows(rows: DataProto) -> DataProto:
-    """The rows without dropped episodes."""
-    if "episode" not in rows.non_tensor_batch:
-        return rows
-    is_part = rows.batch[PART] >= 0 if PART in rows.batch else torch.ones(len(rows), dtype=torch.bool)
-    records = list(zip(rows["episode"], is_part.tolist(), strict=True))
-    kept = [place for place, (episode, is_row) in enumerate(records) if is_row and episode["end"] != "dropped"]
-    left_out = sum(is_row and episode["end"] == "dropped" for episode, is_row in records)  # none of these has a turn
+def without_dropped(episodes: DataProto) -> DataProto:
+    """The episodes that were not dropped.
+
+    Raises:
+        RolloutError: there are none.
+    """
+    if "episode" not in episodes.non_tensor_batch:
+        return episodes
+    kept = [number for number, record in enumerate(episodes["episode"]) if record["end"] != "dropped"]
     if not kept:
         raise RolloutError(
             "environment: every episode of this step failed for reasons outside of the model, and was left out "
-            "(environment.on_infra). The last: " + "; ".join(rows["episode"][-1]["infra"][-1:])
+            "(environment.on_infra). The last: " + "; ".join(episodes["episode"][-1]["infra"][-1:])
         )
-    if len(kept) == len(rows):
-        return rows
-    chosen = rows[kept]
-    if left_out:
-        chosen["episode"][0]["left_out"] = left_out
+    if len(kept) == len(episodes):
+        return episodes
+    chosen = episodes[kept]
+    chosen["episode"][0]["left_out"] = len(episodes) - len(kept)  # none of these has a turn
     return chosen

@@ -1,4 +1,4 @@
-"""The episode loop: the rollout engine generates turns, environments answer, each episode becomes one training row.
+"""The episode loop: the rollout engine generates turns, environments answer, each episode is a line of a batch.
 
     reset ──> turn ──> step ──> observation ──> turn ──> ... ──> end          of each episode
        calls run in the thread of `CallRunner`      turns run in this one, all that are ready side by side
@@ -27,7 +27,7 @@ from verl.environments.base import (
     StepResult,
 )
 from verl.environments.calls import STUCK_S, CallResult, CallRunner
-from verl.environments.episode import End, Episode, Turn, dropped_with, rows_of_episodes, rows_of_turns
+from verl.environments.episode import End, Episode, EpisodeSample, Turn, dropped_with, episode_batch, episode_record
 from verl.environments.journal import EpisodeJournal, JournalEntry, refuse_other_answer
 from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.rendered_history import ConversationRenderer
@@ -44,6 +44,7 @@ from verl.rollout.base import (
     TurnLimits,
     TurnRequest,
 )
+from verl.rollout.lockstep import in_lockstep
 from verl.rollout.prompt_rows import longest_prompt, prompt_tokens
 from verl.rollout.responses import ResponseSampler
 from verl.utils.progress import report
@@ -103,9 +104,12 @@ class EpisodeSampler(ResponseSampler):
         return TurnLimits(longest_prompt(parts) + self.options.max_tokens, self.options.kv_cache_gib)
 
     def sample(self, turns: TurnEngine, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
-        """The rows of each part of the prompts; the episodes of all parts are played side by side."""
+        """The episodes of each part of the prompts, which are played side by side."""
         if not request.uses_environment:
             return super().sample(turns, parts, request)
+        return in_lockstep(self.engine.group.tensor_group, turns, lambda turns: self._played(turns, parts, request))
+
+    def _played(self, turns: TurnEngine, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
         of_parts = self.begin_episodes(parts, request)
         try:
             self.play(turns, list(chain.from_iterable(of_parts)), request)
@@ -114,19 +118,29 @@ class EpisodeSampler(ResponseSampler):
                 self.journal.forget_failures()
             self._close_calls()  # they may be answered yet, and the same episodes be played again
             raise
-        return [self.rows(part, request, own, turns) for part, own in zip(parts, of_parts, strict=True)]
+        return [self.batch_of(part, request, own, turns) for part, own in zip(parts, of_parts, strict=True)]
 
     def play(self, turns: TurnEngine, episodes: list[Episode], request: GenerationRequest) -> None:
         """Play episodes to their ends."""
         if episodes:
             _EpisodeLoop(self, turns, request, episodes).run()
 
-    def rows(
+    @property
+    def has_rows(self) -> bool:
+        """Whether an episode may have several rows."""
+        return self.renderer is not None
+
+    def samples_of(self, episode: Episode) -> list[EpisodeSample]:
+        """The samples of an episode that was played."""
+        return episode.by_turn() if self.has_rows else episode.whole()
+
+    def batch_of(
         self, prompts: DataProto, request: GenerationRequest, episodes: Sequence[Episode], turns: TurnEngine
     ) -> DataProto:
-        """The rows of episodes that were played."""
-        make_rows = rows_of_episodes if self.renderer is None else rows_of_turns
-        return make_rows(prompts, request, episodes, self.pad_id, turns.dtype)
+        """The episodes that were played; see `episode_batch`."""
+        samples = [[] if episode.end == "dropped" else self.samples_of(episode) for episode in episodes]
+        records = [episode_record(episode) for episode in episodes]
+        return episode_batch(prompts, request, samples, records, self.pad_id, turns.dtype, has_rows=self.has_rows)
 
     def close(self) -> None:
         self._close_calls()

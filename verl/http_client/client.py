@@ -22,19 +22,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
 from verl.errors import ComponentHung
 from verl.http_client.request import Kind, NotRetryable, Request, RequestReport, RetryableAnswer, encoded
+from verl.http_client.settings import EndpointSettings
 from verl.utils.component_exits import as_component_exit
 from verl.utils.progress import Progress, ProgressWatch, report
 from verl.utils.redact import MASK, redact
-
-if TYPE_CHECKING:
-    from verl.http_client.endpoint import Endpoint
-
 
 T = TypeVar("T")
 
@@ -234,7 +231,7 @@ class HTTPClient:
         key: API key, sent with every request and redacted from messages.
     """
 
-    def __init__(self, endpoint: Endpoint, key: str | None):
+    def __init__(self, endpoint: EndpointSettings, key: str | None):
         self.endpoint, self._key = endpoint, key
         self._background = EventLoopThread("verl remote")
         self._backoff, self._pace = Backoff(endpoint.backoff_s), RateLimit(endpoint.requests_per_minute)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +22,14 @@ from verl.component import BuildContext
 from verl.compose.from_yaml import load_rollout
 from verl.compose.suggestions import described
 from verl.errors import ConfigError, RolloutError, WeightSyncError, faults_below
-from verl.hybrid.generation_config import GenerateCall, naming_ends, prompt_rows, read_call, settings_left_out
-from verl.hybrid.model_changes import (
-    ActorLock,
-    behaviour_of,
-    form_difference,
-    form_of,
-    is_quantized,
-    own_weights_fault,
-    prompt_learning_fault,
-    unwrapped,
-    with_code_of_its_own,
+from verl.hybrid.engine_faults import is_quantized, modules_with_own_code, own_weights_fault, prompt_learning_fault
+from verl.hybrid.generation_config import (
+    CallTokenizer,
+    prompt_rows,
+    read_options,
+    sampling_options,
+    stop_tokens_of_call,
+    unsupported_settings,
 )
 from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_config_from, hybrid_parallelism, own_device
 from verl.model_paths.check import forget
@@ -43,6 +41,9 @@ from verl.rollout.base import SAME_TENSORS, GenerationRequest, Rollout, RolloutE
 from verl.rollout.responses import ResponseSampler
 from verl.utils.memory import release_cached
 from verl.workers.base import load_unsharded
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +60,10 @@ class HybridActor:
     `generate` switches the model to evaluation, synchronises the engine with the current weights, and restores the
     model's state afterwards, including accumulated gradients.
 
-    The form of the model (parameters, classes of modules, configuration) is fixed when the actor is made. `generate`
-    refuses a changed one until it is set: `actor.model = actor.model`. Weights, training mode, `requires_grad`, hooks
-    and the switches of an adapter may change between calls. Calls from several threads are serialised.
+    The form of the model (its modules, and the shapes, dtypes and ties of its parameters) is fixed when the actor is
+    made. `generate` refuses a changed one until it is set: `actor.model = actor.model`. Weights, training mode,
+    `requires_grad`, hooks and the switches of an adapter may change between calls. Calls from several threads wait for
+    each other.
 
     With several processes, which must make the same calls, the model is sharded by `hybrid_config`: docs/library.md.
 
@@ -100,26 +102,25 @@ class HybridActor:
     ):
         self._hybrid_config = hybrid_config_from(hybrid_config, contiguous, auto_cache_clear)
         _refuse_no_actor(model)
-        company = hybrid_parallelism(self.hybrid_config, str(model.device))
-        if company is not None:
-            company.refuse_other_weights(model)
-        self._start(model, tokenizer, rollout, lora, seed, company)
+        parallelism = hybrid_parallelism(self.hybrid_config, str(model.device))
+        if parallelism is not None:
+            parallelism.refuse_other_weights(model)
+        self._start(model, tokenizer, rollout, lora, seed, parallelism)
 
     def _start(
-        self, model: Any, tokenizer: Any, rollout: Any, lora: Any, seed: int, company: HybridParallelism | None
+        self, model: Any, tokenizer: Any, rollout: Any, lora: Any, seed: int, parallelism: HybridParallelism | None
     ) -> None:
-        self._lock = ActorLock()
+        self._lock = threading.RLock()
         self._rollout = load_rollout(rollout)
         adapter = None if lora is None else described(LoRA, "lora", lora)
-        with nullcontext() if company is None else company.same_random_numbers():
+        with nullcontext() if parallelism is None else parallelism.same_random_numbers():
             self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
-        self.tokenizer, self.seed, self._company = tokenizer, seed, company
+        self.tokenizer, self.seed, self._parallelism = tokenizer, seed, parallelism
         self._engine: tuple[Any, Any] | None = None  # with the settings that it was attached for
-        self._behaviour: list[Any] | None = None  # of the model when checks passed
-        self._settings_reported: dict[str, Any] = {}
+        self._settings_reported = ""
         self._refuse_scattered()
-        if company is not None:
-            company.take(self.model)
+        if parallelism is not None:
+            parallelism.take(self.model)
         self._form = form_of(unwrapped(self._settled()))
         self._warn_unsupported_settings()
 
@@ -147,17 +148,17 @@ class HybridActor:
             source: further keys of `Pretrained`, such as `dtype`, `attention`, `revision`.
         """
         config = hybrid_config_from(hybrid_config, contiguous, auto_cache_clear)  # before weights are loaded
-        chosen = described(Pretrained, "from_pretrained", {"path": str(name_or_path), **source})
-        place = own_device() if device == "auto" else device
-        company, actor = hybrid_parallelism(config, place), cls.__new__(cls)
+        pretrained = described(Pretrained, "from_pretrained", {"path": str(name_or_path), **source})
+        device = own_device() if device == "auto" else device
+        parallelism, actor = hybrid_parallelism(config, device), cls.__new__(cls)
         actor._hybrid_config = config
         with faults_below("from_pretrained"):
-            if company is None:
-                model = chosen.load_causal_lm(place)
+            if parallelism is None:
+                model = pretrained.load_causal_lm(device)
             else:
-                model = load_unsharded(chosen, "causal_lm", place, company, sliced=lora is None)
-            tokenizer = chosen.load_tokenizer()
-        actor._start(model, tokenizer, rollout, lora, seed, company)
+                model = load_unsharded(pretrained, "causal_lm", device, parallelism, sliced=lora is None)
+            tokenizer = pretrained.load_tokenizer()
+        actor._start(model, tokenizer, rollout, lora, seed, parallelism)
         return actor
 
     # What may be replaced
@@ -168,10 +169,10 @@ class HybridActor:
 
     @model.setter
     def model(self, model: Any) -> None:
-        with self._held("model = ..."):
+        with self._lock:
             _refuse_no_actor(model)
             self._refuse_if_divided("model cannot be replaced")
-            self._model, self._form, self._behaviour = model, form_of(unwrapped(model)), None
+            self._model, self._form = model, form_of(unwrapped(model))
             forget(model)
             self._end_engine()
 
@@ -181,8 +182,8 @@ class HybridActor:
 
     @rollout.setter
     def rollout(self, rollout: str | Rollout) -> None:
-        with self._held("rollout = ..."):
-            self._rollout, self._behaviour = load_rollout(rollout), None
+        with self._lock:
+            self._rollout = load_rollout(rollout)
             self._end_engine()
 
     @property
@@ -199,47 +200,43 @@ class HybridActor:
                 )
         self._hybrid_config = config
 
-    def _held(self, call: str) -> Any:
-        return self._lock.held(call, self._hybrid_config.busy_timeout_s)
-
     def _refuse_if_divided(self, fault: str) -> None:
-        if self._company is not None:
+        if self._parallelism is not None:
             raise ConfigError(
-                f"{fault}: it is sharded over {self._company.world_size} processes. Make a new HybridActor."
+                f"{fault}: it is sharded over {self._parallelism.world_size} processes. Make a new HybridActor."
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridActor:
-        with self._held("__deepcopy__"):
-            made = type(self).__new__(type(self))
-            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return made
+        with self._lock:
+            actor = type(self).__new__(type(self))
+            actor.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return actor
 
     def __getstate__(self) -> dict[str, Any]:
         """State without the engine, which a copy starts with its first call."""
         self._refuse_if_divided("an actor cannot be copied or pickled")
-        left_out = dict.fromkeys(("_engine", "_behaviour"))
-        return {name: value for name, value in vars(self).items() if name != "_lock"} | left_out
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_form")} | {"_engine": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._lock = ActorLock()
+        self._lock, self._form = threading.RLock(), form_of(unwrapped(self.model))
 
     # Training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward: `actor(input_ids=..., attention_mask=..., labels=...).loss`."""
-        with self._held("forward"):
+        with self._lock:
             if self._engine is not None and hasattr(self._engine[1], "rest"):
                 self._engine[1].rest()  # an engine with its own weights frees memory for training
-            if self._company is not None:
-                self._company.refuse_other_rows(kwargs.get("input_ids", args[0] if args else None))
+            if self._parallelism is not None:
+                self._parallelism.refuse_other_rows(kwargs.get("input_ids", args[0] if args else None))
             return self.model(*args, **kwargs)
 
     forward = __call__
 
     def train(self, mode: bool = True) -> HybridActor:
         """Set training mode, as for torch modules; not needed for `generate`."""
-        with self._held("train"):
+        with self._lock:
             self.model.train(mode)
         return self
 
@@ -248,7 +245,7 @@ class HybridActor:
 
     @property
     def training(self) -> bool:
-        with self._held("training"):
+        with self._lock:
             return self.model.training
 
     @property
@@ -263,7 +260,7 @@ class HybridActor:
     @property
     def process_group(self) -> Any:
         """Process group of this actor, for `check_process_groups`; None for a single process."""
-        return None if self._company is None else torch.distributed.group.WORLD
+        return None if self._parallelism is None else torch.distributed.group.WORLD
 
     # Weights; for a sharded actor local parts as DTensors
 
@@ -277,20 +274,20 @@ class HybridActor:
         return self._settled().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._held("load_state_dict"):
+        with self._lock:
             return self._settled().load_state_dict(*args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip gradients to a global norm of `max_norm` over all processes; returns the norm before clipping."""
-        with self._held("clip_grad_norm_"):
-            if self._company is not None:
-                return self._company.clip(self.parameters(), max_norm)
+        with self._lock:
+            if self._parallelism is not None:
+                return self._parallelism.clip(self.parameters(), max_norm)
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
     def _settled(self) -> Any:
-        if self._company is not None:
-            with self._held("parameters"):
-                self._company.settle(self.model)
+        if self._parallelism is not None:
+            with self._lock:
+                self._parallelism.settle(self.model)
         return self.model
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -298,9 +295,9 @@ class HybridActor:
 
         For a sharded actor all processes must call it, and the first writes.
         """
-        with self._held("save_pretrained"), quiet_transformers():
-            if self._company is not None:
-                self._company.save(self.model, self.tokenizer, directory)
+        with self._lock, quiet_transformers():
+            if self._parallelism is not None:
+                self._parallelism.save(self.model, self.tokenizer, directory)
                 return
             self.model.save_pretrained(directory)
         if self.tokenizer is not None:
@@ -334,50 +331,44 @@ class HybridActor:
             [B * num_return_sequences, P + T]: prompts with their responses; samples of one prompt are consecutive.
         Raises:
             ConfigError: an unknown option, an invalid value, or a model that the engine cannot sample from.
-            ActorBusy: a call of another thread took longer than `hybrid_config.busy_timeout_s`.
             RolloutError: another thread changed the weights meanwhile.
         """
-        with self._held("generate"):
-            try:
-                return self._generate(input_ids, attention_mask, seed, generator, options)
-            except ConfigError as error:
-                if "quantized" in str(error) or not is_quantized(unwrapped(self.model)):
-                    raise
-                text = "model is quantized: if scales are computed over a batch, a row depends on the other rows."
-                raise ConfigError([*error.faults, text]) from error
+        with self._lock, self._naming_quantization():
+            self._check_model()
+            width = input_ids.shape[-1] if isinstance(input_ids, Tensor) else 0
+            config = read_options(options, self.model, self.tokenizer, width)
+            prompts = prompt_rows(input_ids, attention_mask, config)
+            number = _seed_of_call(config, seed, generator)
+            if self._parallelism is not None:
+                self._parallelism.refuse_other_rows(input_ids)
+                number = self._parallelism.agreed(number)
+            request = GenerationRequest(number, config.num_return_sequences, not config.do_sample)
+            with self.sampling():
+                written = self._times_written()
+                rows = self._synced_sampler_for(config).generate(prompts, request)
+                if self._times_written() != written:
+                    raise RolloutError(
+                        "the weights were changed during generation, by an optimizer step or a load in another thread: "
+                        "the responses do not belong to one set of weights. Use one thread for both, or protect both "
+                        "by a lock."
+                    )
+            return rows["input_ids"].to(input_ids.device)
 
-    def _generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        seed: int | None,
-        generator: torch.Generator | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
-        self._check_model()
-        width = input_ids.shape[-1] if isinstance(input_ids, Tensor) else 0
-        call = read_call(options, self.model, self.tokenizer, width)
-        prompts = prompt_rows(input_ids, attention_mask, call)
-        number, company = _number(call, seed, generator), self._company
-        if company is not None:
-            company.refuse_other_rows(input_ids)
-            number = company.agreed(number)
-        request = GenerationRequest(number, call.num_samples, call.greedy)
-        with self.sampling():
-            written = self._times_written()
-            rows = self._synced_sampler_for(call).generate(prompts, request)
-            if self._times_written() != written:
-                raise RolloutError(
-                    "the weights were changed during generation, by an optimizer step or a load in another thread: the "
-                    "responses do not belong to one set of weights. Use one thread for both, or protect both by a "
-                    "lock."
-                )
-        return rows["input_ids"].to(input_ids.device)
+    @contextmanager
+    def _naming_quantization(self) -> Iterator[None]:
+        """Refusals of a quantized model name quantization as a possible cause."""
+        try:
+            yield
+        except ConfigError as error:
+            if "quantized" in str(error) or not is_quantized(unwrapped(self.model)):
+                raise
+            cause = "model is quantized: if scales are computed over a batch, a row depends on the other rows."
+            raise ConfigError([*error.faults, cause]) from error
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Inside this context modules are in evaluation mode; on exit the mode of each module is restored."""
-        with self._held("sampling"):
+        with self._lock:
             self._refuse_scattered()
             training = [module for module in self.model.modules() if module.training]
             self.model.eval()
@@ -390,7 +381,7 @@ class HybridActor:
                     release_cached(self.device)
 
     def _check_model(self) -> None:
-        """Compare the model with its form, and repeat checks if its hooks or adapters were switched.
+        """Compare the model with its form.
 
         Raises:
             ConfigError: the form is another, or the engine cannot reproduce the model.
@@ -404,51 +395,39 @@ class HybridActor:
                 "the changed model."
             )
         self._warn_unsupported_settings()
-        behaviour = behaviour_of(model)
-        if behaviour != self._behaviour:
-            if self._behaviour is not None:
-                forget(model)
-                if not self._holds_weights() or getattr(self._rollout, "lora", "merged") == "adapter":
-                    self._end_engine()
-            self._refuse_unfit()
-        self._behaviour = behaviour
+        if self._parallelism is None and self._holds_weights() and getattr(self._rollout, "weights", None) != "fixed":
+            sends_adapter = getattr(self._rollout, "lora", "merged") == "adapter"
+            if (fault := own_weights_fault(model, sends_adapter)) is not None:
+                raise ConfigError(fault)
 
     def _holds_weights(self) -> bool:
         """Whether the engine has its own copy of the weights."""
         return self._rollout.chosen_for(unwrapped(self.model)).runs_ahead
 
-    def _refuse_unfit(self) -> None:
-        if self._company is None and self._holds_weights() and getattr(self._rollout, "weights", None) != "fixed":
-            sends_adapter = getattr(self._rollout, "lora", "merged") == "adapter"
-            if (fault := own_weights_fault(unwrapped(self.model), sends_adapter)) is not None:
-                raise ConfigError(fault)
-
     def _times_written(self) -> int:
         """Number of in-place writes to tensors of the model, by torch's version counters."""
-        if self._company is not None:  # gathering writes to them too
+        if self._parallelism is not None:  # gathering writes to them too
             return 0
         return sum(p._version for p in self.model.parameters() if not p.is_inference())
 
     def _warn_unsupported_settings(self) -> None:
-        """Warn once about each unsupported setting in the model's generation configuration."""
-        found = settings_left_out(self.model)
-        new = {name: value for name, value in found.items() if self._settings_reported.get(name) != value}
-        self._settings_reported = found
-        if new:
-            text = ", ".join(f"{name}={value}" for name, value in new.items())
-            _log.warning("the generation configuration of the model has %s, which is not supported here.", text)
+        """Warn once about unsupported settings in the model's generation configuration."""
+        settings = unsupported_settings(self.model)
+        if settings and settings != self._settings_reported:
+            _log.warning("the generation configuration of the model has %s, which is not supported here.", settings)
+        self._settings_reported = settings
 
-    def _synced_sampler_for(self, call: GenerateCall) -> ResponseSampler:
+    def _synced_sampler_for(self, config: GenerationConfig) -> ResponseSampler:
         """A sampler whose engine is synchronised with the current weights.
 
         Raises:
             ConfigError: the model runs user code that the engine does not.
         """
-        sampler = self._sampler_for(call)
+        sampler = self._sampler_for(config)
         try:
             sampler.sync()
         except WeightSyncError as error:
-            if not error.faults and (names := with_code_of_its_own(unwrapped(self.model))):
+            if not error.faults and (names := modules_with_own_code(unwrapped(self.model))):
                 raise ConfigError(
                     f"model has hooks, or a forward set on the object, at {', '.join(names[:3])}: the rollout engine "
                     f"does not run them, and its log-probs differ by {error.gap_nats:.1e} nats. Remove "
@@ -457,36 +436,37 @@ class HybridActor:
             raise
         return sampler
 
-    def _sampler_for(self, call: GenerateCall) -> ResponseSampler:
+    def _sampler_for(self, config: GenerationConfig) -> ResponseSampler:
         """A sampler with the options of a call; its engine is a new one if options are fixed at start."""
-        asked: Any = replace(self.rollout, **call.sampling)
-        model = unwrapped(self.model)
+        asked: Any = replace(self.rollout, **sampling_options(config))
+        model, pad = unwrapped(self.model), config.pad_token_id
         options = asked.chosen_for(model)
         size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else None
-        key = (call.stops, call.pad, self.device, None if options.may_change else options, self.tokenizer, size)
+        fixed = None if options.may_change else options
+        key = (config.eos_token_id, pad, self.device, fixed, self.tokenizer, size)
         if self._engine is None or self._engine[0] != key:
             self._end_engine()
-            with naming_ends(model, self.tokenizer, call) as tokenizer:
+            with stop_tokens_of_call(model, config):
+                tokenizer = CallTokenizer(self.tokenizer, pad)
                 self._engine = (key, asked.attach(model, tokenizer, self.seed, None, self._context()))
         engine = self._engine[1]
         if hasattr(engine, "seed"):
             engine.seed = self.seed  # type: ignore[attr-defined]
         if options.may_change:  # an engine in another process need not restart
             engine.options = options
-        return ResponseSampler(engine, options, call.pad)
+        return ResponseSampler(engine, options, pad)
 
     def _context(self) -> BuildContext:
         """Build context for the engine of this process."""
-        device, company = str(self.device), self._company
-        if company is None:
-            return BuildContext(device=device)
-        return BuildContext(device=str(company.device), rank=company.rank, world_size=company.world_size)
+        if (mesh := self._parallelism) is None:
+            return BuildContext(device=str(self.device))
+        return BuildContext(device=str(mesh.device), rank=mesh.rank, world_size=mesh.world_size)
 
     def sync(self) -> SyncResult:
         """Send the current weights to the engine, as `generate` also does; nothing to do if it uses the same
         tensors.
         """
-        with self._held("sync"):
+        with self._lock:
             if self._engine is None:
                 return SAME_TENSORS
             if not self._holds_weights():
@@ -497,12 +477,12 @@ class HybridActor:
 
     def close(self) -> None:
         """Stop an engine in another process; the next call starts it again."""
-        with self._held("close"):
+        with self._lock:
             self._end_engine()
 
     @property
     def rollout_engine(self) -> RolloutEngine | None:
-        """What `generate` draws with, from its first call until `close` or a change that needs another one."""
+        """The engine of `generate`, from its first call until `close` or a change that needs another one."""
         return None if self._engine is None else self._engine[1]
 
     def _end_engine(self) -> None:
@@ -534,8 +514,45 @@ def _refuse_no_actor(model: Any) -> None:
     check_interface("actor", unwrapped(model), "model")
 
 
-def _number(call: GenerateCall, seed: int | None, generator: torch.Generator | None) -> int:
+def _seed_of_call(config: GenerationConfig, seed: int | None, generator: torch.Generator | None) -> int:
     """The seed of a call; greedy calls do not use a generator."""
-    if seed is not None or call.greedy:
+    if seed is not None or not config.do_sample:
         return seed or 0
     return int(torch.randint(2**62, (), generator=generator, device=None if generator is None else generator.device))
+
+
+Form = dict[str, tuple[Any, ...]]
+
+
+def form_of(model: nn.Module) -> Form:
+    """Modules and parameters, without the weights: all that engines and checks of execution paths are built for.
+
+    Returns:
+        By name: the module, with a forward that was set on the object; or shape, dtype and name of the parameter, of
+        tied ones the first name.
+    """
+    form: Form = {name: (module, vars(module).get("forward")) for name, module in model.named_modules()}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        form[name] = list(parameter.shape), dtype, first.setdefault(id(parameter), name)
+    return form
+
+
+def form_difference(before: Form, now: Form) -> str:
+    """The first differences between two forms, for messages; empty if they are equal."""
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    shown = [f"{name or 'its forward'} was {_entry(before, name)} and is {_entry(now, name)}" for name in changed[:3]]
+    return ", ".join(shown) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+
+
+def _entry(form: Form, name: str) -> str:
+    entry = form.get(name)
+    if entry is None or not isinstance(entry[0], nn.Module):
+        return str(entry)
+    return f"{type(entry[0]).__name__} {id(entry[0]):#x}" + (" with a forward of its own" if entry[1] else "")
+
+
+def unwrapped(model: Any) -> Any:
+    """The module inside a `torch.compile` wrapper, with the same weights; other models unchanged."""
+    return getattr(model, "_orig_mod", model) if isinstance(model, nn.Module) else model

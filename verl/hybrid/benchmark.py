@@ -47,14 +47,13 @@ def measure_switch_overhead(
         raise ConfigError("mode is 'reload': it loads the model into one process. Use an unsharded actor.")
     was_training = [module for module in actor.model.modules() if module.training]
     mode = STATES.get(mode, mode)  # type: ignore[assignment]
-    once = _Reload(actor) if mode == "reload" else _Switch(actor, mode)  # type: ignore[arg-type]
     try:
-        found = [once() for _ in range(repeats + 1)][1:]
+        costs = [_reload(actor) if mode == "reload" else _switch(actor, mode) for _ in range(repeats + 1)][1:]
     finally:
         actor.eval()
         for module in was_training:
             module.training = True
-    times, sizes = [seconds * 1e3 for seconds, _ in found], [size / MIB for _, size in found]
+    times, sizes = [seconds * 1e3 for seconds, _ in costs], [size / MIB for _, size in costs]
     quartiles = statistics.quantiles(times, n=4, method="inclusive") if repeats > 1 else times * 3
     return {
         "latency_ms": statistics.median(times),
@@ -65,49 +64,36 @@ def measure_switch_overhead(
     }
 
 
-class _Switch:
-    """A switch in place: mode of the modules, and synchronisation of the engine."""
-
-    def __init__(self, actor: HybridActor, mode: Mode):
-        self.actor, self.mode = actor, mode
-
-    def __call__(self) -> tuple[float, int]:
-        actor, clock = self.actor, _SwitchTimer(self.actor)
-        actor.train()
-        settle(actor.device)
-        with clock.running(self.mode != "generate_to_train"):
-            sampling = actor.sampling()
-            sampling.__enter__()
-            actor.sync()
-        with clock.running(self.mode != "train_to_generate"):
-            sampling.__exit__(None, None, None)
-        return clock.seconds, clock.bytes
+def _switch(actor: HybridActor, mode: str) -> tuple[float, int]:
+    """Seconds and additional bytes of a switch in place: mode of the modules, and synchronisation of the engine."""
+    timer = _Timer(actor)
+    actor.train()
+    with timer.running(mode != "generate_to_train"):
+        sampling = actor.sampling()
+        sampling.__enter__()
+        actor.sync()
+    with timer.running(mode != "train_to_generate"):
+        sampling.__exit__(None, None, None)
+    return timer.seconds, timer.bytes
 
 
-class _Reload:
-    """A switch by saving the weights and loading them as a second model."""
-
-    def __init__(self, actor: HybridActor):
-        self.actor = actor
-
-    def __call__(self) -> tuple[float, int]:
-        actor, clock = self.actor, _SwitchTimer(self.actor)
-        dtype = str(next(actor.parameters()).dtype).removeprefix("torch.")
-        with TemporaryDirectory("verl-reload-") as directory:
-            with clock.running(True):
-                actor.save_pretrained(directory)
-                second = Pretrained(path=directory, dtype=dtype).load_causal_lm(str(actor.device))  # type: ignore[arg-type]
-            del second
-            gc.collect()
-        return clock.seconds, clock.bytes
+def _reload(actor: HybridActor) -> tuple[float, int]:
+    """Seconds and additional bytes of saving the weights and loading them as a second model."""
+    timer, dtype = _Timer(actor), str(next(actor.parameters()).dtype).removeprefix("torch.")
+    with TemporaryDirectory("verl-reload-") as directory:
+        with timer.running(True):
+            actor.save_pretrained(directory)
+            second = Pretrained(path=directory, dtype=dtype).load_causal_lm(str(actor.device))  # type: ignore[arg-type]
+        del second
+        gc.collect()
+    return timer.seconds, timer.bytes
 
 
-class _SwitchTimer:
-    """Measures seconds and additional bytes of a block of code."""
+class _Timer:
+    """Measures seconds and additional bytes of blocks of code."""
 
     def __init__(self, actor: HybridActor):
-        self.device = actor.device
-        self.seconds, self.bytes = 0.0, 0
+        self.device, self.seconds, self.bytes = actor.device, 0.0, 0
 
     @contextmanager
     def running(self, is_counted: bool) -> Iterator[None]:
@@ -115,6 +101,6 @@ class _SwitchTimer:
         before, began = used_bytes(self.device), time.perf_counter()
         yield
         settle(self.device)
-        took, more = time.perf_counter() - began, used_bytes(self.device) - before
         if is_counted:
-            self.seconds, self.bytes = self.seconds + took, self.bytes + more
+            self.seconds += time.perf_counter() - began
+            self.bytes += used_bytes(self.device) - before

@@ -1,11 +1,11 @@
-"""The arguments of `generate` (transformers' GenerationConfig) as a request to the rollout engines."""
+"""The arguments of `generate` (transformers' GenerationConfig) for the rollout engines."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from verl.compose.suggestions import key_faults
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 
-# Defaults of transformers.
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+# Supported options with the defaults of transformers.
 DEFAULTS: dict[str, Any] = {
     "max_new_tokens": None,
     "max_length": None,
@@ -29,7 +32,7 @@ DEFAULTS: dict[str, Any] = {
 }
 NEW_TOKENS = 20
 # Settings of a generation configuration that change sampling and are not supported, with the values that mean "off".
-NOT_DONE_HERE: dict[str, tuple[Any, ...]] = {
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "repetition_penalty": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
@@ -42,50 +45,86 @@ NOT_DONE_HERE: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class GenerateCall:
-    """Parsed arguments of a call of `generate`.
-
-    Attributes:
-        sampling: fields of `Rollout`.
-        stops: token ids that end a response.
-        pad: token id for padding of finished rows.
-    """
-
-    sampling: dict[str, Any]
-    num_samples: int
-    greedy: bool
-    stops: tuple[int, ...]
-    pad: int
-
-
-def read_call(given: Mapping[str, Any], model: Any, tokenizer: Any, prompt_width: int) -> GenerateCall:
-    """Parse arguments of `generate`; missing ones come from the model's generation configuration, then from defaults.
+def read_options(options: Mapping[str, Any], model: Any, tokenizer: Any, prompt_width: int) -> GenerationConfig:
+    """The configuration of a call; missing options come from the model's generation configuration, then from defaults.
 
     Args:
-        given: keyword arguments of the call.
+        options: keyword arguments of the call.
         model, tokenizer: for their defaults.
         prompt_width: tokens of a prompt with padding.
+    Returns:
+        With `max_new_tokens`, `min_new_tokens`, `pad_token_id` and a list `eos_token_id`.
     Raises:
-        ConfigError: an unknown argument, an invalid value, or more tokens than the context length.
+        ConfigError: an unknown option, an invalid value, or more tokens than the context length.
     """
-    if faults := list(key_faults("generate", given, DEFAULTS)):
+    if faults := list(key_faults("generate", options, DEFAULTS)):
         raise ConfigError(faults)
-    asked = {name: _chosen(name, given, model.generation_config) for name in DEFAULTS}
-    if faults := list(_faults(asked)):
+    config = copy.deepcopy(model.generation_config)
+    # Not by `update`, which refuses several greedy samples, and logs what it holds to be ineffective.
+    for name, default in DEFAULTS.items():
+        candidates = (options.get(name), getattr(config, name, None), default)
+        setattr(config, name, next((x for x in candidates if x is not None), None))
+    if isinstance(config.eos_token_id, int):
+        config.eos_token_id = [config.eos_token_id]
+    config.eos_token_id = list(config.eos_token_id or ())
+    if faults := list(_faults(config)):
         raise ConfigError(faults)
-    stops = _ids(asked["eos_token_id"])
-    greedy = not asked["do_sample"]
-    cuts = {} if greedy else {name: asked[name] for name in ("temperature", "top_k", "top_p")}
-    length = _new_tokens(asked, model, prompt_width)
-    least = min(int(asked["min_new_tokens"] or 0), length)
-    sampling = {"max_new_tokens": length, "min_new_tokens": least, **{k: v for k, v in cuts.items() if v is not None}}
-    return GenerateCall(
-        sampling, asked["num_return_sequences"], greedy, stops, _pad_id(asked["pad_token_id"], tokenizer, stops)
-    )
+    config.max_new_tokens = _new_tokens(config, model, prompt_width)
+    config.min_new_tokens = min(config.min_new_tokens, config.max_new_tokens)
+    if config.pad_token_id is None:
+        config.pad_token_id = getattr(tokenizer, "pad_token_id", None)
+    if config.pad_token_id is None and not config.eos_token_id:
+        raise ConfigError("pad_token_id is missing: neither the model nor a tokenizer has one. Pass pad_token_id.")
+    if config.pad_token_id is None:
+        config.pad_token_id = config.eos_token_id[0]
+    return config
 
 
-def prompt_rows(input_ids: Any, attention_mask: Tensor | None, call: GenerateCall) -> DataProto:
+def _faults(config: GenerationConfig) -> Iterator[str]:
+    """Yield faults of options that the rollout description does not check."""
+    for name in ("max_new_tokens", "num_return_sequences"):
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            yield f"{name} is {value!r}: must be a whole number, at least 1."
+    if not isinstance(config.min_new_tokens, int):
+        yield f"min_new_tokens is {config.min_new_tokens!r}: expected a number."
+    if config.do_sample and config.temperature == 0:
+        yield f"temperature is {config.temperature}: must be above 0. For greedy decoding set do_sample=False."
+    if any(id_ < 0 for id_ in config.eos_token_id):
+        yield f"eos_token_id is {config.eos_token_id}: expected token ids, which are not negative."
+
+
+def _new_tokens(config: GenerationConfig, model: Any, prompt_width: int) -> int:
+    entries = model.config.get_text_config()
+    context = getattr(entries, "max_position_embeddings", None) or getattr(entries, "n_positions", None)
+    length, name = config.max_new_tokens, "max_new_tokens"
+    if length is None and config.max_length is not None:
+        length, name = config.max_length - prompt_width, "max_length"
+    if length is None:
+        length = NEW_TOKENS if context is None else min(NEW_TOKENS, context - prompt_width)
+    if length < 1:
+        raise ConfigError(f"{name} leaves {length} new tokens after a prompt of {prompt_width}. Raise it.")
+    if context is not None and prompt_width + length > context:
+        raise ConfigError(
+            f"{name} asks for {length} new tokens: with a prompt of {prompt_width} that makes {prompt_width + length}, "
+            f"but the context length is {context}. Lower one of them."
+        )
+    return length
+
+
+def sampling_options(config: GenerationConfig) -> dict[str, Any]:
+    """The fields of `Rollout` that a call sets."""
+    names = ("max_new_tokens", "min_new_tokens", *(("temperature", "top_k", "top_p") if config.do_sample else ()))
+    return {name: getattr(config, name) for name in names}
+
+
+def unsupported_settings(model: Any) -> str:
+    """Settings in the model's generation configuration that are not supported here, as text; empty without any."""
+    values = {name: getattr(model.generation_config, name, None) for name in NOT_SUPPORTED}
+    return ", ".join(f"{name}={value}" for name, value in values.items() if value not in NOT_SUPPORTED[name])
+
+
+def prompt_rows(input_ids: Any, attention_mask: Tensor | None, config: GenerationConfig) -> DataProto:
     """Make the batch of prompts [B P] for the engines, padded on the left.
 
     Without a mask pad tokens are padding, unless the pad token is also an EOS token, as in transformers.
@@ -100,8 +139,8 @@ def prompt_rows(input_ids: Any, attention_mask: Tensor | None, call: GenerateCal
         )
     ids = input_ids.detach().to("cpu", torch.int64)
     if attention_mask is None:
-        is_pad_distinct = call.pad not in call.stops
-        mask = ids != call.pad if is_pad_distinct else torch.ones_like(ids, dtype=torch.bool)
+        is_pad_distinct = config.pad_token_id not in config.eos_token_id
+        mask = ids != config.pad_token_id if is_pad_distinct else torch.ones_like(ids, dtype=torch.bool)
     else:
         mask = attention_mask.detach().to("cpu").bool()
     if mask.shape != ids.shape:
@@ -117,76 +156,15 @@ def prompt_rows(input_ids: Any, attention_mask: Tensor | None, call: GenerateCal
     return DataProto.from_dict({"prompts": ids, "prompt_mask": mask, "prompt_ids": rows, "group_ids": rows})
 
 
-def settings_left_out(model: Any) -> dict[str, Any]:
-    """Settings in the model's generation configuration that are not supported here."""
-    config = model.generation_config
-    found = {name: getattr(config, name, None) for name in NOT_DONE_HERE}
-    return {name: value for name, value in found.items() if value not in NOT_DONE_HERE[name]}
-
-
-def _chosen(name: str, given: Mapping[str, Any], config: Any) -> Any:
-    candidates = (given.get(name), getattr(config, name, None), DEFAULTS[name])
-    return next((value for value in candidates if value is not None), None)
-
-
-def _faults(asked: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("max_new_tokens", "num_return_sequences"):
-        value = asked[name]
-        if value is not None and (not isinstance(value, int) or value < 1):
-            yield f"{name} is {value!r}: must be a whole number, at least 1."
-    for name in ("temperature", "top_p", "top_k", "min_new_tokens"):
-        if asked[name] is not None and not isinstance(asked[name], (int, float)):
-            yield f"{name} is {asked[name]!r}: expected a number."
-            return
-    if asked["do_sample"] and not asked["temperature"] > 0:
-        yield f"temperature is {asked['temperature']}: must be above 0. For greedy decoding set do_sample=False."
-    if any(id_ < 0 for id_ in _ids(asked["eos_token_id"])):
-        yield f"eos_token_id is {asked['eos_token_id']}: expected token ids, which are not negative."
-
-
-def _new_tokens(asked: Mapping[str, Any], model: Any, prompt_width: int) -> int:
-    config = model.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    length, name = asked["max_new_tokens"], "max_new_tokens"
-    if length is None and asked["max_length"] is not None:
-        length, name = asked["max_length"] - prompt_width, "max_length"
-    if length is None:
-        length = NEW_TOKENS if context is None else min(NEW_TOKENS, context - prompt_width)
-    if length < 1:
-        raise ConfigError(f"{name} leaves {length} new tokens after a prompt of {prompt_width}. Raise it.")
-    if context is not None and prompt_width + length > context:
-        raise ConfigError(
-            f"{name} asks for {length} new tokens: with a prompt of {prompt_width} that makes {prompt_width + length}, "
-            f"but the context length is {context}. Lower one of them."
-        )
-    return length
-
-
-def _pad_id(asked: int | None, tokenizer: Any, stops: tuple[int, ...]) -> int:
-    if asked is not None:
-        return int(asked)
-    own = getattr(tokenizer, "pad_token_id", None)
-    if own is None and not stops:
-        raise ConfigError("pad_token_id is missing: neither the model nor a tokenizer has one. Pass pad_token_id.")
-    return int(stops[0] if own is None else own)
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(id_) for id_ in (value if isinstance(value, (list, tuple)) else [value]))
-
-
 @contextmanager
-def naming_ends(model: Any, tokenizer: Any, call: GenerateCall) -> Iterator[Any]:
-    """Inside this context the configurations of model and tokenizer have the stop and pad tokens of the call only."""
-    config = model.generation_config
-    before = config.eos_token_id
-    config.eos_token_id = list(call.stops)
+def stop_tokens_of_call(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Inside this context the model's generation configuration has the stop tokens of the call only."""
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = config.eos_token_id
     try:
-        yield CallTokenizer(tokenizer, call.pad)
+        yield
     finally:
-        config.eos_token_id = before
+        model.generation_config.eos_token_id = before
 
 
 class CallTokenizer:
@@ -198,17 +176,15 @@ class CallTokenizer:
         self.tokenizer, self.pad_token_id = tokenizer, pad
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "tokenizer":  # not yet set while a copy is made
-            raise AttributeError(name)
-        return getattr(self.tokenizer, name)
+        return getattr(self._present(), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._own()(*args, **kwargs)
+        return self._present()(*args, **kwargs)
 
     def __len__(self) -> int:
-        return len(self._own())
+        return len(self._present())
 
-    def _own(self) -> Any:
-        if self.tokenizer is None:
+    def _present(self) -> Any:
+        if (tokenizer := vars(self).get("tokenizer")) is None:
             raise ConfigError("tokenizer is missing: this rollout engine needs one. Pass HybridActor(tokenizer=...).")
-        return self.tokenizer
+        return tokenizer

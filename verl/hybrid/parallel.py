@@ -12,12 +12,12 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from verl import config
@@ -49,7 +49,6 @@ class HybridConfig(Description):
         contiguous: copy parameters that are not contiguous in memory, instead of refusing them.
         auto_cache_clear: empty the caching allocator of a GPU after generation; keys and values are freed in any case.
             Null follows `verl.config.auto_cache_clear`.
-        busy_timeout_s: how long a call waits for a call of another thread before it is refused; 0 refuses at once.
     """
 
     tp_size: PositiveInt = 1
@@ -57,7 +56,6 @@ class HybridConfig(Description):
     fsdp_sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = None
     contiguous: bool = False
     auto_cache_clear: bool | None = None
-    busy_timeout_s: NonNegativeFloat = 600.0
 
     @property
     def shards(self) -> bool:
@@ -76,24 +74,16 @@ class HybridConfig(Description):
 
 
 def hybrid_config_from(
-    given: HybridConfig | Mapping[str, Any] | None, contiguous: bool | None, auto_cache_clear: bool | None
+    settings: HybridConfig | Mapping[str, Any] | None, contiguous: bool | None, auto_cache_clear: bool | None
 ) -> HybridConfig:
-    """The settings of an actor, with those that were passed as separate arguments.
+    """The settings of an actor; those that were passed as separate arguments replace the keys.
 
     Raises:
-        ConfigError: a key is unknown, or has two different values.
+        ConfigError: a key is unknown.
     """
-    config = described(HybridConfig, "hybrid_config", given)
-    own = {"contiguous": contiguous, "auto_cache_clear": auto_cache_clear}
-    own = {name: value for name, value in own.items() if value is not None}
-    named = given if isinstance(given, Mapping) else {f.name: getattr(config, f.name) for f in fields(config) if given}
-    defaults = HybridConfig()
-    for name, value in own.items():
-        if name in named and named[name] not in (value, getattr(defaults, name)):
-            raise ConfigError(
-                f"{name} is {value!r}, and hybrid_config.{name} is {named[name]!r}: leave one of them out."
-            )
-    return replace(config, **own)  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {"contiguous": contiguous, "auto_cache_clear": auto_cache_clear}
+    passed = {name: value for name, value in arguments.items() if value is not None}
+    return replace(described(HybridConfig, "hybrid_config", settings), **passed)
 
 
 TIMEOUT_S = 600.0

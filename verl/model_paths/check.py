@@ -1,4 +1,4 @@
-"""Which execution paths a model takes: those that were tried for its family, or the plain ones.
+"""Execution paths of a model: those that were tried for its family, or the plain ones.
 
     model ──> record of its family ──> paths, or a refusal
       └── none holds for it ──> short rows of the model itself ──> plain paths, or a refusal
@@ -321,7 +321,7 @@ def decoding_as(paths: ModelPaths, option: ModelPaths) -> ModelPaths:
 
 
 def decoding_name(option: ModelPaths) -> str:
-    """How these paths decode, in words."""
+    """Name of the way in which these paths decode."""
     parts = {
         "in_place": "decoding with a cache in place",
         "own": "decoding with the model's own cache",

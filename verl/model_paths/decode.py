@@ -213,11 +213,16 @@ class SlotReader(_Reader):
         if self._step is None or self._step.rows != rows or self._step.lengths != lengths:
             self._step = self._first_step(rows, lengths, slots)
         step = self._step
-        width = -(-(max(slot.own_length for slot in slots) + 1) // self.key_multiple) * self.key_multiple
+        own = [slot.own_length for slot in slots]
+        width = -(-(max(own) + 1) // self.key_multiple) * self.key_multiple
         call = CacheCall(False, step.numbers, step.own, self.num_slots, width, step.slots, groups=step.groups)
         if step.groups is not None:
             call.prompt_width = max(prompt.length for prompt in self.prompts)
-        mask = torch.arange(width, device=self.device) <= step.own[:, :, None]
+        mask = None
+        if isinstance(step.slots, int) and min(own) + 1 == width:  # every row sees all keys
+            call.columns = min(own)
+        else:
+            mask = torch.arange(width, device=self.device) <= step.own[:, :, None]
         found = self._read(call, torch.tensor(tokens).to(self.device)[:, None], step.positions, mask)
         step.positions, step.own = step.positions + 1, step.own + 1
         for row, slot in enumerate(slots):
@@ -422,10 +427,8 @@ def slots_distance(reader: SlotReader) -> float:
             reader.put_behind(slots[-1], prompt)
     steps = reader.read_one(slots, [row[slot.length] for row, slot in zip(rows, slots, strict=True)])
     found += [(row[: slot.length], x) for row, slot, x in zip(rows, slots, steps.logits, strict=True)]
-    order = sorted(range(len(slots)), key=lambda i: slots[i].number)  # the first slots, which are read where they lie
-    slots, rows = [slots[i] for i in order], [rows[i] for i in order]
-    steps = reader.read_one(slots, [row[slot.length] for row, slot in zip(rows, slots, strict=True)])
-    found += [(row[: slot.length], x) for row, slot, x in zip(rows, slots, steps.logits, strict=True)]
+    logits = reader.read_one([slots[1]], [rows[1][slots[1].length]]).logits[0]  # the first slot, read where it lies
+    found.append((rows[1][: slots[1].length], logits))
     found += zip(rows, reader.read(slots, [row[slot.length :] for row, slot in zip(rows, slots)]).logits, strict=True)
     worst = 0.0
     for row, logits in found:

@@ -1,4 +1,4 @@
-"""Which experts the routers of a model choose: counted, recorded while sampling, and chosen again in training.
+"""Experts chosen by the routers of a model: counted, recorded while sampling, and chosen again in training.
 
 forward pass ──> router of a layer ──> (logits, weights, experts) ──> this module ──> experts of the layer
                                                                        │ counts, entropy    `ExpertLoad`
@@ -34,7 +34,7 @@ TRIED_TOKENS, TOLERANCE = 64, 1e-6
 
 @dataclass(frozen=True)
 class RouterWeights:
-    """How a router makes the weights of the chosen experts of its logits.
+    """Rule by which a router makes the weights of the chosen experts of its logits.
 
     Attributes:
         score: of all logits.
@@ -59,7 +59,7 @@ def _softmax(logits: Tensor) -> Tensor:
 
 
 class ExpertLoad:
-    """How often each expert was chosen, and how sure the routers were, over the tokens that predicted a response token.
+    """Frequency of each expert, and certainty of the routers, over the tokens that predicted a response token.
 
     Args:
         layers, experts: of the model.
@@ -126,7 +126,7 @@ class ExpertRouting:
             )
 
     def balance(self, load: Tensor | None) -> None:
-        """From here on the load balancing loss of each micro-batch is computed, by the load that a whole batch has.
+        """Compute the load balancing loss of each micro-batch from here on, by the load that a whole batch has.
 
         Args:
             load: `ExpertLoad.tensors` of it, added up over all processes; None ends it.
@@ -161,7 +161,7 @@ class ExpertRouting:
         return torch.stack(found, dim=1).to(torch.int16)
 
     def begin(self, micro: MicroBatch, *, replays: bool = False, counts: bool = False) -> None:
-        """For the forward pass of a micro-batch, and for what its backward pass repeats of it.
+        """Start the forward pass of a micro-batch, which its backward pass may repeat in part.
 
         Args:
             replays: the sampled tokens have the experts that they had when they were sampled, where that is known.
@@ -177,7 +177,7 @@ class ExpertRouting:
         self.forced = _by_token(micro, entries) if is_known else None
 
     def end(self, device: torch.device) -> ExpertLoad:
-        """What was counted since the last call; routers choose by themselves from here on."""
+        """Return the counts since the last call; routers choose by themselves from here on."""
         self._add()
         load, self._load, self.forced, self._predicted, self._balance = self._load, None, None, None, []
         return ExpertLoad(self.layers, self.experts, device) if load is None else load
@@ -249,7 +249,7 @@ def routing_of(model: Any) -> ExpertRouting | None:
 
 
 def weights_of_router(router: Any) -> RouterWeights | None:
-    """How routers of a kind make weights of logits; None if in no known way."""
+    """Rule by which routers of a kind make weights of logits; None if unknown."""
     if (answer := _tried(router)) is None:
         return None
     logits, weights, experts = answer

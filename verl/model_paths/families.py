@@ -25,7 +25,7 @@ LENGTH_OF_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_ma
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """What was tried of a family in one of its configurations.
+    """Result of trying one configuration of a family.
 
     Attributes:
         paths: name of the execution paths in the table; empty for a model that is refused, or that transformers cannot

@@ -29,7 +29,7 @@ class CacheCall:
     Attributes:
         is_prompt: the rows are prompts to be shared, not slots.
         rows: [b q] of each new token: number of its slot or prompt, or SCRATCH.
-        columns: [b q] of each new token in its row.
+        columns: [b q] of each new token in its row; or the one of all, where the b first slots get one token each.
         count: number of slots, or of prompts, that room is needed for.
         width: tokens of a row that attention reads; where nothing was read before, those that are written.
         slots: that attention reads: a number for so many first ones, which are not copied, or [b]; None: the new tokens
@@ -40,7 +40,7 @@ class CacheCall:
 
     is_prompt: bool
     rows: Tensor
-    columns: Tensor
+    columns: Tensor | int
     count: int
     width: int
     slots: Tensor | int | None = None
@@ -64,7 +64,10 @@ class StoredRows:
         """Store new keys and values [b H q D]."""
         self._reserve(call.count, call.width, states)
         for stored, new in zip(self.tensors, states, strict=True):
-            stored[call.rows, :, call.columns] = new.transpose(1, 2)
+            if isinstance(call.columns, int):
+                stored[: len(new), :, call.columns] = new[:, :, 0]
+            else:
+                stored[call.rows, :, call.columns] = new.transpose(1, 2)
 
     def read(self, rows: Tensor | int, width: int) -> tuple[Tensor, Tensor]:
         """Keys and values of some rows, or of so many first ones."""

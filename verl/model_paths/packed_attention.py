@@ -194,7 +194,6 @@ def attend(
     shared = getattr(None if prompts_of is None else _cache_layer(prompts_of, module), "shared", None)
     if shared is not None:
         refuse_unknown({**others, "sliding_window": None})
-        assert attention_mask is not None
         return attend_behind_prompts(query, key, value, attention_mask, scaling, *shared), None
     is_per_head = attention_mask is not None and attention_mask.shape[1] != 1
     if query.shape[2] == 1 and not unknown_keywords(others) and not is_per_head:
@@ -209,7 +208,7 @@ _registered: Callable[..., Any] = attend
 
 
 def leave_uncompiled() -> None:
-    """From here on compiled layers call this attention as it is: compiled it would serve a single packing."""
+    """Make compiled layers call this attention uncompiled: compiled it would serve a single packing."""
     global _registered
     from transformers import AttentionInterface
 
@@ -218,7 +217,7 @@ def leave_uncompiled() -> None:
 
 
 def unknown_keywords(given: dict[str, Any]) -> list[str]:
-    """Which keywords of a call may change what attention gives; of those with a value."""
+    """Keywords of a call that have a value and may change the output of attention."""
     known = {**given, "is_causal": None if given.get("is_causal") in (None, True) else False}
     return [name for name, x in known.items() if x is not None and x is not False and name not in HARMLESS] + (
         ["is_causal"] if known["is_causal"] is False else []
@@ -312,7 +311,7 @@ def mask_of_block(slots: BlockSlots, number: int, window: int | None, device: to
 
 
 def make_block_mask(block: AttentionBlock, window: int | None, device: torch.device) -> Tensor | None:
-    """Which keys each query sees, [count or 1, 1, queries, keys]; None for a causal block."""
+    """Mask of the keys that each query sees, [count or 1, 1, queries, keys]; None for a causal block."""
     if not block.prefix and (window is None or block.queries <= window):
         return None
     own = block.keys - block.prefix  # made where it is needed: it is large, and made of a few numbers

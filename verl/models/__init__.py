@@ -1,6 +1,7 @@
 """Language models: where they come from, their heads, adapters and checks.
 
 call           Calls a model with those inputs that its forward accepts
+experts        Experts and routers in mixture-of-experts models of transformers
 heads          Heads on a backbone: the critic's value head, a reward model's score
 hf_state_dict  A model's Hugging Face state dict in memory: tensors and their names
 interfaces     The interface that each role expects of a model, and checks of it

@@ -33,7 +33,7 @@ def directory_faults(directory: Path, needs_weights: bool = True) -> Iterator[st
 
 
 def file_fault(file: Path) -> str | None:
-    """What is wrong with a file; None for a sound one, and for a file of another kind."""
+    """Description of the fault of a file; None for a sound one, and for a file of another kind."""
     is_weights = any(file.match(pattern) for pattern in WEIGHTS)
     if file.name not in JSON and file.suffix not in (".model", ".jinja", ".txt") and not is_weights:
         return None
@@ -70,7 +70,7 @@ def _json_fault(file: Path) -> str | None:
 
 
 def _safetensors_fault(file: Path) -> str | None:
-    """By the header: sizes of all tensors against that of the file."""
+    """Fault found by the header: sizes of all tensors against that of the file."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

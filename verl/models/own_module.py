@@ -30,7 +30,7 @@ PREFIX = "module."
 
 @dataclass(frozen=True)
 class TensorPart:
-    """How a parameter is sharded over the tensor-parallel processes.
+    """Sharding of a parameter over the tensor-parallel processes.
 
     Attributes:
         dim: dimension of equal shards, in rank order; None for a replicated parameter.

@@ -39,6 +39,8 @@ class ParallelInfo:
         sibling_group: process group of the siblings.
         layout_of: layout of a tensor of the model over the mesh.
         local: the local part of such a tensor.
+        tensor_group: process group of those that compute every forward pass together, inside `gathered` too (tensor
+            parallelism); None if this process is the only one.
         timeout: time limit of a collective operation, for more groups of its processes; None for that of torch.
     """
 
@@ -55,6 +57,7 @@ class ParallelInfo:
     stage_group: Any = None
     through_stages: Callable[[Tensor, Callable[[], Tensor]], Tensor] | None = None
     generation_groups: tuple[Any, ...] = ()
+    tensor_group: Any = None
     timeout: timedelta | None = None
 
 
@@ -73,12 +76,17 @@ def meet(divided: ParallelInfo) -> None:
     number = _MEETINGS[store] = _MEETINGS.get(store, 0) + 1
     store.set(f"verl/meeting/{number}/{divided.rank}", "here")
     everyone = [f"verl/meeting/{number}/{rank}" for rank in range(divided.mesh.size)]
-    look_s = 0.0005
-    while not store.check(everyone):
-        time.sleep(look_s)
-        look_s = min(2 * look_s, LONGEST_LOOK_S)
+    wait_for(store, everyone)
     if number > 1:  # all have left the previous barrier, since they reached this one
         store.delete_key(f"verl/meeting/{number - 1}/{divided.rank}")
+
+
+def wait_for(store: Any, keys: list[str]) -> None:
+    """Wait until a store of torch.distributed has all keys, without a time limit."""
+    look_s = 0.0005
+    while not store.check(keys):
+        time.sleep(look_s)
+        look_s = min(2 * look_s, LONGEST_LOOK_S)
 
 
 def compute_device(model: Any) -> torch.device:

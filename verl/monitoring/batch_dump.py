@@ -61,7 +61,7 @@ class Attribution:
 
 
 def non_finite_fields(batch: DataProto) -> dict[str, Tensor]:
-    """Of the fields that training reads: name -> how many numbers of each row [B] are not finite, where any is."""
+    """Fields that training reads, with how many numbers of each row [B] are not finite, where any is."""
     counts = {name: _non_finite(batch[name]) for name in TRAINED_ON if name in batch.batch}
     return {name: count for name, count in counts.items() if count.any()}
 

@@ -41,7 +41,7 @@ FAR = 4.0  # times: a part of the tokens whose gap is so much larger than that o
 
 @component
 class LogProbGapLimit(Description):
-    """How far the log-probs of the engine that samples may be from the trainer's, and what happens beyond.
+    """Limit of the gap between log-probs of the sampling engine and of the trainer, and the action beyond it.
 
     What is compared is the mean over the tokens of a step, in rows that were drawn by the very weights that score them.
     The largest is a metric alone: in a mixture of experts a single token may differ by nats through rounding.
@@ -91,7 +91,7 @@ class Excess:
         )
 
     def causes(self, place: str = "") -> str:
-        """What is likely, likeliest first, and what to do.
+        """Likely causes, the likeliest first, and what to do.
 
         Args:
             place: result of `where_gaps_lie`.
@@ -199,7 +199,7 @@ def limit_of(numerics: Numerics | None) -> tuple[float, str]:
 
 
 def where_gaps_lie(batch: DataProto) -> str:
-    """In words, which part of the tokens differs far more than the rest, where the driver can tell; else nothing.
+    """Description of the part of the tokens that differs far more than the rest, where the driver can tell; else empty.
 
     Args:
         batch: the rows of a step; without `old_log_probs` the driver knows no gap of a token.

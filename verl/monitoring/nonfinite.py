@@ -201,7 +201,7 @@ class NonFiniteGuard:
         _log.warning("Step %d: beyond its band: %s.%s%s", self.step, story, most, _at(place))
 
     def take(self) -> dict[str, float]:
-        """What was counted since the last call, as metrics; nothing for a sound step."""
+        """Counts since the last call, as metrics; empty for a sound step."""
         counts, self._counts = self._counts, Counter()
         return {f"safety/{name}": float(count) for name, count in counts.items()}
 

@@ -13,13 +13,12 @@ from verl.monitoring.nonfinite import is_finite
 from verl.ops.logprobs import LogProbGap
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
-from verl.protocol.joined_rows import last_parts
 
 
 def experience_metrics(batch: DataProto) -> dict[str, float]:
     """Metrics of the responses of a step, before the update; keys are explained in docs/metrics.md."""
-    mask, episodes = batch["response_mask"], last_parts(batch)
-    scores, lengths = _scores(episodes), mask.sum(dim=1).double()
+    mask, scores = batch["response_mask"], _scores(batch)
+    lengths = mask.sum(dim=1).double()
     metrics = {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),
@@ -33,11 +32,11 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
         gap = LogProbGap()
         gap.add(batch["rollout_log_probs"], batch["old_log_probs"], mask, batch.batch.get("is_on_policy"))
         metrics |= {"rollout/entropy_nats": _mean(batch["entropies"], mask), **gap.metrics(gap.sums())}
-    parts = [name for name in episodes.non_tensor_batch if name.startswith("reward/")]
-    metrics |= {name: float(episodes[name].astype(float).mean()) for name in parts}
-    metrics |= episode_metrics(episodes)
-    if episodes is not batch:
-        metrics["episode/samples"] = len(batch) / len(episodes)
+    parts = [name for name in batch.non_tensor_batch if name.startswith("reward/")]
+    metrics |= {name: float(batch[name].astype(float).mean()) for name in parts}
+    metrics |= episode_metrics(batch)
+    if "contexts" in batch:
+        metrics["episode/samples"] = float((batch["contexts"] >= 0).any(dim=2).sum()) / len(batch)
     if "values" in batch:
         metrics["critic/explained_variance"] = _explained_variance(batch["values"][mask], batch["returns"][mask])
     return metrics
@@ -100,7 +99,7 @@ def _scores(batch: DataProto) -> Tensor:
 
 
 def _mean(x: Tensor, mask: Tensor) -> float:
-    """In float64, so that the order of the rows is not seen in it."""
+    """Mean in float64, so that the order of the rows is not seen in it."""
     return float(masked_mean(x.double(), mask))
 
 

@@ -70,7 +70,7 @@ def attend_behind_prompts(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     scaling: float | None,
     groups: PromptGroups,
     prompt_key: Tensor,
@@ -81,12 +81,13 @@ def attend_behind_prompts(
 
     Both parts are summed with the largest score of each taken out, and joined as one softmax:
 
-        m = max(m_1, m_2)    out = sum_i exp(m_i - m) sum_j exp(s_ij - m_i) v_ij / sum_i exp(m_i - m) sum_j exp(s_ij - m_i)
+        m   = max(m_1, m_2)
+        out = sum_i exp(m_i - m) sum_j exp(s_ij - m_i) v_ij / sum_i exp(m_i - m) sum_j exp(s_ij - m_i)
 
     Args:
         query: [b H 1 D].
         key, value: [b K W D], where K divides H.
-        mask: [b 1 1 W] bool, true for the row's own keys.
+        mask: [b 1 1 W] bool, true for the row's own keys; None: all are.
         prompt_key, prompt_value: [p K P D].
     Raises:
         NotImplementedError: keys and values are not those that the cache has.

@@ -235,7 +235,7 @@ def own_tokens(response_lengths: Tensor) -> Tensor:
 
 
 def _segments(starts: Tensor, lengths: Tensor, prompt_of: Tensor | None) -> tuple[Segment, ...]:
-    """Those with tokens. Args: prompt_of: prompt of each response, numbered as in the line; None for whole rows."""
+    """Segments with tokens. Args: prompt_of: prompt of each response, numbered as in the line; None for whole rows."""
     behind: list[int | None] = [] if prompt_of is None else list(prompt_of.tolist())
     prompts: list[int | None] = [None] * (len(starts) - len(behind))
     made = zip(starts.tolist(), lengths.tolist(), prompts + behind, strict=True)
@@ -309,7 +309,7 @@ class _Take(torch.autograd.Function):
 
 
 def sum_rows(slots: Tensor, how: GatherIndex) -> Tensor:
-    """What slots [M ...] add up to for each entry of the line, [N ...]: the backward pass of `gather_rows`."""
+    """Sum of slots [M ...] for each entry of the line, [N ...]: the backward pass of `gather_rows`."""
     slots = torch.cat([slots, slots.new_zeros(1, *slots.shape[1:])])
     parts = [
         slots.index_select(0, uses.flatten()).unflatten(0, uses.shape).sum(dim=1)

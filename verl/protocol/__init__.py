@@ -4,7 +4,6 @@ concat         Concatenation of batches: equality, re-padding, and facts that mu
 data_proto     DataProto: the batch that roles exchange
 equality       Equality of fields and facts of a batch, and the first difference between two
 fields         The table of batch fields: name, dims, dtype, unit, meaning, producer and padding
-joined_rows    Joins the rows of an episode, and splits results over them again
 provenance     Provenance: the function that produced a field of a batch, and the error that names it
 serialization  Serialization of batches: raw buffers for other processes, JSON values, files
 validation     Validation of batch fields: column types and row indices always; finite values, masks

@@ -59,7 +59,7 @@ def join_tensors(
     places: Sequence[torch.Tensor] | None = None,
     empty: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Join the rows of a field from all parts, re-padded to the longest P and T; each row is copied once.
+    """Join the rows of a field from all parts, re-padded to the longest P, T and N; each row is copied once.
 
     Args:
         name: of the field.
@@ -77,11 +77,14 @@ def join_tensors(
         if tensor.dtype != first.dtype or not alike:
             by = f" by {maker}" if maker else ""
             raise contract_error(name, f"{_kind(first)} as in another part{by}", _kind(tensor), source)
-    is_even = not any(_differs(letter, lengths) for letter in dims)
+    shapes = [tensor.shape for tensor, _ in columns]
+    is_even = len({shape[1:] for shape in shapes}) == 1 and not ("S" in dims and len(set(lengths)) > 1)
     if is_even and places is None:
         return torch.cat([tensor for tensor, _ in columns])
-    sizes = {"B": sum(len(tensor) for tensor, _ in columns), "P": prompt, "T": response, "S": prompt + response}
-    shape = [sizes.get(letter, first.shape[place]) for place, letter in enumerate(dims)]
+    longest = {"P": prompt, "T": response, "S": prompt + response}
+    longest |= {"N": max(shape[dims.index("N")] for shape in shapes)} if "N" in dims else {}
+    shape = [sum(len(tensor) for tensor, _ in columns)]
+    shape += [longest.get(letter, size) for letter, size in zip(dims[1:], first.shape[1:], strict=True)]
     on_cpu = empty is not None and first.device.type == "cpu"
     joined = empty(tuple(shape), first.dtype) if on_cpu else first.new_empty(shape)  # type: ignore[misc]
     if not is_even:
@@ -120,13 +123,6 @@ def in_threads(jobs: Sequence[Callable[[], Any]], num_bytes: int) -> list[Any]:
         return [job() for job in jobs]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(lambda job: job(), jobs))
-
-
-def _differs(letter: str, lengths: Sequence[tuple[int, int]]) -> bool:
-    """Whether the parts differ in this dim; S does if P or T does."""
-    if letter == "S":
-        return len(set(lengths)) > 1
-    return letter in ("P", "T") and len({pair[letter == "T"] for pair in lengths}) > 1
 
 
 def join_arrays(arrays: Sequence[np.ndarray], places: Sequence[torch.Tensor] | None = None) -> np.ndarray:

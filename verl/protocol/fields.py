@@ -1,7 +1,7 @@
 """The table of batch fields: name, dims, dtype, unit, meaning, producer and padding.
 
-Dims: B responses, P prompt length, T response length, S = P + T, L layers with experts, K experts per
-token. `[b, t]` always belongs to response token t.
+Dims: B responses, P prompt length, T response length, S = P + T, N rows of an episode, L layers with experts, K experts
+per token. `[b, t]` always belongs to response token t.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ DIMS = {
     "P": "prompt length",
     "T": "response length",
     "S": "P + T, prompt and response",
+    "N": "rows of an episode",
     "L": "layers with experts",
     "K": "experts of a token",
 }
@@ -256,16 +257,10 @@ _add("token_level_rewards", "BT", "float", "reward", "score less the KL penalty"
 _add("returns", "BT", "float", "reward", "what the value of token t should have been", "advantage estimator")
 _add("advantages", "BT", "float", "reward", "how much better token t was than expected", "advantage estimator")
 _add("turn_ids", "BT", "int64", "", "turn of an episode that a token belongs to; -1 on padding", "environment", -1)
-_add("episode_ids", "B", "int64", "", "which rows are parts of one episode", "environment")
-_add(
-    "episode_tokens",
-    "B",
-    "int64",
-    "tokens",
-    "on the masks of all rows of the episode, where it may have several; -1 for no part of any",
-    "environment",
-    -1,
-)
+_add("episode_ids", "B", "int64", "", "prompt and sample as one number", "environment")
+_add("row_ids", "BT", "int64", "", "row of its episode that a token belongs to; -1 on padding", "environment", -1)
+_add("contexts", "BNP", "int64", "token id", "tokens before each row of an episode; -1 on padding", "environment", -1)
+_add("episode_tokens", "B", "int64", "tokens", "on the masks of all rows of the episode that a row is of", "trainer")
 _add("turn_rewards", "BT", "float", "reward", "of the environment, on the last token of each turn", "environment")
 _add("labels", "BS", "int64", "token id", "the token to learn at each place; -100 is ignored", "SFT data", -100)
 _add("loss_mask", "BS", "bool", "", "places that count in the SFT loss", "SFT data", False)

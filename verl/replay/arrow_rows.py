@@ -45,7 +45,7 @@ _INT32 = torch.iinfo(torch.int32)
 
 @dataclass(frozen=True)
 class RowField:
-    """How a field is stored.
+    """Storage format of a field.
 
     Attributes:
         kind: P or T for one value (or a block of `shape`) per token, B for one per row.

@@ -16,7 +16,7 @@ from verl.resharding.layout import Box, Layout, Mesh, TensorLayout
 
 
 def local(x: Tensor) -> Tensor:
-    """What this process holds of a tensor, sharing its memory."""
+    """Part of a tensor on this process, sharing its memory."""
     if not is_divided(x):
         return x
     with torch.no_grad():
@@ -50,7 +50,7 @@ def mesh_dims(x: Tensor) -> tuple[str, ...]:
 
 
 def tensor_layout(x: Tensor) -> TensorLayout:
-    """How a tensor is divided; one that is not a DTensor is whole everywhere."""
+    """Layout of a tensor; one that is not a DTensor is whole everywhere."""
     shape, itemsize, stage = tuple(x.shape), x.element_size(), getattr(x, "pipeline_stage", None)
     if not is_divided(x):
         return TensorLayout(shape=shape, stage=stage, itemsize=itemsize)
@@ -72,7 +72,7 @@ def layout_of(tensors: Mapping[str, Tensor], mesh: Mesh) -> Layout:
 
 
 def own_box(x: Tensor) -> Box | None:
-    """Which slice this process has of a tensor; None if nothing of it."""
+    """Slice of a tensor on this process; None if it has nothing of it."""
     if is_elsewhere(x):
         return None
     if not is_divided(x):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,25 @@ from verl.utils.progress import report
 LIMIT_BYTES = 64 * 2**20
 
 
-def reshard(
-    plan: Plan,
-    held: Mapping[str, Tensor] | Callable[[str], Tensor],
+Held = Mapping[str, Tensor] | Callable[[str], Tensor]  # this rank's slices under the source of a plan, by name
+
+
+def reshard(plan: Plan, held: Held, rank: int, **options: Any) -> Iterator[tuple[str, Tensor]]:
+    """This rank's slices under the plan's target, one tensor after the other. All ranks take part, to the end.
+
+    Args:
+        plan: from `verl.resharding.plan.reshard_plan`, the same on every rank.
+        held: this rank's slices under the plan's source, by name, or a function that gives them.
+        rank: of this process in the plan's meshes and in `group`.
+        options: of `reshard_parts`.
+    Yields:
+        (name, slice) in the order of the plan's target, tensors that this rank holds there only.
+    """
+    return reshard_parts([(plan, held)], rank, **options)
+
+
+def reshard_parts(
+    parts: Iterable[tuple[Plan, Held]],
     rank: int,
     *,
     dtypes: Mapping[str, torch.dtype],
@@ -29,34 +45,68 @@ def reshard(
     lend: bool = False,
     received: Callable[[int], object] = lambda num_bytes: None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """This rank's slices under the plan's target, one tensor after the other. All ranks take part, to the end.
+    """`reshard` for a plan in consecutive parts (`Plan.restricted`), each with what this rank holds of it.
 
-    Beside what the caller keeps of the yielded tensors, a rank needs memory for the tensors of one window and for what
-    it sends and receives in one round: at most `limit_bytes`. Stages of a pipeline send at the same time, so tensors of
-    several stages wait here for those before them: to bound that, carry out the plan in parts (`Plan.restricted`).
+    While the caller uses the tensors of a round, the next round is being sent, of the next part too. Beside what the
+    caller keeps of the yielded tensors, a rank needs memory for the tensors of one window and for what it sends and
+    receives in two rounds, each at most `limit_bytes`. Stages of a pipeline send at the same time, so tensors of
+    several stages wait here for those before them: to bound that, carry out the plan in parts.
 
     Args:
-        plan: from `verl.resharding.plan.reshard_plan`, the same on every rank.
-        held: this rank's slices under the plan's source, by name, or a function that gives them.
-        rank: of this process in the plan's meshes and in `group`.
         dtypes: of all tensors, by name.
         device: where slices are put together and received.
         group: of torch.distributed; None for all processes.
         lend: return slices that this rank already holds as views, without a copy.
         received: called with the bytes of each part that has arrived from another rank.
-    Yields:
-        (name, slice) in the order of the plan's target, tensors that this rank holds there only.
     """
-    own = held if callable(held) else held.__getitem__
-    building = _Building(plan, own, rank, dtypes, torch.device(device), lend)
-    for window in plan.windows(limit_bytes):
-        for moves in window.rounds(rank):
-            arrived = _exchange(moves, building, group)
-            report()
-            for move, part in arrived:
-                received(part.nbytes)
-                building.put(move, part)
-        yield from building.complete(window.names)
+    under_way: _Round | None = None
+    for plan, held in parts:
+        own = held if callable(held) else held.__getitem__
+        building = _Building(plan, own, rank, dtypes, torch.device(device), lend)
+        for window in plan.windows(limit_bytes):
+            rounds = list(window.rounds(rank))
+            for number, moves in enumerate(rounds, start=1):
+                begun = _Round(moves, building, group, window.names if number == len(rounds) else ())
+                if under_way is not None:
+                    yield from under_way.finish(received)
+                under_way = begun
+    if under_way is not None:
+        yield from under_way.finish(received)
+
+
+class _Round:
+    """Sends and receives of this rank that were started together.
+
+    Args:
+        names: tensors that are complete after this round.
+    """
+
+    def __init__(self, moves: list[Move], building: _Building, group: Any, names: Sequence[str]):
+        import torch.distributed as dist
+
+        self._building, self._names = building, names
+        self._arriving: list[tuple[Move, Tensor]] = []
+        ops = []
+        for move in moves:
+            if move.source == building.rank:
+                ops.append(dist.P2POp(dist.isend, building.part(move), group=group, group_peer=move.target))
+            elif move.target == building.rank:
+                buffer = building.receive_buffer(move)
+                self._arriving.append((move, buffer))
+                ops.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=move.source))
+        self._ops = ops  # keeps what is sent until it was
+        self._works = dist.batch_isend_irecv(ops) if ops else []
+
+    def finish(self, received: Callable[[int], object]) -> Iterator[tuple[str, Tensor]]:
+        """Wait for the round, and yield the tensors that are complete now and next in order."""
+        for work in self._works:
+            work.wait()
+        self._ops.clear()
+        report()
+        for move, part in self._arriving:
+            received(part.nbytes)
+            self._building.put(move, part)
+        yield from self._building.complete(self._names)
 
 
 class _Building:
@@ -92,13 +142,13 @@ class _Building:
         self._tensor(move.name)[_within(move.box, box)] = part
 
     def part(self, move: Move) -> Tensor:
-        """What this rank sends, contiguous."""
+        """Contiguous data that this rank sends."""
         box = self.plan.source.holds(self.rank, move.name)
         assert box is not None
         return self.own(move.name)[_within(move.box, box)].detach().contiguous()
 
     def receive_buffer(self, move: Move) -> Tensor:
-        """Where a part is received."""
+        """Buffer in which a part is received."""
         shape = [stop - start for start, stop in move.box]
         return torch.empty(shape, dtype=self.dtypes[move.name], device=self.device)
 
@@ -114,24 +164,6 @@ class _Building:
             if before is not None and (shared := intersection(box, before)) is not None:
                 self._begun[name][_within(shared, box)] = self.own(name)[_within(shared, before)].detach()
         return self._begun[name]
-
-
-def _exchange(moves: list[Move], building: _Building, group: Any) -> list[tuple[Move, Tensor]]:
-    """Send and receive what this rank has to in one round; returns what arrived."""
-    import torch.distributed as dist
-
-    ops, arrived = [], []
-    for move in moves:
-        if move.source == building.rank:
-            ops.append(dist.P2POp(dist.isend, building.part(move), group=group, group_peer=move.target))
-        elif move.target == building.rank:
-            buffer = building.receive_buffer(move)
-            arrived.append((move, buffer))
-            ops.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=move.source))
-    if ops:
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-    return arrived
 
 
 def _within(part: Box, whole: Box) -> tuple[slice, ...]:

@@ -64,7 +64,7 @@ class Mesh:
         return places
 
     def coordinate(self, rank: int, name: str) -> int:
-        """Where a rank stands along a dimension; 0 along one that the mesh does not have."""
+        """Coordinate of a rank along a dimension; 0 along one that the mesh does not have."""
         place = self._places[rank].get(name, 0)
         for part in self._parts(name):
             place = place * self.extent(part) + self._places[rank][part]
@@ -85,7 +85,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How one tensor is divided.
+    """Division of one tensor over the ranks of a mesh.
 
     Attributes:
         shape: of the whole tensor.
@@ -103,7 +103,7 @@ class TensorLayout:
     boxes: tuple[Box | None, ...] | None = None
 
     def box(self, mesh: Mesh, rank: int) -> Box | None:
-        """What a rank holds; None if nothing."""
+        """Slice that a rank holds; None if nothing."""
         if self.boxes is not None:
             own = self.boxes[rank]
             return own if own is not None and volume(own) else None
@@ -138,7 +138,7 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """How all tensors are divided over the ranks of a mesh."""
+    """Division of all tensors over the ranks of a mesh."""
 
     mesh: Mesh
     tensors: Mapping[str, TensorLayout]
@@ -148,7 +148,7 @@ class Layout:
         return self.tensors[name].box(self.mesh, rank)
 
     def num_bytes(self, rank: int) -> int:
-        """What a rank holds of all tensors."""
+        """Bytes that a rank holds of all tensors."""
         alike = Counter(self.tensors.values())
         boxes = ((tensor.box(self.mesh, rank), tensor.itemsize * count) for tensor, count in alike.items())
         return sum(volume(box) * num_bytes for box, num_bytes in boxes if box is not None)
@@ -160,7 +160,7 @@ def volume(box: Sequence[tuple[int, int]]) -> int:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """What two slices share; None if nothing."""
+    """Intersection of two slices; None if empty."""
     shared = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 

@@ -40,7 +40,7 @@ class Plan:
 
     @cached_property
     def num_bytes(self) -> int:
-        """That travel between ranks."""
+        """Bytes sent between ranks."""
         return int(self.table.num_bytes.sum())
 
     @cached_property
@@ -165,7 +165,7 @@ class _Slices:
 
 @dataclass(frozen=True)
 class _Fetches:
-    """What ranks have to be sent of each of several tensors that are divided alike: one row for each slice.
+    """Slices that ranks need of each of several tensors that are divided alike: one row for each.
 
     Attributes:
         tensors: their numbers.
@@ -255,7 +255,7 @@ class _Fetches:
 
 
 def _fill_evenly(load: np.ndarray, num_bytes: int, count: int) -> np.ndarray:
-    """How many of `count` equal items each of some ranks takes, so that the largest load becomes as small as can be."""
+    """Numbers of `count` equal items that ranks take, so that the largest load becomes as small as can be."""
     order = np.argsort(load, kind="stable")
     level, sizes = load[order], np.arange(1, len(load) + 1)
     fitting = int((sizes * level - np.cumsum(level) <= count * num_bytes).sum())

@@ -219,7 +219,7 @@ def _cut(move: Move, limit_bytes: int) -> Iterator[Move]:
 
 
 def _parts(moves: list[Move], number: int, num_rounds: int) -> Iterator[Move]:
-    """Of each move, the part that one of several rounds takes."""
+    """Part of each move that belongs to one of several rounds."""
     for move in moves:
         axis, first, last, length = _part(move.box, number, num_rounds)
         if first < last:

@@ -1,16 +1,18 @@
-"""From texts to scores: rules, user-defined functions, reward models, remote judges.
+"""Rewards: scores of texts by rules, user-defined functions, reward models and remote judges.
 
-base           From texts to scores: the base class of rewards, and how a score is placed on tokens
-code_tests     Rewards by running code: the program in a response is tested in a sandbox
-function       Rewards by a user-defined Python function, given by its path or as an object
-import_path    Imports a function by `module:function` or `file.py:function`
-math_rules     Rules for mathematical answers, as functions of text; imports little
-normalization  Reward normalisation: scores less the running mean
-pool_worker    The main program of a pool process: `python -m verl.rewards.pool_worker`
-process_pool   A pool of worker processes that score one sample at a time
-remote/        Rewards from a server: an LLM judge or a scoring service
-reward_model   Rewards by a model: any sequence-classification model of Hugging Face, whatever its tokenizer
-rules          Rewards by rules: exact match, regular expression, response length
-validation     Validation of a reward function: the keyword arguments it takes, and what it returned
-weighted_sum   A weighted sum of several rewards, each logged by its name
+base            From texts to scores: the base class of rewards, and how a score is placed on tokens
+code_tests      Rewards by running code: the program in a response is tested in a sandbox
+deadline        Deadlines for calls of user code in this process
+episode_reward  `reward=environment`: rewards from the environment, each on the last token of its turn
+function        Rewards by a user-defined Python function, given by its path or as an object
+import_path     Imports a function by `module:function` or `file.py:function`
+math_rules      Rules for mathematical answers, as functions of text; imports little
+normalization   Reward normalisation: scores less the running mean
+pool_worker     The main program of a pool process: `python -m verl.rewards.pool_worker`
+process_pool    A pool of worker processes that score one sample at a time
+remote/         Rewards from a server: an LLM judge or a scoring service
+reward_model    Rewards by a model: any sequence-classification model of Hugging Face, whatever its tokenizer
+rules           Rewards by rules: exact match, regular expression, response length
+validation      Validation of a reward function: the keyword arguments it takes, and what it returned
+weighted_sum    A weighted sum of several rewards, each logged by its name
 """

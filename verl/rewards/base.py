@@ -1,4 +1,4 @@
-"""From texts to scores: the base class of rewards, and how a score is placed on tokens."""
+"""Base class of rewards, which score texts, and placement of a score on tokens."""
 
 from __future__ import annotations
 

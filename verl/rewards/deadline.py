@@ -63,7 +63,7 @@ def call_within(timeout_s: float, call: Callable[[], Value], file: str | None = 
 
 
 def in_thread(call: Callable[[], Value], timeout_s: float | None = None, file: str | None = None) -> Value:
-    """Like `call_within`, in a daemon thread; None for no deadline."""
+    """Do the same as `call_within` in a daemon thread; None for no deadline."""
     given: list[Any] = []
     failed: list[BaseException] = []
     context = contextvars.copy_context()

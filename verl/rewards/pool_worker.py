@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import faulthandler
 import hashlib
+import importlib
 import inspect
 import math
 import os
@@ -27,18 +28,22 @@ from verl.utils.child_process.channel import Channel, ChannelClosed
 from verl.utils.child_process.process import run_child
 from verl.utils.progress import Progress
 
+ORPHAN_FACTOR = 10  # times timeout_s, for a worker whose driver was killed
+
 
 @dataclass(frozen=True)
 class PoolSettings:
     """Settings of a worker, the same for all samples.
 
     Attributes:
-        trace: open file that a worker writes its stack trace to when a sample passes its deadline.
+        preloaded: modules to import before the first sample.
+        trace: open file that a worker writes its stack trace to when the driver asks for it (SIGUSR2).
     """
 
     path: str
     kwargs: Mapping[str, Any]
     timeout_s: float
+    preloaded: tuple[str, ...]
     whole_batch: bool
     trace: int
 
@@ -53,6 +58,8 @@ def serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
 def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
     try:
         function = load_function(setting.path)
+        for name in setting.preloaded:
+            importlib.import_module(name)
     except BaseException as error:  # noqa: BLE001 - reported to the driver
         own = str(error).removeprefix(f"path is {setting.path!r}: ") if isinstance(error, RewardError) else None
         channel.send(("error", own.rstrip(".") if own else f"{type(error).__name__}: {error}"))
@@ -60,11 +67,12 @@ def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
     kwargs = dict(setting.kwargs)
     channel.send(("ready", (source_of(function), signature_of(function, kwargs))))
     rated = _rated_batch if setting.whole_batch else _rated
+    faulthandler.register(signal.SIGUSR2, file=setting.trace)
     while True:
         message: bytes = channel.receive()
         progress.advance("scoring a sample")
-        # faulthandler runs without the GIL: it also ends code that never releases it, and a worker without a driver.
-        faulthandler.dump_traceback_later(setting.timeout_s, exit=True, file=setting.trace)
+        # The driver ends a late sample. Without a driver faulthandler does, also in code that never releases the GIL.
+        faulthandler.dump_traceback_later(ORPHAN_FACTOR * setting.timeout_s, exit=True, file=setting.trace)
         answer = rated(function, message, kwargs)
         faulthandler.cancel_dump_traceback_later()
         progress.advance("waiting for a sample")

@@ -3,6 +3,8 @@
 driver ──sample──> worker 0, worker 1, ...      one sample at a time each
        <─score───
        ──SIGKILL─> after timeout_s; a new worker takes its place
+
+The time in which a worker was ready to run but had no processor does not count: the sample did not take it.
 """
 
 from __future__ import annotations
@@ -33,14 +35,13 @@ from verl.rewards.validation import LARGEST, check_columns, reward_error
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildProcess
 from verl.utils.child_process.stopped_watch import StoppedTime
-from verl.utils.progress import Progress, ProgressWatch, is_stopped, report
+from verl.utils.progress import Progress, ProgressWatch, is_stopped, processor_wait_s, report
 
 _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0  # the user's module may import large packages
-GRACE_S = 0.5  # a late worker writes its stack trace and exits; if not, it is killed after this time
+GRACE_S = 0.5  # in which a late worker writes its stack trace before it is killed
 LOOK_EVERY_S = 0.5
-EARLY = 0.5  # fraction of timeout_s: a worker that timed out earlier was suspended together with the driver
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,10 @@ class ProcessPool:
         path: of the function, see `verl.rewards.import_path.load_function`.
         file: source file of the function, to name the line at which a call timed out.
         kwargs: further keyword arguments of every call.
-        timeout_s: deadline of one sample, from when it is sent to a worker.
+        timeout_s: deadline of one sample, from when a worker takes it, without the time that the worker waited for a
+            processor.
         num_workers: number of processes.
+        preloaded: modules that the function imports when it is called; a worker imports them before its first sample.
         whole_batch: a sample is a whole batch, as keyword arguments or as a DataProto, and the result may be any
             picklable object; otherwise it must be one number.
     Raises:
@@ -80,10 +83,11 @@ class ProcessPool:
         kwargs: Mapping[str, Any],
         timeout_s: float,
         num_workers: int,
+        preloaded: Sequence[str] = (),
         whole_batch: bool = False,
     ):
         self.path, self.file, self.timeout_s = path, file, timeout_s
-        self._setting = PoolSettings(_absolute(path), dict(kwargs), timeout_s, whole_batch, trace=-1)
+        self._setting = PoolSettings(_absolute(path), dict(kwargs), timeout_s, tuple(preloaded), whole_batch, trace=-1)
         self.workers: list[_PoolProcess] = []
         atexit.register(self.close)
         try:
@@ -177,26 +181,25 @@ class ProcessPool:
 
     def _finished(self, busy: list[_PoolProcess]) -> Iterator[tuple[_PoolProcess, PoolResult]]:
         """Wait for workers that answered, ended or timed out, and yield each with its result."""
-        left = min(worker.watch.timeout_s - worker.watch.idle_s for worker in busy)
+        left = min(self.timeout_s - worker.spent_s for worker in busy)
         channels: list[Any] = [worker.channel for worker in busy]  # anything with fileno() can be waited for
         heard = set(wait(channels, timeout=max(0.0, min(left, LOOK_EVERY_S))))
         for worker in busy:
             if worker.channel in heard:
                 yield worker, self._outcome(worker)
-            elif worker.watch.is_overdue:
+            elif worker.spent_s >= self.timeout_s:
                 state, stands_still = worker.state(), not worker.has_taken or is_stopped(worker.pid)
-                worker.kill()
+                worker.kill(with_trace=True)
                 yield worker, self._late(worker, state, stands_still)
 
     def _outcome(self, worker: _PoolProcess) -> PoolResult:
-        """The answer of a worker, or why it closed its connection, as it does itself at its deadline."""
+        """The answer of a worker, or why it closed its connection."""
         try:
             kind, detail = worker.channel.receive()
         except ChannelClosed:
-            is_early = worker.watch.idle_s < EARLY * self.timeout_s  # the whole run was suspended for a while
             words = worker.exit_words()
-            if worker.trace():
-                return self._late(worker, is_blameless=is_early)
+            if worker.trace():  # it has outlived its limit unjudged: the whole run was suspended for a while
+                return self._late(worker, is_blameless=True)
             return PoolResult(failure=f"the process ended with {words}")
         return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail, was_raised=True)
 
@@ -210,19 +213,15 @@ class ProcessPool:
 
 
 class _PoolProcess:
-    """A worker process, its connection, and the file for its stack trace at a time-out.
-
-    Attributes:
-        watch: measures the time spent on the current sample, without times when the driver was suspended.
-    """
+    """A worker process, its connection, and the file for its stack trace at a time-out."""
 
     facts: tuple[Source, Signature]
 
     def __init__(self, setting: PoolSettings):
         self.ended = False
-        self._progress, self._count = Progress(num_slots=1), 0
-        allowed_s = setting.timeout_s + GRACE_S
-        self.watch = ProgressWatch(self._progress, allowed_s, look_every_s=2 * LOOK_EVERY_S)
+        self._progress, self._count, self._waited_s = Progress(num_slots=1), 0, 0.0
+        self._timeout_s = setting.timeout_s
+        self._watch = ProgressWatch(self._progress, setting.timeout_s, look_every_s=2 * LOOK_EVERY_S)
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
         self._child = ChildProcess(
             "verl.rewards.pool_worker",
@@ -230,7 +229,7 @@ class _PoolProcess:
             environment={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ,
             files=[self._trace.fileno()],
             is_in_own_session=True,
-            stuck_s=allowed_s,
+            stuck_s=setting.timeout_s + GRACE_S,
         )
         self.channel = self._child.channel
         with contextlib.suppress(ChannelClosed):  # it has ended already: await_ready reports that
@@ -244,7 +243,7 @@ class _PoolProcess:
         """
         deadline, stopped = time.monotonic() + START_TIMEOUT_S, StoppedTime(LOOK_EVERY_S)
         while not (is_heard := self.channel.has_message(LOOK_EVERY_S)) and time.monotonic() < deadline:
-            if stopped.of(self.pid) > self.watch.timeout_s:
+            if stopped.of(self.pid) > self._timeout_s:
                 if may_be_stopped:
                     return False
                 break
@@ -275,23 +274,39 @@ class _PoolProcess:
 
     def send(self, message: bytes) -> bool:
         """Send a sample; False if the worker has ended or does not receive."""
-        self._count = self._progress.count(0)
+        self._count, self._waited_s = self._progress.count(0), processor_wait_s(self.pid)
         try:
             self.channel.send(message)
         except ChannelClosed:
             return False
-        self.watch.restart()
+        self._watch.restart()
         return True
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds that the current sample has taken, without those in which the driver was suspended or the worker
+        waited for a processor."""
+        return self._watch.idle_s - max(0.0, processor_wait_s(self.pid) - self._waited_s)
 
     def trace(self) -> str:
         self._trace.seek(0)
         return self._trace.read().decode(errors="replace")
 
-    def kill(self) -> None:
-        """Kill the process and all processes that it started."""
+    def kill(self, with_trace: bool = False) -> None:
+        """Kill the process and all processes that it started.
+
+        Args:
+            with_trace: let it write its stack trace first; a suspended one writes none.
+        """
         if self.ended:
             return
         self.ended = True
+        if with_trace:
+            self._child.request_stack()
+            deadline = time.monotonic() + GRACE_S
+            while not self.trace() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.01)  # it may be written in two parts
         self._child.kill()
         self._progress.close()
 
@@ -339,6 +354,7 @@ class SampleReward(Reward):
         num_workers: number of processes.
         error_score: score of a sample that fails; None raises instead.
         columns: argument name -> column name, where the two differ.
+        preloaded: modules that the function imports when it is called.
     Raises:
         RewardError: the function cannot be imported, or does not take `prompt` and `response`.
     """
@@ -352,6 +368,7 @@ class SampleReward(Reward):
         num_workers: int,
         error_score: float | None,
         columns: Mapping[str, str] | None = None,
+        preloaded: Sequence[str] = (),
     ):
         self.function, self.kwargs, self.error_score = load_function(path), dict(kwargs), error_score
         self._renamed = dict(columns or {})
@@ -360,7 +377,7 @@ class SampleReward(Reward):
             if self._accepted is not None and name not in self._accepted:
                 found = f"it takes {', '.join(self._accepted)}"
                 raise reward_error(f"a function that takes `{name}`", found, self.function)
-        self.pool = ProcessPool(path, source_of(self.function).file, self.kwargs, timeout_s, num_workers)
+        self.pool = ProcessPool(path, source_of(self.function).file, self.kwargs, timeout_s, num_workers, preloaded)
 
     @property
     def producer(self) -> Callable:

@@ -209,4 +209,5 @@ class MathAnswer(RewardDescription):
             timeout_s=self.timeout_s,
             num_workers=self.num_workers,
             error_score=self.wrong,
+            preloaded=("math_verify",),
         )

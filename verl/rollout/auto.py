@@ -43,9 +43,6 @@ class AutoRollout(Rollout):
         asked = prompt + (self.max_new_tokens if response is None else response)
         return self if self.max_model_len is not None else replace(self, max_model_len=asked)
 
-    def episodes_fault(self, degrees: Any) -> str | None:
-        return HFRollout().episodes_fault(degrees)
-
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
     ) -> RolloutEngine:

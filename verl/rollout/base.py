@@ -92,11 +92,6 @@ class Rollout(Description):
         """Faults in combination with the actor: the rank of its adapter, and whether its weights are sharded."""
         return iter(())
 
-    def episodes_fault(self, degrees: Any) -> str | None:
-        """Why the engine cannot generate several turns of an episode with an actor of these `ParallelDegrees`; None if
-        it can."""
-        return None
-
     def check_here(self, device: str) -> None:
         """Check that the engine's requirements are installed, before weights are loaded.
 
@@ -266,11 +261,7 @@ class TurnEngine:
 
 
 class TurnQueue(TurnEngine):
-    """Turns in the order in which they were added.
-
-    Attributes:
-        queue: those that wait.
-    """
+    """A `TurnEngine` whose turns wait in `queue`, in the order in which they were added."""
 
     def __init__(self) -> None:
         self.queue: deque[TurnRequest] = deque()
@@ -281,12 +272,6 @@ class TurnQueue(TurnEngine):
 
     def add(self, turn: TurnRequest) -> None:
         self.queue.append(turn)
-
-    def take_all(self) -> list[TurnRequest]:
-        """The turns that wait, which then wait no longer."""
-        turns = list(self.queue)
-        self.queue.clear()
-        return turns
 
     def close(self) -> None:
         self.queue.clear()
@@ -389,13 +374,10 @@ def assemble(
     mask, attended = mask[:, :width], attended[:, :width]
     responses = responses[:, :width].masked_fill(~attended, pad_id)
     rows = prompts.select(["prompts", "prompt_mask", "prompt_ids", "group_ids"]).repeat(num_samples)
-    attention = torch.cat([rows.batch["prompt_mask"], attended], dim=1).long()
     made = DataProto.from_dict(
         {
             "sample_ids": torch.arange(num_samples).repeat(len(prompts)) if sample_ids is None else sample_ids,
-            "input_ids": torch.cat([rows.batch["prompts"], responses], dim=1),
-            "attention_mask": attention,
-            "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),
+            **sequence_fields(rows.batch["prompts"], rows.batch["prompt_mask"], responses, attended),
             "responses": responses,
             "response_mask": mask,
             "rollout_log_probs": log_probs[:, :width].masked_fill(~mask, 0.0),
@@ -406,6 +388,16 @@ def assemble(
     made = rows.union(made)
     refuse_wrong_responses(made)
     return made
+
+
+def sequence_fields(prompts: Tensor, prompt_mask: Tensor, responses: Tensor, attended: Tensor) -> dict[str, Tensor]:
+    """`input_ids`, `attention_mask` and `position_ids` [B S] of prompts [B P] and the tokens after them [B T]."""
+    attention = torch.cat([prompt_mask, attended], dim=1).long()
+    return {
+        "input_ids": torch.cat([prompts, responses], dim=1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),
+    }
 
 
 def assemble_turns(

@@ -25,7 +25,13 @@ class RepeatGeneration(Exception):
 
 
 class GenerationGroup:
-    """Each process generates for its own prompts."""
+    """Each process generates for its own prompts.
+
+    Attributes:
+        tensor_group: process group of those that generate the same turns together; None if each process does alone.
+    """
+
+    tensor_group: Any = None
 
     def gather(self, prompts: DataProto) -> list[DataProto]:
         """The prompts for which this process generates, in parts; an empty list for none. Collective."""
@@ -52,7 +58,7 @@ class SplitPrompts(GenerationGroup):
     """
 
     def __init__(self, divided: ParallelInfo):
-        self.divided = divided
+        self.divided, self.tensor_group = divided, divided.tensor_group
 
     def gather(self, prompts: DataProto) -> list[DataProto]:
         import torch.distributed as dist

@@ -81,14 +81,6 @@ class HFRollout(Rollout):
     share_prefix: bool = True
     drop_finished: bool = True
 
-    def episodes_fault(self, degrees: Any) -> str | None:
-        if degrees.tp == 1:
-            return None
-        return (
-            f"HFRollout does not draw turns of episodes with an actor divided by tp {degrees.tp}, whose processes must "
-            "decode the same rows in lockstep. Set sharding=fsdp, or rollout=vllm."
-        )
-
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
     ) -> HFSampler:

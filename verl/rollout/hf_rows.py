@@ -131,10 +131,8 @@ class SlotRows(LiveRows):
                 slots = [other.slot for other in others[1:]]
                 self.reader.copy(turn.slot, slots)
                 found |= dict.fromkeys(slots, found[turn.slot])
-        following = [self.next] if self.live else []
-        for turn in fresh:
-            following.append(found[turn.slot] if turn.slot in found else turn.slot.prompt.next)
-        self.next = NextToken.concat(following)
+        following = [found[turn.slot] if turn.slot in found else _after_prompt(turn.slot) for turn in fresh]
+        self.next = NextToken.concat([self.next, *following] if self.live else following)
         self.live += fresh
 
     def end(self, turns: Sequence[LiveTurn]) -> None:
@@ -190,7 +188,7 @@ class SlotRows(LiveRows):
             self.reader.put_behind(slot, prompt)
 
     def _read(self, rows: Mapping[S, list[int]]) -> dict[S, NextToken]:
-        """What follows on some rows, whose further tokens are read: in parts for one forward pass each, longest first."""
+        """Read the further tokens of some rows, in parts for one forward pass each, longest first."""
         parts: list[list[S]] = []
         unread = {row: len(tokens) - row.length for row, tokens in rows.items()}
         for row in sorted(unread, key=lambda row: (bool(row.length), -unread[row])):
@@ -215,10 +213,9 @@ class SlotRows(LiveRows):
         if not behind or 2 * len(behind) > count + 1:  # copying what this token reads costs no more than moving slots
             return
         others = [slot for slot in (*self._free, *(slot for slot, _ in self._held.values())) if slot.number < count]
-        self.reader.move(
-            [pair for slot, other in zip(behind, others, strict=True) for pair in ((slot, other), (other, slot))]
-        )
-        for slot, other in zip(behind, others, strict=True):
+        pairs = list(zip(behind, others, strict=True))
+        self.reader.move([*pairs, *((other, slot) for slot, other in pairs)])
+        for slot, other in pairs:
             slot.number, other.number = other.number, slot.number
 
 
@@ -270,6 +267,12 @@ class BatchRows(LiveRows):
         queue.clear()
         queue.extend(others)
         return batch, n
+
+
+def _after_prompt(slot: Slot) -> NextToken:
+    assert slot.prompt is not None
+    assert slot.prompt.next is not None
+    return slot.prompt.next
 
 
 def slot_bytes(model: Any, tokens: int) -> int:

@@ -1,11 +1,13 @@
 """Sandboxes: run code that a model wrote outside of this process, with limits on time, memory and output.
 
-base         Interface of sandboxes: run a Python program and return its outcome
-jail         Jails on this machine, made by bubblewrap: their contents, and whether this machine supports them
-jail_init    The first process of a jail
-jail_pool    A pool of jails that are started in advance
-remote       A sandbox server over HTTP with E2B's protocol
-seccomp      The seccomp filter: system calls that a jail refuses
-unit_tests   Unit tests of a program that runs in another process than the tests
-unprotected  No sandbox: a process of this user with limits of time and memory
+base          Interface of sandboxes: run a Python program and return its outcome
+cgroup        Control groups: limits that hold for all processes of a jail together
+jail          Jails on this machine, made by bubblewrap: one for each program
+jail_command  The command that makes a jail: its contents, and whether this machine supports it
+jail_init     The first process of a jail
+jail_pool     A pool of jails that are started in advance
+remote        A sandbox server over HTTP with E2B's protocol
+seccomp       The seccomp filter: system calls that a jail refuses
+unit_tests    Unit tests of a program that runs in another process than the tests
+unprotected   No sandbox: a process of this user with limits of time and memory
 """

@@ -208,7 +208,7 @@ def _start_of(pid: int) -> int:
 
 
 def candidate_directories() -> list[tuple[int, Mapping[str, Path]]]:
-    """Where groups could be made, the better first."""
+    """Directories in which groups could be created, the better first."""
     own, mounts = _own_groups(), _mounts()
     found: list[tuple[int, Mapping[str, Path]]] = []
     if "" in own and "" in mounts:

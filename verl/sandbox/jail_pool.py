@@ -21,15 +21,12 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from verl.errors import ConfigError
 from verl.sandbox import seccomp
 from verl.sandbox.base import CodeRunner, ExecutionResult, Outcome, Program, closed_error, outcome_of, run_linked
 from verl.sandbox.cgroup import CgroupError, JailGroup, JailGroups
-
-if TYPE_CHECKING:
-    from verl.sandbox.jail import Jail, JailCommand
+from verl.sandbox.jail_command import JailCommand, JailSettings
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +84,9 @@ class JailFailed(Exception):
 class JailPool(CodeRunner):
     """A running `Jail`."""
 
-    described: Jail
+    described: JailSettings
 
-    def __init__(self, described: Jail, command: JailCommand):
+    def __init__(self, described: JailSettings, command: JailCommand):
         super().__init__(described)
         self._command, self._filter = command, seccomp.program()
         self.groups = _groups_for(described)
@@ -264,7 +261,7 @@ class JailPool(CodeRunner):
             raise JailFailed(f"a jail has no cgroup: {error}") from error
 
 
-def _groups_for(described: Jail) -> JailGroups | None:
+def _groups_for(described: JailSettings) -> JailGroups | None:
     """Raises ConfigError: groups are required, and this process may make none."""
     if described.cgroups == "off":
         return None
@@ -280,8 +277,8 @@ def _groups_for(described: Jail) -> JailGroups | None:
     return None
 
 
-def group_bytes(described: Jail, memory_mib: int) -> int:
-    """What the processes of a jail may use together, with what they write to /tmp, which is memory."""
+def group_bytes(described: JailSettings, memory_mib: int) -> int:
+    """Memory that the processes of a jail may use together, with what they write to /tmp, which is memory."""
     return (memory_mib + INTERPRETER_MIB + described.disk_mib) * 2**20
 
 

@@ -24,11 +24,10 @@ from pydantic import PositiveFloat
 from verl.component import BuildContext, component
 from verl.environments.base import Fault, Observation
 from verl.environments.calls import CallResult, CallRunner
-from verl.environments.episode import End, Episode, EpisodeSample, Turn, dropped_with, episode_record, rows_of_samples
+from verl.environments.episode import End, Episode, EpisodeSample, Turn, dropped_with
 from verl.environments.episode_loop import EpisodeSampler
 from verl.environments.hosted import ADAPTERS, HostedDescription
 from verl.errors import RolloutError
-from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnEngine
 from verl.serving.conversations import RecordedTurn, merge_turns
 from verl.serving.endpoint import PolicyEndpoint
@@ -97,6 +96,10 @@ class AgentProgramSampler(EpisodeSampler):
     options: AgentProgram
 
     @property
+    def has_rows(self) -> bool:
+        return True
+
+    @property
     def calls(self) -> CallRunner:
         """The processes of the programs, started with the first episode."""
         if self._calls is None:
@@ -109,12 +112,8 @@ class AgentProgramSampler(EpisodeSampler):
         if episodes:
             self._runs.run(turns)
 
-    def rows(
-        self, prompts: DataProto, request: GenerationRequest, episodes: Sequence[Episode], turns: TurnEngine
-    ) -> DataProto:
-        samples = [self._runs.samples(episode) for episode in episodes]
-        records = [episode_record(episode) for episode in episodes]
-        return rows_of_samples(prompts, request, samples, records, self.pad_id, turns.dtype)
+    def samples_of(self, episode: Episode) -> list[EpisodeSample]:
+        return self._runs.samples(episode)
 
 
 class _Programs:
@@ -170,8 +169,6 @@ class _Programs:
 
     def samples(self, episode: Episode) -> list[EpisodeSample]:
         """The rows of an episode: its requests, joined where their tokens go on."""
-        if episode.end == "dropped":
-            return []
         turns = self.sessions[episode.number].recorded
         numbers = {turn.request_id: number for number, turn in enumerate(turns)}
         made = []

@@ -1,4 +1,4 @@
-"""Which tokens a request continues, and which requests make one row of training.
+"""Conversations: the tokens that a request continues, and the requests that make one row of training.
 
 A request whose messages start with those of an earlier request and its answer continues from the sampled
 tokens: nothing is decoded and encoded again. Any other list of messages is rendered by the chat template as a new

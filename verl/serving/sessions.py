@@ -36,7 +36,7 @@ class Session:
         self._lock = threading.Lock()
 
     def turn_key(self, ids: Sequence[int], seed: int | None) -> int:
-        """What stands for the next turn in the noise.
+        """Noise key of the next turn.
 
         Raises:
             ConfigError: the session has ended, or has had all of its turns.

@@ -1,4 +1,4 @@
-"""Where the metrics, samples and log lines of a run go.
+"""Trackers: destinations of the metrics, samples and log lines of a run.
 
 base           The interface of trackers, and the set of all trackers of a run
 console        Console output of a run: a progress bar, one line per step, a line per stage, a few samples

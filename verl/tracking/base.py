@@ -52,7 +52,7 @@ class Tracker:
         """The run resumes a checkpoint of a run with this `identity`; called before `start`."""
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run needs to continue this record, such as a run id; empty if nothing."""
+        """Values that a resumed run needs to continue this record, such as a run id; empty if none."""
         return {}
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:

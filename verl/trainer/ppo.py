@@ -25,14 +25,13 @@ from verl.algorithms.dynamic_sampling import (
     selection_metrics,
 )
 from verl.algorithms.importance_sampling import weight_advantages
-from verl.environments.episode import kept_rows, response_texts
+from verl.environments.episode import per_episode, response_texts, training_rows, without_dropped
 from verl.errors import NonFiniteError
 from verl.monitoring.nonfinite import StepSkipped
 from verl.monitoring.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
 from verl.ops.counter_rng import EVALUATION, TRAINING
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
-from verl.protocol.joined_rows import divided, joined_episodes, last_parts, rows_by_episode
 from verl.rollout.base import GenerationRequest
 from verl.trainer.ppo_lifecycle import PPOLifecycle
 from verl.utils.seeding import derive_seed
@@ -73,7 +72,7 @@ class PPOTrainer(PPOLifecycle):
         return metrics
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Sample responses y ~ pi(. | x): rows of prompts with their responses, [B S], and their texts."""
+        """Sample responses y ~ pi(. | x), or episodes: prompts with all tokens after them, [B S], and their texts."""
         with self.stages.stage("gen") as note:
             rows = self._respond(prompts, request)
             if self.algorithm.needs_greedy_baseline:
@@ -108,12 +107,13 @@ class PPOTrainer(PPOLifecycle):
     def score(self, rollout: DataProto) -> DataProto:
         """Score responses: rewards, log-probs under pi_old and pi_ref, values."""
         rollout = self._rewarded(rollout)
-        self.guard.compare(rollout, self._plain_log_probs)
-        sequences = rollout.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
+        rows = training_rows(rollout)
+        self.guard.compare(rows, self._plain_log_probs)
+        sequences = rows.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
         found = []
         if self.algorithm.needs_old_log_probs:
             with self.stages.stage("old") as note:
-                found.append(self.actor.compute_log_probs(_drawn_fields(rollout)).result())
+                found.append(self.actor.compute_log_probs(_drawn_fields(rows)).result())
                 note.say("log-probs of the responses under the present policy")
         if self.reference is not None:
             with self.stages.stage("ref") as note:
@@ -122,8 +122,8 @@ class PPOTrainer(PPOLifecycle):
         if self.critic is not None:
             with self.stages.stage("values") as note:
                 found.append(values := self.critic.compute_values(sequences).result())
-                note.say(f"mean value {float(masked_mean(values['values'], rollout['response_mask'])):.4f}")
-        rollout = rollout.union(*found)
+                note.say(f"mean value {float(masked_mean(values['values'], rows['response_mask'])):.4f}")
+        rollout = rollout.union(*(per_episode(values, rollout) for values in found))
         self.guard.inspect(rollout, "score")
         return rollout
 
@@ -131,15 +131,13 @@ class PPOTrainer(PPOLifecycle):
         """Compute advantages: subtract the KL penalty from the scores and assign credit to tokens."""
         kl = copy.copy(self.kl)  # a step that is skipped leaves its coefficient as it was
         with self.stages.stage("adv") as note:
-            episodes = joined_episodes(scored)  # the rows themselves, unless an episode has several
-            rewards, metrics = self.kl.shape_rewards(episodes)
-            shaped = DataProto.from_dict({"token_level_rewards": rewards})
-            episodes = episodes.union(shaped)
-            credit = self.algorithm.advantage(episodes)
+            rewards, metrics = self.kl.shape_rewards(scored)
+            scored = scored.union(DataProto.from_dict({"token_level_rewards": rewards}))
+            credit = self.algorithm.advantage(scored)
             assert self.reuse is not None
-            weights, found = self.reuse.weights(episodes)
+            weights, found = self.reuse.weights(scored)
             credit, metrics = (credit if weights is None else weight_advantages(credit, weights)), metrics | found
-            experience = scored.union(divided(shaped, scored), divided(credit, scored))
+            experience = scored.union(credit)
             note.say(type(self.algorithm.advantage).__name__)
         try:
             self.guard.inspect(experience, "credit")
@@ -152,16 +150,15 @@ class PPOTrainer(PPOLifecycle):
         """Update the critic, then the actor, on shuffled mini-batches."""
         metrics: dict[str, float] = {}
         self.saving.wait_copied()
-        read = experience.select([name for name in experience.batch if name not in DRIVER_FIELDS], [])
         for name, role in (("critic", self.critic), ("actor", self.actor)):
             if role is None:
                 continue
-            unread = () if name == "actor" else ("routed_experts",)  # of the actor's routers
-            rows = read.select([field for field in read.batch if field not in unread], [])
+            unread = DRIVER_FIELDS if name == "actor" else [*DRIVER_FIELDS, "routed_experts"]  # of the actor's routers
+            fields = experience.select([field for field in experience.batch if field not in unread], [])
             with self.stages.stage(f"update_{name}") as note:
                 updates = []
                 for part in self.mini_batches(experience, step):
-                    updates.append(role.update(self.guard.planted(rows[part])).result())
+                    updates.append(role.update(self.guard.planted(training_rows(fields[part]))).result())
                     self.guard.judge(name, updates[-1], lambda part=part: experience[part])
                 metrics |= {key if "/" in key else f"{name}/{key}": x for key, x in mean_of(updates).items()}
                 note.say(f"{len(updates)} optimizer steps, loss {metrics[f'{name}/loss']:.4f}")
@@ -203,8 +200,8 @@ class PPOTrainer(PPOLifecycle):
         return rollout
 
     def judge(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Sample responses without training and score them: one row per response, of an episode its last turn."""
-        return last_parts(self._rated(self._respond(prompts, request)))
+        """Sample responses without training and score them."""
+        return self._rated(self._respond(prompts, request))
 
     def _judged_without_tools(self, step: int) -> DataProto | None:
         if self.eval_data_without_tools is None:
@@ -212,13 +209,13 @@ class PPOTrainer(PPOLifecycle):
         prompts = self.eval_data_without_tools.collate(range(len(self.eval_data_without_tools)))
         return self.judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION, uses_environment=False))
 
-    def _rated(self, rows: DataProto) -> DataProto:
-        """Rows with their rewards; the only place that calls the reward, in training and in evaluation."""
+    def _rated(self, rollout: DataProto) -> DataProto:
+        """Responses with their rewards; the only place that calls the reward, in training and in evaluation."""
         assert self.reward is not None
-        return rows.union(divided(self.reward.score(joined_episodes(rows)), rows))
+        return rollout.union(self.reward.score(rollout))
 
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Rows with responses, the data columns, and the response texts."""
+        """Responses or episodes, the data columns, and the response texts."""
         prompts = _grouped(prompts)
         asked, is_training = self._asked(prompts, request), request.stream == TRAINING and not request.greedy
         rows = (self.pipeline.take if is_training else self.pipeline.generate)(asked, request)
@@ -226,7 +223,7 @@ class PPOTrainer(PPOLifecycle):
             self.lengths.note(rows)
         texts: Any = response_texts(rows, self.tokenizer)
         columns = prompts.select([], list(prompts.non_tensor_batch))[rows["group_ids"]]
-        return kept_rows(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
+        return without_dropped(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
 
     def _rest(self) -> None:
         """Free the engine's GPU memory, because it generates nothing before the next sync."""
@@ -246,13 +243,11 @@ class PPOTrainer(PPOLifecycle):
         return self.lengths.beside(prompts.select(PROMPT_FIELDS, columns), request.num_samples)
 
     def mini_batches(self, experience: DataProto, step: int) -> Iterator[Tensor]:
-        """Rows of each update, in the order of the step's seed; no episode is cut."""
-        episodes = rows_by_episode(experience)  # of which none is cut
+        """Responses or episodes of each update, in the order of the step's seed."""
         for epoch in range(self.algorithm.epochs):
             generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "mini-batches", step, epoch))
-            order = torch.randperm(len(experience if episodes is None else episodes), generator=generator)
-            parts = (part for part in order.tensor_split(self.algorithm.mini_batches) if len(part))
-            yield from parts if episodes is None else (torch.cat([episodes[i] for i in part]) for part in parts)
+            order = torch.randperm(len(experience), generator=generator)
+            yield from (part for part in order.tensor_split(self.algorithm.mini_batches) if len(part))
 
 
 def _drawn_fields(rollout: DataProto) -> DataProto:

@@ -117,23 +117,20 @@ def _rollout_faults(run: Any) -> Iterator[str]:
             f"rollout is a {type(run.rollout).__name__}: it takes models of transformers alone, and actor.model is a "
             f"{type(run.actor.model).__name__}. Set rollout=hf, where its own forward draws the responses."
         )
-    stages = shardings["actor"].degrees(_processes(run, shardings)["actor"]).pp
+    degrees = shardings["actor"].degrees(_processes(run, shardings)["actor"])
+    stages, ep = degrees.pp, degrees.ep
     if stages > 1 and "stages" not in run.rollout.supports:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes no weights from an actor in {stages} pipeline stages "
             "(sharding.pp). Set rollout=vllm or rollout=hf, or sharding.pp=1."
         )
-    degrees = shardings["actor"].degrees(_processes(run, shardings)["actor"])
-    if run.environment is not None and (fault := run.rollout.episodes_fault(degrees)) is not None:
-        yield f"environment is {type(run.environment).__name__}: {fault}"
-    ep = degrees.ep
     if ep > 1 and "experts" not in run.rollout.supports:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it was not tried with an actor whose experts are divided over "
             f"{ep} processes (sharding.ep). Set rollout=vllm or rollout=hf, or sharding.ep=1."
         )
     if run.rollout.router_replay:
-        yield from _router_replay_faults(run, shardings["actor"].degrees(_processes(run, shardings)["actor"]))
+        yield from _router_replay_faults(run, degrees)
     limit_s = getattr(shardings["actor"], "timeout_s", float("inf"))
     if is_divided and run.rollout.call_timeout_s >= limit_s:
         yield (

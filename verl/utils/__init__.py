@@ -3,6 +3,7 @@
 address_space        The limit of a process's address space (`ulimit -v`), and errors that it explains
 child_process        Child processes, which end with their parent
 component_exits      `exit()` in component code becomes an error
+deadline             Deadlines of calls, which count only time in which the event loop ran
 env_check            Whether this environment can run verl: each requirement on one line
 external_input       Validation of names, paths and JSON that are read from disk or storage
 kernel_cache         Directory of compiled kernels of torch, in the cache of verl instead of TMPDIR

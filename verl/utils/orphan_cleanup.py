@@ -105,7 +105,7 @@ class OrphanCleanup:
                         clean_up(entry)
 
     def forget(self) -> None:
-        """In a fork of the owner: close the pipe, which must end with the owner, and start anew."""
+        """Close the pipe, which must end with the owner, and start anew, in a fork of the owner."""
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
         self._reset()
@@ -266,7 +266,7 @@ def _is_stopped(process: int) -> bool:
 
 
 def _lines_until_gone(owner: int) -> Iterator[bytes]:
-    """What the owner writes, to the end of what it wrote before it was killed."""
+    """Lines of the owner, to the end of what it wrote before it was killed."""
     received = b""
     while True:
         is_gone = os.getppid() != owner  # asked before the pipe is read: what is in it then is all

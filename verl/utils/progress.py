@@ -95,7 +95,7 @@ class Progress:
         return self._counters[slot * SLOT_BYTES // 8]
 
     def stage(self, slot: int = 0) -> str:
-        """What is done there now; empty before the first stage."""
+        """Current stage of a slot; empty before the first."""
         start = slot * SLOT_BYTES + STAGE_OFFSET
         return self._memory[start : start + STAGE_BYTES].rstrip(b"\0").decode(errors="ignore")
 
@@ -156,7 +156,7 @@ class ProgressWatch:
         return self.idle_s >= self.timeout_s
 
     def describe(self, process_id: int | None = None, setting: str | None = None) -> str:
-        """What to say of a process that is overdue: `made no progress for 300 s (NAME) at STAGE: it is stopped (...)`.
+        """Description of a process that is overdue: `made no progress for 300 s (NAME) at STAGE: it is stopped (...)`.
 
         Args:
             setting: config path of the limit.
@@ -175,7 +175,7 @@ _of_thread = threading.local()
 
 
 def report_to(progress: Progress | None, slot: int = 0) -> None:
-    """From now on `report` of this process advances a slot of this memory; None: nothing."""
+    """Make `report` of this process advance a slot of this memory from now on; None: nothing."""
     global _reported
     _reported = None if progress is None else (progress, slot)
 
@@ -193,7 +193,7 @@ def report(stage: str | None = None) -> None:
 
 
 def report_to_starter() -> Progress | None:
-    """From now on `report` of this process advances the memory that whoever started it has put into its environment.
+    """Make `report` advance the memory that the starter of this process has put into its environment.
 
     Returns:
         That memory; None where nobody watches.
@@ -221,7 +221,7 @@ def reporting_to(progress: Progress, slot: int = 0) -> Iterator[None]:
 
 
 def state_of(process_id: int) -> str:
-    """What the system says of a process, as a clause; empty where it does not tell."""
+    """State of a process by the system, as a clause; empty where it does not tell."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -232,6 +232,15 @@ def state_of(process_id: int) -> str:
 def is_stopped(process_id: int) -> bool:
     """Whether a process is stopped by a signal or a debugger, so that it does nothing until it is continued."""
     return state_of(process_id) in (STATES["T"], STATES["t"])
+
+
+def processor_wait_s(process_id: int) -> float:
+    """Seconds for which the main thread of a process was ready to run and had no processor; 0 where the system does not
+    tell."""
+    try:
+        return int(Path(f"/proc/{process_id}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _anonymous_file(size: int) -> int:

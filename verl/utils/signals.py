@@ -26,7 +26,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def interruption(number: int | None) -> KeyboardInterrupt:
-    """What ends a run that was asked to stop by this signal."""
+    """Exception that ends a run that was asked to stop by this signal."""
     return KeyboardInterrupt() if number in (None, signal.SIGINT) else Terminated(number)
 
 

@@ -10,7 +10,7 @@ _MEETING = ("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_A
 
 
 def number() -> int:
-    """Of this process among those that torchrun has started; 0 without it."""
+    """Rank of this process among those that torchrun has started; 0 without it."""
     return int(os.environ["RANK"]) if STARTED_BY_IT in os.environ else 0
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -138,9 +139,50 @@ def _times(rows: Tensor, signs: Tensor, dtype: torch.dtype, out: Tensor) -> None
             torch.mv(part.to(dtype).float(), signs, out=own)
 
 
+class HostCopies:
+    """Copies of small tensors from a device to main memory, all in one transfer.
+
+    Inside of `with copies:` `as_array` gives arrays of nan, which `finish` fills.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Tensor, np.ndarray]] = []
+        self._tokens: list[Token[HostCopies | None]] = []
+
+    def __enter__(self) -> HostCopies:
+        self._tokens.append(_copies.set(self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _copies.reset(self._tokens.pop())
+
+    def add(self, x: Tensor) -> np.ndarray:
+        """The array [as x] that will have the numbers of a float32 tensor."""
+        array = np.full(x.shape, np.nan, dtype=np.float32)
+        self._waiting.append((x, array))
+        return array
+
+    def finish(self) -> None:
+        """Copy what was added since the last call."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            numbers = torch.cat([x.reshape(-1) for x, _ in waiting]).cpu().numpy()
+            ends = np.cumsum([array.size for _, array in waiting])
+            for (_, array), part in zip(waiting, np.split(numbers, ends[:-1]), strict=True):
+                array[...] = part.reshape(array.shape)
+
+
+_copies: ContextVar[HostCopies | None] = ContextVar("_copies", default=None)
+
+
 def as_array(x: Tensor) -> np.ndarray:
-    """A float32 array in main memory; exact for float16 and bfloat16."""
-    return x.detach().float().cpu().numpy()
+    """A float32 array in main memory; exact for float16 and bfloat16. Filled later inside of `HostCopies`."""
+    x, copies = x.detach().float(), _copies.get()
+    return x.cpu().numpy() if copies is None or is_in_main_memory(x) else copies.add(x)
+
+
+def is_in_main_memory(x: Tensor) -> bool:
+    return x.device.type == "cpu"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -156,8 +198,7 @@ class FingerprintLog:
         tied: name of a tensor that is not in the stream -> name of the tensor that it equals.
         sideways: names of matrices that the model keeps as [in, out].
     Attributes:
-        marks: fingerprints so far, by name.
-        seconds: time spent on them.
+        seconds: time spent on fingerprints.
     """
 
     def __init__(
@@ -168,8 +209,15 @@ class FingerprintLog:
         sideways: Collection[str] = (),
     ):
         self.vectors, self.dtype, self.tied, self.sideways = vectors, dtype, tied or {}, sideways
-        self.marks: Fingerprints = {}
+        self._marks: Fingerprints = {}
+        self._copies = HostCopies()
         self.seconds = 0.0
+
+    @property
+    def marks(self) -> Fingerprints:
+        """Fingerprints so far, by name."""
+        self._copies.finish()
+        return self._marks
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same names and tensors, and compute their fingerprints."""
@@ -181,15 +229,16 @@ class FingerprintLog:
         """Compute the fingerprint of one tensor."""
         began = time.perf_counter()
         upright = tensor.T if name in self.sideways else tensor
-        self.add(name, fingerprint(upright, self.vectors, self.dtype, slack))
+        with self._copies:
+            self.add(name, fingerprint(upright, self.vectors, self.dtype, slack))
         self.seconds += time.perf_counter() - began
 
     def add(self, name: str, mark: WeightFingerprint) -> None:
         """Store a fingerprint under all names of the tensor."""
-        self.marks[name] = mark
+        self._marks[name] = mark
         for alias, source in self.tied.items():
             if source == name:
-                self.marks[alias] = mark
+                self._marks[alias] = mark
 
 
 def tied_names(model: Any) -> dict[str, str]:

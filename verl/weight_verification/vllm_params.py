@@ -29,6 +29,7 @@ from verl.utils.progress import report
 from verl.weight_verification.fingerprint import (
     FingerprintShard,
     FingerprintShards,
+    HostCopies,
     ProbeVectors,
     WeightFingerprint,
     as_array,
@@ -213,13 +214,14 @@ class LayerFingerprints:
     @torch.no_grad()
     def shards(self, vectors: ProbeVectors) -> FingerprintShards:
         """The shards of every tensor by its name, for the vectors of a sync."""
-        found: FingerprintShards = {}
-        with full_precision():
+        shards: FingerprintShards = {}
+        with full_precision(), HostCopies() as copies:
             for reading in self._readings:
                 report()
                 for name, shard in reading(vectors):
-                    found.setdefault(name, []).append(shard)
-        return found
+                    shards.setdefault(name, []).append(shard)
+        copies.finish()
+        return shards
 
     def _add(self, read: Callable[..., Iterator[tuple[str, FingerprintShard]]], *of: Any) -> None:
         self._readings.append(lambda vectors: read(vectors, *of))
@@ -300,7 +302,7 @@ def layer_parts(layer: Any, name: str, kinds: set[str], packed: dict[str, list[s
 
 
 def _pieces(layer: Any, kinds: set[str]) -> list[tuple[int, int, int]]:
-    """For each tensor of a packed layer: its number of rows, the rows on this rank, and the index of that part."""
+    """Number of rows, rows on this rank, and index of the part, for each tensor of a packed layer."""
     if "QKVParallelLinear" in kinds:
         value_size = getattr(layer, "v_head_size", layer.head_size)
         kv_part = layer.tp_rank // layer.num_kv_head_replicas

@@ -1,4 +1,4 @@
-"""What each role does with a DataProto, independent of its process.
+"""Computation of each role on a DataProto, independent of its process.
 
 actor              The actor: one set of weights that generates, scores and trains
 base               Base of actor, critic and SFT worker: a model that trains, its optimizer, its micro-batches

@@ -192,7 +192,7 @@ class ActorWorker(TrainedWorker):
         return metrics | self._unreplayed
 
     def _gap_without_replay(self, batch: DataProto) -> dict[str, float]:
-        """How far log-probs are from those of the engine where routers choose by themselves, in some rows."""
+        """Gap between log-probs and those of the engine where routers choose by themselves, in some rows."""
         if not self.engine.replays_routing or "routed_experts" not in batch:
             return {}
         rows, gap = batch[:UNREPLAYED_ROWS], LogProbGap()

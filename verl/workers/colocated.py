@@ -1,4 +1,4 @@
-"""Which roles share one process, and how that process builds them."""
+"""Roles that share one process, and how that process builds them."""
 
 from __future__ import annotations
 

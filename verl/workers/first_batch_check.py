@@ -94,7 +94,7 @@ class FirstBatchCheck:
         return self.engine.parallel.most(int(min(own, 1e6) * 1e9)) / 1e9
 
     def _computed(self, rows: DataProto, wanted: Tensor | None) -> Tensor | None:
-        """As the role computes them; not numbers if attention refuses what the model asks of it."""
+        """Values as the role computes them; NaN if attention refuses what the model asks of it."""
         try:
             return self._first(self.engine.infer(rows, self.compute))
         except NotImplementedError as error:

@@ -131,7 +131,7 @@ class RestoreSource:
         return CheckpointReader(open_checkpoint(disk, self.directory), disk, self.verify, writable=True)
 
     def model(self, described: ModelSource, component: str) -> ModelSource:
-        """Where a role's weights are now, once every byte of them is what was written."""
+        """Directory of a role's weights, once every byte of them was verified."""
         return described.at(str(self.plain(component)))
 
     def plain(self, component: str) -> Path:
@@ -272,7 +272,7 @@ def _refuse_other(component: str, live: Mapping[str, Tensor], found: Mapping[str
 
 
 def _copy_whole(model: Any, component: str, source: CheckpointSelection) -> None:
-    """By way of a second model, where the file knows the weights under other names or in another form."""
+    """Copy by way of a second model, where the file has the weights under other names or in another form."""
     head_of(model).backbone.load_state_dict(_loaded(model, component, source).state_dict())
 
 

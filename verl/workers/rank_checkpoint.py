@@ -384,7 +384,7 @@ Files = list[dict[str, list[str]]] | None
 def _division(
     live: Mapping[str, Tensor], names: Mapping[str, str] | None, num_ranks: int, max_bytes: int
 ) -> tuple[dict[str, int], Files, bytes | None]:
-    """Which rank gathers each tensor of a model, by its first name, and the files of each rank.
+    """Rank that gathers each tensor of a model, by its first name, and the files of each rank.
 
     What is in no file of tensors, such as a value head, is rank 0's. So is a whole model whose tensors transformers
     cuts or joins when it saves it.

@@ -62,7 +62,7 @@ class Reference(Description):
         return ReferenceWorker(self._engine(model, parallel, actor), temperature)
 
     def _engine(self, model: nn.Module, parallel: Parallelism, actor: Actor) -> TrainingEngine:
-        """It computes as the actor does, so that equal weights have a KL of zero."""
+        """Engine that computes as the actor does, so that equal weights have a KL of zero."""
         return TrainingEngine(
             model, parallel, self.micro_batch_tokens, autocast=actor.decided_autocast, packing=actor.packing
         )

@@ -147,9 +147,8 @@ def test_a_summary_that_cannot_be_written_does_not_fail_the_run(model32, tmp_pat
 # -- one after the other ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("save_dir", [None, "mine"])
-def test_an_unrelated_run_is_refused_with_what_differs_and_what_to_do_and_nothing_is_changed(save_dir, model32):
-    save = {"save_dir": save_dir}
+def test_an_unrelated_run_is_refused_with_what_differs_and_what_to_do_and_nothing_is_changed(model32):
+    save = {"save_dir": "mine"}
     first = fit(run(model32, total_steps=3, save=save))
     before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
     with refusal("checkpoint.save_dir") as refused:
@@ -159,9 +158,27 @@ def test_an_unrelated_run_is_refused_with_what_differs_and_what_to_do_and_nothin
     assert "resume=latest and its settings, or give this run another directory: trainer.experiment_name=NAME" in said
     assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
     assert names(first) == ["global_step_2", "global_step_3"]
-    other = {"experiment_name": "other"} if save_dir is None else {"save": {"save_dir": "other"}}
-    assert fit(run(model32, algorithm=PPO_ALGORITHM, **other)).name == "other"
+    assert fit(run(model32, algorithm=PPO_ALGORITHM, save={"save_dir": "other"})).name == "other"
     assert fit(run(model32, lr=1e-3, total_steps=4, save=save)) == first  # the same training once more
+
+
+def test_an_unrelated_run_without_a_save_dir_saves_beside_where_its_own_training_finds_it(model32, tmp_path):
+    first = fit(run(model32))
+    before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
+    ppo = {"algorithm": PPO_ALGORITHM}
+    assert not list(run(model32, **ppo).preflight(BuildContext(run_dir=tmp_path / "run")))
+    with run(model32, **ppo).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        second = trainer.saving.directory
+        assert any(f"saves in {second.name} beside it" in said for said in trainer.saving.messages)
+        trainer.fit()
+    assert (second.parent, second.name[:8]) == (first.parent, "default-")
+    assert fit(run(model32, **ppo, total_steps=4, resume="latest")) == second
+    assert names(second) == ["global_step_3", "global_step_4"]
+    assert fit(run(model32, data=OTHER)) not in (first, second)
+    assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
+    assert fit(run(model32, total_steps=3, resume="latest")) == first
+    shutil.rmtree(first)
+    assert fit(run(model32, **ppo)) == second, "it stays where it was"
 
 
 def test_the_same_training_begun_again_shares_the_directory_and_neither_start_prunes_the_other(model32):

@@ -31,7 +31,7 @@ class RayReply(NamedTuple):
 
 
 def own_gpu(ids: Sequence[str], visible: str | None) -> int:
-    """Which of the GPUs that a process sees is its own.
+    """Index of the process's own GPU among those that it sees.
 
     Args:
         ids: names of those that Ray gave it.

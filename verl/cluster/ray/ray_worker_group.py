@@ -295,7 +295,7 @@ class RayTransport:
                 self.progress.advance(slot=rank)
 
     def _progress_of(self, ranks: Sequence[int]) -> dict[int, tuple[int, str] | None]:
-        """By rank, of those that answer: what they say of their progress; None of one that has ended."""
+        """Progress by rank of the workers that answer; None for one that has ended."""
         progress: dict[int, tuple[int, str] | None] = {}
         with contextlib.suppress(RayError):
             asked = [self._actors[rank].progress.options(concurrency_group="watch").remote() for rank in ranks]
@@ -395,7 +395,7 @@ class _RayWorker(RoleWorker):
 
 
 def _ending(error: RayActorError, host: str) -> str:
-    """How a worker ended on `host`, a name and an address."""
+    """Description of how a worker ended on `host`, a name and an address."""
     text = " ".join(str(error).split())
     if "node" in text and "died" in text and "worker process has died" not in text:
         return f"its machine left the Ray cluster: {host}"

@@ -1,1 +1,10 @@
-"""Programs of host processes. Each module has no imports from this package, so that another interpreter can run it."""
+"""Programs of host processes. Each module has no imports from this package, so that another interpreter can run it.
+
+gymnasium_adapter      Environments of gymnasium, with text observations and actions
+host_main              The process that runs environments: requests as JSON lines, replies on its standard output
+program_adapter        An agent program for each episode: a function of the user, or a command
+python_tools           Functions as tools: JSON schemas, validated arguments, results as text
+reasoning_gym_adapter  A task of reasoning_gym: one question, one answer
+textarena_adapter      A game of textarena for one player
+verifiers_adapter      A task of the package verifiers, turn by turn
+"""

@@ -71,7 +71,7 @@ def try_tests(runner: CodeRunner, tests: Sequence[str]) -> list[str | None]:
 
 
 def _try_together(runner: CodeRunner, parts: Sequence[Sequence[str]]) -> list[list[str] | str]:
-    """What is told of the tests of each part, or how the part ended as a whole."""
+    """Results of the tests of each part, or how the part ended as a whole."""
     jobs = [_job(tests=[_described(test, names_of(test)) for test in part]) for part in parts]
     programs = [Program(_source("judge.py"), {**_files(), "job.json": job}) for job, _ in jobs]
     ends = {"timeout": "it does not call the program in time", "infra": "called"}

@@ -25,7 +25,7 @@ _SEES_INSIDE = frozenset({"mock", "unittest.mock", "inspect"})
 
 @dataclass(frozen=True)
 class TestNames:
-    """What a test uses.
+    """Names that a test uses.
 
     Attributes:
         names: of the program, sorted.
@@ -81,7 +81,7 @@ def _free_names(table: symtable.SymbolTable) -> set[str]:
 
 
 class _Use:
-    """How a test uses the names of the program.
+    """Use of the names of the program by a test.
 
     Attributes:
         names, modules, calls: as of `TestNames`.

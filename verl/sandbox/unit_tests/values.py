@@ -27,7 +27,7 @@ class NotPlain(Exception):
 
 
 def encode(value: Any) -> Any:
-    """What `json.dumps` takes for a value; an object of a subclass becomes one of the built-in type.
+    """JSON form of a value; an object of a subclass becomes one of the built-in type.
 
     Raises:
         NotPlain: of the type at fault.

@@ -3,7 +3,8 @@
 A checkpoint belongs to the training with its identity (`verl.trainer.state.training_identity`), and a directory to one
 training at a time:
 
-no resume       the directory if it holds checkpoints of this training alone, or none; otherwise the run is refused
+no resume       the directory if it holds checkpoints of this training alone, or none; otherwise the run is refused, or,
+                without `save_dir` and storage, saves in `EXPERIMENT-DIGEST`, a directory of the training's own
 resume=latest   the newest checkpoint of this training in the directory or in the store; refused if all are of others
 resume=PATH     that checkpoint; the run saves in its own directory, as without resume
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -90,6 +92,7 @@ class SaveDirectoryChoice:
         self.directory = self._settings.directory(trainer.project_name, trainer.experiment_name, job)
         self._tier = tier_of(settings, storage, trainer.project_name, trainer.experiment_name, job)
         self._whole_identity, self._run_id, self._unknown = identity, run_id, frozenset(unknown)
+        self._may_move = self._saves and self._settings.save_dir is None and self._tier is None
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
@@ -110,15 +113,17 @@ class SaveDirectoryChoice:
         """
         if dry:
             self._refuse_unusable(resume, uses_storage)
+        messages = [] if dry or not self._may_move else self._leave_directory_of_another(resume)
         point = self._latest(dry) if resume == LATEST else None if resume is None else self._named(resume, dry)
-        chosen = SaveDirectory(self.directory, self._tier, point)
+        chosen = SaveDirectory(self.directory, self._tier, point, messages=messages)
         if not self._saves:
             return chosen
         is_inside = point is not None and point.published.directory.parent == self.directory
-        if resume != LATEST and not is_inside and (fault := self._fault_of_owner()) is not None:
+        moves = dry and self._may_move and resume != LATEST
+        if resume != LATEST and not is_inside and not moves and (fault := self._fault_of_owner()) is not None:
             raise ConfigError(fault)
         holder = self._holder() if dry else self._claim(chosen)
-        if holder is not None:
+        if holder is not None and not (moves and self._differing(holder.identity)):
             raise self._busy(holder)
         return chosen
 
@@ -206,10 +211,31 @@ class SaveDirectoryChoice:
         known = {**point.state, "identity": self._known(point.state.get("identity", {}))}
         refuse_other_identity(replace(point, state=known), self._identity)
 
+    def _other(self) -> ResumePoint | None:
+        """The newest checkpoint of another training in the directory or in the store."""
+        return next((point for point in self._newest_first(1) if not self._is_own(point.state)), None)
+
+    def _leave_directory_of_another(self, resume: str | None) -> list[str]:
+        """Replace the default directory by this training's own one if another training saves there, or if this training
+        has saved in its own before. Returns a message.
+
+        `resume=latest` finds only what was saved: it does not start a training of its own.
+        """
+        identity = json.dumps(self._identity, sort_keys=True, default=str)
+        name = f"{self.directory.name}-{blake2b(identity.encode(), digest_size=4).hexdigest()}"
+        default, directory = self.directory, self.directory.with_name(name)
+        other, holder = self._other(), RunLock.holder_of(default)
+        differing = "" if other is None else self._differing(other.state.get("identity", {}))
+        differing = differing or ("" if holder is None else self._differing(holder.identity))
+        if not CheckpointDirectory(directory).candidates() and (resume == LATEST or not differing):
+            return []
+        self.directory = directory
+        message = f"{default} is of another training ({differing}): this one saves in {name} beside it."
+        return [message] if differing else []
+
     def _fault_of_owner(self) -> str | None:
         """Why a run without `resume` may not save here: checkpoints of another training."""
-        other = next((point for point in self._newest_first(1) if not self._is_own(point.state)), None)
-        if other is None:
+        if (other := self._other()) is None:
             return None
         where, key = other.published.directory.parent, "checkpoint.save_dir"
         if where != self.directory and self._tier is not None:

@@ -52,7 +52,7 @@ class Channel:
         _living.add(self)
 
     def fileno(self) -> int:
-        """For `multiprocessing.connection.wait`."""
+        """File descriptor, for `multiprocessing.connection.wait`."""
         return self._socket.fileno()
 
     def send(

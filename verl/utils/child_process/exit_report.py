@@ -1,4 +1,4 @@
-"""How a process ended: exit status or signal as text, and the relevant lines of its log."""
+"""Exit report of a process: status or signal as text, and the relevant lines of its log."""
 
 from __future__ import annotations
 

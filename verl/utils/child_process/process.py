@@ -195,7 +195,7 @@ class ChildProcess:
         return code
 
     def describe_exit(self) -> str | None:
-        """How it ended, as text; None if it has not."""
+        """Description of how it ended; None if it has not."""
         code = self.exit_code()
         return None if code is None else describe_exit(code, self._memory_kills)
 
@@ -247,7 +247,7 @@ def reap(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def is_parent_alive() -> bool:
-    """In a child that runs `run_child`: whether its parent is alive."""
+    """Whether the parent is alive, in a child that runs `run_child`."""
     return os.getppid() == _parent
 
 

@@ -4,6 +4,7 @@ engine_main       The main program of the vLLM process: `python -m verl.rollout.
 engine_server     The engine as the vLLM process holds it: each public method is a call that the trainer can make
 expert_recorder   Experts that the routers chose for the tokens that predict a response, for router replay
 logits_processor  Counter-based sampling noise inside vLLM: a logits processor that leaves one token to choose
+turns             Turns in the vLLM process: requests that come and go, beside its cache of prefixes
 weight_loader     Loads streamed tensors into the engine's own layers in place; the places are found once
 worker_extension  Methods added to vLLM's worker processes: load weights from the stream, sample with our noise
 """

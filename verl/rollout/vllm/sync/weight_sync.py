@@ -110,6 +110,7 @@ class RankSync:
             loading = self.engine.end_load()  # tells why, if the stream is broken
         if failure is not None:
             raise failure
+        under_way.copies.finish()
         fed = sum(torch.Size(place.shape).numel() for chunk in self.share.chunks for place in chunk)
         copying -= min(copying, under_way.marking_s)
         size = fed * self.delivery.dtype.itemsize

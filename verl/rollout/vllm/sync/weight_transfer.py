@@ -19,12 +19,12 @@ from torch import Tensor
 
 from verl.models.parallel_info import ParallelInfo
 from verl.resharding.dtensor import is_elsewhere
-from verl.resharding.execute import LIMIT_BYTES, reshard
+from verl.resharding.execute import LIMIT_BYTES, reshard_parts
 from verl.resharding.layout import Box, Layout, TensorLayout, volume
 from verl.resharding.plan import Plan, gathering_volume, reshard_plan
 from verl.rollout.vllm.messages import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
 from verl.rollout.vllm.state_dict import NamedWeight, WeightSource, weights_of
-from verl.weight_verification.fingerprint import FingerprintShards, ProbeVectors, own_shard, upright
+from verl.weight_verification.fingerprint import FingerprintShards, HostCopies, ProbeVectors, own_shard, upright
 
 
 class WeightTransfer:
@@ -64,32 +64,37 @@ class WeightTransfer:
     def tensors(
         self, sources: Mapping[str, WeightSource], under_way: TransferInProgress
     ) -> Iterator[tuple[str, Tensor]]:
-        """What this rank feeds into an engine, in the order of the sources. All ranks take part, to the end.
+        """Tensors that this rank feeds into an engine, in the order of the sources. All ranks take part, to the end.
 
-        In addition to the yielded tensor, a rank needs memory for one bucket: its own parts after casting or merging,
-            and
-        the received parts.
+        While the tensors of a bucket are fed, the next bucket is cast, fingerprinted and sent. In addition to the
+        yielded tensor, a rank needs memory for two buckets: its own parts after casting or merging, and the received
+        parts.
         """
+        return reshard_parts(
+            self._parts(sources, under_way),
+            self.divided.rank,
+            dtypes=dict.fromkeys(sources, self.dtype),
+            device=self.divided.device,
+            limit_bytes=self._limit,
+            lend=True,
+            received=under_way.count,
+        )
+
+    def _parts(
+        self, sources: Mapping[str, WeightSource], under_way: TransferInProgress
+    ) -> Iterator[tuple[Plan, Mapping[str, Tensor]]]:
+        """Each bucket, with this rank's parts of its tensors."""
         device, rank = self.divided.device, self.divided.rank
         for bucket in self._buckets:
             held = {}
             for name in bucket.source.tensors:
                 if is_elsewhere(sources[name].tensor):
                     continue
-                own = self.divided.local(sources[name].present()).to(device, self.dtype)  # all ranks, in one order
+                part = self.divided.local(sources[name].present()).to(device, self.dtype)  # all ranks, in one order
                 if bucket.source.holds(rank, name) is not None:
-                    held[name] = own
+                    held[name] = part
             self._mark(held, under_way)
-            yield from reshard(
-                bucket,
-                held,
-                rank,
-                dtypes=dict.fromkeys(bucket.source.tensors, self.dtype),
-                device=device,
-                limit_bytes=self._limit,
-                lend=True,
-                received=under_way.count,
-            )
+            yield bucket, held
 
     def _mark(self, held: Mapping[str, Tensor], under_way: TransferInProgress) -> None:
         """Compute the fingerprints of this rank's parts, unless a lower rank holds the same part."""
@@ -103,7 +108,8 @@ class WeightTransfer:
             part, shape = held[name], layout.shape
             if name in self._sideways:
                 part, box, shape = upright(part, box, shape)
-            under_way.shards[name] = [own_shard(part, box, shape, under_way.vectors, self.dtype)]
+            with under_way.copies:
+                under_way.shards[name] = [own_shard(part, box, shape, under_way.vectors, self.dtype)]
         under_way.marking_s += time.perf_counter() - began
 
     def _is_first_holder(self, name: str) -> bool:
@@ -163,7 +169,7 @@ class TransferInProgress:
         vectors: of the proof.
         marks: whether the fingerprint of a tensor is computed from its parts.
     Attributes:
-        shards: fingerprints that this process computed of its local parts.
+        shards: fingerprints that this process computed of its local parts, complete after `copies.finish`.
         received: bytes of weights received from other processes.
         marking_s: seconds spent on fingerprints.
     """
@@ -171,6 +177,7 @@ class TransferInProgress:
     def __init__(self, vectors: ProbeVectors, marks: Callable[[str], bool]):
         self.vectors, self.marks = vectors, marks
         self.shards: FingerprintShards = {}
+        self.copies = HostCopies()
         self.received = 0
         self.marking_s = 0.0
 
