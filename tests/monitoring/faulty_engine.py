@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from verl.component import component
-from verl.model_paths.decode import Decoder
 from verl.rollout.base import SyncResult, TurnEngine, TurnLimits, TurnRequest
 from verl.rollout.hf import HFRollout, HFSampler
 
@@ -71,10 +70,10 @@ class FaultySampler(HFSampler):
             turns.add = add_of_step
         return turns
 
-    def decoder(self, longest_prompt: int) -> Decoder:
-        decoder = super().decoder(longest_prompt)
-        fault = "positions" if self.fault == "long rows" and self.options.max_new_tokens > 3 else self.fault
-        return replace(decoder, model=_Disturbed(decoder.model, fault))
+    @property
+    def decoded_model(self) -> Any:
+        is_long = self.fault == "long rows" and self.options.max_new_tokens > 3
+        return _Disturbed(self.model, "positions" if is_long else self.fault)
 
 
 class _Disturbed:

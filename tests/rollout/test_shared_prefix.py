@@ -7,11 +7,11 @@ import torch
 from roles import start_actor
 
 from verl.model_paths import packed_attention
-from verl.model_paths.decode import WORTH_SHARING
 from verl.models.tiny import TinyModel
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
+from verl.rollout.hf_rows import WORTH_SHARING
 
 MODEL = TinyModel(dtype="float64", hidden_size=32, intermediate_size=64, context_length=128)
 WIDTH = WORTH_SHARING + 16
@@ -36,8 +36,8 @@ def long_prompts(padding: list[int]) -> DataProto:
 @pytest.mark.parametrize("stops", [(), (30, 31, 32, 33, 34, 35)], ids=["together", "rows leave"])
 def test_it_is_the_same_generation(padding, stops, monkeypatch):
     calls = []
-    plain = packed_attention.attend_shared
-    monkeypatch.setattr(packed_attention, "attend_shared", lambda *given: calls.append(1) or plain(*given))
+    plain = packed_attention.attend_behind_prompts
+    monkeypatch.setattr(packed_attention, "attend_behind_prompts", lambda *given: calls.append(1) or plain(*given))
     found = {}
     for share in (True, False):
         rollout = HFRollout(max_new_tokens=20, share_prefix=share, stop_token_ids=stops)
@@ -50,5 +50,5 @@ def test_it_is_the_same_generation(padding, stops, monkeypatch):
 
 
 def test_short_prompts_are_not_worth_it(prompts, monkeypatch):
-    monkeypatch.setattr(packed_attention, "attend_shared", lambda *given: pytest.fail("shared"))
+    monkeypatch.setattr(packed_attention, "attend_behind_prompts", lambda *given: pytest.fail("shared"))
     start_actor(MODEL).generate(prompts(), GenerationRequest(1, 4))

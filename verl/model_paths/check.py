@@ -21,7 +21,7 @@ from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.model_paths import packed_attention
-from verl.model_paths.decode import Decoder
+from verl.model_paths.decode import BatchReader
 from verl.model_paths.families import NOT_A_POLICY, FamilyRecord, family_table, record_for, row_limit
 from verl.model_paths.paths import PLAIN, UNTRIED, CacheKind, ModelPaths
 from verl.models.call import call_model, has_lm_head, layers_around, unwrapped
@@ -181,17 +181,10 @@ def _fault_of_rows(model: Any, limit: tuple[str, int] | None) -> str | None:
 def _own_cache_is_right(model: Any) -> bool:
     """Whether tokens that are given one by one have the logits of a plain forward pass of their row."""
     prompt, row = min(PROBE_TOKENS), _random_row(model, sorted(PROBE_TOKENS)[1])
-    steps: list[Tensor] = []
-
-    def choose(logits: Tensor, _live: Tensor, t: int) -> Tensor:
-        steps.append(logits[0])
-        return row[prompt + t : prompt + t + 1]
-
-    paths = ModelPaths(cache="own")
-    stop = torch.tensor([-1], device=row.device)
-    decoder = Decoder(model=model, paths=paths, stop_ids=stop, pad_id=0, max_new_tokens=len(row) - prompt)
+    reader = BatchReader(model, ModelPaths(cache="own"))
     try:
-        decoder.decode(row[None, :prompt], torch.ones_like(row[None, :prompt], dtype=torch.bool), 1, choose)
+        steps = [reader.begin(row[None, :prompt], torch.ones(1, prompt)).logits[0]]
+        steps += [reader.read(token[None]).logits[0] for token in row[prompt:-1]]
     except Exception:  # noqa: BLE001 - whatever a model's own code has against it
         return False
     return _distance(_states(model, row[None])[0, prompt - 1 : -1].double(), torch.stack(steps).double()) <= (
@@ -305,7 +298,6 @@ def _way(cache: CacheKind, pads: bool, rows: bool, prefix: bool = False) -> Mode
 DECODING = (  # from the fastest way to the plainest: whether it pads prompts, repeats and drops rows, shares a prefix
     _way("in_place", True, True, True),
     _way("in_place", True, True),
-    _way("in_place", False, True),
     _way("own", True, True),
     _way("own", False, True),
     _way("own", True, False),

@@ -1,11 +1,14 @@
-"""A preallocated key-value cache: a new token copies itself alone, not all that came before it.
+"""A key-value cache of slots: rows of individual lengths, and prompts that several of them share.
 
-prompts [b H P D] ── one for all n samples, as long as every sample is there ──┐
-samples [b n H t D] ── written token by token, in buffers that grow ───────────┴──> attention
+prompts [p + 1, H, P, D] ── read once for all the slots behind each ──┐
+slots [s + 1, H, L, D] ── written where they lie, token by token ─────┴──> attention
+
+The last row of each is scratch: padding is written there.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,101 +16,149 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-FIRST_ROOM = 32  # tokens; doubled whenever it is used up
+from verl.ops.attention import PromptGroups
+
+FIRST_LENGTH = 64  # tokens of a slot; it grows by half
+SCRATCH = -1
 
 
-class PreallocatedLayer(DynamicLayer):
-    """One layer's keys and values [B H L D], preallocated for further tokens.
+@dataclass
+class CacheCall:
+    """What the layers of a `SlotCache` write and read in a forward pass of b rows with q new tokens each.
 
-    Args:
-        max_length: tokens that will be asked for at most; no more room than that is made.
-        multiple: of which the keys are that `update` returns for a further token: zeros follow the real ones, and the
-            mask leaves them out. Attention then meets one length per so many tokens.
     Attributes:
-        shared: keys and values [B / n, H, P, D] before those that `update` returns, or None; see `share`.
+        is_prompt: the rows are prompts to be shared, not slots.
+        rows: [b q] of each new token: number of its slot or prompt, or SCRATCH.
+        columns: [b q] of each new token in its row; or the one of all, where the b first slots get one token each.
+        count: number of slots, or of prompts, that room is needed for.
+        width: tokens of a row that attention reads; where nothing was read before, those that are written.
+        slots: that attention reads: a number for so many first ones, which are not copied, or [b]; None: the new tokens
+            see nothing before them.
+        prompts: [b] prompts whose first `prompt_width` tokens are copied before those of the slots; None for none.
+        groups: prompts that attention itself reads before the slots, once for all of them; None for none.
     """
 
-    keys: Tensor  # type: ignore[assignment]
-    values: Tensor  # type: ignore[assignment]
+    is_prompt: bool
+    rows: Tensor
+    columns: Tensor | int
+    count: int
+    width: int
+    slots: Tensor | int | None = None
+    prompts: Tensor | None = None
+    prompt_width: int = 0
+    groups: PromptGroups | None = None
 
-    def __init__(self, max_length: int, multiple: int = 1):
+
+class StoredRows:
+    """Keys and values of one layer, [rows + 1, H, L, D] each.
+
+    Args:
+        max_rows, max_length: more room than that is not made in advance.
+    """
+
+    def __init__(self, max_rows: int, max_length: int):
+        self.max_rows, self.max_length = max_rows, max_length
+        self.tensors: list[Tensor] = []
+
+    def write(self, call: CacheCall, states: tuple[Tensor, Tensor]) -> None:
+        """Store new keys and values [b H q D]."""
+        self._reserve(call.count, call.width, states)
+        for stored, new in zip(self.tensors, states, strict=True):
+            if isinstance(call.columns, int):
+                stored[: len(new), :, call.columns] = new[:, :, 0]
+            else:
+                stored[call.rows, :, call.columns] = new.transpose(1, 2)
+
+    def read(self, rows: Tensor | int, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of some rows, or of so many first ones."""
+        keys, values = self.tensors
+        chosen = slice(rows) if isinstance(rows, int) else rows
+        return keys[chosen, :, :width], values[chosen, :, :width]
+
+    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy the first tokens of rows [m] to other rows [m], which may be among them; one source may serve all."""
+        for stored in self.tensors:
+            stored[targets, :, :length] = stored[sources, :, :length]
+
+    def _reserve(self, rows: int, length: int, states: tuple[Tensor, Tensor]) -> None:
+        before = self.tensors[0].shape if self.tensors else (0, 0, 0)
+        if before[0] > rows and before[2] >= length:
+            return
+        rows = max(rows, min(before[0] * 3 // 2, self.max_rows), before[0] - 1)
+        length = max(length, min(max(FIRST_LENGTH, before[2] * 3 // 2), self.max_length), before[2])
+        made = [new.new_zeros(rows + 1, new.shape[1], length, new.shape[3]) for new in states]
+        for stored, larger in zip(self.tensors, made):
+            larger[: before[0], :, : before[2]] = stored
+        self.tensors = made
+
+
+class SlotLayer(DynamicLayer):
+    """One layer of a `SlotCache`.
+
+    Attributes:
+        call: the forward pass that is under way.
+    """
+
+    call: CacheCall
+
+    def __init__(self, max_slots: int, max_length: int):
         super().__init__()
-        self.max_length, self.multiple = max_length, multiple
-        self._buffers: tuple[Tensor, Tensor] | None = None
-        self.shared: tuple[Tensor, Tensor] | None = None
+        self.slots, self.prompts = StoredRows(max_slots, max_length), StoredRows(max_slots, 0)
 
-    def share(self, repeats: int) -> None:
-        """Keep what there is as a prefix that each `repeats` rows share; what comes is the rows' own."""
-        if not self.is_initialized:
-            raise NotImplementedError("a layer without keys and values has nothing to share")
-        self.shared = (self.keys, self.values)
-        self.keys, self.values = (x.new_empty(len(x) * repeats, x.shape[1], 0, x.shape[3]) for x in self.shared)
-
-    def get_seq_length(self) -> int:
-        return super().get_seq_length() + (self.shared[0].shape[2] if self.shared is not None else 0)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask is made for."""
-        length, offset = super().get_mask_sizes(query_length)
-        if not self.is_initialized:
-            return length, offset
-        prefix = self.shared[0].shape[2] if self.shared is not None else 0
-        return prefix + self._up(length - prefix), offset
-
-    def _up(self, length: int) -> int:
-        return -(-length // self.multiple) * self.multiple
+    @property
+    def shared(self) -> tuple[PromptGroups, Tensor, Tensor] | None:
+        """Prompts that attention reads before the keys and values that `update` gives."""
+        groups = self.call.groups
+        return None if groups is None else (groups, *self.prompts.read(groups.count, self.call.prompt_width))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if (
-            not self.is_initialized
-        ):  # the prompts: kept as they are, and moved to a larger buffer with the first new token
-            self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states, value_states
-            return key_states, value_states
-        length, added = self.keys.shape[2], key_states.shape[2]
-        if self._buffers is None or self._buffers[0].shape[2] < length + added:
-            self._move(length + added)
-        assert self._buffers is not None
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, length : length + added] = states
-        self.keys, self.values = (buffer[:, :, : length + added] for buffer in self._buffers)
-        if self.multiple == 1:
-            return self.keys, self.values
-        return self._buffers[0][:, :, : self._up(length + added)], self._buffers[1][:, :, : self._up(length + added)]
+        call, states = self.call, (key_states, value_states)
+        (self.prompts if call.is_prompt else self.slots).write(call, states)
+        if call.slots is None:
+            return states
+        own = self.slots.read(call.slots, call.width)
+        if call.prompts is None:
+            return own
+        prompts = self.prompts.read(call.prompts, call.prompt_width)
+        return torch.cat([prompts[0], own[0]], dim=2), torch.cat([prompts[1], own[1]], dim=2)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if not self.is_initialized:  # a layer that nothing was written to
-            return
-        if self.shared is not None:  # samples of some prompts leave: from here on each row has its own copy
-            own = (self.keys, self.values)
-            repeats = self.keys.shape[0] // self.shared[0].shape[0]
-            self.keys, self.values = (
-                torch.cat([prefix.repeat_interleave(repeats, dim=0), tail], dim=2)
-                for prefix, tail in zip(self.shared, own, strict=True)
-            )
-            self.shared = None
-        had_buffers = self._buffers is not None
-        self._buffers = None
-        self.keys, self.values = (x.index_select(0, indices) for x in (self.keys, self.values))
-        if had_buffers:
-            self._move(self.keys.shape[2] + 1)
+    def get_seq_length(self) -> int:
+        return 0
 
-    def _move(self, needed: int) -> None:
-        """Move both into buffers for `needed` tokens and some more."""
-        length = self.keys.shape[2]
-        size = self._up(max(needed, min(self.max_length, length + max(FIRST_ROOM, length // 2))))
-        made = []
-        for states in (self.keys, self.values):
-            make = states.new_empty if self.multiple == 1 else states.new_zeros
-            buffer = make((*states.shape[:2], size, states.shape[3]))
-            buffer[:, :, :length] = states
-            made.append(buffer)
-        self._buffers = (made[0], made[1])
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+
+class SlotCache(DynamicCache):
+    """The layers of a model, each a `SlotLayer`.
+
+    Args:
+        max_slots, max_length: more room than that is not made in advance.
+    """
+
+    def __init__(self, config: Any, max_slots: int, max_length: int):
+        super().__init__(config=config)
+        self.layers = [SlotLayer(max_slots, max_length) for _ in self.layers]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def prepare(self, call: CacheCall) -> None:
+        """Say what the next forward pass writes and reads."""
+        for layer in self.layers:
+            layer.call = call  # type: ignore[union-attr]
+
+    def copy(self, sources: Tensor, targets: Tensor, length: int, *, prompts: bool = False) -> None:
+        """Copy the first tokens of slots [m] to slots [m], or of prompts to prompts; see `StoredRows.copy`."""
+        for layer in self.layers:
+            (layer.prompts if prompts else layer.slots).copy(sources, targets, length)  # type: ignore[union-attr]
+
+
+def keeps_all_tokens(config: Any) -> bool:
+    """Whether the cache of a model keeps all keys and values in each of its layers, and nothing else."""
+    layers = DynamicCache(config=config).layers
+    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
 
 
 def select_rows(cache: Any, rows: Tensor) -> None:
-    """Leave the given rows of a batch in a cache, in their order; one that is named twice is there twice.
+    """Leave the given rows of a batch in a model's own cache, in their order; one that is named twice is there twice.
 
     Raises:
         NotImplementedError: the cache is of a kind that is not known here.
@@ -121,22 +172,3 @@ def select_rows(cache: Any, rows: Tensor) -> None:
         if choose is None:
             raise NotImplementedError(f"rows cannot be chosen from a {type(layer).__name__}")
         choose(rows)
-
-
-def preallocated_cache(config: Any, max_length: int, multiple: int = 1) -> DynamicCache:
-    """An empty cache for a model; layers that keep less than everything (sliding windows, states) are as they were."""
-    cache = DynamicCache(config=config)
-    cache.layers = [
-        PreallocatedLayer(max_length, multiple) if type(layer) is DynamicLayer else layer for layer in cache.layers
-    ]
-    return cache
-
-
-def shared_prefix(cache: DynamicCache, repeats: int) -> bool:
-    """Expand each row to `repeats` samples that share its keys and values; returns False if a layer does not support
-    it."""
-    if not all(isinstance(layer, PreallocatedLayer) for layer in cache.layers):
-        return False
-    for layer in cache.layers:
-        layer.share(repeats)  # type: ignore[union-attr]
-    return True

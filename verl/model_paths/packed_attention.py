@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from verl.model_paths.context_attention import ContextLine
 from verl.models.pretrained import quiet_transformers
-from verl.ops.attention import attend_heads
+from verl.ops.attention import attend_behind_prompts, attend_heads
 from verl.ops.packing import AttentionBlock, BlockSlots, PackedRows, gather_rows
 from verl.ops.varlen_attention import attend_varlen, layout_of, takes_varlen
 
@@ -137,8 +137,6 @@ def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask that transformers asks for: that of `sdpa`, or where a line is packed a description of it."""
     from transformers.masking_utils import sdpa_mask
 
-    if has_keys_behind(kwargs):
-        kwargs["allow_is_causal_skip"] = False
     record = _record.get()
     if record is None and not _describing.get():
         return sdpa_mask(*args, **kwargs)
@@ -152,15 +150,6 @@ def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=kwargs.get("device", "cpu"))
     mask.shape_of_mask = shape  # type: ignore[attr-defined]
     return mask
-
-
-def has_keys_behind(asked: dict[str, Any]) -> bool:
-    """Whether keys that are not there yet follow those of the last query, so that a mask is needed in any case."""
-    lengths = [asked.get(name, 0) for name in ("kv_length", "kv_offset", "q_length", "q_offset")]
-    if not all(isinstance(length, int) for length in lengths):
-        return False
-    keys, first_key, queries, first_query = lengths
-    return first_key + keys > first_query + queries
 
 
 def describe_mask(mask_function: Callable[..., Any], length: int) -> MaskShape | None:
@@ -190,7 +179,7 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     packing: PackedRows | ContextLine | None = None,
-    prefix_of: Any = None,
+    prompts_of: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention: [1 H N D] queries, [1 K N D] keys and values to [1 N H D]. The interface is transformers'.
@@ -202,12 +191,10 @@ def attend(
         record.modules.add(id(module))
     if packing is not None:
         return _attend_packed(module, query, key, value, attention_mask, scaling, dropout, packing, others), None
-    layer = None if prefix_of is None else _cache_layer(prefix_of, module)
-    shared: tuple[Tensor, Tensor] | None = getattr(layer, "shared", None)
+    shared = getattr(None if prompts_of is None else _cache_layer(prompts_of, module), "shared", None)
     if shared is not None:
-        assert layer is not None
         refuse_unknown({**others, "sliding_window": None})
-        return attend_shared(query, *shared, key, value, attention_mask, scaling, layer.keys.shape[2]), None
+        return attend_behind_prompts(query, key, value, attention_mask, scaling, *shared), None
     is_per_head = attention_mask is not None and attention_mask.shape[1] != 1
     if query.shape[2] == 1 and not unknown_keywords(others) and not is_per_head:
         return attend_one(query, key, value, attention_mask, scaling), None
@@ -309,48 +296,6 @@ def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
     heads = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return heads.flatten(1, 2).unsqueeze(1)
-
-
-def attend_shared(
-    query: Tensor,
-    prefix_key: Tensor,
-    prefix_value: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    own_keys: int,
-) -> Tensor:
-    """A step of decoding, [b n H 1 D] to [b n 1 H D], where n rows share a prefix [b K P D] that is read once.
-
-    One softmax over the scores of both parts, so it is the same attention.
-
-    Args:
-        own_keys: of `key`, those that are there; zeros may follow.
-    Raises:
-        NotImplementedError: keys and values are not those that the cache has.
-    """
-    if value.shape[1:2] + value.shape[3:] != prefix_value.shape[1:2] + prefix_value.shape[3:]:
-        raise NotImplementedError("the values of this layer are not those of its cache")
-    rows, kinds, groups = query.shape[0], key.shape[1], prefix_key.shape[0]
-    n, size, width = rows // groups, query.shape[3], prefix_key.shape[2]
-    depth = value.shape[3]
-    own = query.reshape(rows, kinds, -1, size) * (size**-0.5 if scaling is None else scaling)
-    heads = own.shape[2]
-    together = own.unflatten(0, (groups, n)).transpose(1, 2).reshape(groups, kinds, n * heads, size)
-    before = together @ prefix_key.transpose(2, 3)
-    if mask is not None:
-        allowed = mask if mask.dtype == torch.bool else mask > -1
-        before = before.masked_fill(~allowed[::n, :, :, :width], float("-inf"))
-    before = before.reshape(groups, kinds, n, heads, width).transpose(1, 2).reshape(rows, kinds, heads, width)
-    after = own @ key.transpose(2, 3)
-    if own_keys < key.shape[2]:
-        after[..., own_keys:] = float("-inf")
-    weights = torch.cat([before, after], dim=3).softmax(dim=3)
-    head, tail = weights.split([width, key.shape[2]], dim=3)
-    head = head.unflatten(0, (groups, n)).transpose(1, 2).reshape(groups, kinds, n * heads, width)
-    found = (head @ prefix_value).reshape(groups, kinds, n, heads, depth).transpose(1, 2)
-    return (found.reshape(rows, kinds, heads, depth) + tail @ value).flatten(1, 2).unsqueeze(1)
 
 
 def _as_line(states: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ materialised.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,3 +43,75 @@ def takes_fewer_heads(query: Tensor, value: Tensor, mask: Tensor | None) -> bool
     if query.device.type == "cpu":
         return True
     return mask is None and query.dtype in FLASH_TYPES and query.shape[-1] == value.shape[-1] <= FLASH_WIDTH
+
+
+@dataclass(frozen=True)
+class PromptGroups:
+    """Which of b rows stand behind which of p prompts.
+
+    Attributes:
+        rows: [p n] the rows behind each prompt; any row where there are fewer than n.
+        cells: [b] where each row stands in `rows`, flattened; anywhere for a row without a prompt.
+        has_prompt: [b] bool; None: all rows have one.
+        mask: [p 1 1 P] bool, true for tokens of the prompt; None: all are.
+    """
+
+    rows: Tensor
+    cells: Tensor
+    has_prompt: Tensor | None = None
+    mask: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+
+def attend_behind_prompts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    groups: PromptGroups,
+    prompt_key: Tensor,
+    prompt_value: Tensor,
+) -> Tensor:
+    """Attention [b 1 H D] of one query per row over the keys of its prompt, which are read once for all rows behind it,
+    and its own.
+
+    Both parts are summed with the largest score of each taken out, and joined as one softmax:
+
+        m   = max(m_1, m_2)
+        out = sum_i exp(m_i - m) sum_j exp(s_ij - m_i) v_ij / sum_i exp(m_i - m) sum_j exp(s_ij - m_i)
+
+    Args:
+        query: [b H 1 D].
+        key, value: [b K W D], where K divides H.
+        mask: [b 1 1 W] bool, true for the row's own keys; None: all are.
+        prompt_key, prompt_value: [p K P D].
+    Raises:
+        NotImplementedError: keys and values are not those that the cache has.
+    """
+    if value.shape[1::2] != prompt_value.shape[1::2] or key.shape[1::2] != prompt_key.shape[1::2]:
+        raise NotImplementedError("the keys and values of this layer are not those of its cache")
+    own = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    own = own * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    together = own[groups.rows].transpose(1, 2)  # [p K n h D]
+    joined = _summed(together.flatten(2, 3), prompt_key, prompt_value, groups.mask)
+    cells = joined.unflatten(2, together.shape[2:4]).transpose(1, 2).flatten(0, 1)
+    parts = [cells[groups.cells], _summed(own, key, value, mask)]  # [b K h D + 2]
+    if groups.has_prompt is not None:
+        parts[0][..., 0].masked_fill_(~groups.has_prompt[:, None, None], float("-inf"))
+    largest = torch.maximum(parts[0][..., :1], parts[1][..., :1])
+    summed = sum((part[..., :1] - largest).exp() * part[..., 1:] for part in parts)
+    return (summed[..., 1:] / summed[..., :1]).flatten(1, 2).unsqueeze(1)
+
+
+def _summed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """[.. Q D + 2]: the largest score m, sum_j exp(s_j - m) and sum_j exp(s_j - m) v_j."""
+    scores = query @ key.transpose(2, 3)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, float("-inf"))
+    largest = scores.amax(dim=3, keepdim=True)
+    weights = scores.sub_(largest).exp_()
+    return torch.cat([largest, weights.sum(dim=3, keepdim=True), weights @ value], dim=3)

@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import PositiveInt
@@ -19,9 +19,19 @@ from torch import Tensor
 
 from verl.component import BuildContext, component
 from verl.errors import LogProbGapError
+from verl.model_paths import packed_attention
 from verl.model_paths.check import decoding_name, paths_for, plainer_decoding
-from verl.model_paths.decode import Choose, Decoder, allowed, key_multiple, padded_keys_distance
+from verl.model_paths.decode import (
+    BatchReader,
+    SlotReader,
+    allowed,
+    key_multiple,
+    slots_distance,
+    slots_fault,
+    to_device,
+)
 from verl.model_paths.expert_routing import routing_of
+from verl.model_paths.paths import ModelPaths
 from verl.model_paths.row_check import WINDOW, bound_of, chosen_rows, longest_row, row_gaps
 from verl.models.call import call_model, unwrapped
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
@@ -45,11 +55,10 @@ from verl.rollout.base import (
     stop_tokens,
 )
 from verl.rollout.generation_group import GenerationGroup, SplitPrompts
+from verl.rollout.hf_rows import BatchRows, LiveRows, LiveTurn, SlotRows, num_slots
 from verl.rollout.prompt_rows import left_padded
 from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler, greedy_rows, noise_keys
-
-if TYPE_CHECKING:
-    from verl.rollout.hf_slots import SlotTurns
+from verl.utils.progress import report
 
 log = logging.getLogger(__name__)
 
@@ -90,10 +99,10 @@ class HFSampler(RolloutEngine):
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
         divided = getattr(model, "divided", None)
         self.group = GenerationGroup() if divided is None else SplitPrompts(divided)
-        self.key_multiple: int | None = None  # of lengths of keys, on another device than a CPU; found with the first
-        self.keeps_slots: bool | None = None  # whether turns may keep keys and values; found with the first episode
+        self.key_multiple = key_multiple(self.device)  # of the lengths of keys that a single token attends to
+        self.keeps_slots: bool | None = None  # whether keys and values may be kept in slots; found with the first turns
         self.longest_compared = 0  # tokens of the longest row whose log-probs were compared
-        self._open: set[TurnEngine] = set()
+        self._open: set[HFTurns] = set()
         self._wrong: set[str] = set()  # ways of decoding that gave other log-probs than a plain forward pass
 
     def turns(self, limits: TurnLimits) -> TurnEngine:
@@ -103,13 +112,12 @@ class HFSampler(RolloutEngine):
         with contextlib.ExitStack() as entered:
             entered.enter_context(weights_gathered(self.model))
             entered.enter_context(packed_weights(self.model))
-            turns: SlotTurns | BatchTurns | None = None if limits.is_single else self._slot_turns(limits)
-            if turns is None:
-                turns = BatchTurns(self, limits)
+            if self.routing is not None:
+                entered.enter_context(self.routing.recording())
+            turns = HFTurns(self, limits)
             self._open.add(turns)
             entered.callback(self._open.discard, turns)
             turns.contexts = entered.pop_all()
-        turns.dtype = torch.promote_types(self.model.dtype, torch.float32)
         return turns
 
     def sync(self) -> SyncResult:
@@ -118,17 +126,63 @@ class HFSampler(RolloutEngine):
             raise open_turns_error(sum(turns.num_pending for turns in self._open))
         return SAME_TENSORS
 
-    def _slot_turns(self, limits: TurnLimits) -> SlotTurns | None:
-        """Turns that keep keys and values from one to the next; None if the model cannot."""
-        from verl.rollout.hf_slots import SlotModel, SlotTurns, num_slots, prove_slots  # brings transformers
+    def rows(self, limits: TurnLimits) -> LiveRows:
+        """Turns in slots where the model allows it, or in batches; on paths checked for rows of this length."""
+        options, paths = self.options, self.paths(limits.row_tokens)
+        reads_once = options.share_prefix and paths.repeats_rows
+        if paths.cache == "in_place":
+            count = num_slots(self.model, limits, options.max_rows)
+            reader = self.slot_reader(paths, count, limits.row_tokens)
+            return SlotRows(reader, count, is_single=limits.is_single, reads_once=reads_once)
 
-        if self.keeps_slots is None:
-            decoder = self.decoder(limits.row_tokens - self.options.max_new_tokens)
-            self.keeps_slots = prove_slots(self.model, self.autocast, decoder)
-        if not self.keeps_slots:
-            return None
-        slots = num_slots(self.model, limits, self.options.max_rows)
-        return SlotTurns(self.sampler, SlotModel(self.model, self.autocast, slots))
+        def new_reader() -> BatchReader:
+            return BatchReader(self.decoded_model, paths, self.autocast, reads_once, self.routing)
+
+        return BatchRows(new_reader, self.pad_id, options.max_rows, drops=options.drop_finished and paths.drops_rows)
+
+    def paths(self, row_tokens: int) -> ModelPaths:
+        """The fastest paths of the model for rows up to a length by which log-probs were right so far; `in_place` where
+        slots were verified for the model."""
+        paths = paths_for(self.model, row_tokens)
+        if paths.cache == "in_place":
+            if self.keeps_slots is None:
+                self.keeps_slots = self._prove_slots(paths)
+            if not self.keeps_slots:
+                paths = replace(paths, cache="own", shares_prefix=False)
+        while decoding_name(paths) in self._wrong and (plainer := plainer_decoding(paths)) is not None:
+            paths = plainer
+        return paths
+
+    def slot_reader(self, paths: ModelPaths, count: int, row_tokens: int) -> SlotReader:
+        """The model over slots; prompts are shared where that is correct and rounds as separate rows do."""
+        is_exact = self.autocast is None and self.model.dtype in (torch.float32, torch.float64)
+        shares = (
+            self.options.share_prefix and paths.shares_prefix and is_exact and packed_attention.is_enabled(self.model)
+        )
+        args = self.decoded_model, self.autocast, count, row_tokens, self.key_multiple
+        return SlotReader(*args, shares=shares, routing=self.routing)
+
+    def _prove_slots(self, paths: ModelPaths) -> bool:
+        """Check whether keys and values may be kept in slots, and padded to a multiple of keys; logs why if not."""
+        fault = slots_fault(self.model, paths)
+        while fault is None:
+            try:
+                distance = slots_distance(self.slot_reader(paths, 4, 16))
+            except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
+                fault = f"{type(error).__name__}: {error}"
+            else:
+                fault = (
+                    None
+                    if distance <= allowed(self.model, self.autocast)
+                    else f"log-probs differ by {distance:.3g} nats"
+                )
+            if fault is None:
+                return True
+            if self.key_multiple > 1:
+                log.warning("Each new token uses its exact length of keys, without padding: %s.", fault)
+                self.key_multiple, fault = 1, None
+        log.warning("Rows are decoded in batches, and each turn of an episode from its whole row: %s.", fault)
+        return False
 
     def decoding_gap(self, rows: DataProto) -> float:
         """Distance of the log-probs of some rows from a plain forward pass of each: no other row, no cache."""
@@ -152,7 +206,7 @@ class HFSampler(RolloutEngine):
         Raises:
             LogProbGapError: there is none.
         """
-        before = self.decoder(int(rows["prompt_mask"].sum(dim=1).max())).paths
+        before = self.paths(longest_row(rows))
         self._wrong.add(decoding_name(before))
         after = plainer_decoding(before)
         found = (
@@ -174,64 +228,21 @@ class HFSampler(RolloutEngine):
         """The largest `decoding_gap` that rounding explains, in nats."""
         return bound_of(self.model.dtype, self.autocast)
 
-    def proven_key_multiple(self, longest_prompt: int) -> int:
-        """Key lengths are padded to a multiple of this: 64 on a GPU if verified for the model, else 1."""
-        if self.key_multiple is None:
-            self.key_multiple = key_multiple(self.device)
-            if self.key_multiple > 1:
-                decoder = replace(self.decoder(longest_prompt), key_multiple=self.key_multiple)
-                longest = longest_prompt + self.options.max_new_tokens
-                try:
-                    with computing_in(self.autocast, self.model):
-                        far = padded_keys_distance(decoder, self.device, longest)
-                    fault = None if far <= allowed(self.model, self.autocast) else f"log-probs differ by {far:.3g} nats"
-                except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
-                    fault = f"{type(error).__name__}: {error}"
-                if fault is not None:
-                    log.warning("Each new token uses its exact length of keys, without padding: %s.", fault)
-                    self.key_multiple = 1
-        return self.key_multiple
+    @property
+    def decoded_model(self) -> Any:
+        """The model that turns are decoded with; a subclass can have another."""
+        return self.model
 
-    def decoder(self, longest_prompt: int) -> Decoder:
-        """The decode loop for prompts of at most this many tokens, on paths checked for the model at this length."""
-        options = self.options
-        paths = paths_for(self.model, longest_prompt + options.max_new_tokens)
-        while decoding_name(paths) in self._wrong and (plainer := plainer_decoding(paths)) is not None:
-            paths = plainer
-        return Decoder(
-            model=self.model,
-            paths=paths,
-            stop_ids=self.stop_ids,
-            pad_id=self.pad_id,
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            is_exact=self.autocast is None and self.model.dtype in (torch.float32, torch.float64),
-            shares=options.share_prefix,
-            drops=options.drop_finished,
-            routing=self.routing,
-        )
-
-    def chooser(self, turns: Sequence[TurnRequest]) -> Choose:
-        """The function that samples the next tokens of these turns; a subclass can modify the logits first."""
-        sampler, keys, is_greedy = self.sampler, noise_keys(turns).to(self.device), greedy_rows(turns)
-        of_rows = None if isinstance(is_greedy, bool) else is_greedy.to(self.device)
-        noise = torch.zeros(len(turns), NOISE_TOKENS, dtype=torch.float64, device=self.device)
-
-        def choose(logits: Tensor, rows: Tensor, t: int) -> Tensor:
-            nonlocal noise
-            if t % NOISE_TOKENS == 0 and is_greedy is not True:
-                noise = sampler.noise(keys[:, :, None], torch.arange(t, t + NOISE_TOKENS, device=self.device))
-            greedy = is_greedy if of_rows is None else of_rows[rows]
-            return sampler.pick(logits, noise[rows, t % NOISE_TOKENS], t, greedy)
-
-        return choose
+    def sampling_logits(self, logits: Tensor, turns: Sequence[LiveTurn]) -> Tensor:
+        """The logits [b V] that tokens are drawn from; a subclass can modify them. Log-probs are those of `logits`."""
+        return logits
 
 
-class BatchTurns(TurnQueue):
-    """Turns decoded as one batch, from whole rows: responses, and the turns of models without kept keys and values.
+class HFTurns(TurnQueue):
+    """The decode loop: each step draws a token of every live turn and reads it.
 
-    The prompt that turns side by side have in common is computed once. Log-probs are compared with a plain forward pass
-    whenever a row is longer than those before; see the module.
+    Turns of episodes over slots are returned as they finish. Others are decoded to their end, and their log-probs
+    compared with a plain forward pass whenever a row is longer than those before; see the module.
 
     Attributes:
         contexts: left when it is closed.
@@ -240,71 +251,107 @@ class BatchTurns(TurnQueue):
     def __init__(self, engine: HFSampler, limits: TurnLimits):
         super().__init__()
         self.engine, self.limits, self.contexts = engine, limits, contextlib.ExitStack()
-        routing = engine.routing
-        self.experts = None if routing is None else (routing.layers, routing.top_k)
-        self.stops = set(engine.stop_ids.tolist())
+        self.sampler, self.stops = engine.sampler, set(engine.stop_ids.tolist())
+        self.dtype = torch.promote_types(engine.model.dtype, torch.float32)
+        self.experts = None if engine.routing is None else (engine.routing.layers, engine.routing.top_k)
+        self.rows = engine.rows(limits)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.queue) + len(self.rows.live)
+
+    def forget(self, episode: int) -> None:
+        self.rows.forget(episode)
 
     def close(self) -> None:
         super().close()
+        self.rows.live = []
         self.contexts.close()
 
     @torch.no_grad()
     def advance(self) -> list[DrawnTurn]:
-        """See `TurnEngine.advance`; all turns with the largest limit are generated.
+        """See `TurnEngine.advance`.
 
         Raises:
             LogProbGapError: no way of decoding gives the log-probs of a plain forward pass.
         """
+        if self.rows.keeps_episodes:
+            return self._step()
         if not self.queue:
             return []
-        engine, limit = self.engine, max(turn.max_new_tokens for turn in self.queue)
-        turns = [turn for turn in self.queue if turn.max_new_tokens == limit]
-        self.queue = [turn for turn in self.queue if turn.max_new_tokens != limit]
-        drawn = self._decode(turns, limit)
+        engine, turns = self.engine, list(self.queue)
+        drawn = self._decode()
         longest = max(len(turn.tokens) + len(made.tokens) for turn, made in zip(turns, drawn, strict=True))
         if longest > engine.longest_compared:
             rows = self._as_rows(turns, drawn)
             while (gap := engine.decoding_gap(rows)) > engine.gap_bound:
                 engine.fall_back(gap, rows)
-                drawn = self._decode(turns, limit)
+                self.rows = engine.rows(self.limits)
+                self.queue.extend(turns)
+                drawn = self._decode()
                 rows = self._as_rows(turns, drawn)
             engine.longest_compared = max(engine.longest_compared, longest_row(rows))
         return drawn
 
-    def _decode(self, turns: Sequence[TurnRequest], limit: int) -> list[DrawnTurn]:
-        engine = self.engine
-        longest = max(len(turn.tokens) for turn in turns)
-        if not self.limits.is_single:
-            longest = max(longest, self.limits.row_tokens - engine.options.max_new_tokens)
-        multiple = engine.proven_key_multiple(longest)
-        decoder = replace(engine.decoder(longest), key_multiple=multiple, max_new_tokens=limit)
-        by_size: dict[int, list[list[int]]] = {}
-        for group in _same_prompts(turns):
-            by_size.setdefault(len(group), []).append(group)
+    def _decode(self) -> list[DrawnTurn]:
+        """All turns of the queue, in its order."""
+        order = [turn.episode for turn in self.queue]
         drawn: dict[int, DrawnTurn] = {}
-        for n, groups in by_size.items():
-            lengths = torch.tensor([len(turns[group[0]].tokens) for group in groups])
-            for chosen in decoder.batches(lengths, engine.options.max_rows // n):
-                numbers = [number for place in chosen.tolist() for number in groups[place]]
-                made = self._decode_batch(decoder, [turns[number] for number in numbers], n)
-                drawn |= dict(zip(numbers, made, strict=True))
-        return [drawn[number] for number in range(len(turns))]
+        while self.num_pending:
+            drawn |= {turn.episode: turn for turn in self._step()}
+        return [drawn[episode] for episode in order]
 
-    def _decode_batch(self, decoder: Decoder, turns: Sequence[TurnRequest], n: int) -> list[DrawnTurn]:
-        """Decode the turns of groups of n, one group after another."""
-        tokens, mask = left_padded([turn.tokens for turn in turns[::n]], self.engine.pad_id)
-        device = self.engine.device
-        with computing_in(self.engine.autocast, self.engine.model):
-            out = decoder.decode(tokens.to(device), mask.to(device), n, self.engine.chooser(turns))
-        lengths = out.mask.sum(dim=1).tolist()
-        responses, log_probs = out.responses.tolist(), out.log_probs.tolist()
-        routed = None if out.routed is None else out.routed.cpu()
-        drawn = []
-        for row, (turn, length) in enumerate(zip(turns, lengths, strict=True)):
-            made = responses[row][:length]
-            experts = None if routed is None else routed[row, :length]
-            drawn.append(DrawnTurn(turn.episode, made, log_probs[row][:length], made[-1] in self.stops, experts))
-        return drawn
+    def _step(self) -> list[DrawnTurn]:
+        """One token of every live turn; returns the turns that it ends."""
+        report()
+        rows = self.rows
+        rows.admit(self.queue)
+        if not rows.live:
+            return []
+        tokens, log_probs = self._choose()
+        drawn = torch.stack([tokens.double(), log_probs.double()]).tolist()  # exact for both; one synchronisation
+        routed = itertools.repeat(None) if rows.next.routed is None else rows.next.routed.unbind()
+        ended = []
+        for turn, token, log_prob, experts in zip(rows.live, map(int, drawn[0]), drawn[1], routed):
+            turn.tokens.append(token)
+            turn.log_probs.append(log_prob)
+            if experts is not None:
+                turn.routed.append(experts)
+            if token in self.stops or len(turn.tokens) >= turn.request.max_new_tokens:
+                ended.append(turn)
+        rows.end(ended)
+        if rows.live:
+            rows.advance()
+        return [self._drawn(turn) for turn in ended]
+
+    def _choose(self) -> tuple[Tensor, Tensor]:
+        """The next token of each live turn, and its log-prob."""
+        live, logits = self.rows.live, self.rows.next.logits
+        positions = [len(turn.tokens) for turn in live]
+        stale = [
+            turn for turn, t in zip(live, positions, strict=True) if t % NOISE_TOKENS == 0 and not turn.request.greedy
+        ]
+        if stale:
+            keys, first = (
+                noise_keys([turn.request for turn in stale]),
+                torch.tensor([len(turn.tokens) for turn in stale]),
+            )
+            noise = self.sampler.noise(keys[:, :, None], first[:, None] + torch.arange(NOISE_TOKENS))
+            for turn, numbers in zip(stale, noise.tolist(), strict=True):
+                turn.noise = numbers
+        noise = [turn.noise[t % NOISE_TOKENS] for turn, t in zip(live, positions, strict=True)]
+        bits = torch.tensor(noise, dtype=torch.float64).view(torch.int64)
+        is_greedy = greedy_rows([turn.request for turn in live])
+        of_rows = [] if isinstance(is_greedy, bool) else [is_greedy.long()]
+        at, bits, *of_rows = to_device([torch.tensor(positions), bits, *of_rows], logits.device)
+        greedy = of_rows[0].bool() if of_rows else is_greedy
+        tokens = self.sampler.pick(self.engine.sampling_logits(logits, live), bits.view(torch.float64), at, greedy)
+        return tokens, self.sampler.log_probs(logits, tokens)
+
+    def _drawn(self, turn: LiveTurn) -> DrawnTurn:
+        routed = torch.stack(turn.routed).cpu() if turn.routed else None
+        is_complete = turn.tokens[-1] in self.stops
+        return DrawnTurn(turn.request.episode, turn.tokens, turn.log_probs, is_complete, routed)
 
     def _as_rows(self, turns: Sequence[TurnRequest], drawn: Sequence[DrawnTurn]) -> DataProto:
         """Each turn as a row, behind everything before it; see `assemble`."""
@@ -314,13 +361,3 @@ class BatchTurns(TurnQueue):
         prompts = DataProto.from_dict(fields | {"group_ids": torch.arange(len(turns))})
         sample_ids = torch.tensor([turn.sample_id for turn in turns])
         return assemble_turns(prompts, drawn, self, self.engine.pad_id, sample_ids=sample_ids)
-
-
-def _same_prompts(turns: Sequence[TurnRequest]) -> list[list[int]]:
-    """Numbers of the turns that stand side by side and follow on the same tokens of the same prompt."""
-
-    def key(number: int) -> tuple[Any, ...]:
-        turn = turns[number]
-        return turn.prompt_id, turn.turn, turn.tokens
-
-    return [list(numbers) for _, numbers in itertools.groupby(range(len(turns)), key)]

@@ -96,7 +96,8 @@ class ScriptedTurns(TurnQueue):
         self.dtype = torch.promote_types(engine.model.dtype, torch.float32)
 
     def advance(self) -> list[DrawnTurn]:
-        turns, self.queue = self.queue, []
+        turns = list(self.queue)
+        self.queue.clear()
         num_samples = 1 + max((turn.sample_id for turn in turns), default=0)
         drawn = []
         for turn in turns:
