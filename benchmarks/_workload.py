@@ -82,8 +82,8 @@ def digit_rewards(prompts: list[str], responses: list[str], **_: object) -> list
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in responses]
 
 
-def forced(logits: Any, lengths: Any, position: Any, ends: bool) -> Any:
-    """Logits [b V] of response token `position` (from 0; [b] or of all) under which a response of `lengths` [b] tokens comes out.
+def forced(logits: Any, lengths: Any, position: int, ends: bool) -> Any:
+    """Logits [b V] of response token `position` (from 0) under which a response of `lengths` [b] tokens comes out.
 
     Args:
         ends: whether the last token is the end of text; otherwise it is any other token.
@@ -103,10 +103,14 @@ def forced_rollout(lengths: Sequence[int], ends: bool, group_size: int, **option
     wanted = torch.tensor(lengths)
 
     class ForcedSampler(HFSampler):
-        def sampling_logits(self, logits: Any, turns: Any) -> Any:
-            numbers = [turn.request.prompt_id * group_size + turn.request.sample_id for turn in turns]
-            positions = torch.tensor([len(turn.tokens) for turn in turns])
-            return forced(logits, wanted[torch.tensor(numbers) % len(wanted)], positions, ends)
+        turns_before: Any = None
+
+        def sampling_logits(self, logits: Any, turns: Any, num_drawn: int) -> Any:
+            if turns is not self.turns_before:
+                numbers = [turn.request.prompt_id * group_size + turn.request.sample_id for turn in turns]
+                starts = torch.tensor([turn.start for turn in turns])
+                self.turns_before, self.ends = turns, starts + wanted[torch.tensor(numbers) % len(wanted)]
+            return forced(logits, self.ends, num_drawn, ends)
 
     class ForcedRollout(HFRollout):
         def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None, context: Any = None) -> HFSampler:

@@ -183,7 +183,7 @@ def _own_cache_is_right(model: Any) -> bool:
     prompt, row = min(PROBE_TOKENS), _random_row(model, sorted(PROBE_TOKENS)[1])
     reader = BatchReader(model, ModelPaths(cache="own"))
     try:
-        steps = [reader.begin(row[None, :prompt], torch.ones(1, prompt)).logits[0]]
+        steps = [reader.begin(row[None, :prompt], torch.ones_like(row[None, :prompt])).logits[0]]
         steps += [reader.read(token[None]).logits[0] for token in row[prompt:-1]]
     except Exception:  # noqa: BLE001 - whatever a model's own code has against it
         return False

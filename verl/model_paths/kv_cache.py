@@ -1,13 +1,12 @@
 """A key-value cache of slots: rows of individual lengths, and prompts that several of them share.
 
-prompts [p + 1, H, P, D] ── read once for all the slots behind each ──┐
-slots [s + 1, H, L, D] ── written where they lie, token by token ─────┴──> attention
-
-The last row of each is scratch: padding is written there.
+prompts [p H P D] ── read once for all the slots behind each ──┐
+slots [s H L D] ── written where they lie, token by token ─────┴──> attention
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 from verl.ops.attention import PromptGroups
 
 FIRST_LENGTH = 64  # tokens of a slot; it grows by half
-SCRATCH = -1
 
 
 @dataclass
@@ -27,33 +25,31 @@ class CacheCall:
     """What the layers of a `SlotCache` write and read in a forward pass of b rows with q new tokens each.
 
     Attributes:
+        first: number of the slot or prompt of the first row; those of the others follow it.
+        columns: [b q] of each new token in its row; or the one of all rows, where q is 1.
+        num_rows, length: slots or prompts, and tokens of each, that memory is needed for.
+        width: tokens of a slot that attention reads; 0: the new tokens see nothing before them.
         is_prompt: the rows are prompts to be shared, not slots.
-        rows: [b q] of each new token: number of its slot or prompt, or SCRATCH.
-        columns: [b q] of each new token in its row; or the one of all, where the b first slots get one token each.
-        count: number of slots, or of prompts, that room is needed for.
-        width: tokens of a row that attention reads; where nothing was read before, those that are written.
-        slots: that attention reads: a number for so many first ones, which are not copied, or [b]; None: the new tokens
-            see nothing before them.
         prompts: [b] prompts whose first `prompt_width` tokens are copied before those of the slots; None for none.
         groups: prompts that attention itself reads before the slots, once for all of them; None for none.
     """
 
-    is_prompt: bool
-    rows: Tensor
+    first: int
     columns: Tensor | int
-    count: int
-    width: int
-    slots: Tensor | int | None = None
+    num_rows: int
+    length: int
+    width: int = 0
+    is_prompt: bool = False
     prompts: Tensor | None = None
     prompt_width: int = 0
     groups: PromptGroups | None = None
 
 
 class StoredRows:
-    """Keys and values of one layer, [rows + 1, H, L, D] each.
+    """Keys and values of one layer, [rows H L D] each.
 
     Args:
-        max_rows, max_length: more room than that is not made in advance.
+        max_rows, max_length: more memory than that is not taken in advance.
     """
 
     def __init__(self, max_rows: int, max_length: int):
@@ -62,32 +58,27 @@ class StoredRows:
 
     def write(self, call: CacheCall, states: tuple[Tensor, Tensor]) -> None:
         """Store new keys and values [b H q D]."""
-        self._reserve(call.count, call.width, states)
+        shape = self.tensors[0].shape if self.tensors else (0, 0, 0)
+        if shape[0] < call.num_rows or shape[2] < call.length:
+            self._grow(call.num_rows, call.length, states)
         for stored, new in zip(self.tensors, states, strict=True):
+            rows = stored[call.first : call.first + len(new)]
             if isinstance(call.columns, int):
-                stored[: len(new), :, call.columns] = new[:, :, 0]
+                rows[:, :, call.columns] = new[:, :, 0]
             else:
-                stored[call.rows, :, call.columns] = new.transpose(1, 2)
-
-    def read(self, rows: Tensor | int, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of some rows, or of so many first ones."""
-        keys, values = self.tensors
-        chosen = slice(rows) if isinstance(rows, int) else rows
-        return keys[chosen, :, :width], values[chosen, :, :width]
+                rows.scatter_(2, call.columns[:, None, :, None].expand_as(new), new)
 
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first tokens of rows [m] to other rows [m], which may be among them; one source may serve all."""
+        """Copy the first tokens of rows [m] to other rows [m], which may be among them."""
         for stored in self.tensors:
             stored[targets, :, :length] = stored[sources, :, :length]
 
-    def _reserve(self, rows: int, length: int, states: tuple[Tensor, Tensor]) -> None:
+    def _grow(self, rows: int, length: int, states: tuple[Tensor, Tensor]) -> None:
         before = self.tensors[0].shape if self.tensors else (0, 0, 0)
-        if before[0] > rows and before[2] >= length:
-            return
-        rows = max(rows, min(before[0] * 3 // 2, self.max_rows), before[0] - 1)
+        rows = max(rows, min(before[0] * 3 // 2, self.max_rows), before[0])
         length = max(length, min(max(FIRST_LENGTH, before[2] * 3 // 2), self.max_length), before[2])
-        made = [new.new_zeros(rows + 1, new.shape[1], length, new.shape[3]) for new in states]
-        for stored, larger in zip(self.tensors, made):
+        made = [new.new_zeros(rows, new.shape[1], length, new.shape[3]) for new in states]
+        for stored, larger in zip(self.tensors, made, strict=False):
             larger[: before[0], :, : before[2]] = stored
         self.tensors = made
 
@@ -108,19 +99,23 @@ class SlotLayer(DynamicLayer):
     @property
     def shared(self) -> tuple[PromptGroups, Tensor, Tensor] | None:
         """Prompts that attention reads before the keys and values that `update` gives."""
-        groups = self.call.groups
-        return None if groups is None else (groups, *self.prompts.read(groups.count, self.call.prompt_width))
+        groups, width = self.call.groups, self.call.prompt_width
+        if groups is None:
+            return None
+        keys, values = self.prompts.tensors
+        return groups, keys[: groups.count, :, :width], values[: groups.count, :, :width]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         call, states = self.call, (key_states, value_states)
         (self.prompts if call.is_prompt else self.slots).write(call, states)
-        if call.slots is None:
+        if not call.width:
             return states
-        own = self.slots.read(call.slots, call.width)
+        end = call.first + len(key_states)
+        keys, values = (stored[call.first : end, :, : call.width] for stored in self.slots.tensors)
         if call.prompts is None:
-            return own
-        prompts = self.prompts.read(call.prompts, call.prompt_width)
-        return torch.cat([prompts[0], own[0]], dim=2), torch.cat([prompts[1], own[1]], dim=2)
+            return keys, values
+        before = (stored[call.prompts, :, : call.prompt_width] for stored in self.prompts.tensors)
+        return torch.cat([next(before), keys], dim=2), torch.cat([next(before), values], dim=2)
 
     def get_seq_length(self) -> int:
         return 0
@@ -130,7 +125,7 @@ class SlotCache(DynamicCache):
     """The layers of a model, each a `SlotLayer`.
 
     Args:
-        max_slots, max_length: more room than that is not made in advance.
+        max_slots, max_length: more memory than that is not taken in advance.
     """
 
     def __init__(self, config: Any, max_slots: int, max_length: int):
@@ -145,10 +140,13 @@ class SlotCache(DynamicCache):
         for layer in self.layers:
             layer.call = call  # type: ignore[union-attr]
 
-    def copy(self, sources: Tensor, targets: Tensor, length: int, *, prompts: bool = False) -> None:
-        """Copy the first tokens of slots [m] to slots [m], or of prompts to prompts; see `StoredRows.copy`."""
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int, *, prompts: bool = False) -> None:
+        """Copy the first tokens of some slots to other slots, or of prompts to prompts; see `StoredRows.copy`."""
         for layer in self.layers:
-            (layer.prompts if prompts else layer.slots).copy(sources, targets, length)  # type: ignore[union-attr]
+            rows = layer.prompts if prompts else layer.slots  # type: ignore[union-attr]
+            if rows.tensors:
+                places = torch.tensor([sources, targets], device=rows.tensors[0].device)
+                rows.copy(places[0], places[1], length)
 
 
 def keeps_all_tokens(config: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -265,7 +264,7 @@ class TurnQueue(TurnEngine):
     """A `TurnEngine` whose turns wait in `queue`, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self.queue: deque[TurnRequest] = deque()
+        self.queue: list[TurnRequest] = []
 
     @property
     def num_pending(self) -> int:

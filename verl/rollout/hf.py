@@ -7,10 +7,9 @@ is longer than those compared before. Where they differ, the rows are drawn agai
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,17 +18,8 @@ from torch import Tensor
 
 from verl.component import BuildContext, component
 from verl.errors import LogProbGapError
-from verl.model_paths import packed_attention
 from verl.model_paths.check import decoding_name, paths_for, plainer_decoding
-from verl.model_paths.decode import (
-    BatchReader,
-    SlotReader,
-    allowed,
-    key_multiple,
-    slots_distance,
-    slots_fault,
-    to_device,
-)
+from verl.model_paths.decode import BatchReader, NextToken, allowed
 from verl.model_paths.expert_routing import routing_of
 from verl.model_paths.paths import ModelPaths
 from verl.model_paths.row_check import WINDOW, bound_of, chosen_rows, longest_row, row_gaps
@@ -55,7 +45,16 @@ from verl.rollout.base import (
     stop_tokens,
 )
 from verl.rollout.generation_group import GenerationGroup, SplitPrompts
-from verl.rollout.hf_rows import BatchRows, LiveRows, LiveTurn, SlotRows, num_slots
+from verl.rollout.hf_rows import (
+    KEY_MULTIPLE,
+    WORTH_SHARING,
+    BatchRows,
+    LiveRows,
+    SlotRows,
+    num_slots,
+    slots_distance,
+    slots_fault,
+)
 from verl.rollout.prompt_rows import left_padded
 from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler, greedy_rows, noise_keys
 from verl.utils.progress import report
@@ -99,7 +98,9 @@ class HFSampler(RolloutEngine):
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
         divided = getattr(model, "divided", None)
         self.group = GenerationGroup() if divided is None else SplitPrompts(divided)
-        self.key_multiple = key_multiple(self.device)  # of the lengths of keys that a single token attends to
+        self.key_multiple = (
+            1 if self.device.type == "cpu" else KEY_MULTIPLE
+        )  # of the lengths of keys that a single token attends to
         self.keeps_slots: bool | None = None  # whether keys and values may be kept in slots; found with the first turns
         self.longest_compared = 0  # tokens of the longest row whose log-probs were compared
         self._open: set[HFTurns] = set()
@@ -109,12 +110,14 @@ class HFSampler(RolloutEngine):
         """See `RolloutEngine.turns`; the draws depend on the noise keys of the turns and the positions alone. Until it
         is closed, this process has unsharded weights."""
         self.model.eval()
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
         with contextlib.ExitStack() as entered:
             entered.enter_context(weights_gathered(self.model))
             entered.enter_context(packed_weights(self.model))
             if self.routing is not None:
                 entered.enter_context(self.routing.recording())
-            turns = HFTurns(self, limits)
+            entered.enter_context(computing_in(self.autocast, self.model))
+            turns = HFTurns(self, limits, dtype)
             self._open.add(turns)
             entered.callback(self._open.discard, turns)
             turns.contexts = entered.pop_all()
@@ -127,18 +130,16 @@ class HFSampler(RolloutEngine):
         return SAME_TENSORS
 
     def rows(self, limits: TurnLimits) -> LiveRows:
-        """Turns in slots where the model allows it, or in batches; on paths checked for rows of this length."""
+        """Rows in slots where the model allows it, or in batches; on paths checked for rows of this length."""
         options, paths = self.options, self.paths(limits.row_tokens)
-        reads_once = options.share_prefix and paths.repeats_rows
         if paths.cache == "in_place":
-            count = num_slots(self.model, limits, options.max_rows)
-            reader = self.slot_reader(paths, count, limits.row_tokens)
-            return SlotRows(reader, count, is_single=limits.is_single, reads_once=reads_once)
+            return self._slot_rows(paths, num_slots(self.model, limits, options.max_rows), limits)
 
         def new_reader() -> BatchReader:
-            return BatchReader(self.decoded_model, paths, self.autocast, reads_once, self.routing)
+            how = {"repeats": options.share_prefix, "drops": options.drop_finished}
+            return BatchReader(self.decoded_model, paths, routing=self.routing, **how)
 
-        return BatchRows(new_reader, self.pad_id, options.max_rows, drops=options.drop_finished and paths.drops_rows)
+        return BatchRows(new_reader, self.device, self.pad_id, options.max_rows)
 
     def paths(self, row_tokens: int) -> ModelPaths:
         """The fastest paths of the model for rows up to a length by which log-probs were right so far; `in_place` where
@@ -153,31 +154,34 @@ class HFSampler(RolloutEngine):
             paths = plainer
         return paths
 
-    def slot_reader(self, paths: ModelPaths, count: int, row_tokens: int) -> SlotReader:
-        """The model over slots; prompts are shared where that is correct and rounds as separate rows do."""
+    def _slot_rows(
+        self, paths: ModelPaths, count: int, limits: TurnLimits, shares_from: int = WORTH_SHARING
+    ) -> SlotRows:
+        """Rows in slots; prompts are shared where that is correct and rounds as separate rows do."""
         is_exact = self.autocast is None and self.model.dtype in (torch.float32, torch.float64)
-        shares = (
-            self.options.share_prefix and paths.shares_prefix and is_exact and packed_attention.is_enabled(self.model)
+        shares = self.options.share_prefix and paths.shares_prefix and is_exact
+        return SlotRows(
+            self.decoded_model,
+            count,
+            limits.row_tokens,
+            is_single=limits.is_single,
+            key_multiple=self.key_multiple,
+            reads_once=self.options.share_prefix,
+            shares_from=shares_from if shares else None,
+            routing=self.routing,
         )
-        args = self.decoded_model, self.autocast, count, row_tokens, self.key_multiple
-        return SlotReader(*args, shares=shares, routing=self.routing)
 
     def _prove_slots(self, paths: ModelPaths) -> bool:
         """Check whether keys and values may be kept in slots, and padded to a multiple of keys; logs why if not."""
-        fault = slots_fault(self.model, paths)
+        fault = slots_fault(self.model.config, paths)
         while fault is None:
             try:
-                distance = slots_distance(self.slot_reader(paths, 4, 16))
+                distance = slots_distance(self._slot_rows(paths, 4, TurnLimits(16), shares_from=4))
+                if distance <= allowed(self.model, self.autocast):
+                    return True
+                fault = f"log-probs differ by {distance:.3g} nats"
             except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
                 fault = f"{type(error).__name__}: {error}"
-            else:
-                fault = (
-                    None
-                    if distance <= allowed(self.model, self.autocast)
-                    else f"log-probs differ by {distance:.3g} nats"
-                )
-            if fault is None:
-                return True
             if self.key_multiple > 1:
                 log.warning("Each new token uses its exact length of keys, without padding: %s.", fault)
                 self.key_multiple, fault = 1, None
@@ -233,9 +237,30 @@ class HFSampler(RolloutEngine):
         """The model that turns are decoded with; a subclass can have another."""
         return self.model
 
-    def sampling_logits(self, logits: Tensor, turns: Sequence[LiveTurn]) -> Tensor:
-        """The logits [b V] that tokens are drawn from; a subclass can modify them. Log-probs are those of `logits`."""
+    def sampling_logits(self, logits: Tensor, turns: Sequence[LiveTurn], num_drawn: int) -> Tensor:
+        """The logits [b V] that tokens are drawn from; a subclass can modify them. Log-probs are those of `logits`.
+
+        Args:
+            turns: of the rows, the same list until one starts or ends.
+            num_drawn: tokens that were drawn of each turn, plus its `start`.
+        """
         return logits
+
+
+@dataclass(eq=False)
+class LiveTurn:
+    """A turn that is being generated.
+
+    Attributes:
+        start: number of the step that draws its first token.
+        tokens, log_probs, routed: up to the last step at which a turn started or ended.
+    """
+
+    request: TurnRequest
+    start: int
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    routed: list[Tensor] = field(default_factory=list)  # [k layers top_k], experts of the token before each token
 
 
 class HFTurns(TurnQueue):
@@ -246,26 +271,31 @@ class HFTurns(TurnQueue):
 
     Attributes:
         contexts: left when it is closed.
+        live: turns that are being generated; a new list whenever one starts or ends.
     """
 
-    def __init__(self, engine: HFSampler, limits: TurnLimits):
+    def __init__(self, engine: HFSampler, limits: TurnLimits, dtype: torch.dtype):
         super().__init__()
-        self.engine, self.limits, self.contexts = engine, limits, contextlib.ExitStack()
-        self.sampler, self.stops = engine.sampler, set(engine.stop_ids.tolist())
-        self.dtype = torch.promote_types(engine.model.dtype, torch.float32)
+        self.engine, self.limits, self.dtype, self.contexts = engine, limits, dtype, contextlib.ExitStack()
+        self.sampler, self.rows = engine.sampler, engine.rows(limits)
         self.experts = None if engine.routing is None else (engine.routing.layers, engine.routing.top_k)
-        self.rows = engine.rows(limits)
+        self.live: list[LiveTurn] = []
+        self._next = NextToken(torch.zeros(0))
+        self._drawn: list[tuple[Tensor, ...]] = []  # tokens, log-probs and experts since `live` is the same
+        self._step = self._first_noise = self._next_limit = 0  # numbers of steps
+        self._noise = torch.zeros(0)
+        self._greedy: Tensor | bool = False
 
     @property
     def num_pending(self) -> int:
-        return len(self.queue) + len(self.rows.live)
+        return len(self.queue) + len(self.live)
 
     def forget(self, episode: int) -> None:
         self.rows.forget(episode)
 
     def close(self) -> None:
         super().close()
-        self.rows.live = []
+        self.live = []
         self.contexts.close()
 
     @torch.no_grad()
@@ -276,7 +306,7 @@ class HFTurns(TurnQueue):
             LogProbGapError: no way of decoding gives the log-probs of a plain forward pass.
         """
         if self.rows.keeps_episodes:
-            return self._step()
+            return self._advance()
         if not self.queue:
             return []
         engine, turns = self.engine, list(self.queue)
@@ -298,60 +328,98 @@ class HFTurns(TurnQueue):
         order = [turn.episode for turn in self.queue]
         drawn: dict[int, DrawnTurn] = {}
         while self.num_pending:
-            drawn |= {turn.episode: turn for turn in self._step()}
+            drawn |= {turn.episode: turn for turn in self._advance()}
         return [drawn[episode] for episode in order]
 
-    def _step(self) -> list[DrawnTurn]:
+    def _advance(self) -> list[DrawnTurn]:
         """One token of every live turn; returns the turns that it ends."""
         report()
-        rows = self.rows
-        rows.admit(self.queue)
-        if not rows.live:
+        if self.queue:
+            self._admit()
+        if not self.live:
             return []
-        tokens, log_probs = self._choose()
-        drawn = torch.stack([tokens.double(), log_probs.double()]).tolist()  # exact for both; one synchronisation
-        routed = itertools.repeat(None) if rows.next.routed is None else rows.next.routed.unbind()
-        ended = []
-        for turn, token, log_prob, experts in zip(rows.live, map(int, drawn[0]), drawn[1], routed):
-            turn.tokens.append(token)
-            turn.log_probs.append(log_prob)
-            if experts is not None:
-                turn.routed.append(experts)
-            if token in self.stops or len(turn.tokens) >= turn.request.max_new_tokens:
-                ended.append(turn)
-        rows.end(ended)
-        if rows.live:
-            rows.advance()
-        return [self._drawn(turn) for turn in ended]
+        if self._step == self._first_noise + NOISE_TOKENS:
+            self._first_noise = self._step
+            self._noise = self._noise_of(self.live)
+        logits = self.engine.sampling_logits(self._next.logits, self.live, self._step)
+        noise = self._noise[:, self._step - self._first_noise]
+        tokens = self.sampler.pick(logits, noise, self._positions(), self._greedy)
+        log_probs = self.sampler.log_probs(self._next.logits, tokens)
+        self._drawn.append((tokens, log_probs) if self._next.routed is None else (tokens, log_probs, self._next.routed))
+        self._step += 1
+        is_stop = torch.isin(tokens, self.engine.stop_ids)
+        if self._step == self._next_limit or bool(is_stop.any()):
+            return self._end(tokens, is_stop.tolist())
+        self._next = self.rows.read(tokens)
+        return []
 
-    def _choose(self) -> tuple[Tensor, Tensor]:
-        """The next token of each live turn, and its log-prob."""
-        live, logits = self.rows.live, self.rows.next.logits
-        positions = [len(turn.tokens) for turn in live]
-        stale = [
-            turn for turn, t in zip(live, positions, strict=True) if t % NOISE_TOKENS == 0 and not turn.request.greedy
-        ]
-        if stale:
-            keys, first = (
-                noise_keys([turn.request for turn in stale]),
-                torch.tensor([len(turn.tokens) for turn in stale]),
+    def _admit(self) -> None:
+        requests, following = self.rows.admit(self.queue)
+        if following is None:
+            return
+        self._collect()
+        turns = [LiveTurn(request, self._step) for request in requests]
+        if not self.live:
+            self._next, self._first_noise = following, self._step
+            self._noise = self._noise_of(turns)
+        else:
+            self._next = NextToken.concat([self._next, following])
+            self._noise = torch.cat([self._noise, self._noise_of(turns)])
+        self._set_live([*self.live, *turns])
+
+    def _end(self, tokens: Tensor, is_stop: Sequence[bool]) -> list[DrawnTurn]:
+        """Take out the turns that have ended, and read the tokens [b] of the others."""
+        self._collect()
+        limits = [turn.start + turn.request.max_new_tokens for turn in self.live]
+        ended = [row for row, limit in enumerate(limits) if is_stop[row] or limit == self._step]
+        turns = [self.live[row] for row in ended]
+        read = [turn.request.tokens + turn.tokens[:-1] for turn in turns]
+        order = self.rows.end(dict(zip(ended, read, strict=True)))
+        self._set_live([self.live[row] for row in order])
+        if order:
+            going = torch.tensor(order, device=tokens.device)
+            self._noise, self._next = self._noise[going], self.rows.read(tokens[going])
+        return [
+            DrawnTurn(
+                turn.request.episode,
+                turn.tokens,
+                turn.log_probs,
+                is_stop[row],
+                torch.cat(turn.routed).cpu() if turn.routed else None,
             )
-            noise = self.sampler.noise(keys[:, :, None], first[:, None] + torch.arange(NOISE_TOKENS))
-            for turn, numbers in zip(stale, noise.tolist(), strict=True):
-                turn.noise = numbers
-        noise = [turn.noise[t % NOISE_TOKENS] for turn, t in zip(live, positions, strict=True)]
-        bits = torch.tensor(noise, dtype=torch.float64).view(torch.int64)
-        is_greedy = greedy_rows([turn.request for turn in live])
-        of_rows = [] if isinstance(is_greedy, bool) else [is_greedy.long()]
-        at, bits, *of_rows = to_device([torch.tensor(positions), bits, *of_rows], logits.device)
-        greedy = of_rows[0].bool() if of_rows else is_greedy
-        tokens = self.sampler.pick(self.engine.sampling_logits(logits, live), bits.view(torch.float64), at, greedy)
-        return tokens, self.sampler.log_probs(logits, tokens)
+            for row, turn in zip(ended, turns, strict=True)
+        ]
 
-    def _drawn(self, turn: LiveTurn) -> DrawnTurn:
-        routed = torch.stack(turn.routed).cpu() if turn.routed else None
-        is_complete = turn.tokens[-1] in self.stops
-        return DrawnTurn(turn.request.episode, turn.tokens, turn.log_probs, is_complete, routed)
+    def _collect(self) -> None:
+        """Add to each live turn what was drawn since the last call."""
+        if not self._drawn:
+            return
+        tokens, log_probs, *routed = (torch.stack(columns, dim=1) for columns in zip(*self._drawn, strict=True))
+        self._drawn = []
+        for row, (turn, *lines) in enumerate(zip(self.live, tokens.tolist(), log_probs.tolist(), strict=True)):
+            turn.tokens += lines[0]
+            turn.log_probs += lines[1]
+            turn.routed += [experts[row] for experts in routed]
+
+    def _set_live(self, turns: list[LiveTurn]) -> None:
+        self.live = turns
+        self._next_limit = min((turn.start + turn.request.max_new_tokens for turn in turns), default=0)
+        is_greedy = greedy_rows([turn.request for turn in turns]) if turns else False
+        self._greedy = is_greedy if isinstance(is_greedy, bool) else is_greedy.to(self.engine.device)
+
+    def _noise_of(self, turns: Sequence[LiveTurn]) -> Tensor:
+        """Noise [b NOISE_TOKENS] of turns, the first column for the step `_first_noise`."""
+        device, keys = self.engine.device, noise_keys([turn.request for turn in turns])
+        if all(turn.request.greedy for turn in turns):
+            return torch.zeros(len(turns), NOISE_TOKENS, dtype=torch.float64, device=device)
+        first = torch.tensor([self._first_noise - turn.start for turn in turns], device=device)
+        positions = first[:, None] + torch.arange(NOISE_TOKENS, device=device)
+        return self.sampler.noise(keys.to(device)[:, :, None], positions.clamp_min(0))
+
+    def _positions(self) -> Tensor | int:
+        """Number of tokens of each turn so far; of all if stop tokens may be drawn everywhere."""
+        drawn = [self._step - turn.start for turn in (self.live if self.sampler.min_new_tokens else self.live[:1])]
+        return drawn[0] if len(set(drawn)) == 1 else torch.tensor(drawn, device=self.engine.device)
 
     def _as_rows(self, turns: Sequence[TurnRequest], drawn: Sequence[DrawnTurn]) -> DataProto:
         """Each turn as a row, behind everything before it; see `assemble`."""

@@ -1,13 +1,13 @@
-"""Turns that `rollout=hf` decodes beside each other: which are admitted, and where their keys and values are.
+"""Rows that `rollout=hf` decodes beside each other: which turns are admitted, and where their keys and values are.
 
-    queue ── admit: a slot each ──> prefill of the new tokens ──> advance, one token of every live turn ──> end
-                ^                                                                                           |
-                └──── slots of responses, and of episodes that wait for their environment, oldest first ────┘
+    queue ── admit: a slot each ──> prefill of the new tokens ──> read, one token of every live row ──> end
+                ^                                                                                       |
+                └──── slots of responses, and of episodes that wait for their environment, oldest first ┘
 
-`SlotRows`: rows in different slots may have different lengths, so turns start and end at any time. Before a token is
-decoded, slots of live turns are moved to the front, so that attention reads keys and values where they lie. Rows of one
-prompt share its keys and values (`SharedPrompt`) or have a copy. If there are more episodes than slots, an episode that
-waits for its environment loses its slot and is computed again when it continues.
+`SlotRows`: rows may have different lengths, so turns start and end at any time. Live rows are in the first slots, so
+that attention reads keys and values where they lie; a slot moves only when a row starts or ends. Rows of one prompt
+share its keys and values (`StoredPrompt`) or have a copy. If there are more episodes than slots, an episode that waits
+for its environment loses its slot and is computed again when it continues.
 
 `BatchRows`: turns of whole rows in batches, each decoded to its end, for models whose cache has no slots.
 """
@@ -15,264 +15,488 @@ waits for its environment loses its slot and is computed again when it continues
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.errors import ConfigError
-from verl.model_paths.decode import BatchReader, NextToken, SharedPrompt, Slot, SlotReader, to_device
+from verl.model_paths import packed_attention
+from verl.model_paths.decode import BatchReader, NextToken
+from verl.model_paths.expert_routing import ExpertRouting
+from verl.model_paths.paths import ModelPaths
+from verl.models.call import call_model
+from verl.models.parallel_info import compute_device
+from verl.ops.attention import PromptGroups
 from verl.rollout.base import TurnLimits, TurnRequest
 from verl.rollout.prompt_rows import left_padded
-from verl.rollout.token_sampler import NOISE_TOKENS
 
-S = TypeVar("S", bound=Slot)
 GIB = 1 << 30
 PREFILL_TOKENS = 8192  # of one forward pass, padding included
 WORTH_SHARING = 64  # tokens of a prompt, from which on reading it once per group saves more than it costs
-WORTH_DROPPING = 0.875  # share of the rows of a batch that still run, from which down the others leave it
 WORTH_REFILLING = 0.125  # share of the slots that are free, from which on responses that wait get them
-
-
-@dataclass(eq=False)
-class LiveTurn:
-    """A turn that is being generated.
-
-    Attributes:
-        slot: where its row is.
-        routed: experts [layers k] of the token before each token.
-        noise: of `NOISE_TOKENS` positions.
-    """
-
-    request: TurnRequest
-    slot: Slot
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    routed: list[Tensor] = field(default_factory=list)
-    noise: list[float] = field(default_factory=lambda: [0.0] * NOISE_TOKENS)
+KEY_MULTIPLE = 64  # on a GPU: its kernels prepare themselves for each length of keys
 
 
 class LiveRows:
-    """Turns that are being generated.
+    """Rows that are decoded, in an order that changes when a row starts or ends.
 
     Attributes:
-        live: the turns.
-        next: what follows on the last token of each.
         keeps_episodes: keys and values of an episode stay for its next turn.
     """
 
     keeps_episodes = False
 
-    def __init__(self) -> None:
-        self.live: list[LiveTurn] = []
-        self.next = NextToken(torch.zeros(0))
-
-    def admit(self, queue: deque[TurnRequest]) -> None:
-        """Take turns from a queue, and read what is before them."""
+    def admit(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], NextToken | None]:
+        """Take turns from a queue; their rows follow the live ones. Returns them, and what follows on each."""
         raise NotImplementedError
 
-    def end(self, turns: Sequence[LiveTurn]) -> None:
-        """Take out turns that have ended."""
-        ended = set(turns)
-        self.live = [turn for turn in self.live if turn not in ended]
+    def read(self, tokens: Tensor) -> NextToken:
+        """Read one further token [r] of each row."""
+        raise NotImplementedError
 
-    def advance(self) -> None:
-        """Read the last token of each turn; may change their order."""
+    def end(self, rows: Mapping[int, list[int]]) -> list[int]:
+        """Take out rows that have ended.
+
+        Args:
+            rows: of each row that has ended, the tokens that were read.
+        Returns:
+            The former numbers of the others, in their order now.
+        """
         raise NotImplementedError
 
     def forget(self, episode: int) -> None:
         """Free the keys and values of an episode that has ended."""
 
 
+@dataclass(eq=False)
+class Slot:
+    """A row of a `SlotCache`.
+
+    Attributes:
+        length: number of tokens that were read, those of its prompt included.
+        prompt: whose keys and values stand before its own, for other slots too.
+        episode: whose tokens it has.
+        tokens: that were read, of an episode that waits for its environment.
+    """
+
+    number: int
+    length: int = 0
+    prompt: StoredPrompt | None = None
+    episode: int = -1
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def prompt_length(self) -> int:
+        return 0 if self.prompt is None else self.prompt.length
+
+    @property
+    def own_length(self) -> int:
+        return self.length - self.prompt_length
+
+
+@dataclass(eq=False)
+class StoredPrompt(Slot):
+    """A prompt that several slots stand behind.
+
+    Attributes:
+        next: what follows on it, of one row.
+        users: number of slots behind it.
+    """
+
+    next: NextToken | None = None
+    users: int = 0
+
+
+@dataclass
+class _Step:
+    """Properties of the live rows, which stay from token to token until a row starts or ends.
+
+    Attributes:
+        positions, own: [b 1] of the next token: its position, and its column in the slot.
+        shortest, longest: own tokens of the rows at first.
+        count: tokens of each row that were read since.
+        groups, prompt_width: see `CacheCall`.
+    """
+
+    positions: Tensor
+    own: Tensor
+    shortest: int
+    longest: int
+    groups: PromptGroups | None
+    prompt_width: int
+    count: int = 0
+
+
 class SlotRows(LiveRows):
-    """Turns over slots; see the module.
+    """Rows over a `SlotCache`; see the module.
 
     Args:
+        max_slots, max_length: rows, and tokens of each.
         is_single: each episode has one turn.
+        key_multiple: attention of a single token reads a multiple of so many keys, the last of them masked.
         reads_once: compute a prompt once for all of its samples.
+        shares_from: tokens of a prompt from which on its rows stand behind a `StoredPrompt`; None: never.
+        routing: whose choices are recorded; `ExpertRouting.recording` is entered by the caller.
     Attributes:
         evictions: episodes that gave up their slot and had to be computed again.
     """
 
-    def __init__(self, reader: SlotReader, num_slots: int, *, is_single: bool = False, reads_once: bool = True):
-        super().__init__()
-        self.reader, self.num_slots, self.reads_once = reader, num_slots, reads_once
-        self.keeps_episodes = not is_single
-        self.evictions = 0
-        self._free = [Slot(number) for number in range(num_slots - 1, -1, -1)]
-        self._held: dict[int, tuple[Slot, list[int]]] = {}  # episode -> slot and its tokens, longest unused first
-        self._prompts: dict[int, SharedPrompt] = {}  # by number of the prompt; some may be dropped
+    def __init__(
+        self,
+        model: Any,
+        max_slots: int,
+        max_length: int,
+        *,
+        is_single: bool = False,
+        key_multiple: int = 1,
+        reads_once: bool = True,
+        shares_from: int | None = None,
+        routing: ExpertRouting | None = None,
+    ):
+        from verl.model_paths.kv_cache import SlotCache  # brings transformers
 
-    def admit(self, queue: deque[TurnRequest]) -> None:
-        if not self.keeps_episodes and self.live and len(self._free) < WORTH_REFILLING * self.num_slots:
-            return
-        fresh: list[LiveTurn] = []
+        self.model, self.max_slots, self.keeps_episodes = model, max_slots, not is_single
+        self.key_multiple, self.reads_once, self.routing = key_multiple, reads_once, routing
+        self.shares_from = shares_from if packed_attention.is_enabled(model) else None
+        self.device, self.is_eager = compute_device(model), model.config._attn_implementation == "eager"
+        self.cache = SlotCache(model.config, max_slots, max_length)
+        self.evictions = self.num_live = 0
+        self._slots: list[Slot] = []  # by number, those of the live rows first
+        self._free: list[Slot] = []
+        self._held: dict[int, Slot] = {}  # of episodes that wait, longest unused first
+        self._prompts: dict[int, StoredPrompt] = {}  # by number of the prompt
+        self._step: _Step | None = None
+
+    def admit(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], NextToken | None]:
+        is_full = self.max_slots - self.num_live < max(1, WORTH_REFILLING * self.max_slots)
+        if is_full and self.num_live and not self.keeps_episodes:
+            return [], None
+        rows: list[tuple[TurnRequest, Slot]] = []
         while queue and (slot := self._slot_for(queue[0])) is not None:
-            fresh.append(LiveTurn(queue.popleft(), slot))
-        if not fresh:
-            return
-        self.reader.num_slots = max(self.reader.num_slots, *(turn.slot.number + 1 for turn in fresh))
-        if self.reader.shares:
-            self._put_behind_prompts([turn for turn in fresh if not turn.slot.length], queue)
-        first: dict[tuple[int, ...], LiveTurn] = {}  # whole rows -> who computes them
-        same: dict[LiveTurn, list[LiveTurn]] = {}
-        for turn in fresh:
-            if turn.slot.length < len(turn.request.tokens):
-                is_whole = self.reads_once and not turn.slot.length
-                same.setdefault(first.setdefault(tuple(turn.request.tokens), turn) if is_whole else turn, []).append(
-                    turn
-                )
-        found = self._read({turn.slot: turn.request.tokens for turn in same})
-        for turn, others in same.items():
-            if len(others) > 1:
-                slots = [other.slot for other in others[1:]]
-                self.reader.copy(turn.slot, slots)
-                found |= dict.fromkeys(slots, found[turn.slot])
-        following = [found[turn.slot] if turn.slot in found else _after_prompt(turn.slot) for turn in fresh]
-        self.next = NextToken.concat([self.next, *following] if self.live else following)
-        self.live += fresh
+            rows.append((queue.pop(0), slot))
+        if not rows:
+            return [], None
+        self._settle()
+        if self.shares_from is not None:
+            self._put_behind_prompts(rows, queue)
+        first: dict[tuple[int, ...], Slot] = {}  # whole rows -> who computes them
+        copied = {}
+        for turn, slot in rows:
+            source = first.setdefault(tuple(turn.tokens), slot) if self.reads_once and not slot.length else slot
+            if source is not slot:
+                copied[slot] = source
+        rows.sort(key=lambda row: (row[1] in copied, bool(row[1].length), row[1].length - len(row[0].tokens)))
+        slots = [slot for _, slot in rows]
+        self._place(enumerate(slots, self.num_live))
+        self.num_live += len(rows)
+        reading = [(slot, turn.tokens) for turn, slot in rows if slot not in copied and slot.length < len(turn.tokens)]
+        after_prompt = [slot.prompt.next for slot in slots[len(reading) :] if slot.prompt and slot.prompt.next]
+        following = NextToken.concat([*self._read(reading), *after_prompt])
+        if copied:
+            self._copy([(copied[slot], slot) for slot in slots if slot in copied])
+            number = {slot: row for row, slot in enumerate(slots)}
+            sources = [number[copied.get(slot, slot)] for slot in slots]
+            following = following.select(torch.tensor(sources, device=self.device))
+        return [turn for turn, _ in rows], following
 
-    def end(self, turns: Sequence[LiveTurn]) -> None:
-        super().end(turns)
-        for turn in turns:
+    def read(self, tokens: Tensor) -> NextToken:
+        """See `LiveRows.read`; attention reads keys and values where they lie."""
+        from verl.model_paths.kv_cache import CacheCall
+
+        step = self._step = self._step or self._first_step()
+        longest, is_even = step.longest + step.count, step.shortest == step.longest
+        width = -(-(longest + 1) // self.key_multiple) * self.key_multiple
+        mask = None
+        if not is_even or width > longest + 1:
+            mask = torch.arange(width, device=self.device) <= step.own[:, :, None]
+        columns = longest if is_even else step.own
+        call = CacheCall(0, columns, len(self._slots), width, width, prompt_width=step.prompt_width, groups=step.groups)
+        found = self._forward(call, tokens[:, None], step.positions, mask)
+        step.positions, step.own, step.count = step.positions + 1, step.own + 1, step.count + 1
+        return found
+
+    def end(self, rows: Mapping[int, list[int]]) -> list[int]:
+        self._settle()
+        order = list(range(self.num_live - len(rows)))
+        last = [row for row in range(len(order), self.num_live) if row not in rows]
+        for row, tokens in rows.items():
+            slot = self._slots[row]
             if self.keeps_episodes:
-                self._held[turn.request.episode] = turn.slot, turn.request.tokens + turn.tokens[:-1]
+                slot.tokens = tokens
+                self._held[slot.episode] = slot
             else:
-                self._release(turn.slot)
-
-    def advance(self) -> None:
-        self._bring_to_front()
-        self.live.sort(key=lambda turn: turn.slot.number)
-        self.next = self.reader.read_one([turn.slot for turn in self.live], [turn.tokens[-1] for turn in self.live])
+                self._release(slot)
+        for hole, row in zip([row for row in rows if row < len(order)], last, strict=True):
+            order[hole] = row
+        self._place([(hole, self._slots[row]) for hole, row in enumerate(order) if hole != row])
+        self.num_live = len(order)
+        return order
 
     def forget(self, episode: int) -> None:
-        slot, _ = self._held.pop(episode, (None, None))
-        if slot is not None:
+        if (slot := self._held.pop(episode, None)) is not None:
             self._release(slot)
-
-    def _release(self, slot: Slot) -> None:
-        self.reader.clear(slot)
-        self._free.append(slot)
 
     def _slot_for(self, turn: TurnRequest) -> Slot | None:
         """The slot of the turn's episode, or an empty one; None if all are in use."""
-        if turn.episode in self._held:
-            slot, tokens = self._held.pop(turn.episode)
-            if len(turn.tokens) <= len(tokens) or turn.tokens[: len(tokens)] != tokens:
-                self.reader.clear(slot)
+        if (slot := self._held.pop(turn.episode, None)) is not None:
+            if len(turn.tokens) <= slot.length or turn.tokens[: slot.length] != slot.tokens:
+                self._clear(slot)
             return slot
+        if not self._free and len(self._slots) < self.max_slots:
+            self._slots.append(Slot(len(self._slots)))
+            self._free.append(self._slots[-1])
         if not self._free and self._held:
             self.evictions += 1
             self.forget(next(iter(self._held)))
-        return self._free.pop() if self._free else None
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        slot.episode = turn.episode
+        return slot
 
-    def _put_behind_prompts(self, turns: Sequence[LiveTurn], queue: deque[TurnRequest]) -> None:
-        """Let turns stand behind the prompts that they begin with, those of other turns or of the next in the queue."""
-        count = Counter(tuple(request.tokens) for request in (*(turn.request for turn in turns), *list(queue)[:1]))
-        new, behind = {}, []
-        for turn in turns:
-            tokens, number = turn.request.tokens, turn.request.prompt_id
-            prompt = self._prompts.get(number)
-            if prompt not in self.reader.prompts or tokens[: len(prompt.tokens)] != prompt.tokens:
-                if len(tokens) < WORTH_SHARING or count[tuple(tokens)] < 2:
-                    continue
-                prompt = self._prompts[number] = self.reader.add_prompt(tokens)
-                new[prompt] = tokens
-            behind.append((turn.slot, prompt))
-        for prompt, following in self._read(new).items():
+    def _settle(self) -> None:
+        """Count the tokens that live rows have read; before a row starts or ends."""
+        if self._step is not None:
+            for slot in self._slots[: self.num_live]:
+                slot.length += self._step.count
+            self._step = None
+
+    def _place(self, places: Iterable[tuple[int, Slot]]) -> None:
+        """Move slots to other numbers; those that are there get theirs."""
+        former: dict[Slot, int] = {}
+        for number, slot in places:
+            other = self._slots[number]
+            former |= {x: former.get(x, x.number) for x in (slot, other)}
+            self._slots[number], self._slots[slot.number] = slot, other
+            slot.number, other.number = number, slot.number
+        moved = [slot for slot, number in former.items() if slot.own_length and slot.number != number]
+        if moved:
+            targets = [slot.number for slot in moved]
+            self.cache.copy([former[slot] for slot in moved], targets, max(slot.own_length for slot in moved))
+
+    def _copy(self, pairs: Sequence[tuple[Slot, Slot]]) -> None:
+        """Copy what slots without a prompt hold to empty ones."""
+        sources, targets = zip(*pairs, strict=True)
+        lengths = [slot.length for slot in sources]
+        self.cache.copy([slot.number for slot in sources], [slot.number for slot in targets], max(lengths))
+        for slot, length in zip(targets, lengths, strict=True):
+            slot.length = length
+
+    def _release(self, slot: Slot) -> None:
+        self._clear(slot)
+        self._free.append(slot)
+
+    def _clear(self, slot: Slot) -> None:
+        """Empty a slot; a prompt that no slot stands behind is dropped."""
+        prompt, slot.prompt, slot.length = slot.prompt, None, 0
+        if prompt is None:
+            return
+        prompt.users -= 1
+        if not prompt.users:
+            self._settle()
+            self._prompts = {key: stored for key, stored in self._prompts.items() if stored is not prompt}
+            last = next((stored for stored in self._prompts.values() if stored.number == len(self._prompts)), None)
+            if last is not None:
+                self.cache.copy([last.number], [prompt.number], last.length, prompts=True)
+                last.number = prompt.number
+
+    def _put_behind_prompts(self, rows: Sequence[tuple[TurnRequest, Slot]], queue: list[TurnRequest]) -> None:
+        """Let empty slots stand behind the prompts that their turns begin with, if several do, here or next in the
+        queue."""
+        rows = [row for row in rows if not row[1].length]
+        count = Counter(tuple(turn.tokens) for turn in (*(turn for turn, _ in rows), *queue[:1]))
+        several = [turn for turn, _ in rows if count[tuple(turn.tokens)] > 1 and len(turn.tokens) >= self.shares_from]
+        new = {turn.prompt_id: turn.tokens for turn in several if turn.prompt_id not in self._prompts}
+        reading = []
+        for prompt_id, tokens in sorted(new.items(), key=lambda item: -len(item[1])):
+            prompt = self._prompts[prompt_id] = StoredPrompt(len(self._prompts), tokens=tokens)
+            reading.append((prompt, tokens))
+        for (prompt, _), following in zip(reading, self._read(reading), strict=True):
             prompt.next = following
-        for slot, prompt in behind:
-            self.reader.put_behind(slot, prompt)
+        for turn, slot in rows:
+            found = self._prompts.get(turn.prompt_id)
+            if found is not None and turn.tokens[: found.length] == found.tokens:
+                slot.prompt, slot.length = found, found.length
+                found.users += 1
 
-    def _read(self, rows: Mapping[S, list[int]]) -> dict[S, NextToken]:
-        """Read the further tokens of some rows, in parts for one forward pass each, longest first."""
-        parts: list[list[S]] = []
-        unread = {row: len(tokens) - row.length for row, tokens in rows.items()}
-        for row in sorted(unread, key=lambda row: (bool(row.length), -unread[row])):
-            head = parts[-1][0] if parts else None
-            if (
-                head is None
-                or bool(head.length) != bool(row.length)
-                or (len(parts[-1]) + 1) * unread[head] > PREFILL_TOKENS
-            ):
-                parts.append([])
-            parts[-1].append(row)
-        found = {}
-        for part in parts:
-            following = self.reader.read(part, [rows[row][row.length :] for row in part])
-            found |= {row: following.select(slice(i, i + 1)) for i, row in enumerate(part)}
+    def _read(self, rows: Sequence[tuple[Slot, list[int]]]) -> Iterator[NextToken]:
+        """Read the further tokens of rows side by side, longest first and empty ones before the others; gives what
+        follows on each row."""
+        start = 0
+        while start < len(rows):
+            head, tokens = rows[start]
+            most = start + max(1, PREFILL_TOKENS // (len(tokens) - head.length))
+            part = [row for row in rows[start:most] if bool(row[0].length) == bool(head.length)]
+            start += len(part)
+            found = self._prefill([slot for slot, _ in part], [line[slot.length :] for slot, line in part])
+            yield from (found.select(slice(row, row + 1)) for row in range(len(part)))
+
+    def _prefill(self, rows: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> NextToken:
+        """Read new tokens of slots side by side, or of prompts, padded on the left; all rows are empty or none."""
+        from verl.model_paths.kv_cache import CacheCall
+
+        is_prompt, is_new = isinstance(rows[0], StoredPrompt), not rows[0].length
+        longest = max(map(len, tokens))
+        width = longest + max(row.own_length for row in rows)
+        ids = torch.tensor([[0] * (longest - len(line)) + [*line] for line in tokens], device=self.device)
+        numbers = [(row.length, row.own_length, row.prompt_length, len(line)) for row, line in zip(rows, tokens)]
+        starts, own, prompt_lengths, counts = torch.tensor(numbers, device=self.device).T[:, :, None]
+        place = torch.arange(longest, device=self.device) - longest + counts
+        columns = own + place % longest  # padding goes behind the row, where it is overwritten before it is seen
+        count = len(self._prompts) if is_prompt else len(self._slots)
+        call = CacheCall(rows[0].number, columns, count, width, 0 if is_new else width, is_prompt)
+        mask, keys = None, torch.arange(width, device=self.device)
+        if not is_new:
+            mask = keys <= columns[:, :, None]
+        elif min(map(len, tokens)) < longest:
+            mask = (keys <= keys[:, None]) & (place >= 0)[:, None, :] | (keys == keys[:, None])
+        if any(row.prompt is not None for row in rows):
+            call.prompt_width = max(row.prompt_length for row in rows)
+            stored = [0 if row.prompt is None else row.prompt.number for row in rows]
+            call.prompts = torch.tensor(stored, device=self.device)
+            before = torch.arange(call.prompt_width, device=self.device) < prompt_lengths[:, :, None]
+            mask = torch.cat([before.expand(-1, longest, -1), mask], dim=2)
+        found = self._forward(call, ids, (starts + place).clamp_min(0), mask)
+        for row, line in zip(rows, tokens, strict=True):
+            row.length += len(line)
         return found
 
-    def _bring_to_front(self) -> None:
-        """Move live turns to the first slots; the episodes that were there get their slots."""
-        count = len(self.live)
-        behind = [turn.slot for turn in self.live if turn.slot.number >= count]
-        if not behind or 2 * len(behind) > count + 1:  # copying what this token reads costs no more than moving slots
-            return
-        others = [slot for slot in (*self._free, *(slot for slot, _ in self._held.values())) if slot.number < count]
-        pairs = list(zip(behind, others, strict=True))
-        self.reader.move([*pairs, *((other, slot) for slot, other in pairs)])
-        for slot, other in pairs:
-            slot.number, other.number = other.number, slot.number
+    def _forward(self, call: Any, ids: Tensor, positions: Tensor, mask: Tensor | None) -> NextToken:
+        self.cache.prepare(call)
+        if mask is not None:
+            mask = mask[:, None]
+            if self.is_eager:
+                lowest = torch.finfo(self.model.dtype).min
+                mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=self.device).masked_fill(~mask, lowest)
+        inputs: dict[str, Any] = {} if call.groups is None else {"prompts_of": self.cache}
+        inputs |= {"position_ids": positions, "past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        return NextToken.of(call_model(self.model, input_ids=ids, attention_mask=mask, **inputs), self.routing)
+
+    def _first_step(self) -> _Step:
+        live = self._slots[: self.num_live]
+        positions, own = torch.tensor([(x.length, x.own_length) for x in live], device=self.device).T[:, :, None]
+        lengths = [slot.own_length for slot in live]
+        groups = self._prompt_groups(live) if any(slot.prompt for slot in live) else None
+        width = max((prompt.length for prompt in self._prompts.values()), default=0)
+        return _Step(positions, own, min(lengths), max(lengths), groups, width)
+
+    def _prompt_groups(self, live: Sequence[Slot]) -> PromptGroups:
+        """Groups of the live rows with their prompts."""
+        prompts = sorted(self._prompts.values(), key=lambda prompt: prompt.number)
+        behind: list[list[int]] = [[] for _ in prompts]
+        for row, slot in enumerate(live):
+            if slot.prompt is not None:
+                behind[slot.prompt.number].append(row)
+        n, lengths = max(map(len, behind)), [prompt.length for prompt in prompts]
+        cells = [0] * len(live)
+        for number, rows in enumerate(behind):
+            for place, row in enumerate(rows):
+                cells[row] = number * n + place
+        columns = [rows + [0] * (n - len(rows)) for rows in behind], cells
+        rows, places = (torch.tensor(x, device=self.device) for x in columns)
+        has_prompt = mask = None
+        if any(slot.prompt is None for slot in live):
+            has_prompt = torch.tensor([slot.prompt is not None for slot in live], device=self.device)
+        if min(lengths) < max(lengths):
+            widths = torch.tensor(lengths, device=self.device)[:, None]
+            mask = (torch.arange(max(lengths), device=self.device) < widths)[:, None, None]
+        return PromptGroups(rows, places, has_prompt, mask)
 
 
 class BatchRows(LiveRows):
-    """Turns in batches, each decoded to its end; see the module.
+    """Rows in batches, each decoded to its end; see the module.
 
     Args:
         new_reader: makes the reader of a batch.
-        drops: let finished rows leave the batch once they are an eighth of it.
     """
 
-    def __init__(self, new_reader: Callable[[], BatchReader], pad_id: int, max_rows: int, *, drops: bool):
-        super().__init__()
-        self.new_reader, self.pad_id, self.max_rows, self.drops = new_reader, pad_id, max_rows, drops
-        self._num_rows = 0  # of the batch, those that have ended included
+    def __init__(self, new_reader: Callable[[], BatchReader], device: torch.device, pad_id: int, max_rows: int):
+        self.new_reader, self.device, self.pad_id, self.max_rows = new_reader, device, pad_id, max_rows
+        self.num_live = 0
 
-    def admit(self, queue: deque[TurnRequest]) -> None:
-        if self.live or not queue:
-            return
+    def admit(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], NextToken | None]:
+        if self.num_live:
+            return [], None
         self.reader = self.new_reader()
         batch, n = self._next_batch(queue)
-        self.live = [LiveTurn(turn, Slot(row)) for row, turn in enumerate(batch)]
-        self._num_rows = len(batch)
-        self.next = self.reader.begin(*left_padded([turn.tokens for turn in batch[::n]], self.pad_id), n)
+        self.num_live = len(batch)
+        tokens, mask = left_padded([turn.tokens for turn in batch[::n]], self.pad_id)
+        return batch, self.reader.begin(tokens.to(self.device), mask.to(self.device), n)
 
-    def advance(self) -> None:
-        rows = torch.tensor([turn.slot.number for turn in self.live])
-        if self.drops and len(rows) <= WORTH_DROPPING * self._num_rows:
-            self.reader.keep(rows.to(self.reader.device))
-            self._num_rows, rows = len(rows), torch.arange(len(rows))
-            for row, turn in enumerate(self.live):
-                turn.slot.number = row
-        tokens = torch.zeros(self._num_rows, dtype=torch.int64)
-        tokens[rows] = torch.tensor([turn.tokens[-1] for turn in self.live])
-        rows, tokens = to_device([rows, tokens], self.reader.device)
-        self.next = self.reader.read(tokens).select(rows)
+    def read(self, tokens: Tensor) -> NextToken:
+        return self.reader.read(tokens)
 
-    def _next_batch(self, queue: deque[TurnRequest]) -> tuple[list[TurnRequest], int]:
+    def end(self, rows: Mapping[int, list[int]]) -> list[int]:
+        order = [row for row in range(self.num_live) if row not in rows]
+        self.num_live = len(order)
+        if order:
+            self.reader.keep(torch.tensor(order, device=self.device))
+        return order
+
+    def _next_batch(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], int]:
         """Turns that may be decoded together, longest first, n side by side of each prompt; taken from the queue."""
         by_prompt = itertools.groupby(queue, key=lambda turn: (turn.prompt_id, turn.turn, turn.tokens))
         groups = sorted((list(turns) for _, turns in by_prompt), key=lambda turns: -len(turns[0].tokens))
         n, length = len(groups[0]), len(groups[0][0].tokens)
         if not self.reader.paths.pads_prompts:
             groups = [turns for turns in groups if len(turns[0].tokens) == length]
-        groups = [turns for turns in groups if len(turns) == n][: max(1, self.max_rows // n)]
-        batch = [turn for turns in groups for turn in turns]
+        batch = [turn for turns in [x for x in groups if len(x) == n][: max(1, self.max_rows // n)] for turn in turns]
         chosen = set(map(id, batch))
-        others = [turn for turn in queue if id(turn) not in chosen]
-        queue.clear()
-        queue.extend(others)
+        queue[:] = [turn for turn in queue if id(turn) not in chosen]
         return batch, n
 
 
-def _after_prompt(slot: Slot) -> NextToken:
-    assert slot.prompt is not None
-    assert slot.prompt.next is not None
-    return slot.prompt.next
+def slots_fault(config: Any, paths: ModelPaths) -> str | None:
+    """Why keys and values cannot be kept in slots; None where they can, if `slots_distance` is small."""
+    from verl.model_paths.kv_cache import keeps_all_tokens
+
+    if paths.cache != "in_place" or not paths.pads_prompts:
+        return "its cache is not ours"
+    return None if keeps_all_tokens(config) else "a layer keeps something else than all keys and values"
+
+
+@torch.no_grad()
+def slots_distance(rows: SlotRows) -> float:
+    """Largest distance, in nats, of log-probs over four slots from those of a plain forward pass: of rows with and
+    without a prompt in common that start, move to the slot of one that ends, and go on."""
+    size = rows.model.config.get_text_config().vocab_size
+    texts = [[(7 * i + 3 * line) % size for i in range(length)] for line, length in ((0, 6), (1, 2), (2, 7), (2, 7))]
+    live: list[int] = []
+    found: list[tuple[int, int, Tensor]] = []  # row, number of its tokens, logits after them
+
+    def admit(numbers: Sequence[int]) -> None:
+        turns, following = rows.admit([TurnRequest(row, texts[row], min(row, 2), 0, 0, 1) for row in numbers])
+        assert following is not None
+        live.extend(turn.episode for turn in turns)
+        for turn, logits in zip(turns, following.logits, strict=True):
+            found.append((turn.episode, len(turn.tokens), logits))
+
+    def read() -> None:
+        tokens = [(5 * row + len(texts[row])) % size for row in live]
+        for row, token in zip(live, tokens, strict=True):
+            texts[row] = [*texts[row], token]
+        following = rows.read(torch.tensor(tokens, device=rows.device))
+        found.extend((row, len(texts[row]), logits) for row, logits in zip(live, following.logits, strict=True))
+
+    admit(range(4))
+    read()
+    ended = live[0]
+    live[:] = [live[row] for row in rows.end({0: texts[ended]})]
+    read()
+    texts[ended] = [*texts[ended], 1, 2, 3]
+    admit([ended])
+    read()
+    worst = 0.0
+    for row, text in enumerate(texts):
+        plain = call_model(rows.model, input_ids=torch.tensor([text], device=rows.device), use_cache=False).logits[0]
+        for logits, wanted in [(x, plain[length - 1]) for number, length, x in found if number == row]:
+            gap = wanted.double().log_softmax(-1) - logits.double().log_softmax(-1)
+            worst = max(worst, float(gap.abs().max()))
+    return worst
 
 
 def slot_bytes(model: Any, tokens: int) -> int:

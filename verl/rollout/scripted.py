@@ -96,8 +96,7 @@ class ScriptedTurns(TurnQueue):
         self.dtype = torch.promote_types(engine.model.dtype, torch.float32)
 
     def advance(self) -> list[DrawnTurn]:
-        turns = list(self.queue)
-        self.queue.clear()
+        turns, self.queue = self.queue, []
         num_samples = 1 + max((turn.sample_id for turn in turns), default=0)
         drawn = []
         for turn in turns:

@@ -41,8 +41,7 @@ class _WholeBatchTurns(TurnQueue):
         self.engine = engine
 
     def advance(self) -> list[DrawnTurn]:
-        turns = list(self.queue)
-        self.queue.clear()
+        turns, self.queue = self.queue, []
         n = 1 + max((turn.sample_id for turn in turns), default=0)
         first = turns[0] if turns else TurnRequest(0, [], 0, 0, 0, 0, 0, TRAINING)
         request = GenerationRequest(first.step, n, first.greedy, first.stream)
