@@ -24,9 +24,9 @@ from environments.episodes import (
 from verl.environments.base import InfraError, StepResult
 from verl.environments.episode import without_dropped
 from verl.errors import RolloutError
+from verl.model_paths.kv_cache import SlotCache
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.rollout.base import GenerationRequest
-from verl.model_paths.decode import SlotReader
 from verl.rollout.hf_rows import slot_bytes
 
 TEXTS = ["1+2=", "34+5=", "what is 6*7? ", "9-", "77+1="]
@@ -103,13 +103,8 @@ def test_an_episode_is_the_same_alone_in_a_batch_in_another_order_and_with_few_s
 
 
 def test_slots_of_live_turns_are_moved_to_the_front_and_give_what_whole_rows_give(model, monkeypatch):
-    moved, move = [], SlotReader.move
-
-    def counted(self, moves):
-        moved.append(sum(bool(source.own_length) for source, _ in moves))
-        move(self, moves)
-
-    monkeypatch.setattr(SlotReader, "move", counted)
+    moved, copy = [], SlotCache.copy
+    monkeypatch.setattr(SlotCache, "copy", lambda self, *given: moved.append(len(given[0])) or copy(self, *given))
 
     def answer(row, turn, action):
         async def slow():  # some wait, and their slots stay theirs, while others are drawn

@@ -1,11 +1,14 @@
-"""The cache that is written in place holds what transformers' own cache holds."""
+"""Slots hold what transformers' own cache holds of each row, wherever it lies."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import DynamicCache, MistralConfig, Qwen2Config
 
-from verl.model_paths.kv_cache import PreallocatedLayer, preallocated_cache
+from verl.model_paths.kv_cache import CacheCall, SlotCache, keeps_all_tokens
+
+CONFIG = Qwen2Config(num_hidden_layers=1, num_attention_heads=2, hidden_size=8)
 
 
 def states(rows, length, seed):
@@ -13,33 +16,44 @@ def states(rows, length, seed):
     return torch.randn(rows, 2, length, 4, generator=generator), torch.randn(rows, 2, length, 4, generator=generator)
 
 
-def test_it_holds_what_a_dynamic_cache_holds_through_growth_repeats_and_leaving_rows():
-    config = Qwen2Config(num_hidden_layers=1, num_attention_heads=2, hidden_size=8)
-    caches = DynamicCache(config=config), preallocated_cache(config, max_length=200)
-    seen = [cache.update(*states(2, 3, 0), 0) for cache in caches]
-    for cache in caches:
-        cache.batch_repeat_interleave(3)
-    rows = 6
-    for step in range(1, 150):
-        seen = [cache.update(*states(rows, 1, step), 0) for cache in caches]
-        assert torch.equal(seen[0][0], seen[1][0])
-        assert torch.equal(seen[0][1], seen[1][1])
-        if step in (1, 40, 41):
-            keep = torch.tensor([i for i in range(rows) if i != 1])
-            for cache in caches:
-                cache.batch_select_indices(keep)
+def written(cache, call, new):
+    cache.prepare(call)
+    return cache.update(*new, 0)
+
+
+@pytest.mark.parametrize("columns", ["one of all", "of each row"])
+def test_they_hold_what_a_dynamic_cache_holds_through_growth_and_moves(columns):
+    own, slots, rows = DynamicCache(config=CONFIG), SlotCache(CONFIG, 4, 200), 4
+    prompt = states(rows, 3, 0)
+    own.update(*prompt, 0)
+    written(slots, CacheCall(0, torch.arange(3).expand(rows, 3), rows, 3), prompt)
+    for step in range(3, 150):
+        new = states(rows, 1, step)
+        column = step if columns == "one of all" else torch.full((rows, 1), step)
+        found = written(slots, CacheCall(0, column, 4, step + 1, step + 1), new)
+        for mine, theirs in zip(found, own.update(*new, 0), strict=True):
+            assert torch.equal(mine, theirs)
+        if step in (4, 40, 41):  # the last row moves to the place of the first
+            own.batch_select_indices(torch.tensor([rows - 1, *range(1, rows - 1)]))
+            slots.copy([rows - 1], [0], step + 1)
             rows -= 1
-    assert caches[0].get_seq_length() == caches[1].get_seq_length() == 152
-    assert seen[1][0].shape[2] == 152
 
 
-def test_a_new_token_moves_nothing_while_there_is_room():
-    layer = PreallocatedLayer(max_length=40)
-    layer.update(*states(1, 3, 0))
-    places = {layer.update(*states(1, 1, step))[0].data_ptr() for step in range(1, 38)}
-    assert len(places) <= 2
+def test_a_new_token_moves_nothing_while_there_is_memory():
+    cache = SlotCache(CONFIG, 1, 40)
+    places = {written(cache, CacheCall(0, i, 1, i + 1, i + 1), states(1, 1, i))[0].data_ptr() for i in range(40)}
+    assert len(places) == 1
 
 
-def test_layers_that_forget_stay_as_transformers_makes_them():
-    config = MistralConfig(num_hidden_layers=2, sliding_window=8)
-    assert not any(isinstance(layer, PreallocatedLayer) for layer in preallocated_cache(config, 40).layers)
+def test_slots_that_change_places_keep_what_they_hold():
+    cache = SlotCache(CONFIG, 3, 40)
+    keys, values = written(cache, CacheCall(0, torch.arange(5).expand(3, 5), 3, 5, 5), states(3, 5, 0))
+    before = keys.clone(), values.clone()
+    cache.copy([0, 2], [2, 0], 5)
+    for mine, theirs in zip((keys, values), before, strict=True):
+        assert torch.equal(mine, theirs.flip(0))
+
+
+def test_layers_that_forget_have_no_slots():
+    assert keeps_all_tokens(CONFIG)
+    assert not keeps_all_tokens(MistralConfig(num_hidden_layers=2, sliding_window=8))

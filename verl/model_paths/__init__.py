@@ -5,7 +5,7 @@ context_attention Attention over packed rows whose tokens are divided over proce
 decode            A decode loop over a key-value cache, on the very tensors that train
 expert_routing    Choices of expert routers: recorded, counted and replayed
 families          Execution paths that were tried for the families of causal language models in transformers
-kv_cache          A preallocated key-value cache: a new token copies itself alone, not all that came before it
+kv_cache          A key-value cache of slots: rows of individual lengths, and prompts that several of them share
 micro_batch       Micro-batches: the tensors of one forward pass
 packed_attention  Attention over packed rows
 paths             Execution paths of a model, and the plain, the fast and the unproven ones

@@ -30,8 +30,7 @@ class CacheCall:
         num_rows, length: slots or prompts, and tokens of each, that memory is needed for.
         width: tokens of a slot that attention reads; 0: the new tokens see nothing before them.
         is_prompt: the rows are prompts to be shared, not slots.
-        prompts: [b] prompts whose first `prompt_width` tokens are copied before those of the slots; None for none.
-        groups: prompts that attention itself reads before the slots, once for all of them; None for none.
+        groups: prompts whose first `prompt_width` tokens attention reads before the slots; None for none.
     """
 
     first: int
@@ -40,9 +39,8 @@ class CacheCall:
     length: int
     width: int = 0
     is_prompt: bool = False
-    prompts: Tensor | None = None
-    prompt_width: int = 0
     groups: PromptGroups | None = None
+    prompt_width: int = 0
 
 
 class StoredRows:
@@ -99,11 +97,11 @@ class SlotLayer(DynamicLayer):
     @property
     def shared(self) -> tuple[PromptGroups, Tensor, Tensor] | None:
         """Prompts that attention reads before the keys and values that `update` gives."""
-        groups, width = self.call.groups, self.call.prompt_width
-        if groups is None:
+        call = self.call
+        if call.groups is None:
             return None
-        keys, values = self.prompts.tensors
-        return groups, keys[: groups.count, :, :width], values[: groups.count, :, :width]
+        keys, values = (stored[: call.groups.count, :, : call.prompt_width] for stored in self.prompts.tensors)
+        return call.groups, keys, values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         call, states = self.call, (key_states, value_states)
@@ -111,11 +109,8 @@ class SlotLayer(DynamicLayer):
         if not call.width:
             return states
         end = call.first + len(key_states)
-        keys, values = (stored[call.first : end, :, : call.width] for stored in self.slots.tensors)
-        if call.prompts is None:
-            return keys, values
-        before = (stored[call.prompts, :, : call.prompt_width] for stored in self.prompts.tensors)
-        return torch.cat([next(before), keys], dim=2), torch.cat([next(before), values], dim=2)
+        keys, values = self.slots.tensors
+        return keys[call.first : end, :, : call.width], values[call.first : end, :, : call.width]
 
     def get_seq_length(self) -> int:
         return 0

@@ -51,14 +51,12 @@ class PromptGroups:
 
     Attributes:
         rows: [p n] the rows behind each prompt; any row where there are fewer than n.
-        cells: [b] where each row stands in `rows`, flattened; anywhere for a row without a prompt.
-        has_prompt: [b] bool; None: all rows have one.
+        cells: [b] where each row stands in `rows`, flattened.
         mask: [p 1 1 P] bool, true for tokens of the prompt; None: all are.
     """
 
     rows: Tensor
     cells: Tensor
-    has_prompt: Tensor | None = None
     mask: Tensor | None = None
 
     @property
@@ -100,8 +98,6 @@ def attend_behind_prompts(
     joined = _summed(together.flatten(2, 3), prompt_key, prompt_value, groups.mask)
     cells = joined.unflatten(2, together.shape[2:4]).transpose(1, 2).flatten(0, 1)
     parts = [cells[groups.cells], _summed(own, key, value, mask)]  # [b K h D + 2]
-    if groups.has_prompt is not None:
-        parts[0][..., 0].masked_fill_(~groups.has_prompt[:, None, None], float("-inf"))
     largest = torch.maximum(parts[0][..., :1], parts[1][..., :1])
     summed = sum((part[..., :1] - largest).exp() * part[..., 1:] for part in parts)
     return (summed[..., 1:] / summed[..., :1]).flatten(1, 2).unsqueeze(1)

@@ -5,7 +5,7 @@ base              The interface of rollout engines: turns, sync, rest, close; an
 consensus         Consensus of ranks around engines that may fail: all of them go on, or all of them stop
 generation_group  How the processes that hold one model divide the generation of responses
 hf                `rollout=hf`: generation on the tensors that train
-hf_slots          Turns of episodes by `rollout=hf`: keys and values of an episode stay in a slot from turn to turn
+hf_rows           Rows that `rollout=hf` decodes beside each other, in slots of a key-value cache or in batches
 lockstep          Episodes of processes that compute every forward pass together: one plays, all generate
 prompt_rows       Prompts of a batch, padded on the left, as lists of token ids, and back
 responses         Responses to prompts, sampled as single turns of a rollout engine

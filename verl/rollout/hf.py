@@ -49,7 +49,6 @@ from verl.rollout.hf_rows import (
     KEY_MULTIPLE,
     WORTH_SHARING,
     BatchRows,
-    LiveRows,
     SlotRows,
     num_slots,
     slots_distance,
@@ -129,7 +128,7 @@ class HFSampler(RolloutEngine):
             raise open_turns_error(sum(turns.num_pending for turns in self._open))
         return SAME_TENSORS
 
-    def rows(self, limits: TurnLimits) -> LiveRows:
+    def rows(self, limits: TurnLimits) -> SlotRows | BatchRows:
         """Rows in slots where the model allows it, or in batches; on paths checked for rows of this length."""
         options, paths = self.options, self.paths(limits.row_tokens)
         if paths.cache == "in_place":
@@ -176,7 +175,8 @@ class HFSampler(RolloutEngine):
         fault = slots_fault(self.model.config, paths)
         while fault is None:
             try:
-                distance = slots_distance(self._slot_rows(paths, 4, TurnLimits(16), shares_from=4))
+                limits = (TurnLimits(16, is_single=is_single) for is_single in (False, True))
+                distance = max(slots_distance(self._slot_rows(paths, 4, limit, shares_from=4)) for limit in limits)
                 if distance <= allowed(self.model, self.autocast):
                     return True
                 fault = f"log-probs differ by {distance:.3g} nats"

@@ -5,9 +5,9 @@
                 └──── slots of responses, and of episodes that wait for their environment, oldest first ┘
 
 `SlotRows`: rows may have different lengths, so turns start and end at any time. Live rows are in the first slots, so
-that attention reads keys and values where they lie; a slot moves only when a row starts or ends. Rows of one prompt
-share its keys and values (`StoredPrompt`) or have a copy. If there are more episodes than slots, an episode that waits
-for its environment loses its slot and is computed again when it continues.
+that attention reads keys and values where they lie; a slot moves only when a row starts or ends. Responses to one
+prompt share its keys and values (`StoredPrompt`), episodes have a copy each. If there are more episodes than slots, one
+that waits for its environment loses its slot and is computed again when it continues.
 
 `BatchRows`: turns of whole rows in batches, each decoded to its end, for models whose cache has no slots.
 """
@@ -15,7 +15,6 @@ for its environment loses its slot and is computed again when it continues.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,37 +40,6 @@ WORTH_REFILLING = 0.125  # share of the slots that are free, from which on respo
 KEY_MULTIPLE = 64  # on a GPU: its kernels prepare themselves for each length of keys
 
 
-class LiveRows:
-    """Rows that are decoded, in an order that changes when a row starts or ends.
-
-    Attributes:
-        keeps_episodes: keys and values of an episode stay for its next turn.
-    """
-
-    keeps_episodes = False
-
-    def admit(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], NextToken | None]:
-        """Take turns from a queue; their rows follow the live ones. Returns them, and what follows on each."""
-        raise NotImplementedError
-
-    def read(self, tokens: Tensor) -> NextToken:
-        """Read one further token [r] of each row."""
-        raise NotImplementedError
-
-    def end(self, rows: Mapping[int, list[int]]) -> list[int]:
-        """Take out rows that have ended.
-
-        Args:
-            rows: of each row that has ended, the tokens that were read.
-        Returns:
-            The former numbers of the others, in their order now.
-        """
-        raise NotImplementedError
-
-    def forget(self, episode: int) -> None:
-        """Free the keys and values of an episode that has ended."""
-
-
 @dataclass(eq=False)
 class Slot:
     """A row of a `SlotCache`.
@@ -90,17 +58,13 @@ class Slot:
     tokens: list[int] = field(default_factory=list)
 
     @property
-    def prompt_length(self) -> int:
-        return 0 if self.prompt is None else self.prompt.length
-
-    @property
     def own_length(self) -> int:
-        return self.length - self.prompt_length
+        return self.length - (0 if self.prompt is None else self.prompt.length)
 
 
 @dataclass(eq=False)
 class StoredPrompt(Slot):
-    """A prompt that several slots stand behind.
+    """A prompt that slots stand behind.
 
     Attributes:
         next: what follows on it, of one row.
@@ -113,13 +77,13 @@ class StoredPrompt(Slot):
 
 @dataclass
 class _Step:
-    """Properties of the live rows, which stay from token to token until a row starts or ends.
+    """Properties of the live rows, from token to token until a row starts or ends.
 
     Attributes:
         positions, own: [b 1] of the next token: its position, and its column in the slot.
         shortest, longest: own tokens of the rows at first.
-        count: tokens of each row that were read since.
         groups, prompt_width: see `CacheCall`.
+        count: tokens of each row that were read since.
     """
 
     positions: Tensor
@@ -131,17 +95,19 @@ class _Step:
     count: int = 0
 
 
-class SlotRows(LiveRows):
-    """Rows over a `SlotCache`; see the module.
+class SlotRows:
+    """Rows over a `SlotCache`; see the module. Their order changes when a row starts or ends.
 
     Args:
         max_slots, max_length: rows, and tokens of each.
         is_single: each episode has one turn.
         key_multiple: attention of a single token reads a multiple of so many keys, the last of them masked.
         reads_once: compute a prompt once for all of its samples.
-        shares_from: tokens of a prompt from which on its rows stand behind a `StoredPrompt`; None: never.
+        shares_from: tokens of a prompt from which on all rows stand behind a `StoredPrompt`, if they are single turns
+            and two of the first queue have the prompt; None: never.
         routing: whose choices are recorded; `ExpertRouting.recording` is entered by the caller.
     Attributes:
+        keeps_episodes: keys and values of an episode stay for its next turn.
         evictions: episodes that gave up their slot and had to be computed again.
     """
 
@@ -161,28 +127,53 @@ class SlotRows(LiveRows):
 
         self.model, self.max_slots, self.keeps_episodes = model, max_slots, not is_single
         self.key_multiple, self.reads_once, self.routing = key_multiple, reads_once, routing
-        self.shares_from = shares_from if packed_attention.is_enabled(model) else None
+        self.shares_from = shares_from if is_single and packed_attention.is_enabled(model) else None
         self.device, self.is_eager = compute_device(model), model.config._attn_implementation == "eager"
         self.cache = SlotCache(model.config, max_slots, max_length)
         self.evictions = self.num_live = 0
         self._slots: list[Slot] = []  # by number, those of the live rows first
         self._free: list[Slot] = []
         self._held: dict[int, Slot] = {}  # of episodes that wait, longest unused first
-        self._prompts: dict[int, StoredPrompt] = {}  # by number of the prompt
+        self._prompts: dict[tuple[int, ...], StoredPrompt] = {}  # by their tokens
+        self._shares: bool | None = None  # whether rows stand behind stored prompts
         self._step: _Step | None = None
 
     def admit(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], NextToken | None]:
+        """Take turns from a queue; their rows follow the live ones. Returns them, and what follows on each."""
         is_full = self.max_slots - self.num_live < max(1, WORTH_REFILLING * self.max_slots)
         if is_full and self.num_live and not self.keeps_episodes:
             return [], None
+        if self._shares is None:
+            pairs, least = itertools.pairwise(queue), self.shares_from
+            self._shares = least is not None and any(len(a.tokens) >= least and a.tokens == b.tokens for a, b in pairs)
         rows: list[tuple[TurnRequest, Slot]] = []
         while queue and (slot := self._slot_for(queue[0])) is not None:
             rows.append((queue.pop(0), slot))
         if not rows:
             return [], None
         self._settle()
-        if self.shares_from is not None:
-            self._put_behind_prompts(rows, queue)
+        following = self._put_behind_prompts(rows) if self._shares else self._read_rows(rows)
+        self.num_live += len(rows)
+        return [turn for turn, _ in rows], following
+
+    def _put_behind_prompts(self, rows: Sequence[tuple[TurnRequest, Slot]]) -> NextToken:
+        """Let rows stand behind their prompts, each of which is computed and stored once."""
+        lines = [tuple(turn.tokens) for turn, _ in rows]
+        new = [line for line in dict.fromkeys(lines) if line not in self._prompts]
+        for line in sorted(new, key=lambda line: -len(line)):
+            self._prompts[line] = StoredPrompt(len(self._prompts))
+        reading = [(prompt, line) for line, prompt in self._prompts.items() if not prompt.length]
+        for (prompt, _), following in zip(reading, self._read(reading), strict=True):
+            prompt.next = following
+        for line, (_, slot) in zip(lines, rows, strict=True):
+            slot.prompt = self._prompts[line]
+            slot.length = slot.prompt.length
+            slot.prompt.users += 1
+        self._place(enumerate((slot for _, slot in rows), self.num_live))
+        return NextToken.concat([prompt.next for line in lines if (prompt := self._prompts[line]).next is not None])
+
+    def _read_rows(self, rows: list[tuple[TurnRequest, Slot]]) -> NextToken:
+        """Read the further tokens of rows, which are sorted; rows of the same tokens are computed once."""
         first: dict[tuple[int, ...], Slot] = {}  # whole rows -> who computes them
         copied = {}
         for turn, slot in rows:
@@ -192,19 +183,20 @@ class SlotRows(LiveRows):
         rows.sort(key=lambda row: (row[1] in copied, bool(row[1].length), row[1].length - len(row[0].tokens)))
         slots = [slot for _, slot in rows]
         self._place(enumerate(slots, self.num_live))
-        self.num_live += len(rows)
-        reading = [(slot, turn.tokens) for turn, slot in rows if slot not in copied and slot.length < len(turn.tokens)]
-        after_prompt = [slot.prompt.next for slot in slots[len(reading) :] if slot.prompt and slot.prompt.next]
-        following = NextToken.concat([*self._read(reading), *after_prompt])
+        following = NextToken.concat([*self._read([(x, turn.tokens) for turn, x in rows if x not in copied])])
         if copied:
-            self._copy([(copied[slot], slot) for slot in slots if slot in copied])
+            sources, targets = [copied[slot] for slot in slots if slot in copied], slots[-len(copied) :]
+            longest = max(slot.length for slot in sources)
+            self.cache.copy([slot.number for slot in sources], [slot.number for slot in targets], longest)
+            for source, slot in zip(sources, targets, strict=True):
+                slot.length = source.length
             number = {slot: row for row, slot in enumerate(slots)}
-            sources = [number[copied.get(slot, slot)] for slot in slots]
-            following = following.select(torch.tensor(sources, device=self.device))
-        return [turn for turn, _ in rows], following
+            chosen = [number[copied.get(slot, slot)] for slot in slots]
+            following = following.select(torch.tensor(chosen, device=self.device))
+        return following
 
     def read(self, tokens: Tensor) -> NextToken:
-        """See `LiveRows.read`; attention reads keys and values where they lie."""
+        """Read one further token [r] of each row; attention reads keys and values where they lie."""
         from verl.model_paths.kv_cache import CacheCall
 
         step = self._step = self._step or self._first_step()
@@ -220,6 +212,13 @@ class SlotRows(LiveRows):
         return found
 
     def end(self, rows: Mapping[int, list[int]]) -> list[int]:
+        """Take out rows that have ended.
+
+        Args:
+            rows: of each row that has ended, the tokens that were read.
+        Returns:
+            The former numbers of the others, in their order now.
+        """
         self._settle()
         order = list(range(self.num_live - len(rows)))
         last = [row for row in range(len(order), self.num_live) if row not in rows]
@@ -237,6 +236,7 @@ class SlotRows(LiveRows):
         return order
 
     def forget(self, episode: int) -> None:
+        """Free the keys and values of an episode that has ended."""
         if (slot := self._held.pop(episode, None)) is not None:
             self._release(slot)
 
@@ -278,14 +278,6 @@ class SlotRows(LiveRows):
             targets = [slot.number for slot in moved]
             self.cache.copy([former[slot] for slot in moved], targets, max(slot.own_length for slot in moved))
 
-    def _copy(self, pairs: Sequence[tuple[Slot, Slot]]) -> None:
-        """Copy what slots without a prompt hold to empty ones."""
-        sources, targets = zip(*pairs, strict=True)
-        lengths = [slot.length for slot in sources]
-        self.cache.copy([slot.number for slot in sources], [slot.number for slot in targets], max(lengths))
-        for slot, length in zip(targets, lengths, strict=True):
-            slot.length = length
-
     def _release(self, slot: Slot) -> None:
         self._clear(slot)
         self._free.append(slot)
@@ -304,26 +296,7 @@ class SlotRows(LiveRows):
                 self.cache.copy([last.number], [prompt.number], last.length, prompts=True)
                 last.number = prompt.number
 
-    def _put_behind_prompts(self, rows: Sequence[tuple[TurnRequest, Slot]], queue: list[TurnRequest]) -> None:
-        """Let empty slots stand behind the prompts that their turns begin with, if several do, here or next in the
-        queue."""
-        rows = [row for row in rows if not row[1].length]
-        count = Counter(tuple(turn.tokens) for turn in (*(turn for turn, _ in rows), *queue[:1]))
-        several = [turn for turn, _ in rows if count[tuple(turn.tokens)] > 1 and len(turn.tokens) >= self.shares_from]
-        new = {turn.prompt_id: turn.tokens for turn in several if turn.prompt_id not in self._prompts}
-        reading = []
-        for prompt_id, tokens in sorted(new.items(), key=lambda item: -len(item[1])):
-            prompt = self._prompts[prompt_id] = StoredPrompt(len(self._prompts), tokens=tokens)
-            reading.append((prompt, tokens))
-        for (prompt, _), following in zip(reading, self._read(reading), strict=True):
-            prompt.next = following
-        for turn, slot in rows:
-            found = self._prompts.get(turn.prompt_id)
-            if found is not None and turn.tokens[: found.length] == found.tokens:
-                slot.prompt, slot.length = found, found.length
-                found.users += 1
-
-    def _read(self, rows: Sequence[tuple[Slot, list[int]]]) -> Iterator[NextToken]:
+    def _read(self, rows: Sequence[tuple[Slot, Sequence[int]]]) -> Iterator[NextToken]:
         """Read the further tokens of rows side by side, longest first and empty ones before the others; gives what
         follows on each row."""
         start = 0
@@ -341,12 +314,12 @@ class SlotRows(LiveRows):
 
         is_prompt, is_new = isinstance(rows[0], StoredPrompt), not rows[0].length
         longest = max(map(len, tokens))
-        width = longest + max(row.own_length for row in rows)
+        width = longest + max(row.length for row in rows)
         ids = torch.tensor([[0] * (longest - len(line)) + [*line] for line in tokens], device=self.device)
-        numbers = [(row.length, row.own_length, row.prompt_length, len(line)) for row, line in zip(rows, tokens)]
-        starts, own, prompt_lengths, counts = torch.tensor(numbers, device=self.device).T[:, :, None]
+        numbers = [(row.length, len(line)) for row, line in zip(rows, tokens, strict=True)]
+        starts, counts = torch.tensor(numbers, device=self.device).T[:, :, None]
         place = torch.arange(longest, device=self.device) - longest + counts
-        columns = own + place % longest  # padding goes behind the row, where it is overwritten before it is seen
+        columns = starts + place % longest  # padding goes behind the row, where it is overwritten before it is seen
         count = len(self._prompts) if is_prompt else len(self._slots)
         call = CacheCall(rows[0].number, columns, count, width, 0 if is_new else width, is_prompt)
         mask, keys = None, torch.arange(width, device=self.device)
@@ -354,12 +327,6 @@ class SlotRows(LiveRows):
             mask = keys <= columns[:, :, None]
         elif min(map(len, tokens)) < longest:
             mask = (keys <= keys[:, None]) & (place >= 0)[:, None, :] | (keys == keys[:, None])
-        if any(row.prompt is not None for row in rows):
-            call.prompt_width = max(row.prompt_length for row in rows)
-            stored = [0 if row.prompt is None else row.prompt.number for row in rows]
-            call.prompts = torch.tensor(stored, device=self.device)
-            before = torch.arange(call.prompt_width, device=self.device) < prompt_lengths[:, :, None]
-            mask = torch.cat([before.expand(-1, longest, -1), mask], dim=2)
         found = self._forward(call, ids, (starts + place).clamp_min(0), mask)
         for row, line in zip(rows, tokens, strict=True):
             row.length += len(line)
@@ -392,27 +359,23 @@ class SlotRows(LiveRows):
             if slot.prompt is not None:
                 behind[slot.prompt.number].append(row)
         n, lengths = max(map(len, behind)), [prompt.length for prompt in prompts]
-        cells = [0] * len(live)
-        for number, rows in enumerate(behind):
-            for place, row in enumerate(rows):
-                cells[row] = number * n + place
-        columns = [rows + [0] * (n - len(rows)) for rows in behind], cells
-        rows, places = (torch.tensor(x, device=self.device) for x in columns)
-        has_prompt = mask = None
-        if any(slot.prompt is None for slot in live):
-            has_prompt = torch.tensor([slot.prompt is not None for slot in live], device=self.device)
+        cells = {row: number * n + place for number, rows in enumerate(behind) for place, row in enumerate(rows)}
+        padded = torch.tensor([rows + [0] * (n - len(rows)) for rows in behind], device=self.device)
+        places, mask = torch.tensor([cells[row] for row in range(len(live))], device=self.device), None
         if min(lengths) < max(lengths):
             widths = torch.tensor(lengths, device=self.device)[:, None]
             mask = (torch.arange(max(lengths), device=self.device) < widths)[:, None, None]
-        return PromptGroups(rows, places, has_prompt, mask)
+        return PromptGroups(padded, places, mask)
 
 
-class BatchRows(LiveRows):
-    """Rows in batches, each decoded to its end; see the module.
+class BatchRows:
+    """Rows in batches, each decoded to its end, with the methods of `SlotRows`; see the module.
 
     Args:
         new_reader: makes the reader of a batch.
     """
+
+    keeps_episodes = False
 
     def __init__(self, new_reader: Callable[[], BatchReader], device: torch.device, pad_id: int, max_rows: int):
         self.new_reader, self.device, self.pad_id, self.max_rows = new_reader, device, pad_id, max_rows
@@ -436,6 +399,9 @@ class BatchRows(LiveRows):
         if order:
             self.reader.keep(torch.tensor(order, device=self.device))
         return order
+
+    def forget(self, episode: int) -> None:
+        """Nothing is kept."""
 
     def _next_batch(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], int]:
         """Turns that may be decoded together, longest first, n side by side of each prompt; taken from the queue."""
@@ -461,19 +427,18 @@ def slots_fault(config: Any, paths: ModelPaths) -> str | None:
 
 @torch.no_grad()
 def slots_distance(rows: SlotRows) -> float:
-    """Largest distance, in nats, of log-probs over four slots from those of a plain forward pass: of rows with and
-    without a prompt in common that start, move to the slot of one that ends, and go on."""
+    """Largest distance, in nats, of log-probs over four slots from those of a plain forward pass: of rows that start,
+    move to the slot of one that ends, and go on."""
     size = rows.model.config.get_text_config().vocab_size
     texts = [[(7 * i + 3 * line) % size for i in range(length)] for line, length in ((0, 6), (1, 2), (2, 7), (2, 7))]
     live: list[int] = []
     found: list[tuple[int, int, Tensor]] = []  # row, number of its tokens, logits after them
 
     def admit(numbers: Sequence[int]) -> None:
-        turns, following = rows.admit([TurnRequest(row, texts[row], min(row, 2), 0, 0, 1) for row in numbers])
+        turns, following = rows.admit([TurnRequest(row, texts[row], row, 0, 0, 1) for row in numbers])
         assert following is not None
         live.extend(turn.episode for turn in turns)
-        for turn, logits in zip(turns, following.logits, strict=True):
-            found.append((turn.episode, len(turn.tokens), logits))
+        found.extend((turn.episode, len(turn.tokens), x) for turn, x in zip(turns, following.logits, strict=True))
 
     def read() -> None:
         tokens = [(5 * row + len(texts[row])) % size for row in live]
@@ -487,15 +452,15 @@ def slots_distance(rows: SlotRows) -> float:
     ended = live[0]
     live[:] = [live[row] for row in rows.end({0: texts[ended]})]
     read()
-    texts[ended] = [*texts[ended], 1, 2, 3]
-    admit([ended])
-    read()
+    if rows.keeps_episodes:
+        texts[ended] = [*texts[ended], 1, 2, 3]
+        admit([ended])
+        read()
     worst = 0.0
-    for row, text in enumerate(texts):
-        plain = call_model(rows.model, input_ids=torch.tensor([text], device=rows.device), use_cache=False).logits[0]
-        for logits, wanted in [(x, plain[length - 1]) for number, length, x in found if number == row]:
-            gap = wanted.double().log_softmax(-1) - logits.double().log_softmax(-1)
-            worst = max(worst, float(gap.abs().max()))
+    for row, length, logits in found:
+        ids = torch.tensor([texts[row][:length]], device=rows.device)
+        plain = call_model(rows.model, input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+        worst = max(worst, float((plain.double().log_softmax(-1) - logits.double().log_softmax(-1)).abs().max()))
     return worst
 
 
