@@ -202,7 +202,7 @@ def test_no_prompts_give_no_rows(generate, prompts):
 
 
 def test_decoding_ends_when_every_row_has(generate, monkeypatch):
-    calls, generate.longest_compared = [], 10**6
+    calls, generate.longest_compared, generate.keeps_slots = [], 10**6, True
     forward = generate.model.forward
     monkeypatch.setattr(
         generate.model, "forward", lambda *a, **k: calls.append(k["input_ids"].shape) or forward(*a, **k)
@@ -213,7 +213,7 @@ def test_decoding_ends_when_every_row_has(generate, monkeypatch):
 
 
 def test_finished_rows_leave_the_batch(generate, monkeypatch):
-    calls, generate.longest_compared = [], 10**6
+    calls, generate.longest_compared, generate.keeps_slots = [], 10**6, True
     forward = generate.model.forward
     monkeypatch.setattr(
         generate.model, "forward", lambda *a, **k: calls.append(k["input_ids"].shape) or forward(*a, **k)

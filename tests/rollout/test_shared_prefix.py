@@ -50,5 +50,7 @@ def test_it_is_the_same_generation(padding, stops, monkeypatch):
 
 
 def test_short_prompts_are_not_worth_it(prompts, monkeypatch):
+    actor = start_actor(MODEL)
+    actor.generate(prompts(), GenerationRequest(1, 4))  # the check of slots shares a prompt
     monkeypatch.setattr(packed_attention, "attend_behind_prompts", lambda *given: pytest.fail("shared"))
-    start_actor(MODEL).generate(prompts(), GenerationRequest(1, 4))
+    actor.generate(prompts(), GenerationRequest(2, 4))

@@ -2,7 +2,7 @@
 
 check             Execution paths that a model takes: those that were tried for its family, or the plain ones
 context_attention Attention over packed rows whose tokens are divided over processes
-decode            A decode loop over a key-value cache, on the very tensors that train
+decode            Reading of rows that begin together, token by token, over the model's own cache
 expert_routing    Choices of expert routers: recorded, counted and replayed
 families          Execution paths that were tried for the families of causal language models in transformers
 kv_cache          A key-value cache of slots: rows of individual lengths, and prompts that several of them share

@@ -66,10 +66,10 @@ class HFRollout(Rollout):
     """Generate with the training model itself, through transformers. No weights are copied, so there is no sync.
 
     Args:
-        max_rows: responses decoded concurrently, or those of one prompt if they are more.
+        max_rows: responses decoded concurrently; without slots, those of one prompt if they are more.
         share_prefix: compute each prompt once for all of its samples, if the model supports it. Affects speed only.
-        drop_finished: remove finished rows from the batch once they are an eighth of it, if the model supports it.
-            Affects speed only.
+        drop_finished: without slots, remove finished rows from the batch once they are an eighth of it, if the model
+            supports it. Affects speed only.
     """
 
     supports: ClassVar[frozenset[Capability]] = frozenset({"stages", "experts", "modules", "turns", "router_replay"})
