@@ -25,11 +25,11 @@ def generate(model64, prompts):
     def run(batch=None, request=None, seed=0, **options):
         rollout = HFRollout(**{"max_new_tokens": 9, "stop_token_ids": DIGITS, **options})
         engine = rollout.attach(model, tokenizer, seed)
-        engine.longest_compared = run.longest_compared
+        engine.longest_compared, engine.keeps_slots = run.longest_compared, run.keeps_slots
         sampler = ResponseSampler(engine, rollout, tokenizer.pad_token_id)
         return sampler.generate(batch or prompts(*TEXTS), request or GenerationRequest(3, 4))
 
-    run.model, run.tokenizer, run.longest_compared = model, tokenizer, 0
+    run.model, run.tokenizer, run.longest_compared, run.keeps_slots = model, tokenizer, 0, None
     return run
 
 

@@ -28,7 +28,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # nats between two ways 
 
 @dataclass(frozen=True)
 class NextToken:
-    """What follows on the last token of each row.
+    """Logits and experts that follow on the last token of each row.
 
     Attributes:
         logits: [r V], float32 at least.
@@ -40,7 +40,7 @@ class NextToken:
 
     @classmethod
     def of(cls, out: Any, routing: ExpertRouting | None) -> NextToken:
-        """What follows by the output of a forward pass, whose experts were recorded if there is a `routing`."""
+        """Logits and experts at the end of a forward pass, whose experts were recorded if there is a `routing`."""
         logits = out.logits[:, -1]
         routed = None if routing is None else routing.last_chosen(len(logits))
         return cls(logits.to(torch.promote_types(logits.dtype, torch.float32)), routed)

@@ -22,7 +22,7 @@ FIRST_LENGTH = 64  # tokens of a slot; it grows by half
 
 @dataclass
 class CacheCall:
-    """What the layers of a `SlotCache` write and read in a forward pass of b rows with q new tokens each.
+    """Keys and values that a `SlotCache` writes and reads in a forward pass of b rows with q new tokens each.
 
     Attributes:
         first: number of the slot or prompt of the first row; those of the others follow it.

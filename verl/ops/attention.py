@@ -47,7 +47,7 @@ def takes_fewer_heads(query: Tensor, value: Tensor, mask: Tensor | None) -> bool
 
 @dataclass(frozen=True)
 class PromptGroups:
-    """Which of b rows stand behind which of p prompts.
+    """Groups of b rows by the p prompts that they stand behind.
 
     Attributes:
         rows: [p n] the rows behind each prompt; any row where there are fewer than n.
