@@ -66,8 +66,8 @@ class StoredRows:
             else:
                 rows.scatter_(2, call.columns[:, None, :, None].expand_as(new), new)
 
-    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first tokens of rows [m] to other rows [m], which may be among them."""
+    def copy(self, sources: Tensor | int, targets: Tensor | int, length: int) -> None:
+        """Copy the first tokens of rows [m] to other rows [m], which may be among them; or of one row to another."""
         for stored in self.tensors:
             stored[targets, :, :length] = stored[sources, :, :length]
 
@@ -139,7 +139,9 @@ class SlotCache(DynamicCache):
         """Copy the first tokens of some slots to other slots, or of prompts to prompts; see `StoredRows.copy`."""
         for layer in self.layers:
             rows = layer.prompts if prompts else layer.slots  # type: ignore[union-attr]
-            if rows.tensors:
+            if len(sources) == 1:  # by far the most frequent case: a view is copied
+                rows.copy(sources[0], targets[0], length)
+            elif rows.tensors:
                 places = torch.tensor([sources, targets], device=rows.tensors[0].device)
                 rows.copy(places[0], places[1], length)
 
