@@ -45,7 +45,7 @@ class NextToken:
         routed = None if routing is None else routing.last_chosen(len(logits))
         return cls(logits.to(torch.promote_types(logits.dtype, torch.float32)), routed)
 
-    def select(self, rows: Tensor) -> NextToken:
+    def select(self, rows: Tensor | slice) -> NextToken:
         """Some of the rows."""
         return NextToken(self.logits[rows], None if self.routed is None else self.routed[rows])
 
