@@ -74,7 +74,7 @@ def write_run(directory: Path) -> CheckpointStore:
 
 def save(store: CheckpointStore, step: int) -> Checkpoint:
     """An actor in bfloat16 in two shards, an optimizer cut by two writers, and small files."""
-    with store.begin(step, participants=["rank_0", "rank_1"]) as opened:
+    with store.begin(step, rank_names=["rank_0", "rank_1"]) as opened:
         main = opened.main
         main.write("actor/config.json", [json.dumps(CONFIG, indent=2).encode()], deduplicate=True)
         write_model(main, "actor", [actor_tensor(name, step) for name in SHAPES], max_shard_bytes=800)

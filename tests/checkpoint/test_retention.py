@@ -26,7 +26,7 @@ def six(tmp_path_factory):
 def steps_kept(six, retention: Retention, pinned=()) -> list[int]:
     complete = CheckpointStore(six).complete()
     kept = retention.kept(complete, pinned)
-    return [published.step for published in complete if published.name in kept]
+    return [checkpoint.step for checkpoint in complete if checkpoint.name in kept]
 
 
 KEPT = {
@@ -64,13 +64,13 @@ def test_pruning_removes_the_files_and_what_they_shared(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     for version in range(1, 5):
         save(store, version, version)
-    with store.begin(5) as staging:
-        staging.main.write("actor/other.json", [b"of one save"], deduplicate=True)
-        staging.main.write("reference_model/frozen.bin", [FROZEN])
-        staging.commit()
+    with store.begin(5) as transaction:
+        transaction.main.write("actor/other.json", [b"of one save"], deduplicate=True)
+        transaction.main.write("reference_model/frozen.bin", [FROZEN])
+        transaction.commit()
     assert len(list((store.directory / "objects").iterdir())) == 2
     assert prune(store, Retention(keep_last_n=2)) == ["global_step_1", "global_step_2", "global_step_3"]
-    assert [published.step for published in store.complete()] == [4, 5]
+    assert [checkpoint.step for checkpoint in store.complete()] == [4, 5]
     assert list((store.directory / "trash").iterdir()) == []
     save(store, 6, 6)
     save(store, 7, 7)
@@ -85,7 +85,7 @@ def test_a_bad_checkpoint_counts_for_nothing_and_is_left_alone(tmp_path):
         save(store, version, version)
     (store.directory / "global_step_4/COMMIT").unlink()
     assert prune(store, Retention(keep_last_n=2)) == ["global_step_1"]
-    assert [published.step for published in store.complete()] == [2, 3]
+    assert [checkpoint.step for checkpoint in store.complete()] == [2, 3]
     assert (store.directory / "global_step_4").exists()
 
 

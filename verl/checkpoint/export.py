@@ -88,11 +88,11 @@ def materialize(reader: CheckpointReader, out: Path, disk: FileSystem | None = N
         CheckpointWriteFailed: the file system refused.
     """
     disk = disk or FileSystem()
-    out, published = require_unused(disk, out), reader.published
-    with atomic_directory(disk, out, f"writing {published.name} out to {out}") as staged:
+    out, checkpoint = require_unused(disk, out), reader.checkpoint
+    with atomic_directory(disk, out, f"writing {checkpoint.name} out to {out}") as staged:
         _write_whole_files(reader, staged, disk)
         open_verified(disk, staged, "full")
-    return Checkpoint(out, _whole(published.manifest))
+    return Checkpoint(out, _whole(checkpoint.manifest))
 
 
 def _write_whole_files(reader: CheckpointReader, staged: Path, disk: FileSystem) -> None:
@@ -100,7 +100,7 @@ def _write_whole_files(reader: CheckpointReader, staged: Path, disk: FileSystem)
         target = staged / entry.path
         make_directories(disk, target.parent, staged)
         write_file(disk, target, reader.pieces(entry.path))
-    data = _whole(reader.published.manifest).to_bytes()
+    data = _whole(reader.checkpoint.manifest).to_bytes()
     write_by_rename(disk, staged / MANIFEST, data)
     write_by_rename(disk, staged / COMMIT, commit_line(data))
 
@@ -156,7 +156,7 @@ def _content(
     manager: CheckpointManager, component: str, kind: str, pytorch_bin: bool
 ) -> Iterator[tuple[str, list[Any] | Mapping]]:
     """Files by name: buffers, or a state dict for torch to save."""
-    held, reader = manager.published.slices_by_file, manager.reader()
+    held, reader = manager.checkpoint.slices_by_file, manager.reader()
     recorded = reader.tensors(component)
     if pytorch_bin and not recorded:
         raise ConfigError(

@@ -95,8 +95,8 @@ class HFSampler(RolloutEngine):
         self.device = compute_device(model)
         self.routing = routing_of(model) if options.router_replay else None
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
-        divided = getattr(model, "divided", None)
-        self.group = GenerationGroup() if divided is None else SplitPrompts(divided)
+        parallel_info = getattr(model, "parallel_info", None)
+        self.group = GenerationGroup() if parallel_info is None else SplitPrompts(parallel_info)
         self.key_multiple = (
             1 if self.device.type == "cpu" else KEY_MULTIPLE
         )  # of the lengths of keys that a single token attends to

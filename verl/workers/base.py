@@ -279,7 +279,7 @@ class TrainedWorker:
 
     def _whole_weights(self) -> dict[str, Tensor]:
         """On rank 0; all processes take part."""
-        self.engine.parallel.settle(self.engine.model)
+        self.engine.parallel.free_gathered_parameters(self.engine.model)
         return whole_on_first(live_tensors(self.engine.model), self.engine.parallel)
 
 

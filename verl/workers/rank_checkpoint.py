@@ -181,13 +181,13 @@ class RankSaveOrder:
     """One save.
 
     Attributes:
-        staging: where the driver opened it.
+        transaction: where the driver opened it.
         nonce: that lies there.
     """
 
     setting: RankSaveSettings
     step: int
-    staging: Path
+    transaction: Path
     nonce: str
 
 
@@ -253,10 +253,10 @@ class RankCheckpointWriter:
         setting = order.setting
         components = self._components(setting)  # with exchanges among the processes: before anything can fail alone
         disk = setting.disk_type()
-        if not sees_nonce(disk, order.staging, order.nonce):
+        if not sees_nonce(disk, order.transaction, order.nonce):
             return False
         name = f"rank_{setting.first_rank + self._parallel.rank}"
-        multi_writer = MultiWriterSave(directory=order.staging, name=name)
+        multi_writer = MultiWriterSave(directory=order.transaction, name=name)
         try:
             request = SaveRequest(
                 step=order.step, components=components, multi_writer=multi_writer, increment=setting.increment
@@ -268,7 +268,7 @@ class RankCheckpointWriter:
                     writer.save(request)
         except Exception as error:  # noqa: BLE001 - the save is lost, not the training
             _log.exception("%s cannot save its part of step %d", name, order.step)
-            submit_failure(disk, order.staging, name, f"{type(error).__name__}: {error}")
+            submit_failure(disk, order.transaction, name, f"{type(error).__name__}: {error}")
         self._tell()
         return True
 
@@ -306,7 +306,7 @@ class RankCheckpointWriter:
 
     def _settle(self) -> None:
         for worker in self._trained.values():
-            worker.engine.parallel.settle(worker.engine.model)
+            worker.engine.parallel.free_gathered_parameters(worker.engine.model)
 
     def _file(self, setting: RankSaveSettings) -> str:
         meshes = [worker.engine.parallel.mesh for worker in self._trained.values()]

@@ -346,9 +346,9 @@ def test_the_newest_of_any_tier_is_taken(near: CheckpointTier, tmp_path: Path) -
 def test_a_damaged_local_copy_is_replaced_by_the_one_in_the_store(
     near: CheckpointTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    published = save(tmp_path / "here", 2)
+    checkpoint = save(tmp_path / "here", 2)
     upload(near, tmp_path / "here")
-    path = published.path("actor/weights.bin")
+    path = checkpoint.path("actor/weights.bin")
     path.write_bytes(b"!" + path.read_bytes()[1:])
     found, _ = newest_of_tiers(tmp_path / "here", near, "full")
     assert found.directory.name == "global_step_2-2"

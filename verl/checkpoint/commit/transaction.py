@@ -53,9 +53,9 @@ REPORTS = "reports"  # below a staging directory: what the others wrote, until t
 class SaveTransaction:
     """A save that is not published yet. Leaving its `with` block without `commit` removes it.
 
-    >>> with store.begin(step=100) as staging:
-    ...     written = staging.main.write("actor/config.json", [b"{}"])
-    ...     published = staging.commit(state={"epoch": 1}, metrics={"reward/mean": 0.8})
+    >>> with store.begin(step=100) as transaction:
+    ...     written = transaction.main.write("actor/config.json", [b"{}"])
+    ...     checkpoint = transaction.commit(state={"epoch": 1}, metrics={"reward/mean": 0.8})
 
     Attributes:
         directory: where participants write.
@@ -68,13 +68,13 @@ class SaveTransaction:
         directory: Path,
         step: int,
         tag: str | None,
-        participants: Sequence[str],
+        rank_names: Sequence[str],
         staging_lock: FileHandle | None,
     ):
         self.directory, self.step, self.tag = directory, step, tag
         self.main = RankWriter(directory, MAIN, store.disk)
         self._store, self._disk = store, store.disk
-        self._expected = {MAIN, *participants}
+        self._expected = {MAIN, *rank_names}
         self._staging_lock = staging_lock
         self._is_open = True
 
@@ -107,11 +107,11 @@ class SaveTransaction:
             manifest, shared = self._joined([self.main.report(), *reports], metrics or {})
             with self._store.locked(), write_errors(f"publishing step {self.step}"):
                 self._store.check_claim()
-                published = self.publish(manifest, state or {})
+                checkpoint = self.publish(manifest, state or {})
         finally:
             self.abort()  # after a publication there is nothing left to remove
-        self._share(published, shared)
-        return published
+        self._share(checkpoint, shared)
+        return checkpoint
 
     def finish_commit(self) -> Checkpoint | None:
         """Finish the commit of a process that was killed during it; returns None if there is no such commit.
@@ -227,12 +227,12 @@ class SaveTransaction:
         files = tuple(sorted((*manifest.files, entry), key=lambda e: e.path))
         return replace(manifest, sequence=sequence, files=files)
 
-    def _share(self, published: Checkpoint, paths: list[str]) -> None:
+    def _share(self, checkpoint: Checkpoint, paths: list[str]) -> None:
         try:
             for path in paths:
-                entry = published.manifest.file(path)
+                entry = checkpoint.manifest.file(path)
                 assert entry is not None
-                self.main.objects.add(published.path(path), entry)
+                self.main.objects.add(checkpoint.path(path), entry)
         except OSError as error:
             log.warning("the deduplication index was not updated: %s", error)
 

@@ -45,18 +45,20 @@ def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: boo
         here = None if anew else local_copy(store, record.manifest)
         if here is not None:
             return here
-        published = tier.open(record)
+        checkpoint = tier.open(record)
         known = _files_by_content(store)
         store.borrow_claim()  # a trainer that is saving there stays the owner
-    needed = sum(entry.size for entry in published.manifest.files if (entry.blake3, entry.size) not in known)
-    begun = store.begin(published.step, needed_bytes=needed, needed_files=len(published.manifest.files))
-    with begun as staging, write_errors(f"fetching {record.name}"):
-        for entry in published.manifest.files:
-            _fetch(tier, published, entry, staging.directory / entry.path, staging.directory, store.disk, known)
-        write_by_rename(store.disk, staging.directory / MANIFEST, published.data)
-        write_by_rename(store.disk, staging.directory / COMMIT, commit_line(published.data))
+    needed = sum(entry.size for entry in checkpoint.manifest.files if (entry.blake3, entry.size) not in known)
+    begun = store.begin(checkpoint.step, needed_bytes=needed, needed_files=len(checkpoint.manifest.files))
+    with begun as transaction, write_errors(f"fetching {record.name}"):
+        for entry in checkpoint.manifest.files:
+            _fetch(
+                tier, checkpoint, entry, transaction.directory / entry.path, transaction.directory, store.disk, known
+            )
+        write_by_rename(store.disk, transaction.directory / MANIFEST, checkpoint.data)
+        write_by_rename(store.disk, transaction.directory / COMMIT, commit_line(checkpoint.data))
         with store.locked():
-            fetched = staging.rename(published.manifest, record.name)
+            fetched = transaction.rename(checkpoint.manifest, record.name)
     confirm_upload(store.disk, fetched, record.manifest, tier.store.address)
     return fetched
 
@@ -65,24 +67,24 @@ def local_copy(directory: CheckpointDirectory, manifest: str) -> Checkpoint | No
     """The checkpoint with this manifest, if it is complete in a directory."""
     for path in directory.candidates():
         with contextlib.suppress(BadCheckpoint, FileNotFoundError):
-            published = open_verified(directory.disk, path)
-            if manifest_digest(directory.disk, published) == manifest:
-                return published
+            checkpoint = open_verified(directory.disk, path)
+            if manifest_digest(directory.disk, checkpoint) == manifest:
+                return checkpoint
     return None
 
 
 def _files_by_content(directory: CheckpointDirectory) -> dict[tuple[str, int], Path]:
     """Paths of the files of the directory's checkpoints, by digest and size."""
     found: dict[tuple[str, int], Path] = {}
-    for published in directory.complete():
-        for entry in published.manifest.files:
-            found[entry.blake3, entry.size] = published.path(entry.path)
+    for checkpoint in directory.complete():
+        for entry in checkpoint.manifest.files:
+            found[entry.blake3, entry.size] = checkpoint.path(entry.path)
     return found
 
 
 def _fetch(
     tier: RemoteStore,
-    published: RemoteCheckpoint,
+    checkpoint: RemoteCheckpoint,
     entry: FileEntry,
     target: Path,
     root: Path,
@@ -98,10 +100,10 @@ def _fetch(
         return
     try:
         pieces = regrouped(tier.store.pieces(object_key(entry), 0, entry.size), entry)
-        leaves = write_file(disk, target, published.checked_leaves(entry, pieces, " of its object"))
+        leaves = write_file(disk, target, checkpoint.checked_leaves(entry, pieces, " of its object"))
     except ObjectNotFound as error:
-        fault = published.fault(entry.path, "its object is missing")
-        raise CheckpointIncomplete(published.directory, [fault]) from error
+        fault = checkpoint.fault(entry.path, "its object is missing")
+        raise CheckpointIncomplete(checkpoint.directory, [fault]) from error
     except ObjectDamaged as error:
-        raise CheckpointCorrupt(published.directory, [published.fault(entry.path, str(error))]) from error
+        raise CheckpointCorrupt(checkpoint.directory, [checkpoint.fault(entry.path, str(error))]) from error
     assert leaves == entry.leaves, "each was compared before it was written"

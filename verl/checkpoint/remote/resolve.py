@@ -179,10 +179,10 @@ def newest_of_tiers(
                         other = other or seen
                         continue
                 if isinstance(found, Checkpoint):
-                    published = open_verified(local.disk, found.directory, level)
+                    checkpoint = open_verified(local.disk, found.directory, level)
                 else:
-                    published = pull(remote, found, CheckpointStore(directory), anew=True)
-                return published, read_state(local.disk, published)
+                    checkpoint = pull(remote, found, CheckpointStore(directory), anew=True)
+                return checkpoint, read_state(local.disk, checkpoint)
             except CheckpointUnsupported:
                 raise
             except BadCheckpoint as error:
@@ -212,8 +212,8 @@ def _seen(
     """A checkpoint with its location and its `trainer_state.json`."""
     if isinstance(found, Checkpoint):
         return found, read_state(local.disk, found)
-    published = remote.open(found)
-    return published, remote.state(published)
+    checkpoint = remote.open(found)
+    return checkpoint, remote.state(checkpoint)
 
 
 def bring(address: str, save_dir: Path, storage: Storage | None = None) -> tuple[Checkpoint, Storage]:

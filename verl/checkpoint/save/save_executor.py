@@ -130,8 +130,8 @@ def execute_save(
     with _begun(store, request, increment) as transaction:
         begin_s = clock.lap()
         hash_s, reports = 0.0, []
-        published = None if multi_writer is None else transaction.finish_commit()
-        if published is None:
+        checkpoint = None if multi_writer is None else transaction.finish_commit()
+        if checkpoint is None:
             if multi_writer is not None:
                 _remove_own(store.disk, request, multi_writer)
             hash_s = _write(transaction.main, request, source, fewest_direct_bytes, increment)
@@ -140,14 +140,14 @@ def execute_save(
             if multi_writer is not None:
                 reports = collect_reports(store.disk, multi_writer.directory, multi_writer.others, multi_writer.late_s)
         write_s = clock.lap()
-        if published is None:
-            published = transaction.commit(reports, state=dict(request.state), metrics=dict(request.metrics))
+        if checkpoint is None:
+            checkpoint = transaction.commit(reports, state=dict(request.state), metrics=dict(request.metrics))
     commit_s = clock.lap()
     pruned, prune_error = _prune(store, retention)
     return SaveReport(
-        name=published.name, directory=published.directory, sequence=published.sequence,
+        name=checkpoint.name, directory=checkpoint.directory, sequence=checkpoint.sequence,
         num_bytes=sum(image.num_bytes for image in request.images) + sum(_num_bytes(report) for report in reports),
-        written_bytes=sum(entry.size for entry in published.manifest.files if entry.linked_from is None),
+        written_bytes=sum(entry.size for entry in checkpoint.manifest.files if entry.linked_from is None),
         begin_s=begin_s, write_s=write_s, hash_s=hash_s, commit_s=commit_s, prune_s=clock.lap(),
         pruned=pruned, prune_error=prune_error,
     )  # fmt: skip

@@ -89,7 +89,7 @@ class CheckpointUploads:
         if lease is not None:
             lease.stop()
 
-    def published(self) -> None:
+    def checkpoint(self) -> None:
         """Notify the upload process of a new checkpoint."""
         self._uploader.look()
 
@@ -499,11 +499,11 @@ class CheckpointSaver:
     def _record_outcomes(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
         for outcome in outcomes:
             if outcome.report is not None:
-                self._contents.published()
+                self._contents.checkpoint()
                 name, pruned = outcome.report.name, list(outcome.report.pruned)
                 self.lineage.add("checkpoint", checkpoint=name, step=outcome.step, pruned=pruned)
                 if self._uploads is not None:
-                    self._uploads.published()
+                    self._uploads.checkpoint()
         if self._uploads is not None:
             self._uploads.process_events()
         return outcomes

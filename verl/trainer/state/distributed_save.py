@@ -173,7 +173,7 @@ class RankWriters:
         answers: list[Future[list[bool]]] = []
         for group in self._groups:
             setting = self._setting(writer.store, writer.mode == "async", group)
-            order = RankSaveOrder(setting=setting, step=step, staging=multi_writer.directory, nonce=nonce)
+            order = RankSaveOrder(setting=setting, step=step, transaction=multi_writer.directory, nonce=nonce)
             answers.append(group.lead.save_part(order))
         return self._message_if_directory_invisible(
             [sees for answer in answers for sees in answer.result()], writer.store.directory
