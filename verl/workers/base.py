@@ -12,7 +12,6 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from verl.component import Description, component
-from verl.dispatch import on_all, on_each
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.layer_compile import compile_layers
 from verl.engines.optimizer import AdamW
@@ -24,6 +23,7 @@ from verl.models.lora import LoRA
 from verl.models.own_module import ModuleModel
 from verl.models.parallel_info import Autocast
 from verl.models.pretrained import ModelSource, quiet_transformers
+from verl.protocol.dispatch import on_all, on_each
 from verl.utils.seeding import RngState, derive_seed, rng_state, seed_everything, set_rng_state
 from verl.workers.load_state import (
     CheckpointSelection,

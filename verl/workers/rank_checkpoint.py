@@ -45,10 +45,10 @@ from verl.models.hf_state_dict import (
     saved_tensors,
     small_files,
 )
-from verl.resharding.dtensor import layout_of, local
-from verl.resharding.execute import reshard
-from verl.resharding.layout import Box, Layout, Mesh, TensorLayout, volume, within
-from verl.resharding.plan import reshard_plan
+from verl.ops.resharding.dtensor import layout_of, local
+from verl.ops.resharding.execute import reshard
+from verl.ops.resharding.layout import Box, Layout, Mesh, TensorLayout, volume, within
+from verl.ops.resharding.plan import reshard_plan
 from verl.utils.progress import report
 from verl.workers.load_state import RemoteRoleState
 

@@ -32,7 +32,7 @@ from verl.checkpoint.save.save_request import (
     sees_nonce,
 )
 from verl.errors import CheckpointIncomplete
-from verl.resharding.layout import Layout, Mesh, TensorLayout, volume
+from verl.ops.resharding.layout import Layout, Mesh, TensorLayout, volume
 from verl.workers.rank_checkpoint import assign_slices, owners
 
 CONTENT = b'{"version": 1}'
