@@ -374,7 +374,7 @@ def test_of_many_metrics_the_list_shows_the_few_that_tell_most():
 @pytest.mark.parametrize("command", ["export", "materialize"])
 @pytest.mark.parametrize(
     "out",
-    ["global_step_200/model", "global_step_200/actor/model", "linked/model", "staging/model", "objects/x/y", "trash/m"],
+    ["global_step_200/model", "global_step_200/actor/model", "linked/model", "staging/model", "pins/x/y", "trash/m"],
 )
 def test_nothing_is_written_into_a_checkpoint_or_among_the_files_of_a_store(command, out, directory):
     (directory / "linked").symlink_to(directory / "global_step_200/actor")

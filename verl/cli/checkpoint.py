@@ -19,7 +19,13 @@ from verl.checkpoint.export import export as export_component
 from verl.checkpoint.export import materialize as write_out
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.compare import compare
-from verl.checkpoint.read.discovery import LATEST, ResolvedPath, directories_below, newest_complete, resolve_path
+from verl.checkpoint.read.discovery import (
+    LATEST,
+    CheckpointDirectory,
+    ResolvedPath,
+    directories_below,
+    resolve_path,
+)
 from verl.checkpoint.read.verify import Level
 from verl.checkpoint.remote.download import pull as pull_one
 from verl.checkpoint.remote.remote_store import RemoteStore
@@ -252,7 +258,8 @@ def health(
     """
     limit_s = None if max_age is None else parse_duration(max_age, "--max-age")
     try:
-        newest, passed_over = newest_complete(resolve_path(path))
+        where = resolve_path(path)
+        newest, passed_over = CheckpointDirectory(where.directory).newest_and_damaged(where.name)
     except CheckpointUnsupported as error:
         is_newer = isinstance(error, CheckpointTooNew)
         writer = "a later version of verl" if is_newer else "an earlier version of verl, and is not read any more"
@@ -355,7 +362,7 @@ def collect(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Remove checkpoints by retention rules, leftovers of dead processes, and unused shared files.
+    """Remove checkpoints by retention rules, and leftovers of dead processes.
 
     Pinned and tagged checkpoints and the two newest are always kept. If unrelated trainings saved in one directory, the
     rules apply to each separately, as in their own retention. It is safe while a trainer saves there.

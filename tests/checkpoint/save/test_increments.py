@@ -85,8 +85,8 @@ def test_an_unchanged_save_writes_the_state_alone(tmp_path):
         for step in (1, 2):
             writer.save(request(step, trained(weights(), 1), increment=IncrementalSettings()))
         (*_, outcome) = writer.drain()
-    assert outcome.report is not None
-    assert outcome.report.written_bytes < 1000  # trainer_state.json
+    assert outcome.directory is not None
+    assert outcome.written_bytes < 1000  # trainer_state.json
 
 
 def test_retention_may_remove_the_checkpoint_that_a_link_comes_from(tmp_path):
@@ -170,11 +170,11 @@ def test_written_out_it_is_what_a_whole_save_would_have_been(tmp_path):
     with CheckpointWriter(CheckpointStore(tmp_path / "whole"), mode="sync") as writer:
         writer.save(request(2, trained(weights(), 1)))
         (outcome,) = writer.drain()
-    assert outcome.report is not None
+    assert outcome.directory is not None
     out = materialize(CheckpointReader(newest), tmp_path / "out")
     assert verify(FileSystem(), out.directory, "full") == []
     for path in (WEIGHTS, "actor/config.json", MOMENTS):
-        assert out.path(path).read_bytes() == (outcome.report.directory / path).read_bytes()
+        assert out.path(path).read_bytes() == (outcome.directory / path).read_bytes()
         assert not os.path.samefile(out.path(path), newest.path(path))
     assert compare(newest, out) == []
     with refusal("OUT"):
