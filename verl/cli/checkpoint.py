@@ -16,7 +16,6 @@ from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.describe import CheckpointSummary, age_s, status_of, summaries, summary_of
 from verl.checkpoint.export import atomic_directory, require_unused
 from verl.checkpoint.export import export as export_component
-from verl.checkpoint.export import materialize as write_out
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.compare import compare
 from verl.checkpoint.read.discovery import (
@@ -449,14 +448,3 @@ def _write_merged(adapter: Path, name: str, out: Path) -> None:
         (model if dtype is None else model.to(dtype)).save_pretrained(staged)
         tokenizer.save_pretrained(staged)
     typer.echo(f"{name}, merged into its base model, is in {out}")
-
-
-@command(app, "materialize")
-def materialize(
-    path: Path_,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist yet.")],
-) -> None:
-    """Write all files of a checkpoint to another directory; every byte is verified by hash."""
-    manager = CheckpointManager(path)
-    whole = write_out(manager.reader(), out)
-    echo(f"{manager.name} is in {out}: {counted(len(whole.manifest.files), 'file')}, {size(whole.num_bytes)}")
