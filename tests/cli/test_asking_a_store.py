@@ -57,6 +57,7 @@ def told(*arguments, status: int = 0) -> str:
     return result.output
 
 
+@pytest.mark.exhaustive
 def test_a_policy_in_a_store_answers_as_the_one_on_the_disk(here):
     on_disk, in_store = (
         json.loads(told("eval", place, "--json", *TRUSTED)) for place in (here, f"{ADDRESS}/global_step_2")

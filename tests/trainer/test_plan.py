@@ -270,6 +270,7 @@ def test_batch_arithmetic_names_every_remainder():
     assert "12 rows of a mini-batch over 5 processes leave a remainder of 2" in told
 
 
+@pytest.mark.exhaustive
 def test_the_plan_says_when_the_disk_is_full_and_how_long_an_upload_takes(llama_8b):
     run = run_of("actor=llama8b", f"actor.model.path={llama_8b}", "critic=none", "algorithm=grpo", "rollout=vllm")
     store = {"storage": run_of("storage=s3", "storage.bucket=checkpoints", "checkpoint.keep_last_n=null").storage}

@@ -121,7 +121,7 @@ def test_a_participant_that_is_late_lost_or_wrong_ends_the_save_and_nothing_else
     two.main.close()
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", ["before", pytest.param("after", marks=pytest.mark.exhaustive)])
 def test_a_writer_that_is_killed_anywhere_is_followed_by_one_that_publishes_the_same(moment, tmp_path):
     """Also where reports were read, or the rename was made, before the kill."""
     killed = 0
