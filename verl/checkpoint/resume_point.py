@@ -244,15 +244,15 @@ def newest_point(
     with _records(tier, directory, bool(complete)) as (remote, records):
         for candidate in _in_order(local, complete, records):
             try:
-                checkpoint, state = _seen(local, remote, candidate)
-                if is_own is not None and not is_own(state):
-                    others.append((checkpoint, state))
+                if is_own is not None and not is_own((seen := _seen(local, remote, candidate))[1]):
+                    others.append(seen)
                     continue
                 if isinstance(candidate, LogRecord):
                     assert remote is not None
                     checkpoint = pull(remote, candidate, CheckpointStore(directory), anew=True)
                 else:
-                    open_verified(local.disk, checkpoint.directory, _level(verify))
+                    checkpoint = open_verified(local.disk, candidate.directory, _level(verify))
+                state = read_state(local.disk, checkpoint)
             except BadCheckpoint as error:
                 leave_out(error, "")
             except StorageError as error:
