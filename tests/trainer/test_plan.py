@@ -396,7 +396,7 @@ def test_published_steps_are_within_the_range_of_the_plan_and_the_document_has_t
     assert plan.step_s == pytest.approx(expected, rel=0.01)
     assert plan.range_s[0] <= published <= plan.range_s[1]
     assert "by the error of such plans for published steps" in "\n".join(plan.lines())
-    document = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    document = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
     assert f"| {published:g} | {expected:.0f} | {expected / published - 1:+.0%} |" in document
 
 

@@ -33,7 +33,7 @@ from verl.workers.load_state import (
     load_optimizer,
     load_weights,
 )
-from verl.workers.rank_checkpoint import RankCheckpointWriter, RankInfo, RankSaveOrder, RankSaveSettings, whole_on_first
+from verl.workers.rank_checkpoint import RankCheckpointWriter, RankInfo, RankSaveSettings, whole_on_first
 
 _log = logging.getLogger(__name__)
 
@@ -249,9 +249,9 @@ class TrainedWorker:
         self._parts.prepare(setting)
 
     @on_each
-    def save_part(self, order: RankSaveOrder) -> bool:
+    def save_part(self, setting: RankSaveSettings, step: int, staging: Path, nonce: str) -> bool:
         """See `RankCheckpointWriter.save`."""
-        return self._parts.save(order)
+        return self._parts.save(setting, step, staging, nonce)
 
     @on_all
     def wait_copied(self) -> None:

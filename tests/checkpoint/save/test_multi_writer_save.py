@@ -86,11 +86,11 @@ def test_what_all_have_reported_is_published_and_the_reports_are_gone(two):
         two.write(joint, rank)
     (outcome,) = two.main.drain()
     published = two.store.newest()
-    assert outcome.report.name == published.name == "global_step_1"
+    assert outcome.name == published.name == "global_step_1"
     found = CheckpointReader(published).tensor("optimizer", "m")
     assert torch.equal(torch.frombuffer(bytearray(found), dtype=torch.float32).view(4, 3), VALUES)
     assert sorted(path.name for path in published.directory.iterdir() if path.is_dir()) == ["optimizer", "scheduler"]
-    assert outcome.report.num_bytes >= sum(e.size for e in published.manifest.files if e.path.startswith("optimizer"))
+    assert outcome.num_bytes >= sum(e.size for e in published.manifest.files if e.path.startswith("optimizer"))
 
 
 @pytest.mark.parametrize(
