@@ -135,7 +135,7 @@ class RemoteTier:
         if hash_buffers([data]) != file.leaves:
             raise ReplayCorrupt(f"{self.store.url(_key(file.name))} differs from what was written")
         path = self._directory / file.name
-        write_by_rename(self.disk, path, data)
+        write_by_rename(self.disk, path, bytes(data))
         return path
 
     def _delete(self, name: str) -> None:
