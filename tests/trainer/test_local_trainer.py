@@ -78,7 +78,7 @@ def test_a_line_for_every_stage_is_the_default_of_a_script_and_not_of_a_command(
 
     assert is_long()
     assert not is_long("tracker.console.stage_lines=false")
-    assert "console" not in compose_short_file({}, {}, ["tracker=none"], None).config.tracker
+    assert "console" not in compose_short_file({}, {}, ["tracker=none"]).config.tracker
     assert not compose_root("ppo").tracker.console.stage_lines
 
 
