@@ -158,10 +158,12 @@ def rows_from_arrow(parts: Sequence[SelectedRows], pad_token_id: int) -> DataPro
         DataProtoValidationError: dtype or shape of a field differ between record batches.
     """
     fields, count = _common_fields([part.record for part in parts]), sum(len(part.rows) for part in parts)
-    lengths = {
-        kind: np.concatenate([np.diff(part.record.column(name).offsets)[part.rows] for part in parts])
-        for kind, name in (("P", "prompts"), ("T", "responses"))
-    }
+    columns_of = [dict(zip(part.record.schema.names, part.record.columns)) for part in parts]  # faster than by name
+    spans = [
+        {kind: _spans(columns[name], part.rows) for kind, name in (("P", "prompts"), ("T", "responses"))}
+        for part, columns in zip(parts, columns_of)
+    ]
+    lengths = {kind: np.concatenate([span[kind][:, 1] - span[kind][:, 0] for span in spans]) for kind in "PT"}
     longest = {kind: max(1, int(x.max(initial=0))) for kind, x in lengths.items()}
     tensors: dict[str, Tensor] = {}
     for name, field in fields.items():
@@ -169,13 +171,13 @@ def rows_from_arrow(parts: Sequence[SelectedRows], pad_token_id: int) -> DataPro
         shape = field.shape if field.kind == "B" else (longest[field.kind], *field.shape)
         tensors[name] = torch.full((count, *shape), pad_token_id if pad == "pad_token" else pad, dtype=field.dtype)
     objects: list[dict[str, Any]] = []
-    for part in parts:
+    for part, columns, span in zip(parts, columns_of, spans):
         theirs, end = _fields_of(part.record), len(objects) + len(part.rows)
         for name, field in fields.items():
             target = _bits(tensors[name][len(objects) : end]).numpy()
             if target.size:
-                _fill(target, field, part.record.column(theirs[name].column or name), part.rows)
-        objects += [json.loads(text) for text in part.record.column(OTHERS).take(pa.array(part.rows)).to_pylist()]
+                _fill(target, field, columns[theirs[name].column or name], part.rows, span.get(field.kind))
+        objects += [json.loads(text) for text in columns[OTHERS].take(pa.array(part.rows)).to_pylist()]
         part.release()
     return DataProto.from_dict(tensors | _rebuilt(tensors, lengths, longest), _columns(objects))
 
@@ -222,15 +224,24 @@ def _columns(objects: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {name: np.fromiter((row.get(name) for row in objects), dtype=object, count=len(objects)) for name in names}
 
 
-def _fill(target: np.ndarray, field: RowField, column: pa.Array, rows: np.ndarray) -> None:
-    """Write rows of a column into an array that is already filled with padding."""
-    if field.kind == "B":
+def _spans(column: pa.Array, rows: np.ndarray) -> np.ndarray:
+    """Begin and end of the tokens of rows in the values of a column, [rows, 2]; alike in all columns of a kind."""
+    offsets = column.offsets.to_numpy()
+    return np.stack([offsets[rows], offsets[rows + 1]], axis=1)
+
+
+def _fill(target: np.ndarray, field: RowField, column: pa.Array, rows: np.ndarray, spans: np.ndarray | None) -> None:
+    """Write rows of a column into an array that is already filled with padding.
+
+    Args:
+        spans: of the kinds P and T, see `_spans`.
+    """
+    if spans is None:
         values = column.flatten() if field.block else column
         target[:] = values.to_numpy().reshape(len(column), *field.block)[rows]
         return
     values = column.values.to_numpy().reshape(-1, *field.block)
-    ends = column.offsets.to_numpy() // math.prod(field.block)
-    for row, (begin, end) in enumerate(zip(ends[rows].tolist(), ends[rows + 1].tolist())):
+    for row, (begin, end) in enumerate(spans.tolist()):
         first = target.shape[1] - (end - begin) if field.kind == "P" else 0
         target[row, first : first + end - begin] = values[begin:end]
 
