@@ -46,10 +46,10 @@ def write(root: Path, num_tensors: int) -> Path:
     with CheckpointWriter(store, mode="sync") as writer:
         writer.save(SaveRequest(step=1, components=components))
         writer.drain()
-    published = store.newest()
+    checkpoint = store.newest()
     torch.save({name: dict(enumerate(tensors)) for name, tensors in state.items()}, root / "state.pt")
     os.sync()
-    return published.directory
+    return checkpoint.directory
 
 
 def touched(tensors: Iterable[torch.Tensor]) -> int:

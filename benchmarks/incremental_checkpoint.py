@@ -75,13 +75,15 @@ def trained(
                 began = time.perf_counter()
                 training.save_checkpoint()
                 took.append(time.perf_counter() - began)
-    found = {summary.published.step: summary for summary in summaries(CheckpointStore(directory)) if summary.published}
+    found = {
+        summary.checkpoint.step: summary for summary in summaries(CheckpointStore(directory)) if summary.checkpoint
+    }
     return [found[1 + n] for n in (0, *AFTER) if 1 + n in found], took
 
 
-def component(published: Checkpoint, name: str) -> int:
+def component(checkpoint: Checkpoint, name: str) -> int:
     """Bytes of a component."""
-    return sum(entry.size for entry in published.manifest.files if entry.path.startswith(f"{name}/"))
+    return sum(entry.size for entry in checkpoint.manifest.files if entry.path.startswith(f"{name}/"))
 
 
 def of_8b() -> dict[str, float]:
@@ -95,9 +97,9 @@ def rows_of_lora(model: Path, root: Path, full_bytes: int, end: float) -> tuple[
     (_, *others), took = trained(model, root / "lora", 1e-4, True, end)
     found = []
     for summary in others:
-        assert summary.published is not None
-        payload = sum(component(summary.published, name) for name in ("actor", "optimizer"))
-        tokenizer = sum(e.size for e in summary.published.manifest.contents.values() if "tokenizer" in e.path)
+        assert summary.checkpoint is not None
+        payload = sum(component(summary.checkpoint, name) for name in ("actor", "optimizer"))
+        tokenizer = sum(e.size for e in summary.checkpoint.manifest.contents.values() if "tokenizer" in e.path)
         found.append(
             {
                 "added": summary.added_bytes,

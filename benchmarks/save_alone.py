@@ -69,7 +69,7 @@ def resumed(hidden: int, rounds: int, directory: Path) -> dict[str, float]:
     point, parallel = find("latest", directory / "checkpoints"), Parallelism()
     assert point is not None
     role = replace(run.actor, model=Pretrained(path=str(directory / "run/actor")))
-    source = RestoreSource(point.published.directory, verify=False)
+    source = RestoreSource(point.checkpoint.directory, verify=False)
 
     def built() -> None:
         model = role.load("causal_lm", "cpu", source, "actor", parallel)
@@ -77,7 +77,7 @@ def resumed(hidden: int, rounds: int, directory: Path) -> dict[str, float]:
 
     def loaded() -> None:
         model = role.load("causal_lm", "cpu", None, "actor", parallel)
-        engine, selection = role.engine(model, parallel, 10), CheckpointSelection(point.published.directory)
+        engine, selection = role.engine(model, parallel, 10), CheckpointSelection(point.checkpoint.directory)
         load_weights(model, "actor", selection, parallel)
         load_optimizer(engine, "actor", selection)
 

@@ -112,17 +112,17 @@ def measure(storage: S3Storage, place: Path, mib: int, rounds: int, end: float) 
     """
     import s3fs
 
-    with CheckpointStore(place / "checkpoints").begin(1) as staging:
+    with CheckpointStore(place / "checkpoints").begin(1) as transaction:
         block = os.urandom(MIB)
-        staging.main.write("actor/model.safetensors", [block * min(64, mib)] * max(1, mib // 64))
-        published = staging.commit()
-    (entry,) = [one for one in published.manifest.files if one.path.startswith("actor/")]
-    path, disk, theirs = published.path(entry.path), FileSystem(), s3fs.S3FileSystem(endpoint_url=storage.endpoint_url)
+        transaction.main.write("actor/model.safetensors", [block * min(64, mib)] * max(1, mib // 64))
+        checkpoint = transaction.commit()
+    (entry,) = [one for one in checkpoint.manifest.files if one.path.startswith("actor/")]
+    path, disk, theirs = checkpoint.path(entry.path), FileSystem(), s3fs.S3FileSystem(endpoint_url=storage.endpoint_url)
     with storage.connect() as store:
         length = store.part_bytes(entry.size)
 
         def ours(key: str) -> None:
-            store.put_pieces(key, lambda: checked_pieces(disk, published, entry, length), entry.size)
+            store.put_pieces(key, lambda: checked_pieces(disk, checkpoint, entry, length), entry.size)
 
         sides: dict[str, Callable[[str], None]] = {
             "verl": ours,

@@ -76,7 +76,7 @@ def write_run(directory: Path) -> CheckpointStore:
 def save(store: CheckpointStore, step: int) -> Checkpoint:
     """An actor in bfloat16 in two shards, an optimizer cut by two writers, and small files."""
     earlier = store.complete()
-    with store.begin(step, participants=["rank_0", "rank_1"]) as opened:
+    with store.begin(step, rank_names=["rank_0", "rank_1"]) as opened:
         main = opened.main
         if earlier:
             main.add_existing("actor/config.json", earlier[-1])

@@ -39,8 +39,8 @@ def test_examples_in_docstrings_give_what_they_say(path, tmp_path, monkeypatch):
     golden_run(tmp_path / "checkpoints")
     monkeypatch.chdir(tmp_path)
     store = CheckpointStore("checkpoints")
-    published = store.newest()
-    names = {"torch": torch, "store": store, "published": published, "disk": FileSystem()}
+    checkpoint = store.newest()
+    names = {"torch": torch, "store": store, "checkpoint": checkpoint, "disk": FileSystem()}
     names |= {kind.__name__: kind for kind in OF_OTHER_MODULES}
     module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -20,9 +20,9 @@ def request(step: int, tensors: Mapping[str, torch.Tensor], **more) -> SaveReque
     return SaveRequest(step=step, components={"actor": actor, "optimizer": optimizer}, state={"step": step}, **more)
 
 
-def tensors_of(published: Checkpoint, component: str) -> dict[str, torch.Tensor]:
+def tensors_of(checkpoint: Checkpoint, component: str) -> dict[str, torch.Tensor]:
     """What a checkpoint holds, every byte hashed."""
-    reader = CheckpointReader(published)
+    reader = CheckpointReader(checkpoint)
     types = {name: dtype for dtype, name in DTYPES.items()}
     found = {}
     for tensor in reader.tensors(component):

@@ -50,18 +50,18 @@ def sliced_critic(directory) -> CheckpointManager:
     """A model whose only weight was cut between two writers, and an adapter."""
     values = np.arange(24, dtype=np.float32).reshape(6, 4)
     store = CheckpointStore(directory)
-    with store.begin(1) as staging:
-        staging.main.write("critic/config.json", [b"{}"])
+    with store.begin(1) as transaction:
+        transaction.main.write("critic/config.json", [b"{}"])
         for rank in (0, 1):
             part = RankTensor(
                 component="critic", name="head", dtype="F32", shape=(6, 4), start=(3 * rank, 0), extent=(3, 4),
                 data=values[3 * rank : 3 * rank + 3],
             )  # fmt: skip
-            write_tensors(staging.main, f"critic/rank_{rank}.safetensors", [part])
-        staging.main.write("actor/adapter_config.json", [json.dumps({"peft_type": "LORA"}).encode()])
+            write_tensors(transaction.main, f"critic/rank_{rank}.safetensors", [part])
+        transaction.main.write("actor/adapter_config.json", [json.dumps({"peft_type": "LORA"}).encode()])
         whole = RankTensor(component="actor", name="lora_A", dtype="F32", shape=(6, 4), data=values)
-        write_tensors(staging.main, "actor/adapter_model.safetensors", [whole])
-        staging.commit()
+        write_tensors(transaction.main, "actor/adapter_model.safetensors", [whole])
+        transaction.commit()
     return CheckpointManager(directory)
 
 

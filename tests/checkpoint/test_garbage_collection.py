@@ -43,18 +43,18 @@ def test_a_plan_changes_nothing_and_comes_true(trainer):
     size = disk_bytes(trainer)
     assert clean(CheckpointStore(trainer.directory), rules) == planned
     assert size - disk_bytes(trainer) == planned.freed_bytes > 1000
-    assert [version_of(published) for published in trainer.complete()] == [1, 4, 5]
+    assert [version_of(checkpoint) for checkpoint in trainer.complete()] == [1, 4, 5]
 
 
 def test_a_trainer_in_the_middle_of_a_save_is_not_disturbed(trainer):
-    with trainer.begin(600) as staging:
-        staging.main.write("a", [b"1"])
+    with trainer.begin(600) as transaction:
+        transaction.main.write("a", [b"1"])
         cleaning = clean(CheckpointStore(trainer.directory), Retention(keep_last_n=2))
         assert cleaning.leftovers == ()  # `begin` removed what was abandoned, and what it made is alive
-        assert staging.commit().step == 600
-    with trainer.begin(700) as staging:
-        staging.commit()
-    assert [published.step for published in trainer.complete()] == [400, 500, 600, 700]
+        assert transaction.commit().step == 600
+    with trainer.begin(700) as transaction:
+        transaction.commit()
+    assert [checkpoint.step for checkpoint in trainer.complete()] == [400, 500, 600, 700]
 
 
 def test_where_there_is_nothing_to_clean_nobody_claims_the_directory(trainer):

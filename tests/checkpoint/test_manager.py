@@ -46,8 +46,8 @@ def test_what_was_not_recorded_is_none(store):
 
 
 def test_a_loss_that_was_no_number_is_read_as_one(store):
-    with store.begin(300) as staging:
-        staging.commit(state={"loss_history": [{"step": 300, "loss": float("nan")}]})
+    with store.begin(300) as transaction:
+        transaction.commit(state={"loss_history": [{"step": 300, "loss": float("nan")}]})
     assert np.isnan(CheckpointManager(store.directory).get_loss())
 
 
@@ -77,14 +77,14 @@ def test_the_level_decides_how_far_it_is_looked_at(store):
 
 
 def test_rows_of_the_replay_buffer_are_counted_over_its_shards(store):
-    with store.begin(300) as staging:
+    with store.begin(300) as transaction:
         for number, rows in enumerate((3, 4)):
             table = pyarrow.table({"reward": list(range(rows))})
             sink = pyarrow.BufferOutputStream()
             with pyarrow.ipc.new_file(sink, table.schema) as writer:
                 writer.write_table(table, max_chunksize=2)
-            staging.main.write(f"replay_buffer/shard_{number}.arrow", [sink.getvalue()])
-        staging.commit()
+            transaction.main.write(f"replay_buffer/shard_{number}.arrow", [sink.getvalue()])
+        transaction.commit()
     assert CheckpointManager(store.directory).buffer_size() == 7
 
 
@@ -104,10 +104,10 @@ def test_every_type_and_shape_loads_bit_for_bit(dtype, mmap, tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     shapes = {"matrix": (3, 5), "alone": (), "empty": (0, 4)}
     data = {name: bytes(i % 2 for i in range(int(np.prod(s)) * ITEM_BYTES[dtype])) for name, s in shapes.items()}
-    with store.begin(1) as staging:
+    with store.begin(1) as transaction:
         parts = [RankTensor(component="c", name=n, dtype=dtype, shape=s, data=data[n]) for n, s in shapes.items()]
-        write_tensors(staging.main, "c/t.safetensors", parts)
-        staging.commit()
+        write_tensors(transaction.main, "c/t.safetensors", parts)
+        transaction.commit()
     loaded = CheckpointManager(store.directory).load("c", mmap=mmap)
     for name, tensor in loaded.items():
         assert (tensor.dtype, tuple(tensor.shape)) == (TORCH_TYPES[dtype], shapes[name])

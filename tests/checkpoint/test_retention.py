@@ -25,7 +25,7 @@ def six(tmp_path_factory):
 def steps_kept(six, retention: Retention, pinned=()) -> list[int]:
     complete = CheckpointStore(six).complete()
     kept = retention.kept(complete, pinned)
-    return [published.step for published in complete if published.name in kept]
+    return [checkpoint.step for checkpoint in complete if checkpoint.name in kept]
 
 
 KEPT = {
@@ -67,7 +67,7 @@ def test_pruning_removes_the_files_and_what_they_shared(tmp_path):
     shared = store.newest().path("reference_model/frozen.bin")
     assert shared.stat().st_nlink == 5
     assert prune(store, Retention(keep_last_n=2)) == ["global_step_1", "global_step_2", "global_step_3"]
-    assert [published.step for published in store.complete()] == [4, 5]
+    assert [checkpoint.step for checkpoint in store.complete()] == [4, 5]
     assert list((store.directory / "trash").iterdir()) == []
     assert shared.stat().st_nlink == 2
     save(store, 6, 6)
@@ -83,7 +83,7 @@ def test_a_bad_checkpoint_counts_for_nothing_and_is_left_alone(tmp_path):
         save(store, version, version)
     (store.directory / "global_step_4/COMMIT").unlink()
     assert prune(store, Retention(keep_last_n=2)) == ["global_step_1"]
-    assert [published.step for published in store.complete()] == [2, 3]
+    assert [checkpoint.step for checkpoint in store.complete()] == [2, 3]
     assert (store.directory / "global_step_4").exists()
 
 

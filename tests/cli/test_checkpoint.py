@@ -53,8 +53,8 @@ def directory(tmp_path) -> Path:
 
 
 def test_ls_lists_in_order_of_publication_with_pins_and_damage(directory):
-    with CheckpointStore(directory).begin(50, "after_resume") as staging:
-        staging.commit()
+    with CheckpointStore(directory).begin(50, "after_resume") as transaction:
+        transaction.commit()
     flip_bit(directory / "global_step_200/manifest.json")
     assert run("pin", directory / "global_step_100", "--reason", "paper")[0] == 0
     status, told, _ = run("ls", directory.parent)
@@ -231,8 +231,8 @@ def test_diff_says_what_differs_and_by_how_much(directory):
 
 
 def test_health_is_for_probes(directory, tmp_path):
-    with CheckpointStore(directory).begin(300) as staging:
-        staging.commit()
+    with CheckpointStore(directory).begin(300) as transaction:
+        transaction.commit()
     status, told, _ = run("health", directory)
     assert status == 0
     assert re.fullmatch(r"ready: global_step_300, step 300, saved \d+s ago\n", told)
@@ -271,8 +271,8 @@ def test_a_damaged_state_is_told_by_ls(directory):
 
 def test_pins_hold_until_they_are_taken_off(directory):
     save_golden(CheckpointStore(directory), 200)
-    with CheckpointStore(directory).begin(300) as staging:
-        staging.commit()
+    with CheckpointStore(directory).begin(300) as transaction:
+        transaction.commit()
     first = directory / "global_step_100"
     assert run("pin", first) == (0, f"pinned {first}\n", "")
     assert run("gc", directory, "--keep-last-n", 1)[1].count("kept") == 3

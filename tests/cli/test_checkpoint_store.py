@@ -44,9 +44,9 @@ def test_what_is_pushed_is_listed_verified_and_pulled(address: str, tmp_path: Pa
 
 
 def test_damage_in_the_store_is_told_by_file(address: str, tmp_path: Path) -> None:
-    published = save(tmp_path / "here", 1)
+    checkpoint = save(tmp_path / "here", 1)
     run("push", str(tmp_path / "here"), address)
-    entry = published.manifest.file("actor/weights.bin")
+    entry = checkpoint.manifest.file("actor/weights.bin")
     assert entry is not None
     with storage_at(address).connect() as store:
         store.put(object_key(entry), b"~" * entry.size)

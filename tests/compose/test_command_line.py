@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.compose.command_line import command_line, composition_faults, in_grammar, is_path, parse_overrides
 from verl.compose.compose import compose_root
 from verl.compose.from_yaml import compose_over_default
-from verl.compose.overrides import divided
+from verl.compose.overrides import split_at_commas
 from verl.compose.schema import conf_dir
 from verl.compose.validate import validate
 from verl.errors import ConfigError
@@ -175,7 +175,7 @@ def test_a_name_that_is_no_directory_below_that_of_runs_is_refused(name, said):
     ],
 )
 def test_values_of_a_sweep_are_divided_at_commas_outside_of_brackets_however_deep(values, pieces):
-    assert divided(values) == pieces
+    assert split_at_commas(values) == pieces
 
 
 def test_a_reference_with_arguments_is_one_value_of_a_sweep():

@@ -197,7 +197,7 @@ class Checks:
         tokens = torch.tensor([[5, 6, 7]])
         with self.device():
             assert self.model(input_ids=tokens.to(NAME), use_cache=False).logits.device.type == NAME
-            self.model.divided.settle()
+            self.model.parallel_info.free_gathered_parameters()
             try:
                 torch.ones(3) + torch.ones(3, device=NAME)
             except RuntimeError:
@@ -238,7 +238,7 @@ class Checks:
             shapes = {name: tuple(source.tensor.shape) for name, source in sources.items()}
             whole = {name: tuple((0, size) for size in shape) for name, shape in shapes.items()}
             wants: list[Any] = [whole, {}]  # the first of both feeds the engine
-            transfer = WeightTransfer(self.model.divided, list(sources.values()), wants, torch.bfloat16, set())
+            transfer = WeightTransfer(self.model.parallel_info, list(sources.values()), wants, torch.bfloat16, set())
             under_way = TransferInProgress(ProbeVectors(3), lambda name: True)
             made = dict(transfer.tensors(sources, under_way))
         assert {x.device.type for x in made.values()} == {NAME}

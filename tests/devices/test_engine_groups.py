@@ -132,12 +132,14 @@ def test_the_prompts_of_a_group_go_to_its_engine_and_each_rank_finds_its_own_row
     prompts = random_prompts()
     starts = [0, 3, 5, 6, 6]  # of different numbers; the last has none
     own = [prompts[starts[rank // same] : starts[rank // same + 1]] for rank in range(RANKS)]
-    monkeypatch.setattr(generation_group, "among_siblings", lambda divided, value: [own[r] for r in divided.siblings])
+    monkeypatch.setattr(
+        generation_group, "among_siblings", lambda parallel_info, value: [own[r] for r in parallel_info.siblings]
+    )
     groups = [OneGenerates(with_engine_group(divided_of(rank, same), RANKS), same) for rank in range(RANKS)]
     parts = [group.gather(own[rank]) for rank, group in enumerate(groups)]
     assert parts[1:] == [[]] * (RANKS - 1)  # the first generates
     assert [x for part in parts[0] for x in part["prompt_ids"].tolist()] == list(range(starts[RANKS // same]))
-    monkeypatch.setattr(generation_group, "from_first", lambda divided, value: parts[0])
+    monkeypatch.setattr(generation_group, "from_first", lambda parallel_info, value: parts[0])
     for rank, group in enumerate(groups):
         assert group.scatter([])["prompt_ids"].tolist() == own[rank]["prompt_ids"].tolist()
 
@@ -173,16 +175,16 @@ class RecordedEngine:
     def wake_cache(self):
         self.events.append("kv_cache")
 
-    def end_proof(self, parts, seconds):
+    def verify_shards(self, parts, seconds):
         return VerificationResult({}, 0.0, 1, 0)
 
     def is_reading(self):
         return True
 
-    def note(self, name, tensor):
+    def add_fingerprint(self, name, tensor):
         pass
 
-    begin_proof = look = lambda self, *_: None
+    request_fingerprints = compute_probe_log_probs = lambda self, *_: None
 
 
 def test_an_engine_over_two_gpus_allocates_after_all_its_ranks_have_met_without_cached_memory(monkeypatch, tmp_path):
@@ -191,7 +193,7 @@ def test_an_engine_over_two_gpus_allocates_after_all_its_ranks_have_met_without_
     events: list[str] = []
     meet = weight_sync.meet
     monkeypatch.setattr(weight_sync, "release_cached", lambda device: events.append("release"))
-    monkeypatch.setattr(weight_sync, "meet", lambda divided: events.append("meet") or meet(divided))
+    monkeypatch.setattr(weight_sync, "meet", lambda parallel_info: events.append("meet") or meet(parallel_info))
     model = TinyModel(hidden_size=32, intermediate_size=64).load_causal_lm("cpu")
     alone = ParallelInfo(
         device=torch.device("cpu"), mesh=Mesh((("shard", 1),)), rank=0, siblings=(0,), sibling_group=None,
@@ -249,7 +251,7 @@ def streams(monkeypatch):
     ],
 )
 def test_workers_without_peer_access_read_weights_from_main_memory(readers, reads_peers, device, streams, monkeypatch):
-    monkeypatch.setattr(weight_sync, "among_siblings", lambda divided, value: [None, None])
+    monkeypatch.setattr(weight_sync, "among_siblings", lambda parallel_info, value: [None, None])
     sync = WeightSync(
         torch.nn.Linear(2, 2), divided_of(1, 2), None, torch.float32, None, 1 << 20,
         may_slice=True, may_repeat=lambda error: False,

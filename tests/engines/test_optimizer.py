@@ -10,8 +10,8 @@ from verl.errors import ConfigError
 
 
 def rates(total, **options):
-    recipe = AdamW(lr=2.0, **options)
-    return [recipe.learning_rate(update, total) for update in range(total)]
+    optimizer_config = AdamW(lr=2.0, **options)
+    return [optimizer_config.learning_rate(update, total) for update in range(total)]
 
 
 def test_a_constant_rate_stays():

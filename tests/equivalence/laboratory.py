@@ -42,7 +42,7 @@ from verl.model_paths.check import paths_for
 from verl.models.experts import routers
 from verl.models.heads import LMHead
 from verl.ops.loss_aggregation import aggregate
-from verl.ops.resharding.dtensor import is_elsewhere, local
+from verl.ops.resharding.dtensor import is_on_other_stage, local
 from verl.protocol import DataProto
 from verl.protocol.dispatch import dispatch_of, on_all, on_each
 from verl.rollout.vllm.state_dict import weights_of
@@ -154,7 +154,9 @@ class Bench:
                 trainer.step(trainer.train_data.collate(prompts), 1)
                 engine = trainer.cluster.host.workers["actor"].engine
                 tensors = {"weights": engine.parameters, "optimizer": engine.optimizer_tensors()}
-                of_this = {kind: [x for x in held.values() if not is_elsewhere(x)] for kind, held in tensors.items()}
+                of_this = {
+                    kind: [x for x in held.values() if not is_on_other_stage(x)] for kind, held in tensors.items()
+                }
                 return {kind: sum(local(x).nbytes for x in held) for kind, held in of_this.items()}
         finally:
             ppo_lifecycle.start_cluster = before

@@ -78,7 +78,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     reader = CheckpointReader(open_checkpoint(FileSystem(), checkpoint))
     return {
         tensor.full_name: as_tensor(reader.tensor(tensor.component, tensor.name), tensor)
-        for tensor in reader.published.manifest.tensors
+        for tensor in reader.checkpoint.manifest.tensors
         if tensor.component != "rng"  # each process has generators
     }
 

@@ -108,15 +108,15 @@ def first_difference(whole: Path, cut: Path, without: tuple[str, ...] = ()) -> s
 
 def steps_saved(directory: Path) -> list[int]:
     """The steps of all complete checkpoints, in order of publication."""
-    return [published.step for published in CheckpointDirectory(directory / "checkpoints").complete()]
+    return [checkpoint.step for checkpoint in CheckpointDirectory(directory / "checkpoints").complete()]
 
 
 def _checkpoint_apart(whole: Path, cut: Path) -> str | None:
-    twins = {published.step: published for published in CheckpointDirectory(whole / "checkpoints").complete()}
-    for published in CheckpointDirectory(cut / "checkpoints").complete():
-        found = first_part_apart(twins[published.step], published, Tolerance())
+    twins = {checkpoint.step: checkpoint for checkpoint in CheckpointDirectory(whole / "checkpoints").complete()}
+    for checkpoint in CheckpointDirectory(cut / "checkpoints").complete():
+        found = first_part_apart(twins[checkpoint.step], checkpoint, Tolerance())
         if found is not None:
-            return f"{published.name}: {found}"
+            return f"{checkpoint.name}: {found}"
     return None
 
 

@@ -51,8 +51,8 @@ def fast_directory() -> Iterator[Path]:
 def save(store: CheckpointStore, step: int, version: int, tag: str | None = None) -> Checkpoint:
     """A small checkpoint with everything in it: shards, slices of two writers, files shared with an earlier one."""
     earlier = store.complete()
-    with store.begin(step, tag, needed_bytes=4096, participants=["rank_0", "rank_1"]) as staging:
-        main = staging.main
+    with store.begin(step, tag, needed_bytes=4096, rank_names=["rank_0", "rank_1"]) as transaction:
+        main = transaction.main
         main.write("actor/config.json", [json.dumps({"version": version}).encode()])
         weights = [TensorBytes(name, "F32", WEIGHT.shape, WEIGHT * version) for name in ("first", "second")]
         write_model(main, "actor", weights, max_shard_bytes=WEIGHT.nbytes)
@@ -68,10 +68,10 @@ def save(store: CheckpointStore, step: int, version: int, tag: str | None = None
                 component="optimizer", name="moment", dtype="F32", shape=WEIGHT.shape,
                 start=(0, 3 * rank), extent=(4, 3), data=np.ascontiguousarray(columns),
             )  # fmt: skip
-            participant = RankWriter(staging.directory, f"rank_{rank}", store.disk)
+            participant = RankWriter(transaction.directory, f"rank_{rank}", store.disk)
             write_tensors(participant, f"optimizer/optim_state_rank_{rank}.safetensors", [part])
             reports.append(participant.report())
-        return staging.commit(reports, state={"version": version}, metrics={"version": float(version)})
+        return transaction.commit(reports, state={"version": version}, metrics={"version": float(version)})
 
 
 def save_images(
@@ -113,7 +113,7 @@ def save_increment(store: CheckpointStore, step: int, version: int) -> Checkpoin
 
 def save_before_a_pull(store: CheckpointStore, step: int, version: int) -> Checkpoint:
     """Save; and have the version after it, saved on another machine, lie in a tier beside the directory."""
-    published = save(store, step, version)
+    checkpoint = save(store, step, version)
     elsewhere, bucket = store.directory.parent / "elsewhere", store.directory.parent / "bucket"
     for left in (elsewhere, bucket):
         shutil.rmtree(left, ignore_errors=True)
@@ -122,7 +122,7 @@ def save_before_a_pull(store: CheckpointStore, step: int, version: int) -> Check
         CheckpointUpload(objects, CommitLog(objects)).push(
             save(CheckpointStore(elsewhere, "first"), step + 100, version + 1)
         )
-    return published
+    return checkpoint
 
 
 def pull_newest(store: CheckpointStore) -> Checkpoint:
@@ -138,17 +138,17 @@ def page_aligned_view(content: bytes) -> ImageSource:
     return ImageSource(memoryview(memory))
 
 
-def version_of(published: Checkpoint) -> int:
+def version_of(checkpoint: Checkpoint) -> int:
     """Which version a checkpoint holds, all of it; reads and hashes every byte."""
-    reader = CheckpointReader(published)
+    reader = CheckpointReader(checkpoint)
     for entry in reader.files():
         reader.read(entry.path)
     versions = {json.loads(bytes(reader.read("actor/config.json")))["version"]}
-    versions.add(read_state(FileSystem(), published)["version"])
+    versions.add(read_state(FileSystem(), checkpoint)["version"])
     for component, name in [("actor", "first"), ("actor", "second"), ("optimizer", "moment")]:
         values = np.frombuffer(reader.tensor(component, name), np.float32).reshape(WEIGHT.shape) / WEIGHT
         versions |= {int(value) for value in np.unique(values)}
-    assert len(versions) == 1, f"{published.name} mixes versions {versions}"
+    assert len(versions) == 1, f"{checkpoint.name} mixes versions {versions}"
     assert bytes(reader.read("reference_model/frozen.bin")) == FROZEN
     return versions.pop()
 
@@ -212,7 +212,7 @@ def check(root: Path, scenario: Scenario, is_done: bool) -> list[str]:
     faults = []
     good, bad = CheckpointStore(root).survey("full")
     faults += [f"bad: {error}" for error in bad]
-    versions = [version_of(published) for published in good]
+    versions = [version_of(checkpoint) for checkpoint in good]
     if len(versions) < min(2, scenario.before):
         faults.append(f"only {versions} are left of {scenario.before}")
     allowed = {scenario.after} if is_done else {scenario.before, scenario.after}

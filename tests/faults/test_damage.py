@@ -201,7 +201,7 @@ def test_a_later_format_is_refused_and_nothing_older_taken_in_its_place(version,
     for use in (store.newest, lambda: save(CheckpointStore(store.directory), 300, 3)):
         with pytest.raises(CheckpointTooNew, match=rf"format {version}; this version of verl reads up to 1\.0\.0"):
             use()
-    assert [published.step for published in store.complete()] == [100]
+    assert [checkpoint.step for checkpoint in store.complete()] == [100]
 
 
 def test_an_unknown_key_is_passed_over(store):

@@ -50,7 +50,7 @@ def live(root: Path, seed: int, num_acts: int) -> int:
             is_done = acted(root, partial(save, step=step, version=version), disk)
             allowed, fewest = {version} if is_done else {newest, version}, len(left)
         good, bad = CheckpointStore(root).survey("full")
-        left = [version_of(published) for published in good]
+        left = [version_of(checkpoint) for checkpoint in good]
         assert bad == []
         assert left == sorted(left), "checkpoints are in the order of their publication"
         assert len(left) >= fewest

@@ -64,7 +64,7 @@ class Training:
         """The checkpoints that are there, every byte of each looked at."""
         self.course.settle()
         complete = CheckpointDirectory(self.directory / "checkpoints").complete()
-        return [open_verified(FileSystem(), published.directory, "full").name for published in complete]
+        return [open_verified(FileSystem(), checkpoint.directory, "full").name for checkpoint in complete]
 
 
 @pytest.fixture

@@ -127,8 +127,8 @@ def test_a_file_whose_sync_failed_is_never_synced_again(tmp_path):
 def test_a_checkpoint_whose_last_sync_failed_is_made_durable_when_it_is_saved_again(tmp_path):
     class RootSyncFailing(RecordingDisk):
         def perform(self, operation, call, *args):
-            published = any(noted.name == "rename" and "global" in noted.args[1].name for noted in self.operations)
-            if operation == "sync_directory" and args[0].name == "checkpoints" and published and not failures:
+            checkpoint = any(noted.name == "rename" and "global" in noted.args[1].name for noted in self.operations)
+            if operation == "sync_directory" and args[0].name == "checkpoints" and checkpoint and not failures:
                 failures.append(args[0])
                 raise OSError(errno.EIO, "Input/output error")
             return super().perform(operation, call, *args)
@@ -147,12 +147,12 @@ def test_a_checkpoint_whose_last_sync_failed_is_made_durable_when_it_is_saved_ag
 
 def test_an_error_in_a_thread_that_nobody_looked_at_stops_the_commit(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
-    with store.begin(100) as staging:
-        staging.main.write("a", [b"1"])
+    with store.begin(100) as transaction:
+        transaction.main.write("a", [b"1"])
         with pytest.raises(CheckpointError, match="File exists"):
-            staging.main.write("a", [b"2"])
+            transaction.main.write("a", [b"2"])
         with pytest.raises(CheckpointError, match="main could not write a"):
-            staging.commit()
+            transaction.commit()
     assert store.complete() == []
 
 
@@ -168,13 +168,13 @@ def test_a_save_larger_than_the_free_space_is_refused_before_anything_is_written
 def test_a_file_size_limit_that_a_thread_runs_into_stops_the_save(tmp_path):
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-        with CheckpointStore(tmp_path / "checkpoints").begin(1) as staging, ThreadPoolExecutor(2) as threads:
-            small, large = (threads.submit(staging.main.write, str(size), [bytes(size)]) for size in (10, 10_000))
+        with CheckpointStore(tmp_path / "checkpoints").begin(1) as transaction, ThreadPoolExecutor(2) as threads:
+            small, large = (threads.submit(transaction.main.write, str(size), [bytes(size)]) for size in (10, 10_000))
             small.result()
             with pytest.raises(CheckpointError, match="writing 10000 failed: File too large"):
                 large.result()
             with pytest.raises(CheckpointError, match="main could not write 10000"):
-                staging.commit()
+                transaction.commit()
 
     run_in_a_child(limited)
     assert CheckpointStore(tmp_path / "checkpoints").complete() == []

@@ -73,7 +73,7 @@ def test_the_later_of_two_processes_fences_the_earlier_one_out(tmp_path):
         assert answer.startswith("CheckpointFenced")
         assert "taken over by run late" in answer
         assert late.ask("save", 4) == "global_step_4"
-    assert [published.name for published in CheckpointStore(root).complete()] == [
+    assert [checkpoint.name for checkpoint in CheckpointStore(root).complete()] == [
         "global_step_1", "global_step_2", "global_step_4",
     ]  # fmt: skip
 
@@ -92,11 +92,11 @@ def test_a_save_in_progress_is_left_alone_while_its_process_lives_and_removed_af
 
 def test_who_is_fenced_out_between_writing_and_committing_publishes_nothing(tmp_path):
     early, late = (CheckpointStore(tmp_path / "checkpoints", run_id=name) for name in ("early", "late"))
-    with early.begin(1) as staging:
-        staging.main.write("a", [b"1"])
+    with early.begin(1) as transaction:
+        transaction.main.write("a", [b"1"])
         late.claim_directory()
         with pytest.raises(CheckpointFenced, match=r"give this one its own checkpoint\.save_dir"):
-            staging.commit()
+            transaction.commit()
     assert late.complete() == []
     assert list((tmp_path / "checkpoints/staging").iterdir()) == []
 

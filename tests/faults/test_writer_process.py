@@ -33,11 +33,11 @@ def check(store: CheckpointStore, steps: list[int]) -> None:
     """Every checkpoint is whole, and holds the values of its own step."""
     good, bad = store.survey("full")
     assert bad == []
-    assert [published.step for published in good] == steps
-    for published in good:
+    assert [checkpoint.step for checkpoint in good] == steps
+    for checkpoint in good:
         for component in ("actor", "optimizer"):
-            for tensor in tensors_of(published, component).values():
-                assert set(tensor.tolist()) == {float(published.step)}
+            for tensor in tensors_of(checkpoint, component).values():
+                assert set(tensor.tolist()) == {float(checkpoint.step)}
 
 
 @pytest.fixture
@@ -318,7 +318,7 @@ def test_a_terminated_trainer_leaves_no_process_and_the_save_under_way_is_finish
         wait_until_gone(pid)
     good, bad = CheckpointStore(tmp_path / "checkpoints").survey("full")
     assert bad == []
-    assert [published.step for published in good] in ([1], [1, 2])
+    assert [checkpoint.step for checkpoint in good] in ([1], [1, 2])
 
 
 def test_a_writer_notices_the_death_of_its_trainer_even_while_a_forked_child_lives(tmp_path):
@@ -330,7 +330,7 @@ def test_a_writer_notices_the_death_of_its_trainer_even_while_a_forked_child_liv
             wait_until_gone(pid)
     good, bad = CheckpointStore(tmp_path / "checkpoints").survey("full")
     assert bad == []
-    assert [published.step for published in good] in ([1], [1, 2])
+    assert [checkpoint.step for checkpoint in good] in ([1], [1, 2])
 
 
 def rounds_of_killed_trainers(root: Path, rounds: int, seed: int) -> None:
@@ -347,9 +347,9 @@ def rounds_of_killed_trainers(root: Path, rounds: int, seed: int) -> None:
         assert bad == []
         assert not good or good[-1].sequence >= newest
         newest = good[-1].sequence if good else 0
-        for published in good:
-            assert {float(value) for value in tensors_of(published, "actor")["bias"]} == {float(published.step)}
-            assert set(tensors_of(published, "optimizer")["weight"].unique().tolist()) == {float(published.step)}
+        for checkpoint in good:
+            assert {float(value) for value in tensors_of(checkpoint, "actor")["bias"]} == {float(checkpoint.step)}
+            assert set(tensors_of(checkpoint, "optimizer")["weight"].unique().tolist()) == {float(checkpoint.step)}
     store = CheckpointStore(root, run_id="next")
     with CheckpointWriter(store) as writer:
         writer.save(request(9999, weights(9999)))

@@ -378,7 +378,7 @@ PUBLISHED = {  # Llama 3.1 8B, Qwen3 32B, 30B-A3B, 235B-A22B on H100s: seconds o
 @pytest.mark.parametrize("name", ["8B", *exhaustive("32B", "30B-A3B", "235B-A22B")])
 def test_published_steps_are_within_the_range_of_the_plan_and_the_document_has_the_error_of_each(name, tmp_path):
     """Table of NeMo RL 0.4, on policy: prompts x 32 samples, greatest and average tokens of a row, optimizer steps."""
-    published, expected, nodes, sharding, siblings, (prompts, longest, average, updates), config = PUBLISHED[name]
+    checkpoint, expected, nodes, sharding, siblings, (prompts, longest, average, updates), config = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     hosts = [
         "trainer=ray",
@@ -394,10 +394,10 @@ def test_published_steps_are_within_the_range_of_the_plan_and_the_document_has_t
     )  # fmt: skip
     plan = plan_run(run, device_named("h100"), response=average - 128)
     assert plan.step_s == pytest.approx(expected, rel=0.01)
-    assert plan.range_s[0] <= published <= plan.range_s[1]
+    assert plan.range_s[0] <= checkpoint <= plan.range_s[1]
     assert "by the error of such plans for published steps" in "\n".join(plan.lines())
     document = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
-    assert f"| {published:g} | {expected:.0f} | {expected / published - 1:+.0%} |" in document
+    assert f"| {checkpoint:g} | {expected:.0f} | {expected / checkpoint - 1:+.0%} |" in document
 
 
 def test_ranks_with_the_same_rows_share_an_engine_and_do_not_draw_them_twice(llama_8b):

@@ -34,7 +34,7 @@ class CheckpointSummary:
     """One checkpoint, whole or not.
 
     Args:
-        published: the checkpoint; None if its manifest is invalid.
+        checkpoint: the checkpoint; None if its manifest is invalid.
         state: `trainer_state.json`; empty if it cannot be read.
         added_bytes: size of the files that it shares with no earlier checkpoint.
         pinned: reason of its pin, or None.
@@ -44,7 +44,7 @@ class CheckpointSummary:
     directory: Path
     status: Status
     faults: tuple[FileFault, ...] = ()
-    published: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     state: dict[str, Any] = field(default_factory=dict)
     added_bytes: int = 0
     pinned: str | None = None
@@ -60,13 +60,13 @@ class CheckpointSummary:
         described: dict[str, Any] = {"name": self.name, "path": str(self.directory), "status": self.status}
         described |= {"is_newest": self.is_newest, "pinned": self.pinned}
         described |= {"faults": [dataclasses.asdict(fault) for fault in self.faults]}
-        if self.published is None:
+        if self.checkpoint is None:
             return described
-        manifest = self.published.manifest
+        manifest = self.checkpoint.manifest
         keys = ("step", "tag", "sequence", "run_id", "saved_at", "verl_version", "metrics")
         described |= {key: getattr(manifest, key) for key in keys}
         described |= {"format_version": manifest.version, "epoch": self.state.get("epoch")}
-        described |= {"bytes": self.published.num_bytes, "added_bytes": self.added_bytes}
+        described |= {"bytes": self.checkpoint.num_bytes, "added_bytes": self.added_bytes}
         return described | {"num_files": len(manifest.contents), "num_tensors": len(manifest.tensors)}
 
 
@@ -92,10 +92,10 @@ def summaries(store: CheckpointStore, name: str | None = None, level: Level = "q
     good, bad = store.survey("quick")
     newest = good[-1].name if good and not any(isinstance(error, CheckpointUnsupported) for error in bad) else None
     reasons, seen = pins(store), set()
-    added = {published.name: _added_bytes(store.disk, published, seen) for published in good}
-    described = {published.name: _summarize(store.disk, published) for published in good}
+    added = {checkpoint.name: _added_bytes(store.disk, checkpoint, seen) for checkpoint in good}
+    described = {checkpoint.name: _summarize(store.disk, checkpoint) for checkpoint in good}
     described |= {error.directory.name: summary_of(store.disk, error.directory) for error in bad}
-    directories = [*(published.directory for published in good), *(error.directory for error in bad)]
+    directories = [*(checkpoint.directory for checkpoint in good), *(error.directory for error in bad)]
     return [
         dataclasses.replace(
             described[directory.name] if level == "quick" else summary_of(store.disk, directory, level),
@@ -121,24 +121,24 @@ def summary_of(disk: FileSystem, directory: Path, level: Level = "quick") -> Che
     return dataclasses.replace(known, status=status_of(bad), faults=bad.faults)
 
 
-def _summarize(disk: FileSystem, published: Checkpoint) -> CheckpointSummary:
+def _summarize(disk: FileSystem, checkpoint: Checkpoint) -> CheckpointSummary:
     """Summary of a checkpoint that can be opened; its state may be damaged."""
     try:
-        state = read_state(disk, published)
+        state = read_state(disk, checkpoint)
     except BadCheckpoint as error:
         return CheckpointSummary(
-            directory=published.directory, status=status_of(error), faults=error.faults, published=published
+            directory=checkpoint.directory, status=status_of(error), faults=error.faults, checkpoint=checkpoint
         )
-    return CheckpointSummary(directory=published.directory, status="complete", published=published, state=state)
+    return CheckpointSummary(directory=checkpoint.directory, status="complete", checkpoint=checkpoint, state=state)
 
 
-def components(published: Checkpoint) -> list[ComponentSummary]:
+def components(checkpoint: Checkpoint) -> list[ComponentSummary]:
     """The components of a checkpoint, the largest first."""
     files: dict[str, list[int]] = {}
-    for entry in published.manifest.contents.values():
+    for entry in checkpoint.manifest.contents.values():
         files.setdefault(entry.path.split("/")[0], []).append(entry.size)
     tensors: dict[str, list] = {}
-    for tensor in published.manifest.tensors:
+    for tensor in checkpoint.manifest.tensors:
         tensors.setdefault(tensor.component, []).append(tensor)
     parts = [
         ComponentSummary(
@@ -154,18 +154,18 @@ def components(published: Checkpoint) -> list[ComponentSummary]:
     return sorted(parts, key=lambda part: -part.bytes)
 
 
-def age_s(published: Checkpoint, now: float | None = None) -> float:
+def age_s(checkpoint: Checkpoint, now: float | None = None) -> float:
     """Seconds since it was saved; 0 if its clock was ahead of this machine's.
 
     Raises:
         CheckpointCorrupt: the recorded time is invalid.
     """
-    text = published.manifest.saved_at
+    text = checkpoint.manifest.saved_at
     try:
         saved = timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
     except (TypeError, ValueError) as error:
         fault = FileFault(MANIFEST, f"saved_at is {text!r}, which is no time")
-        raise CheckpointCorrupt(published.directory, [fault]) from error
+        raise CheckpointCorrupt(checkpoint.directory, [fault]) from error
     return max(0.0, (time.time() if now is None else now) - saved)
 
 
@@ -178,12 +178,12 @@ def status_of(error: BadCheckpoint) -> Status:
     return "incomplete" if isinstance(error, CheckpointIncomplete) else "corrupt"
 
 
-def _added_bytes(disk: FileSystem, published: Checkpoint, seen: set[tuple[int, int]]) -> int:
+def _added_bytes(disk: FileSystem, checkpoint: Checkpoint, seen: set[tuple[int, int]]) -> int:
     """Bytes of files that are not in `seen`; adds them to it."""
     added = 0
-    for entry in published.manifest.files:
+    for entry in checkpoint.manifest.files:
         try:
-            status = disk.status(published.path(entry.path))
+            status = disk.status(checkpoint.path(entry.path))
         except FileNotFoundError:
             continue
         file = (status.st_dev, status.st_ino)

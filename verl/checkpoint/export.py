@@ -112,7 +112,7 @@ def _content(
     manager: CheckpointManager, component: str, kind: str, pytorch_bin: bool
 ) -> Iterator[tuple[str, list[Any] | Mapping]]:
     """Files by name: buffers, or a state dict for torch to save."""
-    held, reader = manager.published.slices_by_file, manager.reader()
+    held, reader = manager.checkpoint.slices_by_file, manager.reader()
     recorded = reader.tensors(component)
     if pytorch_bin and not recorded:
         raise ConfigError(

@@ -61,7 +61,7 @@ class CheckpointManager:
         return find_at(self.address)
 
     @cached_property
-    def published(self) -> Checkpoint:
+    def checkpoint(self) -> Checkpoint:
         """The opened checkpoint: its directory and its manifest."""
         return self._open()
 
@@ -69,8 +69,8 @@ class CheckpointManager:
     def state(self) -> dict[str, Any]:
         """All of `trainer_state.json`."""
         if self.address is not None:
-            return parse_state(self.published.directory, self.reader().read(STATE))
-        return read_state(self._disk, self.published)
+            return parse_state(self.checkpoint.directory, self.reader().read(STATE))
+        return read_state(self._disk, self.checkpoint)
 
     # -- identity -----------------------------------------------------------------------------------------------------
 
@@ -89,17 +89,17 @@ class CheckpointManager:
     @property
     def directory(self) -> Path:
         """Directory of the checkpoint."""
-        return self.published.directory
+        return self.checkpoint.directory
 
     @property
     def name(self) -> str:
         """Name of its directory."""
-        return self.published.name
+        return self.checkpoint.name
 
     @property
     def step(self) -> int:
         """Training steps done."""
-        return self.published.step
+        return self.checkpoint.step
 
     @property
     def epoch(self) -> int | None:
@@ -109,7 +109,7 @@ class CheckpointManager:
     @property
     def metrics(self) -> dict[str, float]:
         """At its step."""
-        return dict(self.published.manifest.metrics)
+        return dict(self.checkpoint.manifest.metrics)
 
     @property
     def loss_history(self) -> Sequence[dict[str, float]]:
@@ -157,7 +157,7 @@ class CheckpointManager:
 
     def components(self) -> Sequence[str]:
         """Names of its parts, such as `actor` and `optimizer`."""
-        manifest = self.published.manifest
+        manifest = self.checkpoint.manifest
         directories = {entry.path.split("/")[0] for entry in manifest.contents.values() if "/" in entry.path}
         return sorted(directories | {tensor.component for tensor in manifest.tensors})
 
@@ -218,10 +218,10 @@ class CheckpointManager:
 
     def reader(self, verify: bool = True, writable: bool = False) -> CheckpointReader:
         """A low-level reader of bytes of files and tensors, which does not need torch; see `CheckpointReader`."""
-        published = self.published
-        if isinstance(published, RemoteCheckpoint):  # what is fetched is always hashed
-            return self._tier[0].reader(published, writable)
-        return CheckpointReader(published, self._disk, verify=verify, writable=writable)
+        checkpoint = self.checkpoint
+        if isinstance(checkpoint, RemoteCheckpoint):  # what is fetched is always hashed
+            return self._tier[0].reader(checkpoint, writable)
+        return CheckpointReader(checkpoint, self._disk, verify=verify, writable=writable)
 
     def _open(self, level: Level = "quick") -> Checkpoint:
         """Search and verify the checkpoint."""

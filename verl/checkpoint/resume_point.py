@@ -49,25 +49,25 @@ class ResumePoint:
     """A checkpoint to go on from.
 
     Attributes:
-        published: the checkpoint.
+        checkpoint: the checkpoint.
         state: its `trainer_state.json`.
         why: what was looked for, and why this one.
         storage: the place that `resume` gave the address of, from which it was fetched.
     """
 
-    published: Checkpoint
+    checkpoint: Checkpoint
     state: dict[str, Any]
     why: str
     storage: Storage | None = None
 
     @property
     def step(self) -> int:
-        return self.published.step
+        return self.checkpoint.step
 
     def read_json(self, path: str) -> Any:
         """A JSON file of the checkpoint, hashed while it is read."""
         with self.understanding(path):
-            return parse_json(CheckpointReader(self.published).read(path))
+            return parse_json(CheckpointReader(self.checkpoint).read(path))
 
     @contextlib.contextmanager
     def understanding(self, path: str) -> Iterator[None]:
@@ -82,13 +82,13 @@ class ResumePoint:
             if isinstance(error, VerlError):
                 raise
             fault = FileFault(path, f"it does not hold what a trainer saves there ({type(error).__name__}: {error})")
-            raise CheckpointCorrupt(self.published.directory, [fault]) from error
+            raise CheckpointCorrupt(self.checkpoint.directory, [fault]) from error
 
     def read_tensors(self, component: str) -> dict[str, Tensor]:
         """The tensors of a component, hashed while they are read; none if the checkpoint has no such component."""
-        if not (self.published.directory / component).is_dir():
+        if not (self.checkpoint.directory / component).is_dir():
             return {}
-        reader = CheckpointReader(self.published)
+        reader = CheckpointReader(self.checkpoint)
         return {t.name: as_tensor(reader.tensor(component, t.name), t) for t in reader.tensors(component)}
 
 
@@ -153,8 +153,8 @@ def _of_link(resume: str, link: Path, strict: bool, verify: bool, is_own: IsOwn 
         link.parent, f"resume={resume} means the newest of {link.parent}", strict, verify, is_own=is_own
     )
     shown = os.readlink(link) if link.is_symlink() else ""
-    if shown and shown != found.published.name:
-        _log.warning("%s shows %s, which is not the newest: taking %s.", link, shown, found.published.name)
+    if shown and shown != found.checkpoint.name:
+        _log.warning("%s shows %s, which is not the newest: taking %s.", link, shown, found.checkpoint.name)
     return found
 
 
@@ -180,23 +180,23 @@ def _of_run(resume: str, run_dir: Path, strict: bool, verify: bool) -> ResumePoi
 
 def _has_any(directory: Path, runs: Mapping[str, int | None]) -> bool:
     looked_at = CheckpointDirectory(directory)
-    return directory.is_dir() and any(_is_of(published, runs) for published in looked_at.survey()[0])
+    return directory.is_dir() and any(_is_of(checkpoint, runs) for checkpoint in looked_at.survey()[0])
 
 
-def _is_of(published: Checkpoint, runs: Mapping[str, int | None]) -> bool:
-    last = runs.get(published.manifest.run_id, 0)
-    return last is None or published.sequence <= last
+def _is_of(checkpoint: Checkpoint, runs: Mapping[str, int | None]) -> bool:
+    last = runs.get(checkpoint.manifest.run_id, 0)
+    return last is None or checkpoint.sequence <= last
 
 
-def _point(published: Checkpoint, why: str) -> ResumePoint:
-    return ResumePoint(published, read_state(FileSystem(), published), why)
+def _point(checkpoint: Checkpoint, why: str) -> ResumePoint:
+    return ResumePoint(checkpoint, read_state(FileSystem(), checkpoint), why)
 
 
 def _fetched(address: str, save_dir: Path, storage: Storage | None) -> ResumePoint:
     """The checkpoint that an address leads to, hashed while it was fetched."""
     try:
-        published, place = bring(address, save_dir, storage)
-        return replace(_point(published, f"fetched from {address}"), storage=place)
+        checkpoint, place = bring(address, save_dir, storage)
+        return replace(_point(checkpoint, f"fetched from {address}"), storage=place)
     except (CheckpointNotFound, StorageError) as error:
         raise ConfigError(f"resume is {address!r}: {error}") from error
 

@@ -57,11 +57,11 @@ class Retention(Description):
     keep_every: PositiveInt | None = None
     lineage: dict[str, int] | None = None
 
-    def covers(self, published: Checkpoint) -> bool:
+    def covers(self, checkpoint: Checkpoint) -> bool:
         """Whether it decides on this checkpoint."""
         if self.lineage is None:
             return True
-        return published.sequence <= self.lineage.get(published.manifest.run_id, 0)
+        return checkpoint.sequence <= self.lineage.get(checkpoint.manifest.run_id, 0)
 
     def kept(self, complete: list[Checkpoint], pinned: Iterable[str]) -> dict[str, str]:
         """The names of those that stay, with the reason.
@@ -70,24 +70,24 @@ class Retention(Description):
             complete: in order of publication.
         """
         if self.keep_last_n is None:
-            return {published.name: "every checkpoint is kept" for published in complete}
+            return {checkpoint.name: "every checkpoint is kept" for checkpoint in complete}
         last = max(self.keep_last_n, FEWEST_KEPT)
-        reasons = {published.name: f"among the last {last}" for published in complete[-last:]}
+        reasons = {checkpoint.name: f"among the last {last}" for checkpoint in complete[-last:]}
         if self.keep_every is not None:
-            every = [published for published in complete if published.step % self.keep_every == 0]
-            reasons |= {published.name: f"every {self.keep_every} steps" for published in every}
+            every = [checkpoint for checkpoint in complete if checkpoint.step % self.keep_every == 0]
+            reasons |= {checkpoint.name: f"every {self.keep_every} steps" for checkpoint in every}
         if (best := self.best(complete)) is not None:
             reasons[best.name] = f"best {self.keep_best}"
-        reasons |= {published.name: "tagged" for published in complete if published.manifest.tag is not None}
-        return reasons | {published.name: "pinned" for published in complete if published.name in set(pinned)}
+        reasons |= {checkpoint.name: "tagged" for checkpoint in complete if checkpoint.manifest.tag is not None}
+        return reasons | {checkpoint.name: "pinned" for checkpoint in complete if checkpoint.name in set(pinned)}
 
     def best(self, complete: list[Checkpoint]) -> Checkpoint | None:
         """The one with the best value of the metric, the newest of equals; None where none has a value."""
         if self.keep_best is None:
             return None
         sign = 1 if self.best_mode == "max" else -1
-        values = [(published.manifest.metrics.get(self.keep_best), published) for published in complete]
-        valued = [(sign * value, published.sequence, published) for value, published in values if value is not None]
+        values = [(checkpoint.manifest.metrics.get(self.keep_best), checkpoint) for checkpoint in complete]
+        valued = [(sign * value, checkpoint.sequence, checkpoint) for value, checkpoint in values if value is not None]
         return max(valued, key=lambda entry: entry[:2])[-1] if valued else None
 
 
@@ -100,11 +100,11 @@ def lineages_of(store: CheckpointStore, complete: list[Checkpoint]) -> list[dict
     lines: dict[str, dict[str, int]] = {}
     newest: dict[str, int] = {}
     rootless: dict[str, int] = {}
-    for published in complete:
-        run_id, recorded = published.manifest.run_id, None
+    for checkpoint in complete:
+        run_id, recorded = checkpoint.manifest.run_id, None
         with contextlib.suppress(BadCheckpoint, FileNotFoundError):
-            recorded = read_state(store.disk, published).get("lineage")
-        newest[run_id] = max(newest.get(run_id, 0), published.sequence)
+            recorded = read_state(store.disk, checkpoint).get("lineage")
+        newest[run_id] = max(newest.get(run_id, 0), checkpoint.sequence)
         before = recorded.get("ancestors") if isinstance(recorded, dict) else None
         if isinstance(before, dict):
             known = {str(run): number for run, number in before.items() if isinstance(number, int)}
@@ -128,7 +128,7 @@ def _covered(
     Args:
         of_each_line: the rules hold for each line of descent in the directory by itself, not for that of `retention`.
     """
-    complete = [published for published in store.complete() if retention.covers(published)]
+    complete = [checkpoint for checkpoint in store.complete() if retention.covers(checkpoint)]
     lineages, pinned = lineages_of(store, complete) if of_each_line else [], pins(store)
     kept = {} if of_each_line else retention.kept(complete, pinned)
     for line in lineages:
@@ -158,19 +158,19 @@ def prune(store: CheckpointStore, retention: Retention, of_each_line: bool = Fal
     with store.locked(), write_errors("pruning checkpoints"):
         store.check_claim()
         complete, kept, _ = _covered(store, retention, of_each_line)
-        dropped = [published for published in complete if published.name not in kept]
+        dropped = [checkpoint for checkpoint in complete if checkpoint.name not in kept]
         if not dropped:
             return []
         trash = store.directory / TRASH
         make_directories(store.disk, trash, store.directory)
-        for published in dropped:
-            store.disk.rename(published.directory, trash / f"{published.name}-{secrets.token_hex(6)}")
+        for checkpoint in dropped:
+            store.disk.rename(checkpoint.directory, trash / f"{checkpoint.name}-{secrets.token_hex(6)}")
         store.disk.sync_directory(trash)
         store.disk.sync_directory(store.directory)
     with write_errors("emptying the trash"):
         remove_content(store.disk, trash)  # not the directory: another process may be moving something there
         forget_removed_uploads(store)
-    return [published.name for published in dropped]
+    return [checkpoint.name for checkpoint in dropped]
 
 
 def pin(store: CheckpointStore, name: str, reason: str = "") -> None:
@@ -179,12 +179,12 @@ def pin(store: CheckpointStore, name: str, reason: str = "") -> None:
     Raises:
         CheckpointNotFound: there is none of this name.
     """
-    published = store.open(name)
+    checkpoint = store.open(name)
     with write_errors(f"pinning {name}"):
         directory = store.directory / PINS
         make_directories(store.disk, directory, store.directory)
         record = {"reason": reason, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        write_by_rename(store.disk, directory / published.name, json.dumps(record).encode() + b"\n")
+        write_by_rename(store.disk, directory / checkpoint.name, json.dumps(record).encode() + b"\n")
         store.disk.sync_directory(directory)
         store.disk.sync_directory(store.directory)
 
@@ -238,15 +238,15 @@ class CleanupPlan:
 def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     """Plan of what `clean` would do; changes nothing."""
     complete, kept, lineages = _covered(store, retention, of_each_line=True)
-    dropped = [published for published in complete if published.name not in kept]
+    dropped = [checkpoint for checkpoint in complete if checkpoint.name not in kept]
     with read_errors(f"looking at {store.directory}"):
         with store.locked() if store.exists(store.directory / FORMAT) else contextlib.nullcontext():
             leftovers = list(store.leftovers())
-        going = [*(published.directory for published in dropped), *leftovers]
+        going = [*(checkpoint.directory for checkpoint in dropped), *leftovers]
         freed = _freed(store, going)
     return CleanupPlan(
-        removed=tuple(published.name for published in dropped),
-        kept={published.name: kept[published.name] for published in complete if published.name in kept},
+        removed=tuple(checkpoint.name for checkpoint in dropped),
+        kept={checkpoint.name: kept[checkpoint.name] for checkpoint in complete if checkpoint.name in kept},
         leftovers=tuple(path.relative_to(store.directory).as_posix() for path in leftovers),
         freed_bytes=freed,
         lineages=tuple(tuple(line) for line in lineages),

@@ -67,20 +67,20 @@ def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSum
     found = []
     for record in records:
         try:
-            published = tier.verified(record, level)
+            checkpoint = tier.verified(record, level)
         except BadCheckpoint as error:
             found.append(
                 CheckpointSummary(directory=tier.directory(record), status=status_of(error), faults=error.faults)
             )
             continue
-        added = [entry for entry in published.manifest.files if f"{entry.blake3}-{entry.size}" not in seen]
-        seen |= {f"{entry.blake3}-{entry.size}" for entry in published.manifest.files}
+        added = [entry for entry in checkpoint.manifest.files if f"{entry.blake3}-{entry.size}" not in seen]
+        seen |= {f"{entry.blake3}-{entry.size}" for entry in checkpoint.manifest.files}
         found.append(
             CheckpointSummary(
-                directory=published.directory,
+                directory=checkpoint.directory,
                 status="complete",
-                published=published,
-                state=tier.state(published),
+                checkpoint=checkpoint,
+                state=tier.state(checkpoint),
                 added_bytes=sum(entry.size for entry in added),
                 is_newest=record == records[-1],
             )
@@ -107,8 +107,8 @@ def pull(
     tier, named = find_at(address)
     records = tier.records() if all_ and named is None else [named or tier.newest().record]
     for record in records:
-        published = pull_one(tier, record, CheckpointStore(directory))
-        echo(f"{published.directory}: step {published.step}, {size(published.num_bytes)}")
+        checkpoint = pull_one(tier, record, CheckpointStore(directory))
+        echo(f"{checkpoint.directory}: step {checkpoint.step}, {size(checkpoint.num_bytes)}")
 
 
 @command(app, "push")
@@ -121,15 +121,15 @@ def push(
     if not is_address(address):
         raise ConfigError(f"ADDRESS is {address!r}: expected one such as s3://BUCKET/PREFIX.")
     manager = CheckpointManager(path)
-    chosen = [one.published for one in manager.list()] if all_ else [manager.published]
+    chosen = [one.checkpoint for one in manager.list()] if all_ else [manager.checkpoint]
     if not chosen:
         raise CheckpointNotFound(f"{path} holds no complete checkpoint")
     with storage_at(address.rstrip("/")).connect() as store:
         tier = RemoteStore(store)
         pusher = CheckpointUpload(store, tier.log)
-        for published in chosen:
-            pushed = pusher.push(published)
-            echo(f"{published.name} is in {store.address}: {size(pushed.sent_bytes)} sent")
+        for checkpoint in chosen:
+            pushed = pusher.push(checkpoint)
+            echo(f"{checkpoint.name} is in {store.address}: {size(pushed.sent_bytes)} sent")
 
 
 @command(app, "ls")
@@ -213,7 +213,7 @@ def verify(
     else:
         for summary in found:
             holds = (
-                summary.published and f"{counted(len(summary.published.manifest.contents), 'file')}, {_size(summary)}"
+                summary.checkpoint and f"{counted(len(summary.checkpoint.manifest.contents), 'file')}, {_size(summary)}"
             )
             echo(f"{summary.name}: {summary.status}" + (f" ({holds})" if holds else ""))
             for fault in summary.faults:
@@ -233,7 +233,7 @@ def diff(
 ) -> None:
     """Compare two checkpoints: tensors and files by digest, settings by key. The exit status is 1 if they differ."""
     try:
-        one, two = (CheckpointManager(_on_disk(path)).published for path in (first, second))
+        one, two = (CheckpointManager(_on_disk(path)).checkpoint for path in (first, second))
         differences = compare(one, two, numbers=tensors)
     except BadCheckpoint as error:  # status 2; a difference is status 1
         fail(str(error))
@@ -301,23 +301,23 @@ def informative(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _row(summary: CheckpointSummary) -> list[object]:
-    published = summary.published
+    checkpoint = summary.checkpoint
     mark = "*" if summary.is_newest else ""
     state = summary.status
     if summary.pinned is not None:
         state += f", pinned: {summary.pinned}" if summary.pinned else ", pinned"
     if summary.faults:
         state = f"{state}; {summary.faults[0]}"
-    if published is None:
+    if checkpoint is None:
         return [mark, summary.name, "", "", "", "", "", "", state]
-    manifest = published.manifest
+    manifest = checkpoint.manifest
     metrics = " ".join(f"{name}={value:.4g}" for name, value in informative(manifest.metrics).items())
     sizes = [_size(summary), size(summary.added_bytes)]
     return [mark, summary.name, manifest.step, summary.state.get("epoch"), manifest.saved_at, *sizes, metrics, state]
 
 
 def _size(summary: CheckpointSummary) -> str:
-    return size(summary.published.num_bytes) if summary.published else ""
+    return size(summary.checkpoint.num_bytes) if summary.checkpoint else ""
 
 
 @command(app, "pin")

@@ -35,13 +35,13 @@ SIDE_BY_SIDE = (
 def as_json(summary: CheckpointSummary, component: str | None) -> dict[str, Any]:
     """The summary of a checkpoint as JSON values."""
     report = summary.to_json()
-    if summary.published is None:
+    if summary.checkpoint is None:
         return report
     tensors = [
         {"component": t.component, "name": t.name, "dtype": t.dtype, "shape": t.shape, "bytes": t.num_bytes}
-        for t in _tensors(summary.published, component)
+        for t in _tensors(summary.checkpoint, component)
     ]
-    parts = [dataclasses.asdict(part) for part in components(summary.published)]
+    parts = [dataclasses.asdict(part) for part in components(summary.checkpoint)]
     return report | {"components": parts, "tensors": tensors, "trainer_state": summary.state}
 
 
@@ -56,12 +56,12 @@ def print_inspection(
         all_tensors: print every tensor, not only the first of each component.
         all_state: print the whole trainer state, not only an outline.
     """
-    tensors = _tensors(summary.published, component) if summary.published else []
+    tensors = _tensors(summary.checkpoint, component) if summary.checkpoint else []
     for name, value in _head(summary):
         echo(f"{name:<12}{value}")
     for fault in summary.faults:
         echo(f"  {fault}")
-    if summary.published is None:
+    if summary.checkpoint is None:
         return
     echo("")
     rows = [
@@ -73,7 +73,7 @@ def print_inspection(
             part.num_elements or "",
             " ".join(part.dtypes),
         ]
-        for part in components(summary.published)
+        for part in components(summary.checkpoint)
     ]
     columns = ["component", "files", "size", "tensors", "elements", "types"]
     print_table(columns, rows, right=["files", "size", "tensors", "elements"])
@@ -91,7 +91,7 @@ def print_comparison(
     one: Checkpoint, two: Checkpoint, differences: list[CheckpointDifference], with_numbers: bool
 ) -> None:
     """Print two checkpoints side by side, then all differences."""
-    rows = [[title, *(getattr(published.manifest, name) for published in (one, two))] for title, name in SIDE_BY_SIDE]
+    rows = [[title, *(getattr(checkpoint.manifest, name) for checkpoint in (one, two))] for title, name in SIDE_BY_SIDE]
     print_table(["", one.name, two.name], rows)
     _print_different_tensors([d for d in differences if d.kind == "tensor"], with_numbers)
     _print_different([d for d in differences if d.kind == "file"], "files")
@@ -127,9 +127,9 @@ def _head(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
     yield "state", summary.status + (", the newest" if summary.is_newest else "")
     if summary.pinned is not None:
         yield "pinned", summary.pinned or "yes"
-    if summary.published is None:
+    if summary.checkpoint is None:
         return
-    manifest = summary.published.manifest
+    manifest = summary.checkpoint.manifest
     epoch = summary.state.get("epoch")
     yield "step", f"{manifest.step}" + (f", epoch {epoch}" if epoch is not None else "")
     if manifest.tag:
@@ -143,14 +143,14 @@ def _head(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
         text = ", ".join(f"{name} {value:.6g}" for name, value in shown.items())
         yield "metrics", text + (f", and {more} more (--json)" if more else "")
     added = f", of which {size(summary.added_bytes)} are not shared with earlier ones"
-    yield "size", f"{size(summary.published.num_bytes)} in {counted(len(manifest.contents), 'file')}{added}"
+    yield "size", f"{size(summary.checkpoint.num_bytes)} in {counted(len(manifest.contents), 'file')}{added}"
 
 
-def _tensors(published: Checkpoint, component: str | None) -> list[LogicalTensor]:
-    tensors = [tensor for tensor in published.manifest.tensors if component in (None, tensor.component)]
+def _tensors(checkpoint: Checkpoint, component: str | None) -> list[LogicalTensor]:
+    tensors = [tensor for tensor in checkpoint.manifest.tensors if component in (None, tensor.component)]
     if component is not None and not tensors:
-        known = ", ".join(sorted({tensor.component for tensor in published.manifest.tensors})) or "none"
-        fail(f"{published.name} has no tensors of component {component}; it has those of: {known}")
+        known = ", ".join(sorted({tensor.component for tensor in checkpoint.manifest.tensors})) or "none"
+        fail(f"{checkpoint.name} has no tensors of component {component}; it has those of: {known}")
     return tensors
 
 

@@ -60,7 +60,7 @@ class InlineWorkerGroup:
         future: Future[Any] = Future()
         try:
             result = self._host.call(role, method, args)
-            future.set_result([result] if dispatch_of(self._types[role], method).gathers else result)
+            future.set_result([result] if dispatch_of(self._types[role], method).gathers_list else result)
         except Exception as error:  # noqa: BLE001 - raised by the future
             future.set_exception(error)
         return future
@@ -118,7 +118,7 @@ class LocalTransport:
         self._children: list[ChildProcess] = []
         self._channels: list[ShmChannel] = []
         self._outbox: SimpleQueue[list[Message] | None] = SimpleQueue()
-        self._post = MessagePacker()
+        self._packer = MessagePacker()
         self._sender = threading.Thread(target=self._send_calls, daemon=True)
         self._group: RemoteWorkerGroup | None = None
 
@@ -133,10 +133,10 @@ class LocalTransport:
             partial(self._start_of, rank=rank, payload=pickle.dumps((host, self._context(context, rank))))
             for rank in range(size)
         ]
-        with _meeting_file() as meeting:
+        with _rendezvous_file() as rendezvous:
             for rank in range(size):
-                self._children.append(child := self._spawn(rank, meeting))
-                self._channels.append(ShmChannel(child.channel, self._post))
+                self._children.append(child := self._spawn(rank, rendezvous))
+                self._channels.append(ShmChannel(child.channel, self._packer))
 
         def begin(number: int, _: PendingCall) -> None:
             for rank, start in enumerate(starts):
@@ -154,7 +154,7 @@ class LocalTransport:
     def stopped_s(self, ranks: Sequence[int], time_of: StoppedTime) -> float:
         return max((time_of.of(self._children[rank].pid) for rank in ranks if self._children), default=0.0)
 
-    def inert(self, ranks: Sequence[int]) -> Sequence[int]:
+    def unresponsive(self, ranks: Sequence[int]) -> Sequence[int]:
         return [rank for rank in ranks if self._children[rank].is_stopped()]
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -190,15 +190,15 @@ class LocalTransport:
         for log in self._logs:
             log.close()
         self.progress.close()
-        self._post.close()
+        self._packer.close()
 
-    def _spawn(self, rank: int, meeting: BinaryIO) -> ChildProcess:
+    def _spawn(self, rank: int, rendezvous: BinaryIO) -> ChildProcess:
         own = {
             "RANK": str(rank),
             "WORLD_SIZE": str(len(self._devices)),
             "LOCAL_RANK": str(rank),
             "OMP_NUM_THREADS": str(self._num_threads),
-            "VERL_RENDEZVOUS": f"file:///dev/fd/{meeting.fileno()}",
+            "VERL_RENDEZVOUS": f"file:///dev/fd/{rendezvous.fileno()}",
         }
         if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
             own["GLOO_SOCKET_IFNAME"] = "lo"  # all on this machine: no need to resolve its name
@@ -208,7 +208,7 @@ class LocalTransport:
             slot=rank,
             environment=own,
             output=self._logs[rank].file,
-            files=[meeting.fileno()],
+            files=[rendezvous.fileno()],
             is_in_own_session=True,
             is_killed_with_parent=True,
             stuck_s=None,  # calls are sent ahead, to a worker that is still at others
@@ -225,13 +225,13 @@ class LocalTransport:
     def _messages(self, number: int, pending: PendingCall) -> list[Message]:
         """The message for each rank; ranks with the same rows get the same message."""
         (role, _, method), args, division = pending.name.partition("."), pending.args, pending.division
-        heard, size = pending.heard, len(self._children)
+        result_ranks, size = pending.result_ranks, len(self._children)
         if division is None:
-            return [self._post.pack(WorkerCall(number, role, method, args, heard), size)] * size
+            return [self._packer.pack(WorkerCall(number, role, method, args, result_ranks), size)] * size
         of_rank, packed = pending.shares.of_rank, []
         for part, rows in enumerate(division.rows):
-            call = WorkerCall(number, role, method, (RowSubset(args[0], rows), *args[1:]), heard)
-            packed.append(self._post.pack(call, of_rank.count(part)))
+            call = WorkerCall(number, role, method, (RowSubset(args[0], rows), *args[1:]), result_ranks)
+            packed.append(self._packer.pack(call, of_rank.count(part)))
         return [packed[part] for part in of_rank]
 
     def _send_calls(self) -> None:
@@ -244,7 +244,7 @@ class LocalTransport:
             for channel, message in zip(self._channels, messages, strict=True):
                 send_if_open(channel, message)
         for channel in self._channels:
-            send_if_open(channel, self._post.pack(None))
+            send_if_open(channel, self._packer.pack(None))
 
     def _ending(self, rank: int) -> str:
         child = self._children[rank]
@@ -270,7 +270,7 @@ class LocalTransport:
             group.fail_call(-1, rank, traceback.format_exc())
 
 
-def _meeting_file() -> BinaryIO:
+def _rendezvous_file() -> BinaryIO:
     """An empty file by which processes that inherit it find each other."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("verl_rendezvous", os.MFD_CLOEXEC), "w+b")

@@ -113,13 +113,13 @@ class RowAssignment:
 
     Attributes:
         of_rank: the number of the share of each.
-        speakers: of each share, the rank that answers for it; siblings that work on one share answer alike.
+        reporting_ranks: of each share, the rank that answers for it; siblings that work on one share answer alike.
     """
 
     of_rank: tuple[int, ...]
 
     @property
-    def speakers(self) -> list[int]:
+    def reporting_ranks(self) -> list[int]:
         return [self.of_rank.index(share) for share in range(max(self.of_rank) + 1)]
 
 
@@ -206,8 +206,8 @@ class PendingCall:
     limit_s: float | None = None
 
     def __post_init__(self):
-        if self.dispatch.divides and len(self.shares.speakers) > 1:
-            self.division = BatchPartition(self.args[0], len(self.shares.speakers))
+        if self.dispatch.splits_rows and len(self.shares.reporting_ranks) > 1:
+            self.division = BatchPartition(self.args[0], len(self.shares.reporting_ranks))
 
     @property
     def unanswered(self) -> list[int]:
@@ -215,25 +215,25 @@ class PendingCall:
         return [rank for rank in range(len(self.shares.of_rank)) if rank not in self.answers]
 
     @property
-    def joins(self) -> bool:
+    def concatenates(self) -> bool:
         """The answers are rows, to be put together in the order of those that were sent."""
-        return self.dispatch.joins and self.division is not None
+        return self.dispatch.concatenates and self.division is not None
 
     @property
-    def heard(self) -> list[int]:
+    def result_ranks(self) -> list[int]:
         """The ranks whose answers matter."""
-        if self.dispatch.gathers:
+        if self.dispatch.gathers_list:
             return list(range(len(self.shares.of_rank)))
-        return self.shares.speakers if self.joins else self.shares.speakers[:1]
+        return self.shares.reporting_ranks if self.concatenates else self.shares.reporting_ranks[:1]
 
     def result(self, answers: Mapping[int, Any], empty: Callable[..., Tensor]) -> Any:
         """Join the replies of all ranks; `empty` allocates memory for joined fields, by shape and dtype."""
-        if self.dispatch.gathers:
+        if self.dispatch.gathers_list:
             return [answers[rank] for rank in sorted(answers)]
-        heard = [answers[rank] for rank in self.heard]
-        if self.division is None or not self.joins:
-            return heard[0]
-        return self.division.join(heard, empty)
+        replies = [answers[rank] for rank in self.result_ranks]
+        if self.division is None or not self.concatenates:
+            return replies[0]
+        return self.division.join(replies, empty)
 
 
 class Transport(Protocol):
@@ -269,7 +269,7 @@ class Transport(Protocol):
         """Seconds that one of them has been stopped by a signal."""
         ...
 
-    def inert(self, ranks: Sequence[int]) -> Sequence[int]:
+    def unresponsive(self, ranks: Sequence[int]) -> Sequence[int]:
         """Workers among them that do nothing at all."""
         ...
 
@@ -345,7 +345,7 @@ class RemoteWorkerGroup:
         Args:
             limit_s: without progress; None for that of building roles.
         """
-        dispatch = Dispatch(divides=False, joins=False, gathers=True)
+        dispatch = Dispatch(splits_rows=False, concatenates=False, gathers_list=True)
         pending = PendingCall("start", None, dispatch, (), RowAssignment((0,) * self.world_size))
         pending.limit_s = max(self._call_timeout_s, BUILD_TIMEOUT_S) if limit_s is None else limit_s
         return self._begin(pending, send)
@@ -427,10 +427,10 @@ class RemoteWorkerGroup:
         """The error of a worker; if it waited in vain for a sibling that is stopped or hangs, that of the sibling."""
         with self._lock:
             others = [other for other in pending.unanswered if other not in pending.raised]
-        if inert := self._transport.inert(others):
-            state = self._transport.state(inert[0]) or "it does not react at all"
+        if unresponsive := self._transport.unresponsive(others):
+            state = self._transport.state(unresponsive[0]) or "it does not react at all"
             words = f"the process does nothing: {state}. Rank {rank} failed for it:\n{error}"
-            return WorkerHung(inert[0], pending.name, pending.step, words)
+            return WorkerHung(unresponsive[0], pending.name, pending.step, words)
         if is_sibling_failure(error):
             blamed, detail = missed_exchange(rank, error, self._transport.stacks(others))
             return WorkerHung(blamed, pending.name, pending.step, detail)

@@ -41,14 +41,14 @@ class WorkerCall:
     """A method of a role, to be carried out.
 
     Attributes:
-        heard: the ranks that are to answer with the result; others say that they have done it.
+        result_ranks: the ranks that are to answer with the result; others say that they have done it.
     """
 
     number: int
     role: str
     method: str
     args: tuple[Any, ...]
-    heard: Sequence[int]
+    result_ranks: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _build(start: WorkerStart) -> Any:
 def _carry_out(host: Any, call: WorkerCall) -> WorkerReply:
     try:
         result = host.call(call.role, call.method, call.args)
-        if int(os.environ["RANK"]) not in call.heard:
+        if int(os.environ["RANK"]) not in call.result_ranks:
             return WorkerReply(call.number)
         return WorkerReply(call.number, result)
     except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included

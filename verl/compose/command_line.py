@@ -23,7 +23,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from verl.component import hint, nearest
 from verl.compose.compose import compose_root, readable
-from verl.compose.overrides import Overrides, assign, divided, options_in, with_copies
+from verl.compose.overrides import Overrides, assign, options_in, split_at_commas, with_copies
 from verl.compose.schema import CHOOSERS, conf_dir, group_options, own_conf_dirs, root_keys, set_own_conf_dirs
 from verl.errors import root_cause
 
@@ -124,7 +124,7 @@ def in_grammar(key: str, text: str, *, sweeps: bool = False) -> str:
         return _path_in_grammar(text, sweeps)
     if _parsed(f"key={text}") is not None:
         return text
-    if sweeps and len(pieces := divided(text)) > 1:
+    if sweeps and len(pieces := split_at_commas(text)) > 1:
         return ",".join(in_grammar(key, piece) for piece in pieces)
     return _quoted(text)
 
@@ -138,7 +138,7 @@ def _path_in_grammar(text: str, sweeps: bool) -> str:
             return f"[{','.join(_path_in_grammar(path, sweeps=False) for path in _listed(text[1:-1]))}]"
         if sweeps and parsed is not None and parsed.is_sweep_override() and "~" not in text:
             return text
-        if sweeps and len(pieces := divided(text)) > 1:
+        if sweeps and len(pieces := split_at_commas(text)) > 1:
             return ",".join(_path_in_grammar(piece, sweeps=False) for piece in pieces)
         text = os.path.expanduser(text)
         parsed = _parsed(f"key={text}")
@@ -148,7 +148,7 @@ def _path_in_grammar(text: str, sweeps: bool) -> str:
 
 def _listed(text: str) -> list[str]:
     """The paths in brackets; a comma is part of a path if a file of that name exists."""
-    pieces, paths = divided(text), []
+    pieces, paths = split_at_commas(text), []
     while pieces:
         count = next((n for n in range(len(pieces), 1, -1) if Path(",".join(pieces[:n]).strip()).exists()), 1)
         paths.append(",".join(pieces[:count]).strip())
@@ -287,7 +287,7 @@ def _option_fault(option: str, sweeps: bool, is_searched: bool) -> str | None:
             file = next((file for file in files if file.is_file()), None)
             if file is not None and (fault := _file_fault(file, option, group)) is not None:
                 return fault
-    if not sweeps and len(divided(option)) > 1:
+    if not sweeps and len(split_at_commas(option)) > 1:
         return f"{option} has several values: add -m for a sweep over them, or give one."
     parsed, known = _parsed(readable(option)), group_options(conf_dir()).get(group, [])
     if parsed is None:

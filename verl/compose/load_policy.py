@@ -86,12 +86,12 @@ class SavedPolicy:
     @property
     def origin(self) -> Path:
         """The directory that the weights come from; `actor` may be an exported copy."""
-        return self.actor if self.point is None else self.point.published.directory / "actor"
+        return self.actor if self.point is None else self.point.checkpoint.directory / "actor"
 
     @property
     def description(self) -> str:
         """Address for people."""
-        return str(self.actor) if self.point is None else f"{self.point.published.directory}, step {self.step}"
+        return str(self.actor) if self.point is None else f"{self.point.checkpoint.directory}, step {self.step}"
 
 
 def locate_policy(path: str) -> SavedPolicy:
@@ -113,7 +113,7 @@ def locate_policy(path: str) -> SavedPolicy:
         return SavedPolicy(directory / "actor")  # final weights of a run without checkpoints
     point = find(str(directory), directory, verify=False)  # the files in use are hashed below
     assert point is not None, "only `latest` may find nothing"
-    return SavedPolicy(point.published.directory / "actor", point)
+    return SavedPolicy(point.checkpoint.directory / "actor", point)
 
 
 def root_of(saved: SavedPolicy) -> str:
@@ -195,7 +195,7 @@ def _warn_of_own_code(saved: SavedPolicy, named: Mapping[str, Any]) -> None:
 def _verify(saved: SavedPolicy) -> None:
     """Verify the weights and the files beside them by their hashes."""
     if saved.point is not None:
-        reader = RestoreSource(saved.point.published.directory).reader()
+        reader = RestoreSource(saved.point.checkpoint.directory).reader()
         for entry in reader.files("actor"):
             reader.check(entry.path)
 

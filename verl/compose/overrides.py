@@ -73,10 +73,10 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
     return out
 
 
-def divided(text: str) -> list[str]:
+def split_at_commas(text: str) -> list[str]:
     """Split at commas outside of quotes and brackets. A bracket or quote that is not closed is an ordinary character.
 
-    >>> divided("${processes:${sharding._target_},2},4")
+    >>> split_at_commas("${processes:${sharding._target_},2},4")
     ['${processes:${sharding._target_},2}', '4']
     """
     pieces, start, place = [], 0, 0
@@ -110,7 +110,7 @@ def _end_of_bracket(text: str, place: int) -> int | None:
 
 def options_in(choice: str) -> list[str]:
     """All options that a choice names, in a list or for a sweep."""
-    pieces = (piece.strip() for piece in divided(choice))
+    pieces = (piece.strip() for piece in split_at_commas(choice))
     listed = (piece[1:-1].split(",") if _is_list(piece) else [piece] for piece in pieces)
     return [option.strip(" '\"") for options in listed for option in options]
 
@@ -122,7 +122,7 @@ def with_copies(root: str, assigned: Overrides) -> list[tuple[str, Any]]:
     if not any(path.count(".") > 1 for path, _ in assigned.values):
         return assigned.values
     try:
-        config = compose_root(root, [divided(option)[0] for option in assigned.options])
+        config = compose_root(root, [split_at_commas(option)[0] for option in assigned.options])
     except (HydraException, OmegaConfBaseException):
         return assigned.values  # Hydra reports it when it composes for itself
     values: list[tuple[str, Any]] = []
@@ -179,14 +179,14 @@ def _is_list(text: str) -> bool:
 def _choice(group: str, value: Any) -> str:
     """An option, several for a sweep, or a list of options, in Hydra's spelling."""
     text = f"[{','.join(map(str, value))}]" if isinstance(value, (list, tuple)) else str(value)
-    return ",".join(SHORT.get(f"{group}={piece}", piece) for piece in divided(text))
+    return ",".join(SHORT.get(f"{group}={piece}", piece) for piece in split_at_commas(text))
 
 
 def _option_fault(group: str, value: Any, groups: Mapping[str, list[str]]) -> str | None:
     text, known = _choice(group, value), groups.get(group, [])
     if re.match(r"(glob|choice|range|sort|shuffle)\(", text):  # sweep syntax
         return None
-    if group not in LISTS and any(map(_is_list, divided(text))):
+    if group not in LISTS and any(map(_is_list, split_at_commas(text))):
         return f"{group}={text}: it takes one option, not a list; there are {', '.join(known)}."
     unknown = [option for option in options_in(text) if option not in (*known, "null")]
     if not unknown:

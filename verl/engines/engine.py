@@ -26,7 +26,7 @@ from verl.models.call import call_model, unwrapped
 from verl.models.heads import LMHead
 from verl.models.parallel_info import Autocast, compute_device, computing_in
 from verl.ops.loss_aggregation import LossTotals
-from verl.ops.resharding.dtensor import ReadableTensor, at_stage_of, is_elsewhere, read_slice_like
+from verl.ops.resharding.dtensor import ReadableTensor, at_stage_of, is_on_other_stage, read_slice_like
 from verl.protocol import DataProto
 from verl.utils.memory import release_cached
 from verl.utils.progress import report
@@ -68,11 +68,11 @@ class TrainingEngine:
         self.micro_batch_tokens = micro_batch_tokens
         self.updates = 0
         self.total_updates = total_updates
-        self.recipe = optimizer
-        parallel.settle(model)
+        self.optimizer_config = optimizer
+        parallel.free_gathered_parameters(model)
         named = dict(model.named_parameters())  # a forward pass replaces sharded parameters by gathered ones
-        self.parameters = {name: p for name, p in named.items() if not is_elsewhere(p)}
-        self._elsewhere = {name: p for name, p in named.items() if is_elsewhere(p)}
+        self.parameters = {name: p for name, p in named.items() if not is_on_other_stage(p)}
+        self._elsewhere = {name: p for name, p in named.items() if is_on_other_stage(p)}
         self.optimizer = None if optimizer is None else optimizer.attach(self.parameters.values())
         self.device = compute_device(model)
         if self.device.type != "cpu":
@@ -122,7 +122,7 @@ class TrainingEngine:
 
         micros = self.micro_batches(batch, alone)
         self.parallel.run_micro_batches(micros, infer_one, self._computing, model=self.model)
-        self.parallel.settle(self.model)
+        self.parallel.free_gathered_parameters(self.model)
         if self.routing is not None:
             self.routing.end(self.device)
         return {name: x.to(mask.device) for name, x in self.parallel.from_last_stage(results).items()}
@@ -139,7 +139,7 @@ class TrainingEngine:
             finite, the step is skipped: weights, optimizer and schedule are unchanged. All processes have the same
             metrics and therefore take the same decision.
         """
-        assert self.recipe is not None, "this engine only infers"
+        assert self.optimizer_config is not None, "this engine only infers"
         assert self.optimizer is not None
         totals = self._totals(batch)
         if self.routing is not None and self._balance_coef:
@@ -167,12 +167,12 @@ class TrainingEngine:
         self.parallel.sum_gradients(self.parameters.values())
         own = torch.stack(list(shares.values())).tolist() if shares else []  # one transfer from the device
         metrics = self.parallel.sums(dict(zip(shares, own, strict=True)))
-        metrics["grad_norm"] = float(self.parallel.clip(self.parameters.values(), self.recipe.max_grad_norm))
+        metrics["grad_norm"] = float(self.parallel.clip(self.parameters.values(), self.optimizer_config.max_grad_norm))
         if self.routing is not None:
             load = self.parallel.sum_of_tokens(self.routing.end(self.device).tensors())
             metrics |= ExpertLoad.metrics(load, self.routing.layers)
             self.routing.balance(None)
-        lr = self.recipe.learning_rate(self.updates, self.total_updates)
+        lr = self.optimizer_config.learning_rate(self.updates, self.total_updates)
         if not all(math.isfinite(x) for x in metrics.values()):
             self.optimizer.zero_grad(set_to_none=True)
             return {**metrics, "lr": lr}
@@ -248,7 +248,7 @@ class TrainingEngine:
         budget, paths = (1, PLAIN) if alone else (self._token_budget(batch), self.paths(batch))
         multiple = 1 if self.device.type == "cpu" else BLOCK_MULTIPLE
         made = cut_into_micro_batches(batch, budget, paths, None if alone else self.parallel.context, multiple)
-        if not self.parallel.in_step:
+        if not self.parallel.needs_equal_micro_batches:
             yield from (micro.to(self.device) for micro in made)
             return
         cut = list(made)
@@ -324,7 +324,7 @@ class TrainingEngine:
                 micro.predict(last_states)
 
         self.parallel.run_micro_batches(self.micro_batches(batch), count_one, self._computing, model=self.model)
-        self.parallel.settle(self.model)
+        self.parallel.free_gathered_parameters(self.model)
         return self.parallel.sum_of_tokens(routing.end(self.device).tensors())
 
     def limit(self, scoring: Scoring) -> None:

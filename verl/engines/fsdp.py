@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from verl.models.pretrained import SafetensorsReader
-from verl.ops.resharding.dtensor import is_elsewhere, local, own_box
+from verl.ops.resharding.dtensor import is_on_other_stage, local, own_box
 from verl.utils.progress import report
 
 
@@ -34,7 +34,7 @@ def shard_fully(
     """Shard a Hugging Face model over a mesh of processes, block by block, in place.
 
     Parameters outside the blocks (embeddings, final norm, output head) stay gathered from a forward pass to its
-    backward pass, or to `settle`, because the head is called separately from the model.
+    backward pass, or to `free_gathered_parameters`, because the head is called separately from the model.
 
     Args:
         mesh: of one dimension (shards) or two (replicas, shards).
@@ -89,7 +89,7 @@ def set_reduces_gradients(model: nn.Module, reduces: bool) -> None:
     cast(Any, model).set_requires_gradient_sync(reduces)
 
 
-def settle(model: nn.Module) -> None:
+def free_gathered_parameters(model: nn.Module) -> None:
     """Free all gathered weights."""
     for unit in units_of(model):
         unit.reshard()
@@ -135,7 +135,7 @@ def load_own_slices(model: nn.Module, files: SafetensorsReader, device: torch.de
 def read_slices(model: nn.Module, files: SafetensorsReader) -> None:
     """Read this process's slices of the parameters and buffers of a model, in place."""
     for name, parameter in model.named_parameters():
-        if is_elsewhere(parameter):
+        if is_on_other_stage(parameter):
             continue
         own = local(parameter)
         if own.numel():

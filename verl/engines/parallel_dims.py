@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from verl.component import BuildContext
 from verl.engines.expert_parallel import EXPERT, EXPERT_SHARD, divide_experts, experts_gathered
-from verl.engines.fsdp import gathered, load_own_slices, set_reduces_gradients, settle, shard_fully
+from verl.engines.fsdp import free_gathered_parameters, gathered, load_own_slices, set_reduces_gradients, shard_fully
 from verl.engines.own_module import OwnModuleParts
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.tensor_parallel import shard_over
@@ -53,7 +53,7 @@ class Parallelism:
         device: the device of computation and of collective operations.
         mesh: process mesh with the dimensions `pp`, `replicate`, `shard` and `tensor`.
         context: the context-parallel group, whose processes have different tokens of the same rows; None without it.
-        in_step: whether every forward pass is collective, so that all processes must run equally many.
+        needs_equal_micro_batches: whether every forward pass is collective, so that all processes run equally many.
         divides_weights: whether `shard_model` leaves a process with only a shard of the model.
         least_micro_batches: micro-batches that the rows of a step are split into at least, if they have enough tokens.
         module_place: the tensor-parallel rank and size that a user-defined module is built for.
@@ -65,7 +65,7 @@ class Parallelism:
     device = torch.device("cpu")
     mesh = Mesh(())
     context: ContextGroup | None = None
-    in_step = False
+    needs_equal_micro_batches = False
     divides_weights = False
     least_micro_batches = 1
     module_place = ModulePlace()
@@ -79,7 +79,7 @@ class Parallelism:
     def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
         """Shard a model, in place. `autocast` is the dtype that it will compute in; None for that of its weights."""
 
-    def settle(self, model: nn.Module) -> None:
+    def free_gathered_parameters(self, model: nn.Module) -> None:
         """Free the weights that the last forward pass gathered; parameters are the local shards again."""
 
     def sums(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -281,7 +281,7 @@ class ShardedParallelism(DataParallelism):
             self._expert_mesh = self._new_mesh(dims)
         self.fully, self.reshard, self.offload = fully, reshard, offload
         self.reduces_once = fully and reduces_once
-        self.in_step = fully
+        self.needs_equal_micro_batches = fully
         self.routers_are_whole = degrees.tp == 1 and degrees.pp == 1
         self._device_mesh = self._new_mesh(tuple(zip(names, sizes, strict=True)))
         self._sibling_group = self._device_mesh[TENSOR].get_group()
@@ -354,11 +354,11 @@ class ShardedParallelism(DataParallelism):
         named = dict(core.named_parameters())
         self._partial_over_tensor |= {id(named[name]) for name in partial}
         whole = functools.partial(self._gathered, core, experts) if self.fully else contextlib.nullcontext
-        model.divided = replace(  # type: ignore[assignment]
+        model.parallel_info = replace(  # type: ignore[assignment]
             self._info(),
             casts_weights=self.fully and autocast is not None,
             gathered=whole,
-            settle=functools.partial(settle, core) if self.fully else lambda: None,
+            free_gathered_parameters=functools.partial(free_gathered_parameters, core) if self.fully else lambda: None,
         )
 
     def _info(self) -> ParallelInfo:
@@ -386,7 +386,7 @@ class ShardedParallelism(DataParallelism):
             )
         parts = self._own_modules[id(model)] = OwnModuleParts(model, self._device_mesh[TENSOR])
         self._partial_over_tensor |= {id(p) for p in parts.summed}
-        model.divided = replace(self._info(), gathered=parts.running)  # type: ignore[assignment]
+        model.parallel_info = replace(self._info(), gathered=parts.running)  # type: ignore[assignment]
 
     def run_micro_batches(
         self,
@@ -419,9 +419,9 @@ class ShardedParallelism(DataParallelism):
         with gathered(core, self.reshard), experts_gathered(experts):
             yield
 
-    def settle(self, model: nn.Module) -> None:
+    def free_gathered_parameters(self, model: nn.Module) -> None:
         if self.fully:
-            settle(model)
+            free_gathered_parameters(model)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallelism.sum_gradients`; FSDP has reduced those of its weights already."""

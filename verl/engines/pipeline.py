@@ -26,7 +26,7 @@ from verl.model_paths.check import record_of
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.call import unwrapped
 from verl.models.heads import head_of
-from verl.ops.resharding.dtensor import is_divided, is_elsewhere, local
+from verl.ops.resharding.dtensor import is_divided, is_on_other_stage, local
 from verl.ops.resharding.execute import reshard
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout
 from verl.ops.resharding.plan import Plan, reshard_plan
@@ -388,7 +388,7 @@ class WholeWeights:
         places = _places(self.model)
         named = dict(self.model.named_parameters())
         plan = self._plan = self._plan or self._make_plan(named)
-        missing = {name: x for name, x in named.items() if is_elsewhere(x)}
+        missing = {name: x for name, x in named.items() if is_on_other_stage(x)}
         moves = reshard(
             plan,
             lambda name: local(named[name]).detach().to(self.device),

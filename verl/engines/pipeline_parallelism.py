@@ -42,7 +42,7 @@ from verl.model_paths.context_attention import ContextStyle
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import head_of
 from verl.models.parallel_info import Autocast
-from verl.ops.resharding.dtensor import at_stage, is_divided, is_elsewhere, mesh_dims
+from verl.ops.resharding.dtensor import at_stage, is_divided, is_on_other_stage, mesh_dims
 
 
 class PipelineParallelism(ShardedParallelism):
@@ -79,7 +79,9 @@ class PipelineParallelism(ShardedParallelism):
         self._row_group = self._group(shares.__getitem__)
         self._ends_group = self._group(lambda rank: (rank % stage_size, rank // stage_size in (0, degrees.pp - 1)))
         self._models: dict[int, tuple[PipelineRunner, torch.dtype, list[StageShards]]] = {}
-        self.in_step = degrees.ep > 1  # processes of other pipelines have experts for this one's tokens
+        self.needs_equal_micro_batches = (
+            degrees.ep > 1
+        )  # processes of other pipelines have experts for this one's tokens
         self._stages: dict[int, tuple[int, ...]] = {}  # of parameters, by id
         self._kept: list[Any] = []  # keeps the parameters alive, so that no `id` is reused
 
@@ -105,7 +107,7 @@ class PipelineParallelism(ShardedParallelism):
             read_slices(core, files)
             del core.weight_files
         named = dict(core.named_parameters())
-        self._partial_over_tensor |= {id(named[name]) for name in partial if not is_elsewhere(named[name])}
+        self._partial_over_tensor |= {id(named[name]) for name in partial if not is_on_other_stage(named[name])}
         runner = PipelineRunner(cut, self.stage_group, self.device, self.schedule)
         dtype = getattr(torch, autocast) if autocast else next(core.parameters()).dtype
         shards = [StageShards(model, self._device_mesh[SHARD], self._device_mesh[TENSOR])]
@@ -114,7 +116,7 @@ class PipelineParallelism(ShardedParallelism):
         stages = WholeWeights(model, cut, self.stage_group, self.device)
         self._models[id(model)] = (runner, dtype, shards)
         info = self._info()
-        model.divided = replace(  # type: ignore[assignment]
+        model.parallel_info = replace(  # type: ignore[assignment]
             info,
             stage_group=self.stage_group,
             siblings=self._row_ranks,
@@ -216,7 +218,7 @@ class PipelineParallelism(ShardedParallelism):
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallelism.sum_gradients`."""
-        own = [p for p in parameters if not is_elsewhere(p)]
+        own = [p for p in parameters if not is_on_other_stage(p)]
         super().sum_gradients(own)
         trained = [p for p in own if p.requires_grad]
         if self.mesh.extent(SHARD) > 1 and self.mesh.extent(REPLICATE) > 1:
@@ -230,7 +232,7 @@ class PipelineParallelism(ShardedParallelism):
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
         """See `Parallelism.clip`."""
-        return super().clip([p for p in parameters if not is_elsewhere(p)], limit)
+        return super().clip([p for p in parameters if not is_on_other_stage(p)], limit)
 
     def _holders(self, x: Tensor) -> int:
         return super()._holders(x) // self.num_stages * len(self._stages[id(x)])

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl.ops.resharding.dtensor import at_stage_of, is_divided, is_elsewhere, local, mesh_dims
+from verl.ops.resharding.dtensor import at_stage_of, is_divided, is_on_other_stage, local, mesh_dims
 from verl.utils.progress import report
 
 BUCKET_BYTES = 25 * 2**20  # per process, gathered by one collective
@@ -105,7 +105,7 @@ class StageShards:
         Args:
             trains: on exit gradients are reduce-scattered, so that every process has its shard of their sum.
         """
-        own = [weight for weight in self._weights if not is_elsewhere(weight.parameter)]
+        own = [weight for weight in self._weights if not is_on_other_stage(weight.parameter)]
         made = dict(zip(map(id, own), self._gather([weight.parameter for weight in own]), strict=True))
         wholes: list[tuple[_ShardedWeight, nn.Parameter]] = []
         try:
@@ -121,7 +121,7 @@ class StageShards:
             made.clear()
             yield
             if trains:
-                self._reduce([(w.parameter, x) for w, x in wholes if not is_elsewhere(x) and x.requires_grad])
+                self._reduce([(w.parameter, x) for w, x in wholes if not is_on_other_stage(x) and x.requires_grad])
         finally:
             for weight, _ in wholes:
                 for module, name in weight.places:

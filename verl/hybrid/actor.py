@@ -287,7 +287,7 @@ class HybridActor:
     def _settled(self) -> Any:
         if self._parallelism is not None:
             with self._lock:
-                self._parallelism.settle(self.model)
+                self._parallelism.free_gathered_parameters(self.model)
         return self.model
 
     def save_pretrained(self, directory: str | Path) -> None:

@@ -298,20 +298,20 @@ def _too_long(limit: tuple[str, int] | None, row_tokens: int) -> str | None:
     )
 
 
-def _way(cache: CacheKind, pads: bool, rows: bool, prefix: bool = False) -> ModelPaths:
+def _decode_path(cache: CacheKind, pads: bool, rows: bool, prefix: bool = False) -> ModelPaths:
     return ModelPaths(cache=cache, pads_prompts=pads, repeats_rows=rows, drops_rows=rows, shares_prefix=prefix)
 
 
 DECODING = (  # from the fastest way to the plainest: whether it pads prompts, repeats and drops rows, shares a prefix
-    _way("in_place", True, True, True),
-    _way("in_place", True, True),
-    _way("in_place", False, True),
-    _way("own", True, True),
-    _way("own", False, True),
-    _way("own", True, False),
-    _way("own", False, False),
-    _way("none", True, True),
-    _way("none", False, True),
+    _decode_path("in_place", True, True, True),
+    _decode_path("in_place", True, True),
+    _decode_path("in_place", False, True),
+    _decode_path("own", True, True),
+    _decode_path("own", False, True),
+    _decode_path("own", True, False),
+    _decode_path("own", False, False),
+    _decode_path("none", True, True),
+    _decode_path("none", False, True),
 )
 
 

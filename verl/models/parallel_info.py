@@ -20,7 +20,7 @@ from verl.ops.resharding.layout import Mesh, TensorLayout
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelInfo:
-    """Sharding of a model; its attribute `divided`, set by the code that shards it.
+    """Sharding of a model; its attribute `parallel_info`, set by the code that shards it.
 
     Attributes:
         device: device of computation; weights may rest elsewhere.
@@ -29,7 +29,7 @@ class ParallelInfo:
         generation_groups: process groups with the same rows; inside `gathered` each process has the whole weights, and
             the processes of a group split the rows for generation.
         casts_weights: whether the model casts its weights to the computing dtype itself.
-        settle: frees weights that the last forward pass has gathered.
+        free_gathered_parameters: frees weights that the last forward pass has gathered.
         gathered: a context in which this process has all weights, so that forward passes do not communicate.
         mesh: process mesh of the model.
         rank: of this process in the mesh.
@@ -53,7 +53,7 @@ class ParallelInfo:
     local: Callable[[Tensor], Tensor]
     casts_weights: bool = False
     gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    settle: Callable[[], None] = lambda: None
+    free_gathered_parameters: Callable[[], None] = lambda: None
     stage_group: Any = None
     through_stages: Callable[[Tensor, Callable[[], Tensor]], Tensor] | None = None
     generation_groups: tuple[Any, ...] = ()
@@ -65,7 +65,7 @@ _MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of calls 
 LONGEST_LOOK_S = 0.05
 
 
-def meet(divided: ParallelInfo) -> None:
+def meet(parallel_info: ParallelInfo) -> None:
     """Barrier over all processes of the model, without a time limit: collective operations have one.
 
     For work that may take one process much longer than another. If a process dies, the driver ends the run.
@@ -74,11 +74,11 @@ def meet(divided: ParallelInfo) -> None:
 
     store = dist.distributed_c10d._get_default_store()
     number = _MEETINGS[store] = _MEETINGS.get(store, 0) + 1
-    store.set(f"verl/meeting/{number}/{divided.rank}", "here")
-    everyone = [f"verl/meeting/{number}/{rank}" for rank in range(divided.mesh.size)]
+    store.set(f"verl/meeting/{number}/{parallel_info.rank}", "here")
+    everyone = [f"verl/meeting/{number}/{rank}" for rank in range(parallel_info.mesh.size)]
     wait_for(store, everyone)
     if number > 1:  # all have left the previous barrier, since they reached this one
-        store.delete_key(f"verl/meeting/{number - 1}/{divided.rank}")
+        store.delete_key(f"verl/meeting/{number - 1}/{parallel_info.rank}")
 
 
 def wait_for(store: Any, keys: list[str]) -> None:
@@ -91,20 +91,20 @@ def wait_for(store: Any, keys: list[str]) -> None:
 
 def compute_device(model: Any) -> torch.device:
     """The device that a model computes on."""
-    divided = getattr(model, "divided", None)
-    return next(model.parameters()).device if divided is None else divided.device
+    parallel_info = getattr(model, "parallel_info", None)
+    return next(model.parameters()).device if parallel_info is None else parallel_info.device
 
 
 def casts_weights(model: Any) -> bool:
     """Whether a model casts its weights to the computing dtype itself."""
-    divided = getattr(model, "divided", None)
-    return divided is not None and divided.casts_weights
+    parallel_info = getattr(model, "parallel_info", None)
+    return parallel_info is not None and parallel_info.casts_weights
 
 
 def release_gathered(model: Any) -> None:
     """Free weights that a forward pass has gathered; otherwise embedding and head, the largest, stay in memory."""
-    if (divided := getattr(model, "divided", None)) is not None:
-        divided.settle()
+    if (parallel_info := getattr(model, "parallel_info", None)) is not None:
+        parallel_info.free_gathered_parameters()
 
 
 def weights_gathered(model: Any) -> AbstractContextManager[None]:
@@ -113,20 +113,28 @@ def weights_gathered(model: Any) -> AbstractContextManager[None]:
     Used for generation: gathering each layer for each token would be slow, and would hang once a process has finished
     its last response. All processes enter and leave together.
     """
-    divided = getattr(model, "divided", None)
-    return contextlib.nullcontext() if divided is None else divided.gathered()
+    parallel_info = getattr(model, "parallel_info", None)
+    return contextlib.nullcontext() if parallel_info is None else parallel_info.gathered()
 
 
 def layers_gathered(model: Any) -> AbstractContextManager[None]:
     """Inside this context the process has all layers of a model; calls stay collective with its siblings."""
-    divided = getattr(model, "divided", None)
-    return divided.gathered() if divided is not None and divided.stage_group is not None else contextlib.nullcontext()
+    parallel_info = getattr(model, "parallel_info", None)
+    return (
+        parallel_info.gathered()
+        if parallel_info is not None and parallel_info.stage_group is not None
+        else contextlib.nullcontext()
+    )
 
 
 def through_stages(model: Any, ids: Tensor, function: Callable[[], Tensor]) -> Tensor:
     """Result of a function that calls the model once on token ids [b s]. Collective over the processes that hold it."""
-    divided = getattr(model, "divided", None)
-    return function() if divided is None or divided.through_stages is None else divided.through_stages(ids, function)
+    parallel_info = getattr(model, "parallel_info", None)
+    return (
+        function()
+        if parallel_info is None or parallel_info.through_stages is None
+        else parallel_info.through_stages(ids, function)
+    )
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

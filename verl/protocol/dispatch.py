@@ -12,39 +12,39 @@ class Dispatch:
     """Distribution of a call over the processes of a group.
 
     Attributes:
-        divides: whether the first argument is a DataProto whose rows are split over the processes, balanced by tokens;
-            otherwise every process receives all arguments.
-        joins: whether the results are DataProtos that are joined in the order of the rows; otherwise the result of the
-            call is that of rank 0.
-        gathers: whether the result of the call is a list of results by rank.
+        splits_rows: whether the first argument is a DataProto whose rows are split over the processes, balanced by
+            tokens; otherwise every process receives all arguments.
+        concatenates: whether the results are DataProtos that are concatenated in the order of the rows; otherwise the
+            result of the call is that of rank 0.
+        gathers_list: whether the result of the call is a list of results by rank.
     """
 
-    divides: bool
-    joins: bool
-    gathers: bool = False
+    splits_rows: bool
+    concatenates: bool
+    gathers_list: bool = False
 
 
 def by_rows(method: Callable) -> Callable:
     """Each process works on its share of the rows; results are rows, which are joined."""
-    method.dispatch = Dispatch(divides=True, joins=True)  # type: ignore[attr-defined]
+    method.dispatch = Dispatch(splits_rows=True, concatenates=True)  # type: ignore[attr-defined]
     return method
 
 
 def by_rows_to_one(method: Callable) -> Callable:
     """Each process works on its share of the rows; the processes reduce the result themselves."""
-    method.dispatch = Dispatch(divides=True, joins=False)  # type: ignore[attr-defined]
+    method.dispatch = Dispatch(splits_rows=True, concatenates=False)  # type: ignore[attr-defined]
     return method
 
 
 def on_all(method: Callable) -> Callable:
     """Every process receives all arguments; the result is that of rank 0."""
-    method.dispatch = Dispatch(divides=False, joins=False)  # type: ignore[attr-defined]
+    method.dispatch = Dispatch(splits_rows=False, concatenates=False)  # type: ignore[attr-defined]
     return method
 
 
 def on_each(method: Callable) -> Callable:
     """Every process receives all arguments; the result is a list by rank, also for a single process."""
-    method.dispatch = Dispatch(divides=False, joins=False, gathers=True)  # type: ignore[attr-defined]
+    method.dispatch = Dispatch(splits_rows=False, concatenates=False, gathers_list=True)  # type: ignore[attr-defined]
     return method
 
 

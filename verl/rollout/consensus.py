@@ -51,7 +51,7 @@ class ConsensusFailed(Exception):
         return min(self.failures, key=lambda failure: failure.may_repeat).error
 
 
-def consensus(divided: ParallelInfo, part: Callable[[], T], may_repeat: Callable[[Exception], bool]) -> list[T]:
+def consensus(parallel_info: ParallelInfo, part: Callable[[], T], may_repeat: Callable[[Exception], bool]) -> list[T]:
     """The outcome of each process, by rank. All processes of the model take part.
 
     Raises:
@@ -59,35 +59,35 @@ def consensus(divided: ParallelInfo, part: Callable[[], T], may_repeat: Callable
     """
     import torch.distributed as dist
 
-    found: list[Any] = [None] * divided.mesh.size
+    found: list[Any] = [None] * parallel_info.mesh.size
     try:
         own: Any = part()
     except Exception as error:  # noqa: BLE001 - sent to all
-        own = RankFailure(divided.rank, error, may_repeat(error))
-    meet(divided)
+        own = RankFailure(parallel_info.rank, error, may_repeat(error))
+    meet(parallel_info)
     dist.all_gather_object(found, own)
     if failures := [value for value in found if isinstance(value, RankFailure)]:
         raise ConsensusFailed(failures)
     return found
 
 
-def among_siblings(divided: ParallelInfo, value: T) -> list[T]:
+def among_siblings(parallel_info: ParallelInfo, value: T) -> list[T]:
     """All-gather of objects among siblings, in their order."""
-    if len(divided.siblings) == 1:
+    if len(parallel_info.siblings) == 1:
         return [value]
     import torch.distributed as dist
 
-    found: list[Any] = [None] * len(divided.siblings)
-    dist.all_gather_object(found, value, group=divided.sibling_group)
+    found: list[Any] = [None] * len(parallel_info.siblings)
+    dist.all_gather_object(found, value, group=parallel_info.sibling_group)
     return found
 
 
-def from_first(divided: ParallelInfo, value: T) -> T:
+def from_first(parallel_info: ParallelInfo, value: T) -> T:
     """Broadcast of an object from the first sibling."""
-    if len(divided.siblings) == 1:
+    if len(parallel_info.siblings) == 1:
         return value
     import torch.distributed as dist
 
     box = [value]
-    dist.broadcast_object_list(box, src=divided.siblings[0], group=divided.sibling_group)
+    dist.broadcast_object_list(box, src=parallel_info.siblings[0], group=parallel_info.sibling_group)
     return box[0]

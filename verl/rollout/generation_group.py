@@ -54,16 +54,16 @@ class SplitPrompts(GenerationGroup):
     """Processes with the same prompts generate a share each.
 
     Args:
-        divided: its `generation_groups` are the groups of such processes, each within the one before.
+        parallel_info: its `generation_groups` are the groups of such processes, each within the one before.
     """
 
-    def __init__(self, divided: ParallelInfo):
-        self.divided, self.tensor_group = divided, divided.tensor_group
+    def __init__(self, parallel_info: ParallelInfo):
+        self.parallel_info, self.tensor_group = parallel_info, parallel_info.tensor_group
 
     def gather(self, prompts: DataProto) -> list[DataProto]:
         import torch.distributed as dist
 
-        for group in self.divided.generation_groups:
+        for group in self.parallel_info.generation_groups:
             count, rank = dist.get_world_size(group), dist.get_rank(group)
             prompts = prompts[len(prompts) * rank // count : len(prompts) * (rank + 1) // count]
         return [prompts]
@@ -72,9 +72,9 @@ class SplitPrompts(GenerationGroup):
         import torch.distributed as dist
 
         joined = rows[0]
-        if self.divided.generation_groups:
-            meet(self.divided)  # environments of one process may take long, and its siblings wait for the rows
-        for group in reversed(self.divided.generation_groups):
+        if self.parallel_info.generation_groups:
+            meet(self.parallel_info)  # environments of one process may take long, and its siblings wait for the rows
+        for group in reversed(self.parallel_info.generation_groups):
             parts: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(parts, joined, group=group)
             joined = DataProto.concat(parts)
@@ -94,32 +94,32 @@ class OneGenerates(GenerationGroup):
 
     def __init__(
         self,
-        divided: ParallelInfo,
+        parallel_info: ParallelInfo,
         num_same_rows: int,
         prepare: Callable[[], None] = lambda: None,
         may_repeat: Callable[[Exception], bool] = lambda error: False,
         on_failure: Callable[[ConsensusFailed], None] | None = None,
         on_success: Callable[[], None] = lambda: None,
     ):
-        self.divided, self.num_same_rows = divided, num_same_rows
+        self.parallel_info, self.num_same_rows = parallel_info, num_same_rows
         self.prepare, self.may_repeat = prepare, may_repeat
         self.on_failure, self.on_success = on_failure, on_success
 
     @property
     def generates(self) -> bool:
         """Whether this process is the one."""
-        return self.divided.rank == self.divided.siblings[0]
+        return self.parallel_info.rank == self.parallel_info.siblings[0]
 
     def gather(self, prompts: DataProto) -> list[DataProto]:
         self.prepare()
-        is_same = len(self.divided.siblings) == self.num_same_rows
-        parts = [prompts] if is_same else among_siblings(self.divided, prompts)[:: self.num_same_rows]
+        is_same = len(self.parallel_info.siblings) == self.num_same_rows
+        parts = [prompts] if is_same else among_siblings(self.parallel_info, prompts)[:: self.num_same_rows]
         return parts if self.generates else []
 
     def run(self, generate: Callable[[], T]) -> T:
         made: list[T] = []
         try:
-            consensus(self.divided, lambda: made.append(generate()), self.may_repeat)
+            consensus(self.parallel_info, lambda: made.append(generate()), self.may_repeat)
         except ConsensusFailed as failed:
             if self.on_failure is None:
                 raise failed.error from failed
@@ -129,5 +129,5 @@ class OneGenerates(GenerationGroup):
         return made[0]
 
     def scatter(self, rows: Sequence[DataProto]) -> DataProto:
-        of_parts = from_first(self.divided, rows)
-        return of_parts[(self.divided.rank - self.divided.siblings[0]) // self.num_same_rows]
+        of_parts = from_first(self.parallel_info, rows)
+        return of_parts[(self.parallel_info.rank - self.parallel_info.siblings[0]) // self.num_same_rows]

@@ -88,8 +88,8 @@ class HFSampler(RolloutEngine):
         self.device = compute_device(model)
         self.routing = routing_of(model) if options.router_replay else None
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
-        divided = getattr(model, "divided", None)
-        self.group = GenerationGroup() if divided is None else SplitPrompts(divided)
+        parallel_info = getattr(model, "parallel_info", None)
+        self.group = GenerationGroup() if parallel_info is None else SplitPrompts(parallel_info)
         self.key_multiple: int | None = None  # of lengths of keys, on another device than a CPU; found with the first
         self.keeps_slots: bool | None = None  # whether turns may keep keys and values; found with the first episode
         self.longest_compared = 0  # tokens of the longest row whose log-probs were compared

@@ -166,7 +166,7 @@ def prepare_saving(
             saver.close()
             raise
     if point is not None:
-        _log.info("Resuming from %s, step %d (%s).", point.published.directory, point.step, point.why)
+        _log.info("Resuming from %s, step %d (%s).", point.checkpoint.directory, point.step, point.why)
         for line in difference_messages(point, redact_tree(config)):
             _log.warning("differs from the resumed run: %s", line)
     return saver
@@ -220,8 +220,8 @@ def restore_of(saving: CheckpointSaver) -> RestoreSource | None:
     if point is None:
         return None
     storage = point.storage or saving.storage
-    manifest = "" if storage is None else manifest_digest(FileSystem(), point.published)
-    return RestoreSource(point.published.directory, verify=False, storage=storage, manifest=manifest)
+    manifest = "" if storage is None else manifest_digest(FileSystem(), point.checkpoint)
+    return RestoreSource(point.checkpoint.directory, verify=False, storage=storage, manifest=manifest)
 
 
 def rank_writers_of(
@@ -240,8 +240,8 @@ def start_cluster(host: Any, settings: LoopSettings, context: BuildContext) -> W
     world_size = settings.n_gpus_per_node * settings.nnodes
     if settings.placement is not None:
         return settings.placement.start(host, context, world_size, torch.get_num_threads())
-    divided = {role: sharding for role, sharding in host.shardings().items() if sharding.needs_processes}
-    if not divided:
+    parallel_info = {role: sharding for role, sharding in host.shardings().items() if sharding.needs_processes}
+    if not parallel_info:
         return InlineWorkerGroup(host, context)
     if context.device.startswith("cuda") and torch.cuda.device_count() < settings.n_gpus_per_node:
         wanted, count = settings.n_gpus_per_node, torch.cuda.device_count()
@@ -249,10 +249,10 @@ def start_cluster(host: Any, settings: LoopSettings, context: BuildContext) -> W
             f"trainer.n_gpus_per_node is {wanted}: this machine has {count} GPUs. Set it lower, or trainer.device=cpu."
         )
     if world_size == 1:
-        names = ", ".join(dict.fromkeys(type(sharding).__name__ for sharding in divided.values()))
+        names = ", ".join(dict.fromkeys(type(sharding).__name__ for sharding in parallel_info.values()))
         _log.warning("trainer.n_gpus_per_node is 1: %s has one process, so nothing is sharded.", names)
     num_threads = max(1, torch.get_num_threads() // settings.n_gpus_per_node)
-    timeout_s = min(sharding.call_timeout_s for sharding in divided.values())
+    timeout_s = min(sharding.call_timeout_s for sharding in parallel_info.values())
     return LocalWorkerGroup(host, context, world_size, num_threads, call_timeout_s=timeout_s)
 
 
@@ -302,12 +302,14 @@ def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_pl
         return ["trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set sharding=none."]
     if len(whole) < len(roles) and ":" in settings.device:
         return [f"trainer.device is {settings.device!r}: each process needs its own GPU. Set it to cuda or auto."]
-    divided = [role for role in roles if not is_placed or role.count > 1]
-    sizes = [f"{role.path}.{fault}" for role in divided if (fault := role.sharding.size_fault(role.count)) is not None]
+    parallel_info = [role for role in roles if not is_placed or role.count > 1]
+    sizes = [
+        f"{role.path}.{fault}" for role in parallel_info if (fault := role.sharding.size_fault(role.count)) is not None
+    ]
     if sizes:
         return list(dict.fromkeys(sizes))
     heads: dict[str, str] = {}
-    for role in divided:
+    for role in parallel_info:
         found = None if role.model is None else role.model.attention_heads()
         if found is not None and (fault := role.sharding.heads_fault(*found, role.count)) is not None:
             heads.setdefault(role.path, f"{role.path}.{fault} (heads of {role.model_path})")
@@ -375,5 +377,5 @@ def last_checkpoint_of(saving: CheckpointSaver) -> str | None:
         complete = CheckpointDirectory(saving.directory).complete()
     except CheckpointNotFound:
         return None
-    own = [published for published in complete if published.manifest.run_id == saving.run_id]
+    own = [checkpoint for checkpoint in complete if checkpoint.manifest.run_id == saving.run_id]
     return str(own[-1].directory) if own else None

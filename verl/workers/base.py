@@ -249,9 +249,9 @@ class TrainedWorker:
         self._parts.prepare(setting)
 
     @on_each
-    def save_part(self, setting: RankSaveSettings, step: int, staging: Path, nonce: str) -> bool:
+    def save_part(self, setting: RankSaveSettings, step: int, transaction: Path, nonce: str) -> bool:
         """See `RankCheckpointWriter.save`."""
-        return self._parts.save(setting, step, staging, nonce)
+        return self._parts.save(setting, step, transaction, nonce)
 
     @on_all
     def wait_copied(self) -> None:
@@ -279,7 +279,7 @@ class TrainedWorker:
 
     def _whole_weights(self) -> dict[str, Tensor]:
         """On rank 0; all processes take part."""
-        self.engine.parallel.settle(self.engine.model)
+        self.engine.parallel.free_gathered_parameters(self.engine.model)
         return whole_on_first(live_tensors(self.engine.model), self.engine.parallel)
 
 

@@ -106,10 +106,10 @@ class RestoreSource:
             raise self._absent("")
         report(f"fetching {self.directory.name}")
         into = self.directory.parent / FETCHED / OF_WORKERS
-        published = fetch_by_manifest(self.storage, self.manifest, into)
-        if published is None:
+        checkpoint = fetch_by_manifest(self.storage, self.manifest, into)
+        if checkpoint is None:
             raise self._absent(f", nor in {self.storage.address}")
-        return RestoreSource(published.directory, verify=False)  # all of it was hashed on its way
+        return RestoreSource(checkpoint.directory, verify=False)  # all of it was hashed on its way
 
     def _absent(self, more: str) -> CheckpointNotFound:
         host = socket.gethostname()
@@ -139,7 +139,7 @@ class RestoreSource:
         reader = self.reader()
         for entry in reader.files(component):
             reader.check(entry.path)
-        return reader.published.directory / component
+        return reader.checkpoint.directory / component
 
     def adapter(self, component: str) -> Path:
         """The weights of a component's adapter, in either form."""
@@ -197,7 +197,7 @@ def load_weights(model: Any, component: str, source: CheckpointSelection, parall
         ConfigError: they are not those of this model.
     """
     if parallel.divides_weights:
-        parallel.settle(model)
+        parallel.free_gathered_parameters(model)
         _load_parts(model, component, source)
         return
     live, found = hf_state_dict(model).tensors, source.tensors(component)
@@ -233,8 +233,8 @@ def _load_parts(model: Any, component: str, source: CheckpointSelection) -> None
 def load_optimizer(engine: TrainingEngine, component: str, source: CheckpointSelection) -> None:
     """Load the optimizer's moments and the position in the learning rate schedule into an engine."""
     assert engine.optimizer is not None
-    prefix, divided = f"{component}.", engine.parallel.divides_weights
-    found: Mapping[str, ReadableTensor] = source.saved("optimizer") if divided else source.tensors("optimizer")
+    prefix, parallel_info = f"{component}.", engine.parallel.divides_weights
+    found: Mapping[str, ReadableTensor] = source.saved("optimizer") if parallel_info else source.tensors("optimizer")
     schedule = read_bytes(source.directory / "scheduler/state.json")
     engine.optimizer.state.clear()
     own = {name.removeprefix(prefix): found[name] for name in found if name.startswith(prefix)}

@@ -223,21 +223,21 @@ class RankCheckpointWriter:
         total = sum(_num_bytes(worker) for worker in self._trained.values())
         self._kept(setting).reserve(int(1.1 * total / self._parallel.world_size) + 2**20)
 
-    def save(self, setting: RankSaveSettings, step: int, staging: Path, nonce: str) -> bool:
+    def save(self, setting: RankSaveSettings, step: int, transaction: Path, nonce: str) -> bool:
         """Write this rank's part of a save; collective. Failures are reported in this part's report.
 
         Args:
-            staging: the directory where the driver opened the save.
+            transaction: the directory where the driver opened the save.
             nonce: the text that the driver wrote there.
         Returns:
             Whether this process sees the staging directory; if not, nothing was done.
         """
         components = self._components(setting)  # with exchanges among the processes: before anything can fail alone
         disk = setting.store.disk
-        if not sees_nonce(disk, staging, nonce):
+        if not sees_nonce(disk, transaction, nonce):
             return False
         name = f"rank_{setting.first_rank + self._parallel.rank}"
-        multi_writer = MultiWriterSave(directory=staging, name=name)
+        multi_writer = MultiWriterSave(directory=transaction, name=name)
         try:
             request = SaveRequest(
                 step=step, components=components, multi_writer=multi_writer, increment=setting.increment
@@ -249,7 +249,7 @@ class RankCheckpointWriter:
                     writer.save(request)
         except Exception as error:  # noqa: BLE001 - the save is lost, not the training
             _log.exception("%s cannot save its part of step %d", name, step)
-            submit_failure(disk, staging, name, f"{type(error).__name__}: {error}")
+            submit_failure(disk, transaction, name, f"{type(error).__name__}: {error}")
         self._tell()
         return True
 
@@ -287,7 +287,7 @@ class RankCheckpointWriter:
 
     def _settle(self) -> None:
         for worker in self._trained.values():
-            worker.engine.parallel.settle(worker.engine.model)
+            worker.engine.parallel.free_gathered_parameters(worker.engine.model)
 
     def _file(self, setting: RankSaveSettings) -> str:
         meshes = [worker.engine.parallel.mesh for worker in self._trained.values()]

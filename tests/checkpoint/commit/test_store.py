@@ -36,29 +36,29 @@ def store(tmp_path) -> CheckpointStore:
 
 
 def test_a_checkpoint_has_the_layout_that_is_documented(store):
-    published = save(store, 3200, 1)
+    checkpoint = save(store, 3200, 1)
     assert sorted(path.name for path in store.directory.iterdir()) == [
         "format.json", "global_step_3200", "latest", "owner.json", "staging",
     ]  # fmt: skip
-    assert sorted(path.name for path in published.directory.iterdir()) == [
+    assert sorted(path.name for path in checkpoint.directory.iterdir()) == [
         "COMMIT", "actor", "manifest.json", "optimizer", "reference_model", "trainer_state.json",
     ]  # fmt: skip
-    assert (store.directory / "latest").resolve() == published.directory
-    assert load_file(published.path("actor/model-00001-of-00002.safetensors"))["first"].shape == (4, 6)
+    assert (store.directory / "latest").resolve() == checkpoint.directory
+    assert load_file(checkpoint.path("actor/model-00001-of-00002.safetensors"))["first"].shape == (4, 6)
     assert json.loads((store.directory / "format.json").read_text())["run_id"] == "run"
 
 
 def test_trainer_state_tells_a_person_what_this_is(store):
-    with store.begin(7, tag="best") as staging:
+    with store.begin(7, tag="best") as transaction:
         state = {"epoch": 2, "loss": [1.5, float("nan")], "step": 0}
-        published = staging.commit(state=state, metrics={"reward/mean": 0.5, "kl": float("inf")})
-    told = read_state(store.disk, published)
+        checkpoint = transaction.commit(state=state, metrics={"reward/mean": 0.5, "kl": float("inf")})
+    told = read_state(store.disk, checkpoint)
     assert {key: told[key] for key in ("step", "tag", "epoch", "loss", "sequence", "run_id", "checkpoint_version")} == {
         "step": 7, "tag": "best", "epoch": 2, "loss": [1.5, "nan"], "sequence": 1, "run_id": "run",
         "checkpoint_version": "1.0.0",
     }  # fmt: skip
-    assert told["metrics"] == published.manifest.metrics == {"reward/mean": 0.5}
-    assert verify(store.disk, published.directory, "full") == []
+    assert told["metrics"] == checkpoint.manifest.metrics == {"reward/mean": 0.5}
+    assert verify(store.disk, checkpoint.directory, "full") == []
 
 
 def test_the_newest_is_the_one_published_last_not_the_one_with_the_highest_step(store):
@@ -66,7 +66,7 @@ def test_the_newest_is_the_one_published_last_not_the_one_with_the_highest_step(
         save(store, step, step)
     resumed = CheckpointStore(store.directory, run_id="resumed")
     save(resumed, 150, 150)
-    assert [(published.step, published.sequence) for published in store.complete()] == [
+    assert [(checkpoint.step, checkpoint.sequence) for checkpoint in store.complete()] == [
         (100, 1), (200, 2), (300, 3), (150, 4),
     ]  # fmt: skip
     assert store.newest().step == 150
@@ -77,7 +77,7 @@ def test_the_newest_is_the_one_published_last_not_the_one_with_the_highest_step(
 def test_the_same_step_with_the_same_bytes_is_saved_once(store):
     first = save(store, 100, 1)
     assert save(store, 100, 1) == first
-    assert [published.name for published in store.complete()] == ["global_step_100"]
+    assert [checkpoint.name for checkpoint in store.complete()] == ["global_step_100"]
     assert list((store.directory / "staging").iterdir()) == []
 
 
@@ -101,8 +101,8 @@ def test_a_tag_that_is_no_name_of_its_own_is_refused(tag, store):
 
 
 def test_leaving_without_a_commit_leaves_nothing(store):
-    with store.begin(1) as staging:
-        staging.main.write("a/b", [b"1"])
+    with store.begin(1) as transaction:
+        transaction.main.write("a/b", [b"1"])
     assert list((store.directory / "staging").iterdir()) == []
     assert store.complete() == []
 
@@ -117,10 +117,10 @@ MISSING = {
 @pytest.mark.parametrize("kind", MISSING)
 def test_a_commit_waits_for_nobody_and_misses_nobody(kind, store):
     names, problem = MISSING[kind]
-    with store.begin(1, participants=["rank_1"]) as staging:
-        reports = [RankWriter(staging.directory, name).report() for name in names]
+    with store.begin(1, rank_names=["rank_1"]) as transaction:
+        reports = [RankWriter(transaction.directory, name).report() for name in names]
         with pytest.raises(CheckpointIncomplete, match=problem):
-            staging.commit(reports)
+            transaction.commit(reports)
     assert store.complete() == []
 
 
@@ -132,21 +132,21 @@ def half(rank: int, extent: int = 2) -> RankTensor:
 
 
 def test_slices_with_a_hole_are_not_published(store):
-    with store.begin(1, participants=["rank_1"]) as staging:
-        write_tensors(staging.main, "optimizer/rank_0.safetensors", [half(0)])
-        other = RankWriter(staging.directory, "rank_1")
+    with store.begin(1, rank_names=["rank_1"]) as transaction:
+        write_tensors(transaction.main, "optimizer/rank_0.safetensors", [half(0)])
+        other = RankWriter(transaction.directory, "rank_1")
         write_tensors(other, "optimizer/rank_1.safetensors", [half(1, extent=1)])
         with refusal("manifest.json", kind=CheckpointIncomplete):
-            staging.commit([other.report()])
+            transaction.commit([other.report()])
 
 
 def test_a_file_that_nobody_reports_or_that_changed_stops_the_commit(store):
-    with store.begin(1) as staging:
-        staging.main.write("a", [b"12"])
-        (staging.directory / "a").write_bytes(b"1")
-        (staging.directory / "b").write_bytes(b"1")
+    with store.begin(1) as transaction:
+        transaction.main.write("a", [b"12"])
+        (transaction.directory / "a").write_bytes(b"1")
+        (transaction.directory / "b").write_bytes(b"1")
         with refusal("a", "b", kind=CheckpointIncomplete):
-            staging.commit()
+            transaction.commit()
 
 
 WRONG = {
@@ -159,27 +159,27 @@ WRONG = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_nothing_is_published_that_discovery_would_refuse(kind, store):
     change, problem = WRONG[kind]
-    with store.begin(1) as staging:
-        staging.main.write("a", [b"\xff" * 8])
+    with store.begin(1) as transaction:
+        transaction.main.write("a", [b"\xff" * 8])
         part = SavedSlice(**{"file": "a", "offset": 0, "start": (0,), "extent": (8,)} | change)
-        staging.main.record(LogicalTensor(component="c", name="t", dtype="U8", shape=(8,), slices=(part,)))
+        transaction.main.record(LogicalTensor(component="c", name="t", dtype="U8", shape=(8,), slices=(part,)))
         with pytest.raises(CheckpointCorrupt, match=problem):
-            staging.commit()
+            transaction.commit()
     assert store.survey() == ([], [])
 
 
 def test_the_files_of_the_store_itself_are_not_written_by_others(store):
-    with store.begin(1) as staging:
+    with store.begin(1) as transaction:
         for path in ("COMMIT", "manifest.json", "trainer_state.json", "../a"):
             with pytest.raises(ValueError, match=re.escape(path.split("/")[-1])):
-                staging.main.write(path, [b"1"])
+                transaction.main.write(path, [b"1"])
 
 
 def test_two_participants_cannot_write_one_file(store):
-    with store.begin(1, participants=["other"]) as staging:
-        staging.main.write("a", [b"1"])
+    with store.begin(1, rank_names=["other"]) as transaction:
+        transaction.main.write("a", [b"1"])
         with pytest.raises(CheckpointWriteFailed, match="File exists"):
-            RankWriter(staging.directory, "other").write("a", [b"2"])
+            RankWriter(transaction.directory, "other").write("a", [b"2"])
 
 
 def test_participants_in_other_processes_write_slices_of_one_tensor(store):
@@ -194,47 +194,47 @@ def test_participants_in_other_processes_write_slices_of_one_tensor(store):
         "assert 'torch' not in sys.modules\n"
         "sys.stdout.buffer.write(pickle.dumps(participant.report()))\n"
     )
-    with store.begin(1, participants=["rank_0", "rank_1"]) as staging:
-        commands = [[sys.executable, "-c", code, str(staging.directory), str(rank)] for rank in (0, 1)]
+    with store.begin(1, rank_names=["rank_0", "rank_1"]) as transaction:
+        commands = [[sys.executable, "-c", code, str(transaction.directory), str(rank)] for rank in (0, 1)]
         root = Path(__file__).parents[3]
         reports = [
             pickle.loads(subprocess.run(c, stdout=subprocess.PIPE, check=True, cwd=root).stdout) for c in commands
         ]
-        published = staging.commit(reports)
-    assert np.frombuffer(CheckpointReader(published).tensor("optimizer", "m"), np.float32).tolist() == [0, 0, 1, 1]
+        checkpoint = transaction.commit(reports)
+    assert np.frombuffer(CheckpointReader(checkpoint).tensor("optimizer", "m"), np.float32).tolist() == [0, 0, 1, 1]
 
 
 def test_one_participant_may_write_from_many_threads(store):
     before = set(threading.enumerate())
-    with store.begin(1) as staging, ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda n: staging.main.write(f"part/{n % 3}/{n}", [bytes([n]) * 1000]), range(100)))
-        published = staging.commit()
-    assert len(published.manifest.files) == 101
-    assert verify(store.disk, published.directory, "full") == []
+    with store.begin(1) as transaction, ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda n: transaction.main.write(f"part/{n % 3}/{n}", [bytes([n]) * 1000]), range(100)))
+        checkpoint = transaction.commit()
+    assert len(checkpoint.manifest.files) == 101
+    assert verify(store.disk, checkpoint.directory, "full") == []
     assert set(threading.enumerate()) <= before
 
 
 def test_a_link_takes_file_and_digest_over_without_reading(store):
     first = save(store, 1, 1)
-    with store.begin(2) as staging:
+    with store.begin(2) as transaction:
         for entry in first.manifest.files:
             if entry.path.startswith("actor/"):
-                staging.main.add_existing(entry.path, first)
-        staging.main.record(*(tensor for tensor in first.manifest.tensors if tensor.component == "actor"))
-        second = staging.commit()
+                transaction.main.add_existing(entry.path, first)
+        transaction.main.record(*(tensor for tensor in first.manifest.tensors if tensor.component == "actor"))
+        second = transaction.commit()
     reader = CheckpointReader(second)
     assert bytes(reader.tensor("actor", "first")) == bytes(CheckpointReader(first).tensor("actor", "first"))
     assert {tensor.slices[0].file.split("/")[0] for tensor in second.manifest.tensors} == {"actor"}
-    with store.begin(3) as staging, pytest.raises(CheckpointNotFound, match="has no file gone"):
-        staging.main.add_existing("gone", second)
+    with store.begin(3) as transaction, pytest.raises(CheckpointNotFound, match="has no file gone"):
+        transaction.main.add_existing("gone", second)
 
 
 def test_a_file_from_outside_is_copied_and_its_owner_may_write_into_it(store, tmp_path):
     outside = tmp_path / "base.bin"
     outside.write_bytes(b"base")
-    with store.begin(1) as staging:
-        staging.main.add_existing("reference_model/base.bin", outside)
-        first = staging.commit()
+    with store.begin(1) as transaction:
+        transaction.main.add_existing("reference_model/base.bin", outside)
+        first = transaction.commit()
     outside.write_bytes(b"evil")
     assert verify(store.disk, first.directory, "full") == []
     assert first.path("reference_model/base.bin").read_bytes() == b"base"
@@ -246,18 +246,18 @@ def test_a_file_from_outside_that_is_never_modified_is_linked_and_where_it_is_co
     outside = tmp_path / "base.bin"
     outside.write_bytes(b"base")
     entry = FileEntry.of("base.bin", hash_buffers([b"base"]))
-    with store.begin(1) as staging:
-        staging.main.add_existing("reference_model/base.bin", outside, entry)
-        first = staging.commit()
+    with store.begin(1) as transaction:
+        transaction.main.add_existing("reference_model/base.bin", outside, entry)
+        first = transaction.commit()
     assert first.path("reference_model/base.bin").stat().st_ino == outside.stat().st_ino
     monkeypatch.setattr(rank_writer, "duplicate", lambda *_: False)
-    with store.begin(2) as staging:
-        staging.main.add_existing("reference_model/base.bin", outside, entry)
-        second = staging.commit()
+    with store.begin(2) as transaction:
+        transaction.main.add_existing("reference_model/base.bin", outside, entry)
+        second = transaction.commit()
     assert second.manifest.file("reference_model/base.bin") == first.manifest.file("reference_model/base.bin")
     outside.write_bytes(b"evil")
-    with store.begin(3) as staging, refusal("base.bin", kind=CheckpointCorrupt):
-        staging.main.add_existing("reference_model/base.bin", outside, entry)
+    with store.begin(3) as transaction, refusal("base.bin", kind=CheckpointCorrupt):
+        transaction.main.add_existing("reference_model/base.bin", outside, entry)
 
 
 def test_the_store_imports_no_torch():

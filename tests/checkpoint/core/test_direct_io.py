@@ -53,9 +53,9 @@ def test_a_disk_that_takes_less_than_a_page_is_given_up(tmp_path):
 def test_where_the_page_cache_cannot_be_avoided_it_is_used(tmp_path, refused):
     store = CheckpointStore(tmp_path / "checkpoints", disk=RefusingDisk(**{refused: errno.EINVAL}))
     for step in (1, 2):
-        with store.begin(step) as staging:
-            staging.main.write("reference_model/frozen.bin", [bytes(range(200))])
-            staging.commit()
+        with store.begin(step) as transaction:
+            transaction.main.write("reference_model/frozen.bin", [bytes(range(200))])
+            transaction.commit()
     assert version_of(save_images(store, 300, 3)) == 3
 
 

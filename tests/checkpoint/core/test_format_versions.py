@@ -67,7 +67,7 @@ def test_a_checkpoint_of_a_later_major_format_is_refused_with_what_to_do(version
         with pytest.raises(CheckpointTooNew, match=expected):
             ask()
     assert not manager.is_valid()
-    assert [published.step for published in CheckpointDirectory(tmp_path / "run").complete()] == [100]
+    assert [checkpoint.step for checkpoint in CheckpointDirectory(tmp_path / "run").complete()] == [100]
 
 
 def test_a_later_minor_format_is_read_and_what_it_adds_is_ignored(tmp_path):

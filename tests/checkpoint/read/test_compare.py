@@ -19,18 +19,18 @@ VALUES = np.arange(12, dtype=np.float32).reshape(4, 3)
 def saved(directory, step=1, values=VALUES, num_writers=1, dtype="F32", files=None, state=None) -> Checkpoint:
     """A tensor `actor/weight`, cut by rows among writers, and some files."""
     store = CheckpointStore(directory)
-    with store.begin(step) as staging:
+    with store.begin(step) as transaction:
         first = 0
         for rank, rows in enumerate(np.array_split(values, num_writers)):
             part = RankTensor(
                 component="actor", name="weight", dtype=dtype, shape=values.shape, start=(first, 0),
                 extent=rows.shape, data=np.ascontiguousarray(rows),
             )  # fmt: skip
-            write_tensors(staging.main, f"actor/part_{rank}.safetensors", [part])
+            write_tensors(transaction.main, f"actor/part_{rank}.safetensors", [part])
             first += len(rows)
         for path, content in (files or {}).items():
-            staging.main.write(path, [content])
-        return staging.commit(state=state or {})
+            transaction.main.write(path, [content])
+        return transaction.commit(state=state or {})
 
 
 def found(differences: list[CheckpointDifference]) -> list[tuple]:
@@ -60,12 +60,12 @@ def test_a_tensor_that_shares_a_leaf_with_another_differs_alone(tmp_path):
 
     def shared_leaf(directory, second: bytes) -> Checkpoint:
         store = CheckpointStore(directory)
-        with store.begin(1) as staging:
-            staging.main.write("c/both.bin", [bytes(4) + second])
+        with store.begin(1) as transaction:
+            transaction.main.write("c/both.bin", [bytes(4) + second])
             for number, name in enumerate(("one", "two")):
                 part = SavedSlice(file="c/both.bin", offset=4 * number, start=(0,), extent=(4,))
-                staging.main.record(LogicalTensor(component="c", name=name, dtype="U8", shape=(4,), slices=(part,)))
-            return staging.commit()
+                transaction.main.record(LogicalTensor(component="c", name=name, dtype="U8", shape=(4,), slices=(part,)))
+            return transaction.commit()
 
     differences = compare(shared_leaf(tmp_path / "a", b"1234"), shared_leaf(tmp_path / "b", b"1235"))
     assert [difference.name for difference in differences] == ["two"]

@@ -67,11 +67,11 @@ def saved(directory, num_writers: int) -> CheckpointReader:
     values = np.arange(48, dtype=np.float32).reshape(12, 4)
     names = [f"rank_{rank}" for rank in range(num_writers)]
     store = CheckpointStore(directory)
-    with store.begin(1, participants=names) as staging:
+    with store.begin(1, rank_names=names) as transaction:
         reports = []
         first = 0
         for rank, rows in enumerate(np.array_split(values, num_writers)):
-            participant = RankWriter(staging.directory, names[rank])
+            participant = RankWriter(transaction.directory, names[rank])
             part = RankTensor(
                 component="optimizer",
                 name="m",
@@ -86,7 +86,7 @@ def saved(directory, num_writers: int) -> CheckpointReader:
             write_tensors(participant, f"optimizer/optim_state_rank_{rank}.safetensors", parts)
             reports.append(participant.report())
             first += len(rows)
-        return CheckpointReader(staging.commit(reports))
+        return CheckpointReader(transaction.commit(reports))
 
 
 def test_the_digest_is_equal_for_every_number_of_writers(tmp_path):

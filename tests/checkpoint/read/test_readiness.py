@@ -30,8 +30,8 @@ def store(tmp_path) -> CheckpointStore:
     """Twelve publications of falling steps: the order of steps and of names is not that of publication."""
     made = CheckpointStore(tmp_path)
     for step in range(12, 0, -1):
-        with made.begin(step) as staging:
-            staging.commit()
+        with made.begin(step) as transaction:
+            transaction.commit()
     return made
 
 

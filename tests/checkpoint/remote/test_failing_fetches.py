@@ -29,9 +29,9 @@ def tier(proxy: Proxy, tmp_path: Path) -> CheckpointTier:
     return CheckpointTier(storage=storage)
 
 
-def push(tier: CheckpointTier, published: Checkpoint) -> None:
+def push(tier: CheckpointTier, checkpoint: Checkpoint) -> None:
     with tier.storage.connect() as objects:
-        CheckpointUpload(objects, CommitLog(objects)).push(published)
+        CheckpointUpload(objects, CommitLog(objects)).push(checkpoint)
 
 
 def assert_fetched_whole(tier: CheckpointTier, directory: Path) -> None:
@@ -57,8 +57,8 @@ def test_a_store_that_lists_and_gives_no_object_leaves_the_whole_checkpoint_of_t
     for step in (2, 3):
         push(tier, save(tmp_path / "elsewhere", step))
     proxy.misbehave = after(0, Fault(status=status), times=99, **OBJECTS)
-    published = newest_point(tmp_path / "here", "latest", tier=tier).published
-    assert published.directory == tmp_path / "here/global_step_1"
+    checkpoint = newest_point(tmp_path / "here", "latest", tier=tier).checkpoint
+    assert checkpoint.directory == tmp_path / "here/global_step_1"
     assert caplog.text.count("which cannot be fetched") == 1
 
 
@@ -83,9 +83,9 @@ def test_a_server_that_stalls_costs_a_fetch_its_time(tier, proxy, tmp_path):
 
 
 def test_bytes_that_are_altered_on_their_way_are_asked_for_again(tier, proxy, tmp_path):
-    published = save(tmp_path / "here", 1)
-    push(tier, published)
-    size = published.path("actor/weights.bin").stat().st_size
+    checkpoint = save(tmp_path / "here", 1)
+    push(tier, checkpoint)
+    size = checkpoint.path("actor/weights.bin").stat().st_size
     proxy.misbehave = after(1, Fault(body=bytes(size)), method="GET", part=f"-{size}")
     assert_fetched_whole(tier, tmp_path / "wiped")
     assert proxy.count("GET", f"-{size}") == 2

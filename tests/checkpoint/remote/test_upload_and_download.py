@@ -46,27 +46,27 @@ def any_objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
 
 def save(directory: Path, step: int, weight: bytes = b"", tag: str | None = None) -> Checkpoint:
     store = CheckpointStore(directory, run_id="testing")
-    with store.begin(step, tag) as staging:
-        staging.main.write("actor/weights.bin", [weight or bytes([step % 256]) * 5000, b"second leaf" * step])
-        staging.main.write("actor/tokenizer.json", [TOKENIZER])
-        staging.main.write("actor/empty", [b""])
-        return staging.commit(state={"epoch": step})
+    with store.begin(step, tag) as transaction:
+        transaction.main.write("actor/weights.bin", [weight or bytes([step % 256]) * 5000, b"second leaf" * step])
+        transaction.main.write("actor/tokenizer.json", [TOKENIZER])
+        transaction.main.write("actor/empty", [b""])
+        return transaction.commit(state={"epoch": step})
 
 
-def push(objects: ObjectStore, published: Checkpoint, claim: str = ""):
-    return CheckpointUpload(objects, CommitLog(objects, claim)).push(published)
+def push(objects: ObjectStore, checkpoint: Checkpoint, claim: str = ""):
+    return CheckpointUpload(objects, CommitLog(objects, claim)).push(checkpoint)
 
 
 def test_what_was_pushed_is_pulled_bit_by_bit(any_objects: ObjectStore, tmp_path: Path) -> None:
-    published = save(tmp_path / "here", 3)
-    push(any_objects, published)
+    checkpoint = save(tmp_path / "here", 3)
+    push(any_objects, checkpoint)
     tier = RemoteStore(any_objects)
     assert tier.newest().step == 3
     pulled = pull(tier, tier.find(), CheckpointStore(tmp_path / "there"))
-    files = [path.relative_to(published.directory) for path in published.directory.rglob("*") if path.is_file()]
+    files = [path.relative_to(checkpoint.directory) for path in checkpoint.directory.rglob("*") if path.is_file()]
     assert len(files) == 6
     for file in files:
-        assert (pulled.directory / file).read_bytes() == (published.directory / file).read_bytes()
+        assert (pulled.directory / file).read_bytes() == (checkpoint.directory / file).read_bytes()
     assert CheckpointDirectory(tmp_path / "there").newest().step == 3
 
 
@@ -90,30 +90,30 @@ def test_what_a_directory_has_is_linked_instead_of_fetched(objects: ObjectStore,
 
 
 def test_a_push_that_was_cut_off_goes_on_where_it_was(objects: ObjectStore, tmp_path: Path) -> None:
-    published = save(tmp_path / "here", 5)
-    entry = published.manifest.file("actor/weights.bin")
+    checkpoint = save(tmp_path / "here", 5)
+    entry = checkpoint.manifest.file("actor/weights.bin")
     assert entry is not None
-    objects.put(object_key(entry), published.path(entry.path).read_bytes())  # then it was killed
+    objects.put(object_key(entry), checkpoint.path(entry.path).read_bytes())  # then it was killed
     assert RemoteStore(objects).records() == []
-    assert push(objects, published).num_sent == 2
+    assert push(objects, checkpoint).num_sent == 2
 
 
 def test_a_damaged_file_is_never_uploaded(objects: ObjectStore, tmp_path: Path) -> None:
-    published = save(tmp_path / "here", 5)
-    path = published.path("actor/weights.bin")
+    checkpoint = save(tmp_path / "here", 5)
+    path = checkpoint.path("actor/weights.bin")
     path.write_bytes(b"!" + path.read_bytes()[1:])
     with refusal("actor/weights.bin", kind=CheckpointCorrupt):
-        push(objects, published)
+        push(objects, checkpoint)
     assert RemoteStore(objects).records() == []
 
 
 @pytest.mark.parametrize("damage", ["altered", "cut", "missing"])
 def test_a_damaged_object_is_named_and_not_published(objects: ObjectStore, tmp_path: Path, damage: str) -> None:
-    published = save(tmp_path / "here", 5)
-    push(objects, published)
-    entry = published.manifest.file("actor/weights.bin")
+    checkpoint = save(tmp_path / "here", 5)
+    push(objects, checkpoint)
+    entry = checkpoint.manifest.file("actor/weights.bin")
     assert entry is not None
-    key, data = object_key(entry), published.path(entry.path).read_bytes()
+    key, data = object_key(entry), checkpoint.path(entry.path).read_bytes()
     if damage == "missing":
         objects.delete(key)
     else:
@@ -155,14 +155,14 @@ def test_the_newest_whole_one_is_taken(objects: ObjectStore, tmp_path: Path, cap
 
 def test_a_reader_fetches_what_is_asked_for_alone(objects: ObjectStore, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "here")
-    with store.begin(1) as staging:
-        staging.main.write("actor/weights.bin", [b"a" * 1000, b"b" * 1000, b"c" * 1000])
-        push(objects, staging.commit())
+    with store.begin(1) as transaction:
+        transaction.main.write("actor/weights.bin", [b"a" * 1000, b"b" * 1000, b"c" * 1000])
+        push(objects, transaction.commit())
     tier = RemoteStore(objects)
-    published, asked = tier.newest(), []
+    checkpoint, asked = tier.newest(), []
     get = objects.backend.get
     objects.backend.get = lambda key, begin, end: asked.append((begin, end)) or get(key, begin, end)
-    reader = tier.reader(published)
+    reader = tier.reader(checkpoint)
     assert bytes(reader.read("actor/weights.bin", 1200, 1300)) == b"b" * 100
     assert bytes(reader.read("actor/weights.bin", 1000, 2100)) == b"b" * 1000 + b"c" * 100
     assert asked == [(1000, 2000), (2000, 3000)]
@@ -186,7 +186,7 @@ def test_the_later_of_two_trainers_fences_the_earlier_one_out(any_objects: Objec
 def test_a_claim_between_the_last_look_and_the_commit_wins(objects: ObjectStore, tmp_path: Path) -> None:
     one = CommitLog(objects, "one")
     one.take_claim()
-    pusher, published = CheckpointUpload(objects, one), save(tmp_path / "one", 1)
+    pusher, checkpoint = CheckpointUpload(objects, one), save(tmp_path / "one", 1)
     put_objects = pusher.put_objects
 
     def then_another_claims(what: Checkpoint):
@@ -196,7 +196,7 @@ def test_a_claim_between_the_last_look_and_the_commit_wins(objects: ObjectStore,
 
     pusher.put_objects = then_another_claims  # type: ignore[method-assign]
     with pytest.raises(CheckpointFenced):
-        pusher.push(published)
+        pusher.push(checkpoint)
     assert RemoteStore(objects).records() == []
 
 
@@ -236,22 +236,22 @@ def test_a_record_that_is_no_record_is_said(objects: ObjectStore) -> None:
 def test_a_pull_that_was_cut_off_leaves_nothing(objects: ObjectStore, tmp_path: Path) -> None:
     push(objects, save(tmp_path / "here", 1))
     tier, there = RemoteStore(objects), CheckpointStore(tmp_path / "there")
-    with there.begin(1) as staging:
-        (staging.directory / "actor").mkdir()
-        (staging.directory / "actor/weights.bin").write_bytes(b"half")
+    with there.begin(1) as transaction:
+        (transaction.directory / "actor").mkdir()
+        (transaction.directory / "actor/weights.bin").write_bytes(b"half")
         assert CheckpointDirectory(tmp_path / "there").candidates() == []
-        shutil.copytree(staging.directory, tmp_path / "there/staging/1-killed")
+        shutil.copytree(transaction.directory, tmp_path / "there/staging/1-killed")
     assert pull(tier, tier.find(), there).step == 1
     assert list((tmp_path / "there/staging").iterdir()) == []
 
 
 @pytest.mark.parametrize("length", [1, 700, 5000, 5011, 10_000])
 def test_pieces_of_any_length_are_the_file(tmp_path: Path, length: int) -> None:
-    published = save(tmp_path, 1)
-    entry = published.manifest.file("actor/weights.bin")
+    checkpoint = save(tmp_path, 1)
+    entry = checkpoint.manifest.file("actor/weights.bin")
     assert entry is not None
     assert [leaf.size for leaf in entry.leaves] == [5000, 11]
-    pieces = [*checked_pieces(FileSystem(), published, entry, length)]
-    assert b"".join(pieces) == published.path(entry.path).read_bytes()
+    pieces = [*checked_pieces(FileSystem(), checkpoint, entry, length)]
+    assert b"".join(pieces) == checkpoint.path(entry.path).read_bytes()
     assert {len(piece) for piece in pieces[:-1]} <= {length}
     assert len(pieces) == -(-entry.size // length)

@@ -347,11 +347,11 @@ def test_the_newest_of_any_tier_is_taken(near: CheckpointTier, tmp_path: Path) -
 def test_a_damaged_local_copy_is_replaced_by_the_one_in_the_store(
     near: CheckpointTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    published = save(tmp_path / "here", 2)
+    checkpoint = save(tmp_path / "here", 2)
     upload(near, tmp_path / "here")
-    path = published.path("actor/weights.bin")
+    path = checkpoint.path("actor/weights.bin")
     path.write_bytes(b"!" + path.read_bytes()[1:])
-    found = newest_point(tmp_path / "here", "latest", tier=near).published
+    found = newest_point(tmp_path / "here", "latest", tier=near).checkpoint
     assert found.directory.name == "global_step_2-2"
     assert found.path("actor/weights.bin").read_bytes()[:1] == b"\x02"
     assert "NOT USING" in caplog.text
@@ -365,7 +365,7 @@ def test_publications_go_on_above_those_of_the_store(near: CheckpointTier, tmp_p
     write_upload_target(FileSystem(), tmp_path / "anew", near.cold())
     assert save(tmp_path / "anew", 1).sequence == 4
     upload(near, tmp_path / "anew")
-    assert newest_point(tmp_path / "wiped", "latest", tier=near).published.sequence == 4
+    assert newest_point(tmp_path / "wiped", "latest", tier=near).checkpoint.sequence == 4
 
 
 def test_a_store_that_cannot_be_asked_is_no_reason_to_start_afresh(

@@ -66,14 +66,14 @@ def test_what_is_read_equals_what_was_saved_bit_by_bit(store, mode):
         assert writer.save(request(7, tensors))
         (outcome,) = writer.drain()
     assert (outcome.step, outcome.error, outcome.name) == (7, None, "global_step_7")
-    published = store.newest(strict=True)
-    assert verify(store.disk, published.directory, "full") == []
-    found = tensors_of(published, "actor")
+    checkpoint = store.newest(strict=True)
+    assert verify(store.disk, checkpoint.directory, "full") == []
+    found = tensors_of(checkpoint, "actor")
     assert found.keys() == tensors.keys()
     assert [name for name in tensors if not same_bits(found[name], tensors[name])] == []
-    loaded = load_file(published.path("actor/model.safetensors"))
+    loaded = load_file(checkpoint.path("actor/model.safetensors"))
     assert same_bits(loaded["transposed"], tensors["transposed"].contiguous())
-    assert json.loads(published.path("actor/config.json").read_bytes()) == {"step": 7}
+    assert json.loads(checkpoint.path("actor/config.json").read_bytes()) == {"step": 7}
 
 
 def test_a_model_is_cut_into_shards_with_an_index(store):
@@ -96,8 +96,8 @@ def test_weights_may_change_once_they_are_copied(slow_store):
             writer.wait_copied()
             weight += 1
         assert len(writer.drain()) == 4
-    for step, published in enumerate(slow_store.complete(), 1):
-        assert set(tensors_of(published, "actor")["weight"].tolist()) == {step - 1.0}
+    for step, checkpoint in enumerate(slow_store.complete(), 1):
+        assert set(tensors_of(checkpoint, "actor")["weight"].tolist()) == {step - 1.0}
 
 
 def test_a_third_save_waits_and_memory_stays_at_two_host_buffers(slow_store):
@@ -116,7 +116,7 @@ def test_a_third_save_is_skipped_and_that_is_told(slow_store):
         assert [writer.save(request(step, {"weight": torch.zeros(10)})) for step in (1, 2, 3)] == [True, True, False]
         outcomes = writer.drain()
     assert [outcome.step for outcome in outcomes if outcome.was_skipped] == [3]
-    assert [published.step for published in slow_store.complete()] == [1, 2]
+    assert [checkpoint.step for checkpoint in slow_store.complete()] == [1, 2]
 
 
 def test_one_host_buffer_is_enough_where_saves_do_not_overlap_and_it_grows_with_the_state(store):
@@ -142,7 +142,7 @@ def test_a_failed_save_is_told_by_the_next_poll_and_the_following_save_works(sto
             writer.drain()
         writer.save(request(2, {"weight": torch.ones(2)}))
         assert [outcome.name for outcome in writer.drain()] == ["global_step_2"]
-    assert [published.step for published in store.complete()] == [2]
+    assert [checkpoint.step for checkpoint in store.complete()] == [2]
 
 
 class Unreadable(torch.Tensor):
@@ -162,7 +162,7 @@ def test_tensors_that_cannot_be_copied_fail_the_save_and_the_following_one_works
             writer.drain()
         writer.save(request(2, {"weight": torch.ones(2)}))
         writer.drain()
-    assert [published.step for published in store.complete()] == [2]
+    assert [checkpoint.step for checkpoint in store.complete()] == [2]
 
 
 def test_without_memory_for_a_host_buffer_the_save_fails_and_the_following_one_works(store):
@@ -177,7 +177,7 @@ def test_without_memory_for_a_host_buffer_the_save_fails_and_the_following_one_w
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         writer.save(request(2, {"weight": torch.ones(2)}))
         writer.drain()
-    assert [published.step for published in store.complete()] == [2]
+    assert [checkpoint.step for checkpoint in store.complete()] == [2]
 
 
 def test_who_is_fenced_out_is_told(store):
@@ -188,7 +188,7 @@ def test_who_is_fenced_out_is_told(store):
         writer.save(request(2, {"weight": torch.ones(2)}))
         with pytest.raises(CheckpointFenced, match="taken over by run later"):
             writer.drain()
-    assert [published.step for published in store.complete()] == [1]
+    assert [checkpoint.step for checkpoint in store.complete()] == [1]
 
 
 def freed() -> torch.Tensor:
@@ -252,7 +252,7 @@ def test_retention_runs_after_every_save(store):
             writer.save(request(step, {"weight": torch.ones(2)}))
         pruned = [name for outcome in writer.drain() for name in outcome.pruned]
     assert pruned == ["global_step_1", "global_step_2"]
-    assert [published.step for published in store.complete()] == [3, 4]
+    assert [checkpoint.step for checkpoint in store.complete()] == [3, 4]
 
 
 def test_two_writers_in_one_process_do_not_meet(tmp_path):
@@ -265,8 +265,8 @@ def test_two_writers_in_one_process_do_not_meet(tmp_path):
         one.close()
         assert len(two.drain()) == 3
     for value, store in enumerate(stores, 1):
-        for published in store.complete():
-            assert set(tensors_of(published, "actor")["weight"].tolist()) == {value}
+        for checkpoint in store.complete():
+            assert set(tensors_of(checkpoint, "actor")["weight"].tolist()) == {value}
 
 
 def test_closing_finishes_what_is_under_way_and_leaves_nothing(slow_store):

@@ -138,9 +138,9 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_increment(tmp_path, 
     flip_bit(newest.path(WEIGHTS), len(content) // 2)
     point = find("latest", tmp_path)
     assert point is not None
-    assert point.published.name == before.name
+    assert point.checkpoint.name == before.name
     assert f"NOT USING checkpoint {newest.directory}: {WEIGHTS}" in caplog.text
-    assert_holds(point.published, 1)
+    assert_holds(point.checkpoint, 1)
 
 
 class SmallDisk(FileSystem):

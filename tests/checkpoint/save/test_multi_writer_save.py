@@ -50,14 +50,14 @@ class Two:
     def staged(self, step: int) -> MultiWriterSave:
         """A save that is begun, of which nothing is written."""
         names = ("rank_0", "rank_1")
-        self.staging = self.store.begin(step, participants=names)
-        open_report_directory(self.store.disk, self.staging.directory, "n")
-        return MultiWriterSave(directory=self.staging.directory, name="main", others=names, late_s=self.late_s)
+        self.transaction = self.store.begin(step, rank_names=names)
+        open_report_directory(self.store.disk, self.transaction.directory, "n")
+        return MultiWriterSave(directory=self.transaction.directory, name="main", others=names, late_s=self.late_s)
 
     def begin(self, step: int) -> MultiWriterSave:
         joint = self.staged(step)
         state = SavedComponent(files={"state.json": b"{}"})
-        self.main.save(SaveRequest(step=step, components={"scheduler": state}, multi_writer=joint), self.staging)
+        self.main.save(SaveRequest(step=step, components={"scheduler": state}, multi_writer=joint), self.transaction)
         return joint
 
     def write(self, joint: MultiWriterSave, rank: int, offset: int = 0) -> None:
@@ -85,12 +85,12 @@ def test_what_all_have_reported_is_published_and_the_reports_are_gone(two):
     for rank in (1, 0):
         two.write(joint, rank)
     (outcome,) = two.main.drain()
-    published = two.store.newest()
-    assert outcome.name == published.name == "global_step_1"
-    found = CheckpointReader(published).tensor("optimizer", "m")
+    checkpoint = two.store.newest()
+    assert outcome.name == checkpoint.name == "global_step_1"
+    found = CheckpointReader(checkpoint).tensor("optimizer", "m")
     assert torch.equal(torch.frombuffer(bytearray(found), dtype=torch.float32).view(4, 3), VALUES)
-    assert sorted(path.name for path in published.directory.iterdir() if path.is_dir()) == ["optimizer", "scheduler"]
-    assert outcome.num_bytes >= sum(e.size for e in published.manifest.files if e.path.startswith("optimizer"))
+    assert sorted(path.name for path in checkpoint.directory.iterdir() if path.is_dir()) == ["optimizer", "scheduler"]
+    assert outcome.num_bytes >= sum(e.size for e in checkpoint.manifest.files if e.path.startswith("optimizer"))
 
 
 @pytest.mark.parametrize(

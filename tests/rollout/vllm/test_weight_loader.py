@@ -13,7 +13,12 @@ from rollout.weight_verification.rank_models import Unquantized, full_weights, r
 from torch import nn
 
 from verl.rollout.vllm.messages import ChunkEntry
-from verl.rollout.vllm.server.weight_loader import InPlaceLoader, UnsupportedLayer, adjoined, give_back_free_memory
+from verl.rollout.vllm.server.weight_loader import (
+    InPlaceLoader,
+    UnsupportedLayer,
+    concatenate_views,
+    give_back_free_memory,
+)
 
 
 class UnquantizedLinearMethod(Unquantized):
@@ -144,11 +149,11 @@ def test_holes_between_tensors_in_use_go_back_to_the_system():
 def test_matrices_side_by_side_are_one_without_a_copy():
     memory = torch.arange(60.0)
     parts = [memory[:24].view(4, 6), memory[24:36].view(2, 6), memory[36:60].view(4, 6)]
-    whole = adjoined(parts)
+    whole = concatenate_views(parts)
     assert whole.data_ptr() == memory.data_ptr()
     assert torch.equal(whole, memory.view(10, 6))
     for others in ([parts[0], parts[2]], [parts[1], parts[0]], [memory[:24].view(4, 6)[:, :3], parts[1][:, :3]]):
-        copied = adjoined(others)
+        copied = concatenate_views(others)
         assert torch.equal(copied, torch.cat(others))
         assert copied.data_ptr() != memory.data_ptr()
 

@@ -108,7 +108,7 @@ def delivered(source, sharding, lora, rank, world_size):
     expected = {w.name: w.make().detach().to(DTYPE, copy=True) for w in weights_of(model)}
     parallel = sharding.build(context)
     parallel.shard_model(model)
-    siblings = len(model.divided.siblings)
+    siblings = len(model.parallel_info.siblings)
     spied, exchange = [], dist.batch_isend_irecv
 
     def spy(ops):
@@ -121,11 +121,11 @@ def delivered(source, sharding, lora, rank, world_size):
     for workers, stages in engines:
         offered = offers(weights, parallel, workers, stages)
         shares = assigned(offered, weights, DTYPE, 1000)
-        delivery = WeightTransfer(model.divided, sources, [s.wanted for s in shares], DTYPE, set(), 5000)
-        share, offer = shares[rank], offered[model.divided.siblings[0]][1]
+        transfer = WeightTransfer(model.parallel_info, sources, [s.wanted for s in shares], DTYPE, set(), 5000)
+        share, offer = shares[rank], offered[model.parallel_info.siblings[0]][1]
         dist.batch_isend_irecv = spy
         with CommDebugMode() as others:
-            found, moved = fed(RankSync(model, None, None, weights, offer, QUESTION, share, delivery, None, []))
+            found, moved = fed(RankSync(model, None, None, weights, offer, QUESTION, share, transfer, None, []))
         dist.batch_isend_irecv = exchange
         assert lora or others.get_total_counts() == 0, others.get_comm_counts()
         assert list(found) == list(dict.fromkeys(place.name for chunk in share.chunks for place in chunk))
@@ -143,14 +143,14 @@ def delivered(source, sharding, lora, rank, world_size):
                 assert torch.equal(tensor, expected[name][box]), name
         everyone = [None] * world_size
         dist.all_gather_object(everyone, (moved.received, sum(spied), moved.shards))
-        bound = lower_bound(delivery.plan.source, delivery.plan.target)
+        bound = lower_bound(transfer.plan.source, transfer.plan.target)
         assert sum(counted for counted, *_ in everyone) == sum(seen for _, seen, _ in everyone) == bound
-        marks = join_shards([shards for *_, shards in everyone])
-        assert marks.keys() == {w.name for w in weights if w.form is None}
-        for name, mark in marks.items():
+        fingerprints = join_shards([shards for *_, shards in everyone])
+        assert fingerprints.keys() == {w.name for w in weights if w.form is None}
+        for name, mark in fingerprints.items():
             assert lora or differing(fingerprint(expected[name], VECTORS), mark) is None, name
         whole = sum(tensor.nbytes for tensor in expected.values())
-        traffic.append((bound / whole, delivery.gathering_bytes / whole))
+        traffic.append((bound / whole, transfer.gathering_bytes / whole))
         spied.clear()
     parallel.close()
     return traffic

@@ -45,9 +45,9 @@ class CopySampler(HFSampler):
                 if self.left > 0:
                     held[name].copy_(tensor)
         self.left -= 1
-        return SyncResult("copied", self.prover.prove(self._answer(question)).metrics)
+        return SyncResult("copied", self.prover.verify(self._answer(question)).metrics)
 
     def _answer(self, question: VerifyRequest) -> VerifyReply:
         named = self.model.named_parameters(remove_duplicate=False)
-        marks = {name: fingerprint(tensor, question.vectors) for name, tensor in named}
-        return VerifyReply(marks, trainer_log_probs(self.model, question.rows))
+        fingerprints = {name: fingerprint(tensor, question.vectors) for name, tensor in named}
+        return VerifyReply(fingerprints, trainer_log_probs(self.model, question.rows))

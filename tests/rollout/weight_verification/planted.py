@@ -39,7 +39,7 @@ def marks_of(
     ledger = FingerprintLog(ProbeVectors(version), dtype, tied or {})
     for _ in ledger.watch(weights.items()):
         pass
-    return ledger.marks
+    return ledger.fingerprints
 
 
 def proven(

@@ -86,16 +86,16 @@ def test_a_ledger_hands_on_the_very_tensors_and_notes_a_tied_head():
     weights = some_weights()
     ledger = FingerprintLog(ProbeVectors(), tied={"lm_head.weight": "model.embed_tokens.weight"})
     assert all(passed is weights[name] for name, passed in ledger.watch(weights.items()))
-    assert ledger.marks["lm_head.weight"] is ledger.marks["model.embed_tokens.weight"]
-    assert set(ledger.marks) == {*weights, "lm_head.weight"}
+    assert ledger.fingerprints["lm_head.weight"] is ledger.fingerprints["model.embed_tokens.weight"]
+    assert set(ledger.fingerprints) == {*weights, "lm_head.weight"}
     assert ledger.seconds > 0
 
 
 def test_a_matrix_that_is_kept_sideways_is_marked_as_engines_have_it():
     weight = torch.randn(20, 30)
-    ledger = FingerprintLog(ProbeVectors(), sideways={"w"})
-    ledger.note("w", weight)
-    assert differing(ledger.marks["w"], fingerprint(weight.T.contiguous(), ProbeVectors())) is None
+    ledger = FingerprintLog(ProbeVectors(), transposed={"w"})
+    ledger.add_fingerprint("w", weight)
+    assert differing(ledger.fingerprints["w"], fingerprint(weight.T.contiguous(), ProbeVectors())) is None
 
 
 def test_tied_tensors_are_found_by_identity(tmp_path):

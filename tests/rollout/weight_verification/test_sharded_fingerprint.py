@@ -51,8 +51,8 @@ def test_the_trainer_copies_fingerprints_of_a_sync_once(monkeypatch):
     log = fingerprint.FingerprintLog(ProbeVectors(VERSION), torch.float32)
     for _ in log.watch(weights.items()):
         pass
-    assert log.marks.keys() == expected.keys()
-    assert all((log.marks[name].values == mark.values).all() for name, mark in expected.items())
+    assert log.fingerprints.keys() == expected.keys()
+    assert all((log.fingerprints[name].values == mark.values).all() for name, mark in expected.items())
     assert len(copies) == 1
 
 

@@ -45,7 +45,7 @@ class ForgetfulEngine(VLLMClient):
         if self.sent <= 2:
             return super().push(merge=merge)
         for weight in weights_of(self.model, merge=merge):
-            self._prover.note(weight.name, weight.make())
+            self._verifier.add_fingerprint(weight.name, weight.make())
         return SyncResult("nothing")
 
 

@@ -88,9 +88,9 @@ def expected() -> Fingerprints:
 @pytest.mark.parametrize("spread", [False, True], ids=["cut", "spread"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_matrix_of_every_expert_is_proven(size, spread):
-    marks = found(full_weights(), size, spread=spread)
-    assert marks.keys() == expected().keys()
-    assert compare(expected(), marks) == []
+    fingerprints = found(full_weights(), size, spread=spread)
+    assert fingerprints.keys() == expected().keys()
+    assert compare(expected(), fingerprints) == []
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["cut", "spread"])

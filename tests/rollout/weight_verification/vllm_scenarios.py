@@ -89,7 +89,7 @@ class Pair:
     def prove(self, ask: Callable[[], Any]) -> dict[str, Any]:
         """What became of a proof."""
         try:
-            return {"names": [], "text": "", "metrics": self.prover.prove(ask()).metrics}
+            return {"names": [], "text": "", "metrics": self.prover.verify(ask()).metrics}
         except WeightSyncError as error:
             return {"names": list(error.names), "text": str(error)}
 
@@ -209,7 +209,7 @@ def adapter_scenarios(pair: Pair) -> Iterator[tuple[str, dict[str, Any]]]:
             for _ in pair.prover.watch((plain_name(n), x) for n, x in held.items() if "lora_" not in n):
                 pass
         if note:
-            pair.prover.note_adapter()
+            pair.prover.add_adapter_fingerprints()
         return pair.prove(lambda: answer_request(pair.llm, question, request))
 
     yield "first", sync(written(1), weights=True)

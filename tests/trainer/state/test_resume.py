@@ -74,7 +74,7 @@ def test_a_run_means_its_own_checkpoints_and_not_those_of_a_later_run_in_the_sam
     first = str(copied / "checkpoints/global_step_1")
     fit(course(model32, copied, resume=first, stop_after=2), copied / "second")
     assert find("latest", copied / "checkpoints").step == 2  # published last
-    assert find(str(copied / "second"), copied).published.name == "global_step_2-2"
+    assert find(str(copied / "second"), copied).checkpoint.name == "global_step_2-2"
 
 
 def test_a_moved_directory_of_checkpoints_goes_on_where_it_lies(copied, whole, model32):
@@ -193,16 +193,16 @@ def test_a_changed_learning_rate_is_logged_recorded_and_used(whole, model32, tmp
 
 
 def test_a_run_that_was_moved_with_its_checkpoints_is_found_where_it_lies_now(copied, whole):
-    assert find(str(copied / "run"), copied / "nowhere").published.directory.parent == whole / "checkpoints"
+    assert find(str(copied / "run"), copied / "nowhere").checkpoint.directory.parent == whole / "checkpoints"
     pointer = json.loads((copied / "run/checkpoints.json").read_text())
     pointer["save_dir"] = "/was/once/checkpoints"
     (copied / "run/checkpoints.json").write_text(json.dumps(pointer))
-    assert find(str(copied / "run"), copied / "nowhere").published.directory == copied / "checkpoints/global_step_4"
+    assert find(str(copied / "run"), copied / "nowhere").checkpoint.directory == copied / "checkpoints/global_step_4"
     del pointer["relative"]  # as earlier versions wrote it
     (copied / "run/checkpoints.json").write_text(json.dumps(pointer))
     (copied / "deep/er").mkdir(parents=True)
     shutil.move(copied / "run", copied / "deep/er/run")
-    assert find(str(copied / "deep/er/run"), copied).published.directory == copied / "checkpoints/global_step_4"
+    assert find(str(copied / "deep/er/run"), copied).checkpoint.directory == copied / "checkpoints/global_step_4"
 
 
 def test_a_run_that_was_killed_before_its_first_save_leads_to_what_it_had_gone_on_from(copied, model32, caplog):
@@ -210,7 +210,7 @@ def test_a_run_that_was_killed_before_its_first_save_leads_to_what_it_had_gone_o
         BuildContext(run_dir=copied / "second")
     ) as trainer:
         trainer.saving.start(trainer.run_dir)
-    assert find(str(copied / "second"), copied).published.name == "global_step_2"
+    assert find(str(copied / "second"), copied).checkpoint.name == "global_step_2"
     assert "ended before its first save" in caplog.text
     with course(model32, copied).build(BuildContext(run_dir=copied / "second")) as trainer:  # begun anew, in vain
         trainer.saving.start(trainer.run_dir)
@@ -220,7 +220,7 @@ def test_a_run_that_was_killed_before_its_first_save_leads_to_what_it_had_gone_o
     again = course(model32, copied, resume=str(copied / "checkpoints/global_step_1-2"))
     with again.build(BuildContext(run_dir=copied / "second")) as trainer:
         trainer.saving.start(trainer.run_dir)
-    assert find(str(copied / "second"), copied).published.name == "global_step_1-2"
+    assert find(str(copied / "second"), copied).checkpoint.name == "global_step_1-2"
 
 
 def test_a_stale_link_is_not_believed_and_is_told(copied, caplog):

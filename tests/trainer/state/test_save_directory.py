@@ -62,7 +62,7 @@ def fit(made: Any, job: str = "", swept: tuple[str, ...] = ()) -> Path:
 
 
 def names(directory: Path | str) -> list[str]:
-    return [published.name for published in CheckpointDirectory(directory).complete()]
+    return [checkpoint.name for checkpoint in CheckpointDirectory(directory).complete()]
 
 
 def run_of(directory: Path | str, name: str) -> str:
@@ -247,7 +247,7 @@ def test_latest_in_a_directory_that_two_trainings_share_passes_over_the_others(m
     other = fit(run(model32, data=OTHER, save={"save_dir": str(tmp_path / "other")}))
     os.rename(other / "global_step_2", first / "global_step_2")
     with run(model32, resume="latest", save=save).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        assert trainer.saving.resumed.published.name == "global_step_1"
+        assert trainer.saving.resumed.checkpoint.name == "global_step_1"
         assert "1 of another training beside them" in trainer.saving.resumed.why
 
 

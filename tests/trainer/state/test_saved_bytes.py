@@ -58,6 +58,6 @@ def test_increments_go_on_after_a_resume(model32, tmp_path):
     save = {"incremental_save": True}
     fit(course(model32, tmp_path, stop_after=2, save=save), tmp_path / "first")
     fit(course(model32, tmp_path, resume="latest", save=save), tmp_path / "second")
-    saved = [CheckpointManager(tmp_path / f"checkpoints/global_step_{step}").published for step in (2, 4)]
+    saved = [CheckpointManager(tmp_path / f"checkpoints/global_step_{step}").checkpoint for step in (2, 4)]
     links = [{entry.path for entry in checkpoint.manifest.files if entry.linked_from} for checkpoint in saved]
     assert links[0] == links[1] != set()

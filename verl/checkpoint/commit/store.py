@@ -33,9 +33,9 @@ class CheckpointStore(ClaimedDirectory):
     directory and fences out the previous owner.
 
     >>> store = CheckpointStore("checkpoints", run_id="x7f3")
-    >>> with store.begin(step=100, needed_bytes=10**9) as staging:
-    ...     written = staging.main.write("actor/config.json", [b"{}"])
-    ...     published = staging.commit(state={"epoch": 1})
+    >>> with store.begin(step=100, needed_bytes=10**9) as transaction:
+    ...     written = transaction.main.write("actor/config.json", [b"{}"])
+    ...     checkpoint = transaction.commit(state={"epoch": 1})
     >>> store.newest().step
     100
 
@@ -55,7 +55,7 @@ class CheckpointStore(ClaimedDirectory):
         tag: str | None = None,
         needed_bytes: int = 0,
         needed_files: int = 0,
-        participants: Sequence[str] = (),
+        rank_names: Sequence[str] = (),
     ) -> SaveTransaction:
         """Begin a save.
 
@@ -63,7 +63,7 @@ class CheckpointStore(ClaimedDirectory):
             step: training steps done.
             tag: name of the directory, instead of `global_step_N`.
             needed_bytes, needed_files: size of the save without linked files; refused if more than is free.
-            participants: names of all writers besides `main`; the commit is refused if a report is missing.
+            rank_names: names of all writers besides `main`; the commit is refused if a report is missing.
         Raises:
             ConfigError: the tag is not a valid directory name.
             NoSpaceForCheckpoint: too little is free.
@@ -96,7 +96,7 @@ class CheckpointStore(ClaimedDirectory):
             lock = None
             with contextlib.suppress(OSError):  # by the lock, others see that the save is not abandoned
                 lock = self.disk.lock(directory)
-        return SaveTransaction(self, directory, step, tag, participants, lock)
+        return SaveTransaction(self, directory, step, tag, rank_names, lock)
 
     def remove_leftovers(self) -> int:
         """Remove everything in `staging/` and `trash/` that no running process writes. Returns the bytes freed.

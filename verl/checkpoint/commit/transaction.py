@@ -53,9 +53,9 @@ REPORTS = "reports"  # below a staging directory: what the others wrote, until t
 class SaveTransaction:
     """A save that is not published yet. Leaving its `with` block without `commit` removes it.
 
-    >>> with store.begin(step=100) as staging:
-    ...     written = staging.main.write("actor/config.json", [b"{}"])
-    ...     published = staging.commit(state={"epoch": 1}, metrics={"reward/mean": 0.8})
+    >>> with store.begin(step=100) as transaction:
+    ...     written = transaction.main.write("actor/config.json", [b"{}"])
+    ...     checkpoint = transaction.commit(state={"epoch": 1}, metrics={"reward/mean": 0.8})
 
     Attributes:
         directory: where participants write.
@@ -68,13 +68,13 @@ class SaveTransaction:
         directory: Path,
         step: int,
         tag: str | None,
-        participants: Sequence[str],
+        rank_names: Sequence[str],
         staging_lock: FileHandle | None,
     ):
         self.directory, self.step, self.tag = directory, step, tag
         self.main = RankWriter(directory, MAIN, store.disk)
         self._store, self._disk = store, store.disk
-        self._expected = {MAIN, *participants}
+        self._expected = {MAIN, *rank_names}
         self._staging_lock = staging_lock
         self._is_open = True
 

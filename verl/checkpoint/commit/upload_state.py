@@ -45,13 +45,13 @@ class UploadTarget:
     keep_waiting: int = 8
     sequence_floor: int = 0
 
-    def wants(self, published: Checkpoint) -> bool:
+    def wants(self, checkpoint: Checkpoint) -> bool:
         """Whether this checkpoint is to be uploaded, regardless of later ones."""
-        return published.manifest.tag is not None or (not self.upload_interval_s and self.counts(published))
+        return checkpoint.manifest.tag is not None or (not self.upload_interval_s and self.counts(checkpoint))
 
-    def counts(self, published: Checkpoint) -> bool:
+    def counts(self, checkpoint: Checkpoint) -> bool:
         """Whether `upload_interval` selects this checkpoint."""
-        return published.sequence % self.upload_interval == 0
+        return checkpoint.sequence % self.upload_interval == 0
 
 
 def write_upload_target(disk: FileSystem, directory: Path, cold: UploadTarget | None) -> None:
@@ -79,26 +79,26 @@ def read_upload_target(disk: FileSystem, directory: Path) -> UploadTarget | None
         return None
 
 
-def manifest_digest(disk: FileSystem, published: Checkpoint) -> str:
+def manifest_digest(disk: FileSystem, checkpoint: Checkpoint) -> str:
     """The digest of a checkpoint's manifest, which identifies it in every location."""
-    return disk.read(published.directory / COMMIT, COMMIT_LIMIT_BYTES).split()[0].decode("ascii", "replace")
+    return disk.read(checkpoint.directory / COMMIT, COMMIT_LIMIT_BYTES).split()[0].decode("ascii", "replace")
 
 
-def confirm_upload(disk: FileSystem, published: Checkpoint, digest: str, address: str) -> None:
+def confirm_upload(disk: FileSystem, checkpoint: Checkpoint, digest: str, address: str) -> None:
     """Record durably that the store at an address has a checkpoint; after this, retention may remove the local
     copy."""
-    directory = published.directory.parent / UPLOADED
-    with write_errors(f"recording the upload of {published.name}"):
-        make_directories(disk, directory, published.directory.parent)
-        write_by_rename(disk, directory / published.name, f"{digest} {address}\n".encode())
+    directory = checkpoint.directory.parent / UPLOADED
+    with write_errors(f"recording the upload of {checkpoint.name}"):
+        make_directories(disk, directory, checkpoint.directory.parent)
+        write_by_rename(disk, directory / checkpoint.name, f"{digest} {address}\n".encode())
         disk.sync_directory(directory)
 
 
-def is_upload_confirmed(disk: FileSystem, published: Checkpoint, address: str) -> bool:
+def is_upload_confirmed(disk: FileSystem, checkpoint: Checkpoint, address: str) -> bool:
     """Whether the store at this address has confirmed this checkpoint."""
     try:
-        recorded = disk.read(published.directory.parent / UPLOADED / published.name, LIMIT_BYTES)
-        return recorded.decode(errors="replace").rstrip("\n") == f"{manifest_digest(disk, published)} {address}"
+        recorded = disk.read(checkpoint.directory.parent / UPLOADED / checkpoint.name, LIMIT_BYTES)
+        return recorded.decode(errors="replace").rstrip("\n") == f"{manifest_digest(disk, checkpoint)} {address}"
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -111,13 +111,13 @@ def last_upload(disk: FileSystem, directory: Path) -> float | None:
         return None
 
 
-def withdraw_confirmation(disk: FileSystem, published: Checkpoint) -> None:
+def withdraw_confirmation(disk: FileSystem, checkpoint: Checkpoint) -> None:
     """Remove the confirmation of a checkpoint."""
     with (
-        write_errors(f"recording that {published.name} is to be uploaded again"),
+        write_errors(f"recording that {checkpoint.name} is to be uploaded again"),
         contextlib.suppress(FileNotFoundError),
     ):
-        disk.unlink(published.directory.parent / UPLOADED / published.name)
+        disk.unlink(checkpoint.directory.parent / UPLOADED / checkpoint.name)
 
 
 def forget_removed_uploads(directory: CheckpointDirectory) -> None:
@@ -141,16 +141,16 @@ def waiting_for_upload(
     if cold is None:
         return {}
     with read_errors("looking for uploads"):
-        dropped = [published for published in complete if published.name not in kept and cold.wants(published)]
+        dropped = [checkpoint for checkpoint in complete if checkpoint.name not in kept and cold.wants(checkpoint)]
         waiting = [
-            published for published in dropped if not is_upload_confirmed(directory.disk, published, cold.address)
+            checkpoint for checkpoint in dropped if not is_upload_confirmed(directory.disk, checkpoint, cold.address)
         ]
         if not waiting:
             return {}
         has_room = directory.disk.space(directory.directory).bytes > 1.1 * complete[-1].num_bytes
     stay = waiting[-cold.keep_waiting :] if has_room and cold.keep_waiting else []
-    for published in waiting:
-        if published not in stay:
+    for checkpoint in waiting:
+        if checkpoint not in stay:
             why = f"{cold.keep_waiting} later ones wait too" if has_room else "the disk has no room for the next one"
-            log.error("GIVING UP checkpoint %s, which %s has not confirmed: %s", published.name, cold.address, why)
-    return {published.name: "the store has not confirmed it" for published in stay}
+            log.error("GIVING UP checkpoint %s, which %s has not confirmed: %s", checkpoint.name, cold.address, why)
+    return {checkpoint.name: "the store has not confirmed it" for checkpoint in stay}

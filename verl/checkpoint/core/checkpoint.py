@@ -34,8 +34,8 @@ from verl.utils.external_input import ExternalInputError, checked_as, parse_mapp
 class Checkpoint:
     """A checkpoint whose COMMIT matches its manifest.
 
-    >>> published = open_checkpoint(FileSystem(), Path("checkpoints/global_step_100"))
-    >>> published.step, published.sequence
+    >>> checkpoint = open_checkpoint(FileSystem(), Path("checkpoints/global_step_100"))
+    >>> published.step, checkpoint.sequence
     (100, 1)
     """
 
@@ -135,19 +135,19 @@ def parse_manifest(directory: Path, data: bytes) -> Manifest:
         raise kinds.get(type(error), CheckpointCorrupt)(directory, [FileFault(MANIFEST, str(error))]) from error
 
 
-def read_state(disk: FileSystem, published: Checkpoint) -> dict[str, Any]:
+def read_state(disk: FileSystem, checkpoint: Checkpoint) -> dict[str, Any]:
     """`trainer_state.json`, checked against the manifest.
 
     Raises:
         CheckpointCorrupt: its bytes differ from what was written.
     """
-    entry = published.manifest.file(STATE)
+    entry = checkpoint.manifest.file(STATE)
     if entry is None:
-        raise CheckpointIncomplete(published.directory, [FileFault(STATE, "the manifest does not list it")])
-    data = _read_own(disk, published.directory, STATE, MANIFEST_LIMIT_BYTES)
+        raise CheckpointIncomplete(checkpoint.directory, [FileFault(STATE, "the manifest does not list it")])
+    data = _read_own(disk, checkpoint.directory, STATE, MANIFEST_LIMIT_BYTES)
     if len(data) != entry.size or digest_of(data) != entry.blake3:
-        raise CheckpointCorrupt(published.directory, [FileFault(STATE, "its bytes are not those that were written")])
-    return parse_state(published.directory, data)
+        raise CheckpointCorrupt(checkpoint.directory, [FileFault(STATE, "its bytes are not those that were written")])
+    return parse_state(checkpoint.directory, data)
 
 
 @dataclass

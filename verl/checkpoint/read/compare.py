@@ -60,14 +60,14 @@ def compare(
     for path in sorted(_documents(first) & _documents(second)):
         if _digest(first, path) != _digest(second, path):
             found += _key_differences(path, *(_parsed(path, bytes(reader.read(path))) for reader in readers))
-    states = [_comparable(read_state(disk, published)) for published in (first, second)]
+    states = [_comparable(read_state(disk, checkpoint)) for checkpoint in (first, second)]
     return found + list(_key_differences(STATE, *states))
 
 
 def _tensor_differences(
     first: CheckpointReader, second: CheckpointReader, numbers: bool
 ) -> Iterator[CheckpointDifference]:
-    one, two = ({t.full_name: t for t in reader.published.manifest.tensors} for reader in (first, second))
+    one, two = ({t.full_name: t for t in reader.checkpoint.manifest.tensors} for reader in (first, second))
     for name in sorted(one.keys() | two.keys()):
         a, b = one.get(name), two.get(name)
         if a is not None and b is not None and _is_same(first, a, second, b):
@@ -84,18 +84,18 @@ def _tensor_differences(
 def _is_same(first: CheckpointReader, a: LogicalTensor, second: CheckpointReader, b: LogicalTensor) -> bool:
     if _form(a) != _form(b):
         return False
-    leaves = _leaves(first.published, a), _leaves(second.published, b)
+    leaves = _leaves(first.checkpoint, a), _leaves(second.checkpoint, b)
     if None not in leaves and [leaf.size for leaf in leaves[0] or ()] == [leaf.size for leaf in leaves[1] or ()]:
         return leaves[0] == leaves[1]
     return digest_of(first.tensor(a.component, a.name)) == digest_of(second.tensor(b.component, b.name))
 
 
-def _leaves(published: Checkpoint, tensor: LogicalTensor) -> list[Leaf] | None:
+def _leaves(checkpoint: Checkpoint, tensor: LogicalTensor) -> list[Leaf] | None:
     """The leaves of a file that hold this tensor and nothing else; None if it is split or shares a leaf."""
     if len(tensor.slices) != 1:
         return None
     (part,) = tensor.slices
-    entry = published.manifest.file(part.file)
+    entry = checkpoint.manifest.file(part.file)
     if entry is None:
         return None
     begin, end = part.offset, part.offset + tensor.slice_bytes(part)
@@ -144,20 +144,20 @@ def _file_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Checkpo
             )
 
 
-def _digest(published: Checkpoint, path: str) -> str:
-    entry = published.manifest.file(path)
+def _digest(checkpoint: Checkpoint, path: str) -> str:
+    entry = checkpoint.manifest.file(path)
     return "" if entry is None else entry.blake3
 
 
-def _plain_files(published: Checkpoint) -> dict[str, str]:
-    held = published.slices_by_file.keys() | {STATE}
-    files = [entry for entry in published.manifest.contents.values() if entry.path not in held]
+def _plain_files(checkpoint: Checkpoint) -> dict[str, str]:
+    held = checkpoint.slices_by_file.keys() | {STATE}
+    files = [entry for entry in checkpoint.manifest.contents.values() if entry.path not in held]
     return {e.path: f"{e.size} bytes, {e.blake3[:12]}" for e in files if not e.path.endswith(INDEX_NAME)}
 
 
-def _documents(published: Checkpoint) -> set[str]:
+def _documents(checkpoint: Checkpoint) -> set[str]:
     """Files that are compared by key: configuration files, but no vocabularies."""
-    small = {entry.path for entry in published.manifest.contents.values() if entry.size <= DOCUMENT_LIMIT_BYTES}
+    small = {entry.path for entry in checkpoint.manifest.contents.values() if entry.size <= DOCUMENT_LIMIT_BYTES}
     return {path for path in small if path.endswith((".json", ".yaml")) and path != STATE and INDEX_NAME not in path}
 
 

@@ -72,7 +72,7 @@ class CheckpointDirectory:
                 except BadCheckpoint as error:
                     if self.exists(directory):  # else it was pruned while we looked
                         bad.append(error)
-        return sorted(good, key=lambda published: (published.sequence, published.name)), bad
+        return sorted(good, key=lambda checkpoint: (checkpoint.sequence, checkpoint.name)), bad
 
     def newest(self, strict: bool = False) -> Checkpoint:
         """The complete checkpoint that was published last.
@@ -150,7 +150,7 @@ class CheckpointDirectory:
                 raise
             except BadCheckpoint as error:
                 self._say(f"damaged checkpoint {error}")
-        newest = max(opened, key=lambda published: published.sequence, default=None)
+        newest = max(opened, key=lambda checkpoint: checkpoint.sequence, default=None)
         # Remembered, too: a manifest that cannot be read just now may be read again later.
         self._highest_sequence = max(self._highest_sequence, newest.sequence if newest else 0)
         return newest, self._highest_sequence + 1

@@ -60,7 +60,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         return name in self._tensors  # without reading it, as the inherited one would
 
     def __repr__(self) -> str:
-        return f"MappedTensors({len(self)} tensors of {self._reader.published.directory})"
+        return f"MappedTensors({len(self)} tensors of {self._reader.checkpoint.directory})"
 
 
 class LazyTensor:

@@ -18,7 +18,7 @@ from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFo
 class CheckpointReader:
     """Reads one checkpoint.
 
-    >>> reader = CheckpointReader(published, disk)
+    >>> reader = CheckpointReader(checkpoint, disk)
     >>> config = bytes(reader.read("actor/config.json"))
     >>> weight = reader.tensor("actor", "model.norm.weight")  # row-major bytes of the whole tensor
 
@@ -28,13 +28,13 @@ class CheckpointReader:
     """
 
     def __init__(
-        self, published: Checkpoint, disk: FileSystem | None = None, verify: bool = True, writable: bool = False
+        self, checkpoint: Checkpoint, disk: FileSystem | None = None, verify: bool = True, writable: bool = False
     ):
-        self.published, self.verify, self.writable = published, verify, writable
+        self.checkpoint, self.verify, self.writable = checkpoint, verify, writable
         self._disk = disk or FileSystem()
-        self._disk.contain(published.directory)
-        self._entries = published.manifest.contents
-        self._tensors = {(tensor.component, tensor.name): tensor for tensor in published.manifest.tensors}
+        self._disk.contain(checkpoint.directory)
+        self._entries = checkpoint.manifest.contents
+        self._tensors = {(tensor.component, tensor.name): tensor for tensor in checkpoint.manifest.tensors}
         self._maps: dict[str, memoryview] = {}
         self._ends: dict[str, list[int]] = {}  # of the leaves of each mapped file
         self._checked: dict[str, bytearray] = {}  # one flag for each leaf
@@ -57,7 +57,7 @@ class CheckpointReader:
         """
         entry = self._entries.get(path)
         if entry is None:
-            raise CheckpointNotFound(f"{self.published.directory} has no file {path}")
+            raise CheckpointNotFound(f"{self.checkpoint.directory} has no file {path}")
         end = entry.size if end is None else end
         data = self._map(entry)
         if self.verify:
@@ -81,7 +81,7 @@ class CheckpointReader:
         """
         entry = self._entries.get(path)
         if entry is None:
-            raise CheckpointNotFound(f"{self.published.directory} has no file {path}")
+            raise CheckpointNotFound(f"{self.checkpoint.directory} has no file {path}")
         begin = 0
         for leaf in entry.leaves:
             yield self.read(path, begin, begin + leaf.size)
@@ -98,7 +98,7 @@ class CheckpointReader:
         """
         tensor = self._tensors.get((component, name))
         if tensor is None:
-            raise CheckpointNotFound(f"{self.published.directory} has no tensor {component}/{name}")
+            raise CheckpointNotFound(f"{self.checkpoint.directory} has no tensor {component}/{name}")
         whole = (0,) * len(tensor.shape), tensor.shape
         if single := [part for part in tensor.slices if (part.start, part.extent) == whole]:
             return self._slice(tensor, single[0])
@@ -118,7 +118,7 @@ class CheckpointReader:
             without: components to leave out, such as `rng`, which differs between processes.
         """
         digests = []
-        for tensor in (one for one in self.published.manifest.tensors if one.component not in without):
+        for tensor in (one for one in self.checkpoint.manifest.tensors if one.component not in without):
             content = digest_of(self.tensor(tensor.component, tensor.name))
             digests.append(f"{tensor.full_name} {tensor.dtype} {list(tensor.shape)} {content}\n")
         return digest_of("".join(digests).encode())
@@ -133,10 +133,10 @@ class CheckpointReader:
             data = self._open_file(entry)
         except OSError as error:
             fault = FileFault(entry.path, f"it cannot be read: {error.strerror or error}")
-            raise CheckpointIncomplete(self.published.directory, [fault]) from error
+            raise CheckpointIncomplete(self.checkpoint.directory, [fault]) from error
         if len(data) != entry.size:
             fault = FileFault(entry.path, f"it has {len(data)} bytes instead of {entry.size}")
-            raise CheckpointCorrupt(self.published.directory, [fault])
+            raise CheckpointCorrupt(self.checkpoint.directory, [fault])
         self._ends[entry.path] = list(itertools.accumulate(leaf.size for leaf in entry.leaves))
         self._checked[entry.path] = bytearray(len(entry.leaves))
         self._maps[entry.path] = data
@@ -144,7 +144,7 @@ class CheckpointReader:
 
     def _open_file(self, entry: FileEntry) -> memoryview:
         open_file = self._disk.map_private if self.writable else self._disk.map
-        return open_file(self.published.path(entry.path))
+        return open_file(self.checkpoint.path(entry.path))
 
     def _verify(self, entry: FileEntry, data: memoryview, begin: int, end: int) -> None:
         ends, checked = self._ends[entry.path], self._checked[entry.path]
@@ -155,7 +155,7 @@ class CheckpointReader:
             if not checked[number] and digest_of(data[low:high]) != entry.leaves[number].blake3:
                 problem = f"bytes {low} to {high} are not those that were written"
                 raise CheckpointCorrupt(
-                    self.published.directory, [self.published.fault(entry.path, problem, low, high)]
+                    self.checkpoint.directory, [self.checkpoint.fault(entry.path, problem, low, high)]
                 )
             checked[number] = True
 

@@ -31,11 +31,11 @@ def open_verified(disk: FileSystem, directory: Path, level: Level = "quick") -> 
     Raises:
         BadCheckpoint: with all faults, by file.
     """
-    published = open_checkpoint(disk, directory)
+    checkpoint = open_checkpoint(disk, directory)
     try:
-        missing, others = quick_faults(disk, published)
+        missing, others = quick_faults(disk, checkpoint)
         if not missing and level == "full":
-            others += full_faults(disk, published)
+            others += full_faults(disk, checkpoint)
     except FileNotFoundError as error:  # it is being pruned while we look
         raise CheckpointIncomplete(directory, [FileFault(_named(directory, error), "it vanished")]) from error
     except OSError as error:
@@ -47,7 +47,7 @@ def open_verified(disk: FileSystem, directory: Path, level: Level = "quick") -> 
         raise CheckpointIncomplete(directory, missing + others)
     if others:
         raise CheckpointCorrupt(directory, others)
-    return published
+    return checkpoint
 
 
 def verify(disk: FileSystem, directory: Path, level: Level = "quick") -> list[FileFault]:
@@ -63,34 +63,34 @@ def verify(disk: FileSystem, directory: Path, level: Level = "quick") -> list[Fi
     return []
 
 
-def quick_faults(disk: FileSystem, published: Checkpoint) -> tuple[list[FileFault], list[FileFault]]:
+def quick_faults(disk: FileSystem, checkpoint: Checkpoint) -> tuple[list[FileFault], list[FileFault]]:
     """Missing files and other faults that can be found without reading the files' content."""
-    sizes, _ = files_below(disk, published.directory)
+    sizes, _ = files_below(disk, checkpoint.directory)
     for own in (COMMIT, MANIFEST):
         sizes.pop(own, None)
     missing, others = [], []
-    for entry in published.manifest.files:
+    for entry in checkpoint.manifest.files:
         size = sizes.pop(entry.path, None)
         if size is None:
-            missing.append(published.fault(entry.path, "it is missing"))
+            missing.append(checkpoint.fault(entry.path, "it is missing"))
         elif size != entry.size:
             problem = "it is not a regular file" if size < 0 else f"it has {size} bytes instead of {entry.size}"
-            others.append(published.fault(entry.path, problem))
+            others.append(checkpoint.fault(entry.path, problem))
     others += [FileFault(path, "it is foreign: the manifest does not list it") for path in sizes]
     if not missing and not others:
-        others += [*tiling_faults(published)] or [*_header_faults(disk, published), *_index_faults(disk, published)]
+        others += [*tiling_faults(checkpoint)] or [*_header_faults(disk, checkpoint), *_index_faults(disk, checkpoint)]
     return missing, others
 
 
-def _index_faults(disk: FileSystem, published: Checkpoint) -> Iterator[FileFault]:
+def _index_faults(disk: FileSystem, checkpoint: Checkpoint) -> Iterator[FileFault]:
     """Files that an index of weights names and the manifest does not, which would be loaded without being hashed."""
-    contents = published.manifest.contents
-    for entry in published.manifest.files:
+    contents = checkpoint.manifest.contents
+    for entry in checkpoint.manifest.files:
         if not entry.path.endswith(".index.json"):
             continue
         above = entry.path.rpartition("/")[0]
         try:
-            weights = parse_mapping(disk.read(published.path(entry.path), INDEX_LIMIT_BYTES)).get("weight_map")
+            weights = parse_mapping(disk.read(checkpoint.path(entry.path), INDEX_LIMIT_BYTES)).get("weight_map")
         except ExternalInputError as error:
             yield FileFault(entry.path, str(error))
             continue
@@ -100,22 +100,22 @@ def _index_faults(disk: FileSystem, published: Checkpoint) -> Iterator[FileFault
             yield FileFault(entry.path, f"it names {name[:200]}, which the manifest does not list")
 
 
-def full_faults(disk: FileSystem, published: Checkpoint) -> list[FileFault]:
+def full_faults(disk: FileSystem, checkpoint: Checkpoint) -> list[FileFault]:
     """Every file whose bytes differ from what was written, with the affected tensors."""
     # Read, not mapped: a broken sector is an error here, and would be the end of the process there.
     faults = [
         fault
-        for entry in published.manifest.files
-        for fault in content_faults(published, entry, partial(disk.read_range, published.path(entry.path)))
+        for entry in checkpoint.manifest.files
+        for fault in content_faults(checkpoint, entry, partial(disk.read_range, checkpoint.path(entry.path)))
     ]
-    if not faults and published.manifest.file(STATE):
-        written = read_state(disk, published).get("manifest_checksum")
-        if written != content_digest(published.manifest):
+    if not faults and checkpoint.manifest.file(STATE):
+        written = read_state(disk, checkpoint).get("manifest_checksum")
+        if written != content_digest(checkpoint.manifest):
             faults.append(FileFault(STATE, "its manifest_checksum is not that of this checkpoint"))
     return faults
 
 
-def content_faults(published: Checkpoint, entry: FileEntry, read: Callable[[int, int], bytes]) -> Iterator[FileFault]:
+def content_faults(checkpoint: Checkpoint, entry: FileEntry, read: Callable[[int, int], bytes]) -> Iterator[FileFault]:
     """The leaves of a file that are not what was written.
 
     Args:
@@ -132,7 +132,7 @@ def content_faults(published: Checkpoint, entry: FileEntry, read: Callable[[int,
         except OSError as error:
             is_good, problem = False, f"bytes {begin} to {end} cannot be read: {error.strerror or error}"
         if not is_good:
-            yield published.fault(entry.path, problem, begin, end)
+            yield checkpoint.fault(entry.path, problem, begin, end)
         begin = end
 
 
@@ -140,10 +140,10 @@ def _named(directory: Path, error: OSError) -> str:
     return Path(os.path.relpath(error.filename or directory, directory)).as_posix()
 
 
-def tiling_faults(published: Checkpoint) -> Iterator[FileFault]:
+def tiling_faults(checkpoint: Checkpoint) -> Iterator[FileFault]:
     """Faults of slices that do not tile their tensor, or extend beyond the end of a file."""
-    sizes = {entry.path: entry.size for entry in published.manifest.contents.values()}
-    for tensor in published.manifest.tensors:
+    sizes = {entry.path: entry.size for entry in checkpoint.manifest.contents.values()}
+    for tensor in checkpoint.manifest.tensors:
         faults = tensor.faults()
         yield from (FileFault(MANIFEST, fault, (tensor.full_name,)) for fault in faults)
         for part in () if faults else tensor.slices:
@@ -151,15 +151,15 @@ def tiling_faults(published: Checkpoint) -> Iterator[FileFault]:
                 yield FileFault(part.file, "a slice reaches over its end", (tensor.full_name,))
 
 
-def _header_faults(disk: FileSystem, published: Checkpoint) -> Iterator[FileFault]:
+def _header_faults(disk: FileSystem, checkpoint: Checkpoint) -> Iterator[FileFault]:
     """Faults where the headers of safetensors files and the manifest disagree."""
-    for file, parts in published.slices_by_file.items():
+    for file, parts in checkpoint.slices_by_file.items():
         if all(part.key is None for _, part in parts):
             continue
         try:
-            places = _places(disk, published, file)
+            places = _places(disk, checkpoint, file)
         except ValueError as error:
-            yield published.fault(file, str(error))
+            yield checkpoint.fault(file, str(error))
             continue
         for tensor, part in parts:
             place = places.get(part.key or "")
@@ -170,9 +170,9 @@ def _header_faults(disk: FileSystem, published: Checkpoint) -> Iterator[FileFaul
                 )
 
 
-def _places(disk: FileSystem, published: Checkpoint, file: str) -> dict[str, TensorPlace]:
+def _places(disk: FileSystem, checkpoint: Checkpoint, file: str) -> dict[str, TensorPlace]:
     def read(size: int) -> bytes | memoryview:
-        return disk.read_range(published.path(file), 0, size)
+        return disk.read_range(checkpoint.path(file), 0, size)
 
-    whole = published.manifest.contents[file].size
+    whole = checkpoint.manifest.contents[file].size
     return read_header(read(header_bytes(read(8))), whole)

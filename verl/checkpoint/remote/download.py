@@ -45,18 +45,20 @@ def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: boo
         here = None if anew else local_copy(store, record.manifest)
         if here is not None:
             return here
-        published = tier.open(record)
+        checkpoint = tier.open(record)
         known = _files_by_content(store)
         store.borrow_claim()  # a trainer that is saving there stays the owner
-    needed = sum(entry.size for entry in published.manifest.files if (entry.blake3, entry.size) not in known)
-    begun = store.begin(published.step, needed_bytes=needed, needed_files=len(published.manifest.files))
-    with begun as staging, write_errors(f"fetching {record.name}"):
-        for entry in published.manifest.files:
-            _fetch(tier, published, entry, staging.directory / entry.path, staging.directory, store.disk, known)
-        write_by_rename(store.disk, staging.directory / MANIFEST, published.data)
-        write_by_rename(store.disk, staging.directory / COMMIT, commit_line(published.data))
+    needed = sum(entry.size for entry in checkpoint.manifest.files if (entry.blake3, entry.size) not in known)
+    begun = store.begin(checkpoint.step, needed_bytes=needed, needed_files=len(checkpoint.manifest.files))
+    with begun as transaction, write_errors(f"fetching {record.name}"):
+        for entry in checkpoint.manifest.files:
+            _fetch(
+                tier, checkpoint, entry, transaction.directory / entry.path, transaction.directory, store.disk, known
+            )
+        write_by_rename(store.disk, transaction.directory / MANIFEST, checkpoint.data)
+        write_by_rename(store.disk, transaction.directory / COMMIT, commit_line(checkpoint.data))
         with store.locked():
-            fetched = staging.rename(published.manifest, record.name)
+            fetched = transaction.rename(checkpoint.manifest, record.name)
     confirm_upload(store.disk, fetched, record.manifest, tier.store.address)
     return fetched
 
@@ -65,9 +67,9 @@ def local_copy(directory: CheckpointDirectory, manifest: str) -> Checkpoint | No
     """The checkpoint with this manifest, if it is complete in a directory."""
     for path in directory.candidates():
         with contextlib.suppress(BadCheckpoint, FileNotFoundError):
-            published = open_verified(directory.disk, path)
-            if manifest_digest(directory.disk, published) == manifest:
-                return published
+            checkpoint = open_verified(directory.disk, path)
+            if manifest_digest(directory.disk, checkpoint) == manifest:
+                return checkpoint
     return None
 
 

@@ -106,22 +106,22 @@ class RemoteStore:
         Raises:
             BadCheckpoint: with everything that is wrong, by file.
         """
-        published = self.open(record)
-        missing, others = [], list(tiling_faults(published))
-        for entry in published.manifest.files:
+        checkpoint = self.open(record)
+        missing, others = [], list(tiling_faults(checkpoint))
+        for entry in checkpoint.manifest.files:
             found = self.store.find(object_key(entry)) if entry.size else None
             if entry.size and found is None:
-                missing.append(published.fault(entry.path, "its object is missing"))
+                missing.append(checkpoint.fault(entry.path, "its object is missing"))
             elif found is not None and found.size != entry.size:
-                others.append(published.fault(entry.path, f"its object has {found.size} bytes, not {entry.size}"))
+                others.append(checkpoint.fault(entry.path, f"its object has {found.size} bytes, not {entry.size}"))
             elif level == "full":
                 pieces = regrouped(self.store.pieces(object_key(entry), 0, entry.size), entry)
-                others += content_faults(published, entry, lambda begin, size, pieces=pieces: next(pieces))
+                others += content_faults(checkpoint, entry, lambda begin, size, pieces=pieces: next(pieces))
         if missing:
-            raise CheckpointIncomplete(published.directory, missing + others)
+            raise CheckpointIncomplete(checkpoint.directory, missing + others)
         if others:
-            raise CheckpointCorrupt(published.directory, others)
-        return published
+            raise CheckpointCorrupt(checkpoint.directory, others)
+        return checkpoint
 
     def survey(self, level: Level = "quick") -> tuple[list[RemoteCheckpoint], list[BadCheckpoint]]:
         """Checkpoints that verify, the newest last, and what is wrong with each of the others."""
@@ -149,18 +149,18 @@ class RemoteStore:
                 log.error("NOT USING checkpoint %s", error)
         raise CheckpointNotFound(f"{self.store.address} holds no complete checkpoint")
 
-    def reader(self, published: RemoteCheckpoint, writable: bool = False) -> RemoteReader:
+    def reader(self, checkpoint: RemoteCheckpoint, writable: bool = False) -> RemoteReader:
         """Reader of its bytes."""
-        return RemoteReader(self.store, published, writable)
+        return RemoteReader(self.store, checkpoint, writable)
 
-    def state(self, published: RemoteCheckpoint) -> dict[str, Any]:
+    def state(self, checkpoint: RemoteCheckpoint) -> dict[str, Any]:
         """All of its `trainer_state.json`."""
-        entry = published.manifest.file(STATE)
+        entry = checkpoint.manifest.file(STATE)
         if entry is None:
-            raise CheckpointIncomplete(published.directory, [FileFault(STATE, "the manifest does not list it")])
+            raise CheckpointIncomplete(checkpoint.directory, [FileFault(STATE, "the manifest does not list it")])
         if entry.size > MANIFEST_LIMIT_BYTES:
-            raise CheckpointCorrupt(published.directory, [FileFault(STATE, f"it has {entry.size} bytes: too many")])
-        return parse_state(published.directory, self.reader(published).read(STATE))
+            raise CheckpointCorrupt(checkpoint.directory, [FileFault(STATE, f"it has {entry.size} bytes: too many")])
+        return parse_state(checkpoint.directory, self.reader(checkpoint).read(STATE))
 
     def directory(self, record: LogRecord) -> Path:
         """Address of a checkpoint, for messages."""
@@ -173,8 +173,8 @@ class RemoteReader(CheckpointReader):
     Other tensors are not read. Fetched leaves stay in memory during the lifetime of the reader.
     """
 
-    def __init__(self, store: ObjectStore, published: RemoteCheckpoint, writable: bool = False):
-        super().__init__(published, FileSystem(), verify=True, writable=writable)
+    def __init__(self, store: ObjectStore, checkpoint: RemoteCheckpoint, writable: bool = False):
+        super().__init__(checkpoint, FileSystem(), verify=True, writable=writable)
         self._store = store
 
     def _open_file(self, entry: FileEntry) -> memoryview:
@@ -191,8 +191,8 @@ class RemoteReader(CheckpointReader):
                     data[at : at + len(piece)] = piece
                     at += len(piece)
             except (ObjectNotFound, ObjectDamaged) as error:
-                fault = self.published.fault(entry.path, str(error), low, high)
-                raise CheckpointIncomplete(self.published.directory, [fault]) from error
+                fault = self.checkpoint.fault(entry.path, str(error), low, high)
+                raise CheckpointIncomplete(self.checkpoint.directory, [fault]) from error
             super()._verify(entry, data, low, high)
 
     def _unchecked(self, entry: FileEntry, begin: int, end: int) -> list[tuple[int, int]]:

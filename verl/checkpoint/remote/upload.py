@@ -45,7 +45,7 @@ class CheckpointUpload:
     disk: FileSystem = field(default_factory=FileSystem)
     _there: set[str] = field(default_factory=set)
 
-    def push(self, published: Checkpoint) -> UploadResult:
+    def push(self, checkpoint: Checkpoint) -> UploadResult:
         """Put a checkpoint, of which what the store has already is not sent again. May be killed, and done again.
 
         Every byte is hashed on its way: what differs from what was written is never uploaded.
@@ -56,35 +56,35 @@ class CheckpointUpload:
             CheckpointFenced: another trainer has claimed the tier.
             StorageError: the store does not answer, or refuses.
         """
-        data = self.disk.read(published.path(MANIFEST), 2**31)
+        data = self.disk.read(checkpoint.path(MANIFEST), 2**31)
         digest = digest_of(data)
         for record in self.log.records():
             if record.kind == "checkpoint" and record.manifest == digest:
                 return UploadResult(record)
-        sent = self.put_objects(published)
+        sent = self.put_objects(checkpoint)
         self.store.put(f"{MANIFESTS}{digest}.json", data)
         record = self.log.append(
-            name=published.name, manifest=digest, manifest_bytes=len(data), sequence=published.sequence,
-            step=published.step,
+            name=checkpoint.name, manifest=digest, manifest_bytes=len(data), sequence=checkpoint.sequence,
+            step=checkpoint.step,
         )  # fmt: skip
         return UploadResult(record, sent_bytes=sum(entry.size for entry in sent), num_sent=len(sent))
 
-    def put_objects(self, published: Checkpoint) -> list[FileEntry]:
+    def put_objects(self, checkpoint: Checkpoint) -> list[FileEntry]:
         """Upload small files concurrently, since each costs a round trip, and large ones one by one in parts."""
-        entries = {object_key(entry): entry for entry in published.manifest.files if entry.size}
+        entries = {object_key(entry): entry for entry in checkpoint.manifest.files if entry.size}
         wanted = [entry for key, entry in entries.items() if key not in self._there]
         small = [entry for entry in wanted if entry.size <= SMALL_BYTES]
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="push") as threads:
-            futures = [threads.submit(self._put, published, entry) for entry in small]
+            futures = [threads.submit(self._put, checkpoint, entry) for entry in small]
             try:
                 sent = [future.result() for future in futures]
             except BaseException:
                 threads.shutdown(cancel_futures=True)
                 raise
-        sent += [self._put(published, entry) for entry in wanted if entry.size > SMALL_BYTES]
+        sent += [self._put(checkpoint, entry) for entry in wanted if entry.size > SMALL_BYTES]
         return [entry for entry in sent if entry is not None]
 
-    def _put(self, published: Checkpoint, entry: FileEntry) -> FileEntry | None:
+    def _put(self, checkpoint: Checkpoint, entry: FileEntry) -> FileEntry | None:
         """Put a file unless it is there."""
         key = object_key(entry)
         found = self.store.find(key)
@@ -92,16 +92,16 @@ class CheckpointUpload:
             self._there.add(key)
             return None
         length = self.store.part_bytes(entry.size)
-        self.store.put_pieces(key, lambda: checked_pieces(self.disk, published, entry, length), entry.size)
+        self.store.put_pieces(key, lambda: checked_pieces(self.disk, checkpoint, entry, length), entry.size)
         self._there.add(key)
         return entry
 
 
-def checked_pieces(disk: FileSystem, published: Checkpoint, entry: FileEntry, length: int) -> Iterator[bytes]:
+def checked_pieces(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry, length: int) -> Iterator[bytes]:
     """A file in pieces, each given once it is known to be what was written; a leaf that is a piece is not copied."""
     missing = length  # bytes up to the end of the piece
     held: list[memoryview] = []
-    for data in published.checked_leaves(entry, _leaves(disk, published, entry)):
+    for data in checkpoint.checked_leaves(entry, _leaves(disk, checkpoint, entry)):
         if missing == length == len(data):
             yield data
             continue
@@ -115,16 +115,16 @@ def checked_pieces(disk: FileSystem, published: Checkpoint, entry: FileEntry, le
         yield b"".join(held)
 
 
-def _leaves(disk: FileSystem, published: Checkpoint, entry: FileEntry) -> Iterator[bytes]:
+def _leaves(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> Iterator[bytes]:
     begin = 0
     for leaf in entry.leaves:
         end = begin + leaf.size
         try:
-            yield disk.read_range(published.path(entry.path), begin, leaf.size)
+            yield disk.read_range(checkpoint.path(entry.path), begin, leaf.size)
         except FileNotFoundError as error:
-            fault = published.fault(entry.path, "it is missing", begin, end)
-            raise CheckpointIncomplete(published.directory, [fault]) from error
+            fault = checkpoint.fault(entry.path, "it is missing", begin, end)
+            raise CheckpointIncomplete(checkpoint.directory, [fault]) from error
         except OSError as error:
-            fault = published.fault(entry.path, f"it cannot be read: {error.strerror or error}", begin, end)
-            raise CheckpointCorrupt(published.directory, [fault]) from error
+            fault = checkpoint.fault(entry.path, f"it cannot be read: {error.strerror or error}", begin, end)
+            raise CheckpointCorrupt(checkpoint.directory, [fault]) from error
         begin = end

@@ -110,10 +110,10 @@ class UploadWorker:
             with_newest: the newest one whatever the interval says: it is the last of the run.
         """
         complete = self._directory.survey()[0]
-        wanted = [published for published in complete if self._cold.wants(published)]
+        wanted = [checkpoint for checkpoint in complete if self._cold.wants(checkpoint)]
         if self._cold.upload_interval_s and not self.due_in_s():
-            counted = [published for published in complete if self._cold.counts(published)]
-            wanted += [published for published in counted[-1:] if published not in wanted]
+            counted = [checkpoint for checkpoint in complete if self._cold.counts(checkpoint)]
+            wanted += [checkpoint for checkpoint in counted[-1:] if checkpoint not in wanted]
         if with_newest and complete and complete[-1] not in wanted:
             wanted.append(complete[-1])
         return [one for one in reversed(wanted) if one.name not in self._bad and not self._is_there(one)]
@@ -138,33 +138,33 @@ class UploadWorker:
         while waiting := self.waiting(with_newest):
             self._upload(waiting[0], len(waiting) - 1)
 
-    def _is_there(self, published: Checkpoint) -> bool:
-        return is_upload_confirmed(self._directory.disk, published, self._cold.address)
+    def _is_there(self, checkpoint: Checkpoint) -> bool:
+        return is_upload_confirmed(self._directory.disk, checkpoint, self._cold.address)
 
     def _withdraw_lost(self) -> None:
         """Upload confirmed checkpoints again if the store no longer has them, since it was emptied."""
         known = {record.manifest for record in self._log.records()}
-        for published in self._directory.survey()[0]:
-            if self._is_there(published) and manifest_digest(self._directory.disk, published) not in known:
-                withdraw_confirmation(self._directory.disk, published)
+        for checkpoint in self._directory.survey()[0]:
+            if self._is_there(checkpoint) and manifest_digest(self._directory.disk, checkpoint) not in known:
+                withdraw_confirmation(self._directory.disk, checkpoint)
 
-    def _upload(self, published: Checkpoint, others: int) -> None:
+    def _upload(self, checkpoint: Checkpoint, others: int) -> None:
         began = time.monotonic()
         try:
-            pushed = self._pusher.push(published)
-            confirm_upload(self._directory.disk, published, pushed.record.manifest, self._cold.address)
+            pushed = self._pusher.push(checkpoint)
+            confirm_upload(self._directory.disk, checkpoint, pushed.record.manifest, self._cold.address)
         except (BadCheckpoint, FileNotFoundError) as error:  # damaged on the local disk, or dropped meanwhile
             if isinstance(error, StorageError):
                 raise
-            self._bad.add(published.name)
-            if self._directory.exists(published.directory):
-                self._tell(UploadEvent(kind="failed", name=published.name, error=redact(str(error)), waiting=others))
+            self._bad.add(checkpoint.name)
+            if self._directory.exists(checkpoint.directory):
+                self._tell(UploadEvent(kind="failed", name=checkpoint.name, error=redact(str(error)), waiting=others))
             return
         self._keep_lineage()
         took_s = time.monotonic() - began
         self._tell(
             UploadEvent(
-                kind="uploaded", name=published.name, waiting=others, sent_bytes=pushed.sent_bytes, took_s=took_s
+                kind="uploaded", name=checkpoint.name, waiting=others, sent_bytes=pushed.sent_bytes, took_s=took_s
             )
         )
 

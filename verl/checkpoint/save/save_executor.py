@@ -58,22 +58,22 @@ def execute_save(
     with _begun(store, request, files) as transaction:
         begin_s = clock.lap()
         reports: list[RankReport] = []
-        published = None if multi_writer is None else transaction.finish_commit()
-        if published is None:
+        checkpoint = None if multi_writer is None else transaction.finish_commit()
+        if checkpoint is None:
             if multi_writer is not None:
                 _remove_own(store.disk, request, multi_writer)
             files.write(transaction.main)
             if multi_writer is not None:
                 reports = collect_reports(store.disk, multi_writer.directory, multi_writer.others, multi_writer.late_s)
         write_s = clock.lap()
-        if published is None:
-            published = transaction.commit(reports, state=dict(request.state), metrics=dict(request.metrics))
+        if checkpoint is None:
+            checkpoint = transaction.commit(reports, state=dict(request.state), metrics=dict(request.metrics))
     commit_s = clock.lap()
     pruned, prune_error = _prune(store, retention)
     return SaveOutcome(
-        step=request.step, tag=request.tag, directory=published.directory,
+        step=request.step, tag=request.tag, directory=checkpoint.directory,
         num_bytes=sum(x.num_bytes for x in request.images) + sum(x.size for report in reports for x in report.files),
-        written_bytes=_written_bytes(published.manifest.files),
+        written_bytes=_written_bytes(checkpoint.manifest.files),
         begin_s=begin_s, write_s=write_s, hash_s=files.hash_s, commit_s=commit_s,
         pruned=pruned, prune_error=prune_error,
     )  # fmt: skip

@@ -149,7 +149,7 @@ class RayTransport:
         self._actors: list[Any] = []
         self._counts: dict[int, int] = {}  # last known progress counter of each worker
         self._shares_store = False  # all actors share the driver's memory: they are on its machine
-        self._room: Any = None
+        self._placement_group: Any = None
         self._hosts: list[str] = []
         self._watches: list[ReachabilityWatch] = []
         self._inbox: SimpleQueue[tuple[int, list[Any]] | None] = SimpleQueue()
@@ -159,8 +159,8 @@ class RayTransport:
         if self._logs is not None:
             self._logs.mkdir(parents=True, exist_ok=True)
         size = self._setting.size
-        self._room = self._bundles.join(self._session)
-        self._actors = [self._hire(rank) for rank in range(size)]
+        self._placement_group = self._bundles.join(self._session)
+        self._actors = [self._create_actor(rank) for rank in range(size)]
         self._collector = threading.Thread(target=self._collect, args=(group,), daemon=True)
         self._collector.start()
 
@@ -185,8 +185,8 @@ class RayTransport:
             device = f"cuda:{place.gpu}" if is_on_gpu else context.device
             own = replace(context, rank=rank, world_size=size, device=device, tokenizer=None)
             own = replace(own, shares_device=is_on_gpu and self._setting.num_gpus < 1)
-            meeting = places[0].local_meeting if is_one_machine else places[0].meeting
-            env = {"VERL_RENDEZVOUS": meeting, "RANK": str(rank), "WORLD_SIZE": str(size)}
+            rendezvous = places[0].local_rendezvous if is_one_machine else places[0].rendezvous
+            env = {"VERL_RENDEZVOUS": rendezvous, "RANK": str(rank), "WORLD_SIZE": str(size)}
             network = place.local_network if is_one_machine else place.network
             if network:  # no need to resolve the machine's name, which may lead to its loopback alone
                 env["GLOO_SOCKET_IFNAME"] = network
@@ -209,7 +209,7 @@ class RayTransport:
             if node in raylets:
                 self._watches.append(ReachabilityWatch(raylets[node], partial(group.on_end, rank, lost)))
 
-    def _hire(self, rank: int) -> Any:
+    def _create_actor(self, rank: int) -> Any:
         log = None if self._logs is None else str(self._log(rank))
         env = {
             "PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")])),
@@ -225,7 +225,9 @@ class RayTransport:
             num_cpus=self._setting.num_cpus,
             num_gpus=self._setting.num_gpus,
             runtime_env={"env_vars": env},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=rank),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._placement_group, placement_group_bundle_index=rank
+            ),
         )
         return actor.remote(log)
 
@@ -235,8 +237,10 @@ class RayTransport:
             shares, rows = self._sent(pending)
             stored = {id(share): ray.put(tuple(share)) for share in {id(share): share for share in shares}.values()}
             calls = [
-                actor.call.remote(role, method, stored[id(share)], None if own is None else own.numpy(), rank in heard)
-                for heard in [pending.heard]
+                actor.call.remote(
+                    role, method, stored[id(share)], None if own is None else own.numpy(), rank in result_ranks
+                )
+                for result_ranks in [pending.result_ranks]
                 for rank, (actor, share, own) in enumerate(zip(self._actors, shares, rows, strict=True))
             ]
         except (RayError, OSError, ValueError) as error:
@@ -311,7 +315,7 @@ class RayTransport:
         """Not looked at: an actor may be on another machine, and one that is stopped makes no progress."""
         return 0.0
 
-    def inert(self, ranks: Sequence[int]) -> Sequence[int]:
+    def unresponsive(self, ranks: Sequence[int]) -> Sequence[int]:
         return sorted(set(ranks) - self._progress_of(ranks).keys())
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -337,8 +341,8 @@ class RayTransport:
         for actor in self._actors:
             with contextlib.suppress(RayError):
                 ray.kill(actor)
-        if self._room is not None:
-            self._room = None
+        if self._placement_group is not None:
+            self._placement_group = None
             self._bundles.leave()
 
     def close(self, is_idle: bool) -> None:
@@ -365,7 +369,7 @@ class _Place(NamedTuple):
 
     Attributes:
         address, host: of its machine in the cluster, and the machine's name.
-        meeting, local_meeting: where a group could meet there, for other machines and for this one alone.
+        rendezvous, local_rendezvous: where a group could meet there, for other machines and for this one alone.
         network, local_network: the interfaces of both; empty where they are not known, or the user has chosen.
         gpu: its own, as the worker's process numbers those that it sees.
     """
@@ -373,8 +377,8 @@ class _Place(NamedTuple):
     address: str
     pid: int
     node: str
-    meeting: str
-    local_meeting: str
+    rendezvous: str
+    local_rendezvous: str
     network: str
     local_network: str
     gpu: int

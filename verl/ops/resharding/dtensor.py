@@ -28,7 +28,7 @@ def is_divided(x: Tensor) -> bool:
     return hasattr(x, "device_mesh")
 
 
-def is_elsewhere(x: Tensor) -> bool:
+def is_on_other_stage(x: Tensor) -> bool:
     """Whether another stage of a pipeline holds a tensor, and not this process: it stands here without data."""
     return x.is_meta and hasattr(x, "pipeline_stage")
 
@@ -73,7 +73,7 @@ def layout_of(tensors: Mapping[str, Tensor], mesh: Mesh) -> Layout:
 
 def own_box(x: Tensor) -> Box | None:
     """Slice of a tensor on this process; None if it has nothing of it."""
-    if is_elsewhere(x):
+    if is_on_other_stage(x):
         return None
     if not is_divided(x):
         return tuple((0, size) for size in x.shape)

@@ -85,10 +85,12 @@ class ServerSampler(RolloutEngine):
         self.autocast: Autocast = autocast
         self._before: np.ndarray | None = None  # the trainer's log-probs of the probe at the last sync
         self.compute_type, self.row_tokens = self._compute_type(), parts.limit
-        divided: ParallelInfo | None = getattr(model, "divided", None)
-        self._transfer = None if divided is None else TransferToFirst(model, dtype_of(model, autocast))
-        if divided is not None and len(divided.siblings) > 1:  # of processes with the same rows, one sends the requests
-            self.group = OneGenerates(divided, len(divided.siblings))
+        parallel_info: ParallelInfo | None = getattr(model, "parallel_info", None)
+        self._transfer = None if parallel_info is None else TransferToFirst(model, dtype_of(model, autocast))
+        if (
+            parallel_info is not None and len(parallel_info.siblings) > 1
+        ):  # of processes with the same rows, one sends the requests
+            self.group = OneGenerates(parallel_info, len(parallel_info.siblings))
 
     def turns(self, limits: TurnLimits) -> TurnEngine:
         """See `RolloutEngine.turns`.

@@ -19,7 +19,7 @@ class VLLMRollout(VLLMOptions):
     ) -> RolloutEngine:
         from verl.rollout.vllm.client.client import VLLMClient  # brings the process and its memory
 
-        if hasattr(model, "divided"):
+        if hasattr(model, "parallel_info"):
             from verl.rollout.vllm.sync.sharded_client import ShardedVLLMClient
 
             return ShardedVLLMClient(self, model, tokenizer, seed, autocast, context)

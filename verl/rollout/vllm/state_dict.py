@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.parallel_info import full_tensor
-from verl.ops.resharding.dtensor import is_elsewhere, read_slice_like
+from verl.ops.resharding.dtensor import is_on_other_stage, read_slice_like
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     # It finds tied ones by where they lie, and weights of other pipeline stages lie nowhere.
-    places = {id(x): torch.empty(1) for x in state.values() if is_elsewhere(x)}
+    places = {id(x): torch.empty(1) for x in state.values() if is_on_other_stage(x)}
     kept = remove_tied_weights_from_state_dict({name: places.get(id(x), x) for name, x in state.items()}, base)
     return [name for name in state if name in kept and name not in (base._keys_to_ignore_on_save or ())]
 

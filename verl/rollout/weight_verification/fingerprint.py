@@ -196,7 +196,7 @@ class FingerprintLog:
         vectors: of this sync.
         dtype: that the engine computes in; None for that of each tensor.
         tied: name of a tensor that is not in the stream -> name of the tensor that it equals.
-        sideways: names of matrices that the model keeps as [in, out].
+        transposed: names of matrices that the model keeps as [in, out].
     Attributes:
         seconds: time spent on fingerprints.
     """
@@ -206,15 +206,15 @@ class FingerprintLog:
         vectors: ProbeVectors,
         dtype: torch.dtype | None = None,
         tied: Mapping[str, str] | None = None,
-        sideways: Collection[str] = (),
+        transposed: Collection[str] = (),
     ):
-        self.vectors, self.dtype, self.tied, self.sideways = vectors, dtype, tied or {}, sideways
+        self.vectors, self.dtype, self.tied, self.transposed = vectors, dtype, tied or {}, transposed
         self._marks: Fingerprints = {}
         self._copies = HostCopies()
         self.seconds = 0.0
 
     @property
-    def marks(self) -> Fingerprints:
+    def fingerprints(self) -> Fingerprints:
         """Fingerprints so far, by name."""
         self._copies.finish()
         return self._marks
@@ -222,15 +222,15 @@ class FingerprintLog:
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same names and tensors, and compute their fingerprints."""
         for name, tensor in tensors:
-            self.note(name, tensor)
+            self.add_fingerprint(name, tensor)
             yield name, tensor
 
-    def note(self, name: str, tensor: Tensor, slack: float = 0.0) -> None:
+    def add_fingerprint(self, name: str, tensor: Tensor, slack: float = 0.0) -> None:
         """Compute the fingerprint of one tensor."""
         began = time.perf_counter()
-        upright = tensor.T if name in self.sideways else tensor
+        matrix = tensor.T if name in self.transposed else tensor
         with self._copies:
-            self.add(name, fingerprint(upright, self.vectors, self.dtype, slack))
+            self.add(name, fingerprint(matrix, self.vectors, self.dtype, slack))
         self.seconds += time.perf_counter() - began
 
     def add(self, name: str, mark: WeightFingerprint) -> None:
@@ -253,7 +253,7 @@ def tied_names(model: Any) -> dict[str, str]:
     return tied
 
 
-def sideways_names(model: Any) -> set[str]:
+def transposed_names(model: Any) -> set[str]:
     """Names of the matrices that a model keeps as [in, out], as GPT-2 does, where engines have [out, in]."""
     from transformers.pytorch_utils import Conv1D
 
@@ -355,6 +355,6 @@ def own_shard(
     )
 
 
-def upright(part: Tensor, box: Box, shape: Sequence[int]) -> tuple[Tensor, Box, tuple[int, ...]]:
+def transpose_to_out_in(part: Tensor, box: Box, shape: Sequence[int]) -> tuple[Tensor, Box, tuple[int, ...]]:
     """Transpose a part of a matrix from [in, out] to [out, in]."""
     return part.T, (box[1], box[0]), (shape[1], shape[0])

@@ -26,8 +26,8 @@ from verl.rollout.weight_verification.fingerprint import (
     Fingerprints,
     ProbeVectors,
     dtype_name,
-    sideways_names,
     tied_names,
+    transposed_names,
 )
 from verl.rollout.weight_verification.logprob_probe import allowed_nats, probe_rows, trainer_log_probs
 from verl.rollout.weight_verification.vllm_params import LORA_B, adapter_tensors
@@ -55,13 +55,13 @@ class VerifyReply:
     """Fingerprints and log-probs of the engine.
 
     Attributes:
-        marks: fingerprints of its tensors by their Hugging Face names.
+        fingerprints: fingerprints of its tensors by their Hugging Face names.
         log_probs: of the probe.
         unproven: name prefixes of tensors that cannot be read in this engine.
         seconds: time spent on the reply.
     """
 
-    marks: Fingerprints
+    fingerprints: Fingerprints
     log_probs: np.ndarray
     unproven: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -72,7 +72,7 @@ class TrainerSide:
     """Fingerprints and log-probs of the trainer.
 
     Attributes:
-        marks: of its tensors by their Hugging Face names.
+        fingerprints: of its tensors by their Hugging Face names.
         log_probs: of the probe.
         dtype: data type of the engine.
         tied: as in `FingerprintLog`.
@@ -81,7 +81,7 @@ class TrainerSide:
         compute_type: data type of its log-probs; `tf32` if float32 products are rounded.
     """
 
-    marks: Fingerprints
+    fingerprints: Fingerprints
     log_probs: np.ndarray
     dtype: str = "float32"
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -114,10 +114,12 @@ def verify_sync(trainer: TrainerSide, engine: VerifyReply) -> VerificationResult
         WeightSyncError: they differ; names the tensors.
     """
     began = time.perf_counter()
-    expected = {name: mark for name, mark in trainer.marks.items() if not name.startswith(engine.unproven or ("\0",))}
-    differences = compare(expected, engine.marks, trainer.previous, trainer.tied)
+    expected = {
+        name: mark for name, mark in trainer.fingerprints.items() if not name.startswith(engine.unproven or ("\0",))
+    }
+    differences = compare(expected, engine.fingerprints, trainer.previous, trainer.tied)
     faults = [str(difference) for difference in differences]
-    missing, extra = only_in(expected, engine.marks), only_in(engine.marks, expected)
+    missing, extra = only_in(expected, engine.fingerprints), only_in(engine.fingerprints, expected)
     faults += [f"{name}: the engine has no such tensor, or does not use it" for name in missing]
     faults += [f"{name}: the trainer sent no such tensor" for name in extra]
     gaps = np.abs(trainer.log_probs - engine.log_probs)
@@ -127,7 +129,7 @@ def verify_sync(trainer: TrainerSide, engine: VerifyReply) -> VerificationResult
     if not gap <= allowed:
         raise WeightSyncError([], [], len(expected), gap, allowed)
     seconds = trainer.seconds + engine.seconds + time.perf_counter() - began
-    unproven = len(trainer.marks) - len(expected)
+    unproven = len(trainer.fingerprints) - len(expected)
     metrics = {"sync/probe_gap_nats": gap, "sync/proof_s": seconds, "sync/unproven_tensors": float(unproven)}
     return VerificationResult(metrics, seconds, len(expected), unproven)
 
@@ -135,8 +137,8 @@ def verify_sync(trainer: TrainerSide, engine: VerifyReply) -> VerificationResult
 class SyncVerifier:
     """The trainer's side of all syncs to one engine.
 
-    For each sync, in this order: `question` (to the engine); `watch` around the stream of weights, or `note` for each
-    of them, or `note_adapter`; and `verify_sync` with the engine's answer.
+    For each sync, in this order: `question` (to the engine); `watch` around the stream of weights, or
+    `add_fingerprint` for each of them, or `add_adapter_fingerprints`; and `verify_sync` with the engine's answer.
 
     Args:
         model: that trains, with its adapter if it has one.
@@ -150,7 +152,7 @@ class SyncVerifier:
         self.model, self.dtype = model, dtype
         self.autocast: Autocast = autocast
         self.rows = probe_rows(vocab_size, context)
-        self.tied, self.sideways = tied_names(model), sideways_names(model)
+        self.tied, self.transposed = tied_names(model), transposed_names(model)
         self.version = 0
         self._ledger: FingerprintLog | None = None
         self._previous: Fingerprints = {}
@@ -166,7 +168,7 @@ class SyncVerifier:
         vectors = ProbeVectors(self.version)
         self.version += 1
         self._seen = None
-        self._ledger = FingerprintLog(vectors, self.dtype, self.tied, self.sideways)
+        self._ledger = FingerprintLog(vectors, self.dtype, self.tied, self.transposed)
         return VerifyRequest(vectors, self.rows, weights, adapter_rank)
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -174,27 +176,29 @@ class SyncVerifier:
         assert self._ledger is not None, "question() begins a sync"
         return self._ledger.watch(tensors)
 
-    def note(self, name: str, tensor: Tensor) -> Tensor:
+    def add_fingerprint(self, name: str, tensor: Tensor) -> Tensor:
         """Compute the fingerprint of one tensor and return the tensor."""
         assert self._ledger is not None, "question() begins a sync"
-        self._ledger.note(name, tensor)
+        self._ledger.add_fingerprint(name, tensor)
         return tensor
 
-    def note_adapter(self) -> None:
+    def add_adapter_fingerprints(self) -> None:
         """Compute fingerprints of the adapter instead of the weights."""
         assert self._ledger is not None, "question() begins a sync"
         for name, tensor in adapter_tensors(self.model):
             # The engine multiplies B by its scale in its own type, after rounding B to it.
-            self._ledger.note(name, tensor, slack=2 * torch.finfo(self.dtype).eps if name.endswith(LORA_B) else 0.0)
+            self._ledger.add_fingerprint(
+                name, tensor, slack=2 * torch.finfo(self.dtype).eps if name.endswith(LORA_B) else 0.0
+            )
 
-    def adopt(self, marks: Fingerprints, seconds: float = 0.0) -> None:
+    def adopt(self, fingerprints: Fingerprints, seconds: float = 0.0) -> None:
         """Use fingerprints that were combined from parts, instead of computing them from whole tensors."""
         assert self._ledger is not None, "question() begins a sync"
-        for name, mark in marks.items():
+        for name, mark in fingerprints.items():
             self._ledger.add(name, mark)
         self._ledger.seconds += seconds
 
-    def look(self) -> None:
+    def compute_probe_log_probs(self) -> None:
         """Compute the log-probs of the probe, during the transfer or the engine's verification; otherwise `verify_sync`
         computes them.
         """
@@ -203,16 +207,16 @@ class SyncVerifier:
         log_probs = trainer_log_probs(self.model, self.rows, self.autocast)
         self._seen = log_probs, time.perf_counter() - began
 
-    def prove(self, engine: VerifyReply) -> VerificationResult:
+    def verify(self, engine: VerifyReply) -> VerificationResult:
         """Compare with the engine's reply; see `verify_sync`."""
         assert self._ledger is not None, "question() begins a sync"
         if self._seen is None:
-            self.look()
+            self.compute_probe_log_probs()
         assert self._seen is not None
         (log_probs, seconds), self._seen = self._seen, None
         dtype, seconds = dtype_name(self.dtype), seconds + self._ledger.seconds
         own_type = compute_type(self.model, self.autocast)
-        side = TrainerSide(self._ledger.marks, log_probs, dtype, self.tied, self._previous, seconds, own_type)
+        side = TrainerSide(self._ledger.fingerprints, log_probs, dtype, self.tied, self._previous, seconds, own_type)
         proof = verify_sync(side, engine)
-        self._previous |= self._ledger.marks
+        self._previous |= self._ledger.fingerprints
         return proof

@@ -60,7 +60,7 @@ class ExpertFingerprints:
         everyone = ((number, number) for number in range(layer.local_num_experts))
         self.numbers = [(number, place) for number, place in places or everyone if place >= 0]
 
-    def marks(self, vectors: ProbeVectors) -> Iterator[tuple[str, FingerprintShard]]:
+    def fingerprints(self, vectors: ProbeVectors) -> Iterator[tuple[str, FingerprintShard]]:
         """The shards of every expert's matrices, unpacked one expert at a time."""
         layer, width = self.layer, self.config.hidden_dim_unpadded
         own, ranks = self.config.intermediate_size_per_partition_unpadded, self.config.tp_size
@@ -236,7 +236,7 @@ class LayerFingerprints:
         if reader is None:
             self.unproven.append(f"{name}.")
         else:
-            self._readings.append(reader.marks)
+            self._readings.append(reader.fingerprints)
 
     def _linear(
         self, vectors: ProbeVectors, layer: Any, parts: list[LayerRows], is_term: bool

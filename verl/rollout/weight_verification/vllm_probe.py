@@ -31,9 +31,9 @@ def answer_request(llm: Any, question: VerifyRequest, lora_request: Any = None, 
     finally:
         on_ranks("score", mode)
     ranks = on_ranks("read", question, lora_request.lora_int_id if lora_request is not None else None)
-    marks = join_shards([shards for shards, _ in ranks])
+    fingerprints = join_shards([shards for shards, _ in ranks])
     unproven = tuple(dict.fromkeys(name for _, names in ranks for name in names))
-    return VerifyReply(marks, log_probs, unproven, time.perf_counter() - began)
+    return VerifyReply(fingerprints, log_probs, unproven, time.perf_counter() - began)
 
 
 def run_on_worker(worker: Any, task: str, *args: Any) -> Any:

@@ -64,7 +64,9 @@ def load_checkpoint(
     _verify(point, chosen)
     loop.begin(evaluates=False)
     for name in trainer.trained:
-        source = CheckpointSelection(point.published.directory, name in chosen, "optimizer" in chosen, mmap, device_map)
+        source = CheckpointSelection(
+            point.checkpoint.directory, name in chosen, "optimizer" in chosen, mmap, device_map
+        )
         getattr(trainer, name).load(name, source).result()
     trainer.sync()
     load_parts(point, trainer.parts, chosen)
@@ -104,11 +106,11 @@ def _refuse_with_path(point: ResumePoint, own: Mapping[str, Any]) -> None:
         refuse_other_identity(point, own)
     except ConfigError as error:
         hint = "To take over weights alone, give load_components=['actor']."
-        raise ConfigError([*error.faults, f"path is {point.published.directory}: another training. {hint}"]) from error
+        raise ConfigError([*error.faults, f"path is {point.checkpoint.directory}: another training. {hint}"]) from error
 
 
 def _verify(point: ResumePoint, chosen: Sequence[str]) -> None:
-    reader = CheckpointReader(point.published)
+    reader = CheckpointReader(point.checkpoint)
     for path in _files(reader, chosen):
         reader.check(path)
 

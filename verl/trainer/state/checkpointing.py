@@ -427,7 +427,7 @@ class CheckpointSaver:
     def _record_outcomes(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
         for outcome in outcomes:
             if outcome.name is not None:
-                self._contents.published()
+                self._contents.checkpoint()
                 pruned = list(outcome.pruned)
                 self.lineage.add("checkpoint", checkpoint=outcome.name, step=outcome.step, pruned=pruned)
                 if self._uploader is not None:

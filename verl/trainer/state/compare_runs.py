@@ -103,8 +103,8 @@ def num_compared(checkpoint: Checkpoint, near: Tolerance) -> int:
 
 
 def _tensors_apart(first: CheckpointReader, second: CheckpointReader, near: Tolerance) -> Iterator[str]:
-    others = {tensor.full_name: tensor for tensor in second.published.manifest.tensors}
-    for tensor in first.published.manifest.tensors:
+    others = {tensor.full_name: tensor for tensor in second.checkpoint.manifest.tensors}
+    for tensor in first.checkpoint.manifest.tensors:
         other = others.pop(tensor.full_name, None)
         if _left_out(tensor.component, near):
             continue

@@ -177,7 +177,7 @@ class FileSet(PartPlace):
             draft.existing_files.extend(file for file in state.values() if isinstance(file, ExistingFile))
 
     def read(self, saved: _SavedParts) -> Mapping[str, Any]:
-        directory = saved.point.published.directory / self.path
+        directory = saved.point.checkpoint.directory / self.path
         return {path.name: path for path in sorted(directory.iterdir())} if directory.is_dir() else {}
 
 
@@ -208,7 +208,7 @@ class RngFiles(PartPlace):
 
     def read(self, saved: _SavedParts) -> Mapping[str, Any]:
         point, tensors = saved.point, saved.point.read_tensors("rng")
-        names = [PurePosixPath(entry.path).name for entry in CheckpointReader(point.published).files("rng")]
+        names = [PurePosixPath(entry.path).name for entry in CheckpointReader(point.checkpoint).files("rng")]
         count = sum(name.startswith("rank_") for name in names)
         ranks = [(_below(tensors, f"rank_{rank}."), point.read_json(f"rng/rank_{rank}.json")) for rank in range(count)]
         own = {name: x for name, x in tensors.items() if not name.startswith("rank_")}

@@ -275,11 +275,11 @@ def _runs(directory: Path) -> dict[str, LineageRun]:
 def _add_unrecorded(runs: dict[str, LineageRun]) -> None:
     """Checkpoints that are there, of runs that were killed before they could write that down."""
     for directory in {run.directory for run in runs.values()}:
-        for published in CheckpointDirectory(directory).complete():
-            run = runs.get(published.manifest.run_id)
-            if run is None or any(saved.name == published.name for saved in run.checkpoints):
+        for checkpoint in CheckpointDirectory(directory).complete():
+            run = runs.get(checkpoint.manifest.run_id)
+            if run is None or any(saved.name == checkpoint.name for saved in run.checkpoints):
                 continue
-            saved = LineageCheckpoint(published.name, published.step, published.manifest.saved_at, "there")
+            saved = LineageCheckpoint(checkpoint.name, checkpoint.step, checkpoint.manifest.saved_at, "there")
             run.checkpoints.append(saved)
             run.steps = max(run.steps, saved.step)
 

@@ -23,8 +23,8 @@ def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> No
     if found:
         raise ConfigError(
             [
-                f"{path} is {_shown(now)}: the checkpoint {point.published.name} was trained with {_shown(before)}, so "
-                "this would be another training. Set it back, or start without resume."
+                f"{path} is {_shown(now)}: the checkpoint {point.checkpoint.name} was trained with {_shown(before)}, "
+                "so this would be another training. Set it back, or start without resume."
                 for path, (before, now) in found.items()
             ]
         )
@@ -79,5 +79,5 @@ def _shown(value: Any) -> str:
 def parent_of(point: ResumePoint, config: Mapping[str, Any]) -> ParentCheckpoint:
     """The checkpoint as the origin of a run with a configuration."""
     found = _training_differences(point.state.get("config", {}), config)
-    manifest = point.published.manifest
-    return ParentCheckpoint(manifest.run_id, str(point.published.directory), point.step, found)
+    manifest = point.checkpoint.manifest
+    return ParentCheckpoint(manifest.run_id, str(point.checkpoint.directory), point.step, found)

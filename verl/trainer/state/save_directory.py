@@ -118,7 +118,7 @@ class SaveDirectoryChoice:
         chosen = SaveDirectory(self.directory, self._tier, point, messages=messages)
         if not self._saves:
             return chosen
-        is_inside = point is not None and point.published.directory.parent == self.directory
+        is_inside = point is not None and point.checkpoint.directory.parent == self.directory
         is_checked = resume != LATEST and not is_inside and not self._may_move
         if is_checked and (fault := self._fault_of_owner()) is not None:
             raise ConfigError(fault)
@@ -143,7 +143,7 @@ class SaveDirectoryChoice:
             where = f"{self.directory} or {self._tier.address}" if self._tier is not None else self.directory
             _log.warning("resume=latest found no checkpoint in %s: starting from the beginning.", where)
         if point is not None and not self._is_own(point.state):
-            where = point.published.directory.parent
+            where = point.checkpoint.directory.parent
             fault = (
                 f"resume is 'latest': {where} holds no checkpoint of this training. Set back what differs to "
                 f"go on with the training there, or {OTHER_DIRECTORY}."
@@ -171,8 +171,8 @@ class SaveDirectoryChoice:
         try:
             storage_at(address.rstrip("/"), self._storage).hasty.connect().list("preflight/")
             remote, record = find_at(address, self._storage)
-            published = remote.open(record) if record is not None else remote.newest()
-            return ResumePoint(published, remote.state(published), "seen")
+            checkpoint = remote.open(record) if record is not None else remote.newest()
+            return ResumePoint(checkpoint, remote.state(checkpoint), "seen")
         except (CheckpointNotFound, StorageError) as error:
             raise ConfigError(f"resume is {address!r}: {error}") from error
 
@@ -182,17 +182,17 @@ class SaveDirectoryChoice:
         Args:
             most_remote: the most checkpoints of the store; None for all.
         """
-        for published in reversed(CheckpointDirectory(self.directory).survey()[0]):
+        for checkpoint in reversed(CheckpointDirectory(self.directory).survey()[0]):
             with contextlib.suppress(BadCheckpoint):  # nobody's; retention leaves it alone
-                yield ResumePoint(published, read_state(FileSystem(), published), "seen")
+                yield ResumePoint(checkpoint, read_state(FileSystem(), checkpoint), "seen")
         if self._tier is None:
             return
         remote = replace(self._tier, storage=_with_one_retry(self._tier.storage)).connect()
         try:
             for record in list(reversed(remote.records()))[:most_remote]:
                 with contextlib.suppress(BadCheckpoint, ValueError):
-                    published = remote.open(record)
-                    yield ResumePoint(published, remote.state(published), "seen")
+                    checkpoint = remote.open(record)
+                    yield ResumePoint(checkpoint, remote.state(checkpoint), "seen")
         except StorageRefused as error:
             raise self._tier.refused(error) from error
         except StorageError as error:
@@ -238,7 +238,7 @@ class SaveDirectoryChoice:
         """Why a run without `resume` may not save here: checkpoints of another training."""
         if (other := self._other()) is None:
             return None
-        where, key = other.published.directory.parent, "checkpoint.save_dir"
+        where, key = other.checkpoint.directory.parent, "checkpoint.save_dir"
         if where != self.directory and self._tier is not None:
             where, key = self._tier.address, "storage"
         return (
@@ -344,7 +344,7 @@ def ancestors_of(point: ResumePoint | None) -> dict[str, int]:
     of it that belongs to this descent."""
     if point is None:
         return {}
-    manifest, lineage = point.published.manifest, point.state.get("lineage")
+    manifest, lineage = point.checkpoint.manifest, point.state.get("lineage")
     recorded = lineage.get("ancestors") if isinstance(lineage, Mapping) else None
     before = {
         str(run): number

@@ -33,7 +33,7 @@ class TrainState:
         self._digests: dict[str, dict[str, Any]] = {}
         self._is_published = False
 
-    def published(self) -> None:
+    def checkpoint(self) -> None:
         """A checkpoint of this run is there: what never changes is linked to it from here on."""
         self._is_published = True
 

@@ -154,10 +154,12 @@ class VLLMClient(RolloutEngine):
             variables = environment(options, context, self.setting.num_threads, self.setting.dtype, self.gpus)
             limit_s = options.call_timeout_s
             self.process = EngineProcess(self.setting, variables, self.files, _log_file(context), limit_s)
-            self.outliving_death(self._start, is_start=True)
-            self._threads_while_both_work = _threads_while_both_work(self.setting, context)
+            self.with_engine_restart(self._start, is_start=True)
+            self._shared_core_threads = _shared_core_threads(self.setting, context)
             vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
-            self._prover = SyncVerifier(model, self.setting.dtype, vocabulary, self.engine_info.max_model_len, autocast)
+            self._verifier = SyncVerifier(
+                model, self.setting.dtype, vocabulary, self.engine_info.max_model_len, autocast
+            )
         except BaseException:
             self.close()
             raise
@@ -180,15 +182,15 @@ class VLLMClient(RolloutEngine):
         """
         self._refuse_too_long(limits)
         if limits.while_training:
-            self.outliving_death(self._sync_if_needed)
-        threads = self._threads_while_both_work if limits.while_training else None
+            self.with_engine_restart(self._sync_if_needed)
+        threads = self._shared_core_threads if limits.while_training else None
         self.open_turns = VLLMTurns(self, limits, threads)
         return self.open_turns
 
     def sync(self) -> SyncResult:
         """Stream the present weights into the engine, which drops all keys and values."""
         self.refuse_open_turns()
-        return self.outliving_death(self._sync)
+        return self.with_engine_restart(self._sync)
 
     def rest(self) -> None:
         """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
@@ -238,7 +240,7 @@ class VLLMClient(RolloutEngine):
             self.is_synced = False
             raise
 
-    def outliving_death(self, action: Callable[[], T], *, is_start: bool = False) -> T:
+    def with_engine_restart(self, action: Callable[[], T], *, is_start: bool = False) -> T:
         """Do something; if the engine dies of it, or makes no progress, do it once more with a new one."""
         try:
             return action()
@@ -283,10 +285,10 @@ class VLLMClient(RolloutEngine):
 
     def _send_and_prove(self) -> SyncResult:
         rank, all_weights = self.setting.lora_rank, self.setting.lora_rank is None or not self._has_base
-        question = self._prover.question(weights=all_weights, adapter_rank=rank)
-        with using_threads(self._threads_while_both_work), ThreadPoolExecutor(1) as aside:
+        question = self._verifier.question(weights=all_weights, adapter_rank=rank)
+        with using_threads(self._shared_core_threads), ThreadPoolExecutor(1) as aside:
             looking = aside.submit(
-                on_current_device(self._prover.look)
+                on_current_device(self._verifier.compute_probe_log_probs)
             )  # during the transfer of the weights, which it only reads
             if rank is None:
                 synced = self.push()
@@ -294,12 +296,12 @@ class VLLMClient(RolloutEngine):
                 if all_weights:
                     self.push(merge=False)
                 synced = self._send_adapter()
-                self._prover.note_adapter()
+                self._verifier.add_adapter_fingerprints()
             looking.result()
-        self.begin_proof(question)
+        self.request_fingerprints(question)
         return replace(synced, metrics=synced.metrics | self.verify().metrics)
 
-    def begin_proof(self, question: VerifyRequest) -> None:
+    def request_fingerprints(self, question: VerifyRequest) -> None:
         """Ask what the engine holds."""
         self.process.send("prove", question)
 
@@ -309,7 +311,7 @@ class VLLMClient(RolloutEngine):
         Raises:
             WeightSyncError: it does not hold the trainer's weights.
         """
-        return self._prover.prove(self.process.answer())
+        return self._verifier.verify(self.process.answer())
 
     def _send_adapter(self) -> SyncResult:
         """A new adapter under a new number, in a directory in memory; the former one is removed."""
@@ -351,7 +353,7 @@ class VLLMClient(RolloutEngine):
         self.begin_load(connection.feeds)
         try:
             copying = connection.stream.send(
-                connection.chunks, weights, self.setting.dtype, self.process.is_busy, self._prover.note
+                connection.chunks, weights, self.setting.dtype, self.process.is_busy, self._verifier.add_fingerprint
             )
         except StreamBroken:
             copying = 0.0  # the answer tells why
@@ -369,7 +371,7 @@ class VLLMClient(RolloutEngine):
         if self._connected is not feeds:
             self.process.call("connect", feeds, self.setting.dtype)
             self._connected = feeds
-        self.process.send("load", LoadRequest(self._threads_while_both_work, self.in_place))
+        self.process.send("load", LoadRequest(self._shared_core_threads, self.in_place))
 
     def end_load(self) -> float:
         """When they have read all of it. Returns the seconds of that."""
@@ -426,7 +428,7 @@ def _log_file(context: BuildContext) -> Path | None:
     return folder / f"vllm_{context.rank}.log"
 
 
-def _threads_while_both_work(setting: EngineArgs, context: BuildContext) -> int:
+def _shared_core_threads(setting: EngineArgs, context: BuildContext) -> int:
     """Threads of each of the two, while trainer and engine work at the same time, so that none waits for a core."""
     own = torch.get_num_threads()
     fit = setting.is_on_gpu or context.world_size * (own + setting.num_threads) <= num_cores()
@@ -459,9 +461,9 @@ class GroupVLLMClient(VLLMClient):
             return True
         return False
 
-    def outliving_death(self, action: Callable[[], T], *, is_start: bool = False) -> T:
+    def with_engine_restart(self, action: Callable[[], T], *, is_start: bool = False) -> T:
         """Run an action. Restarts only an engine that dies while starting: weights have to come from all processes."""
-        return super().outliving_death(action, is_start=True) if is_start else action()
+        return super().with_engine_restart(action, is_start=True) if is_start else action()
 
     def reset_death_count(self) -> None:
         """Called after a generation that succeeded."""
@@ -470,7 +472,7 @@ class GroupVLLMClient(VLLMClient):
     def begin_sync(self) -> SyncRound:
         """Prepare for weights; an engine that has died is restarted."""
         self.refuse_open_turns()
-        question = self._prover.question()  # before what may fail: questions are counted alike beside all engines
+        question = self._verifier.question()  # before what may fail: questions are counted alike beside all engines
         if not self.process.is_alive():
             self.process.kill()
             self._start()
@@ -495,7 +497,7 @@ class GroupVLLMClient(VLLMClient):
             process_id,
             self.process.progress_path,
             self.options.call_timeout_s,
-            self._threads_while_both_work,
+            self._shared_core_threads,
             self.engine_info.reads_peers,
         )
 
@@ -503,21 +505,21 @@ class GroupVLLMClient(VLLMClient):
         """Whether it still reads."""
         return self.process.is_busy()
 
-    def look(self) -> None:
+    def compute_probe_log_probs(self) -> None:
         """The trainer's side of the probe; all processes of the model take part."""
-        self._prover.look()
+        self._verifier.compute_probe_log_probs()
 
-    def end_proof(self, parts: Sequence[FingerprintShards], seconds: float) -> VerificationResult:
+    def verify_shards(self, parts: Sequence[FingerprintShards], seconds: float) -> VerificationResult:
         """Compare with what the processes of the trainer have made of their own parts in these seconds.
 
         Raises:
             WeightSyncError: it does not hold their weights.
         """
-        self._prover.adopt(join_shards(parts), seconds)
+        self._verifier.adopt(join_shards(parts), seconds)
         proof = self.verify()
         self.is_synced = self._was_proven = True
         return proof
 
-    def note(self, name: str, tensor: Any) -> None:
+    def add_fingerprint(self, name: str, tensor: Any) -> None:
         """Take the mark of a whole tensor on its way."""
-        self._prover.note(name, tensor)
+        self._verifier.add_fingerprint(name, tensor)

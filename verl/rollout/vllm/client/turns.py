@@ -35,7 +35,7 @@ class TurnClient(Protocol):
 
     def call(self, method: str, *args: Any) -> Any: ...
 
-    def outliving_death(self, action: Callable[[], TurnOutput]) -> TurnOutput: ...
+    def with_engine_restart(self, action: Callable[[], TurnOutput]) -> TurnOutput: ...
 
 
 class VLLMTurns(TurnEngine):
@@ -78,7 +78,7 @@ class VLLMTurns(TurnEngine):
         report()
         if not self._open:
             return []
-        output = self._advance() if self.limits.while_training else self.client.outliving_death(self._advance)
+        output = self._advance() if self.limits.while_training else self.client.with_engine_restart(self._advance)
         self.cached_tokens += output.cached_tokens
         drawn = []
         for place, (number, tokens) in enumerate(zip(output.numbers, output.tokens, strict=True)):

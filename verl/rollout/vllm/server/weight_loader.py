@@ -55,7 +55,7 @@ class PackedLayer:
         """Store the layer's part of a tensor; after the last part the layer is packed."""
         self.taken |= {i: tensor[piece.read] for i, piece in enumerate(self.pieces) if piece.name == name}
         if len(self.taken) == len(self.pieces):
-            pack_weight(self.layer, adjoined([self.taken.pop(i) for i in range(len(self.pieces))]))
+            pack_weight(self.layer, concatenate_views([self.taken.pop(i) for i in range(len(self.pieces))]))
 
     def keep(self) -> None:
         """Copy parts that still point into the chunk."""
@@ -90,9 +90,9 @@ class InPlaceLoader:
             self._find(plain_name(path), module)
         self._register_head_copies(modules.values(), getattr(model, "lm_head", None))
         elsewhere = tuple(f"{plain_name(path)}." for path, one in modules.items() if OTHER_STAGE in kinds_of(one))
-        homeless = [name for name, takers in self._writers.items() if not takers and not name.startswith(elsewhere)]
-        if homeless:
-            raise UnsupportedLayer(f"{homeless[0]} has no place")
+        unmatched = [name for name, takers in self._writers.items() if not takers and not name.startswith(elsewhere)]
+        if unmatched:
+            raise UnsupportedLayer(f"{unmatched[0]} has no place")
 
     def wanted(self) -> dict[str, Box]:
         """Smallest slice of each tensor that contains everything this rank loads."""
@@ -254,7 +254,7 @@ def give_back_free_memory() -> None:
         trim(0)
 
 
-def adjoined(parts: Sequence[Tensor]) -> Tensor:
+def concatenate_views(parts: Sequence[Tensor]) -> Tensor:
     """Matrices stacked along the rows: a view if they are adjacent in memory, otherwise a copy."""
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:

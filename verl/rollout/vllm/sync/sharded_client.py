@@ -40,7 +40,7 @@ SIZE = "rollout.tensor_parallel_size x rollout.pipeline_parallel_size"  # of an 
 T = TypeVar("T")
 
 
-def with_engine_group(divided: ParallelInfo, engine_size: int) -> ParallelInfo:
+def with_engine_group(parallel_info: ParallelInfo, engine_size: int) -> ParallelInfo:
     """The same, with all ranks that share an engine as siblings: one engine on GPUs spans those of its whole group.
 
     On a CPU every group of tensor-parallel ranks has its own engine, of any size. All processes of the model take
@@ -49,30 +49,30 @@ def with_engine_group(divided: ParallelInfo, engine_size: int) -> ParallelInfo:
     Raises:
         ConfigError: ranks cannot be put into groups of this size.
     """
-    size = max(engine_size, len(divided.siblings))
-    if divided.device.type == "cpu" or size == len(divided.siblings):
-        return divided
-    if divided.stage_group is not None:
+    size = max(engine_size, len(parallel_info.siblings))
+    if parallel_info.device.type == "cpu" or size == len(parallel_info.siblings):
+        return parallel_info
+    if parallel_info.stage_group is not None:
         raise ConfigError(
             f"{SIZE} is {engine_size}: an engine beside pipeline stages spans at most the "
-            f"{len(divided.siblings)} GPUs of the processes that work on the same rows. Set it to at most that."
+            f"{len(parallel_info.siblings)} GPUs of the processes that work on the same rows. Set it to at most that."
         )
-    if size % len(divided.siblings) or divided.mesh.size % size:
+    if size % len(parallel_info.siblings) or parallel_info.mesh.size % size:
         raise ConfigError(
-            f"{SIZE} is {engine_size}: {divided.mesh.size} processes, of which "
-            f"{len(divided.siblings)} share the same rows, cannot be put into groups of {size} GPUs. Set it to 1, or "
-            "so that it divides their number."
+            f"{SIZE} is {engine_size}: {parallel_info.mesh.size} processes, of which "
+            f"{len(parallel_info.siblings)} share the same rows, cannot be put into groups of {size} GPUs. Set it to "
+            "1, or so that it divides their number."
         )
-    return grouped(divided, size)
+    return grouped(parallel_info, size)
 
 
-def grouped(divided: ParallelInfo, size: int) -> ParallelInfo:
+def grouped(parallel_info: ParallelInfo, size: int) -> ParallelInfo:
     """The same, with ranks in groups of this size as siblings. All processes of the model take part."""
     import torch.distributed as dist
 
-    groups = [list(range(first, first + size)) for first in range(0, divided.mesh.size, size)]
-    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=divided.timeout)
-    return replace(divided, siblings=tuple(groups[divided.rank // size]), sibling_group=own)
+    groups = [list(range(first, first + size)) for first in range(0, parallel_info.mesh.size, size)]
+    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=parallel_info.timeout)
+    return replace(parallel_info, siblings=tuple(groups[parallel_info.rank // size]), sibling_group=own)
 
 
 class ShardedVLLMClient(RolloutEngine):
@@ -87,15 +87,15 @@ class ShardedVLLMClient(RolloutEngine):
     ):
         if options.lora == "adapter" and hasattr(model, "peft_config"):
             raise ConfigError(f"rollout.lora is adapter, {DIVIDED}")
-        self.options, self.divided = options, with_engine_group(model.divided, options.num_workers)
-        same = len(model.divided.siblings)  # ranks in a row that have the same prompts
+        self.options, self.parallel_info = options, with_engine_group(model.parallel_info, options.num_workers)
+        same = len(model.parallel_info.siblings)  # ranks in a row that have the same prompts
         self.group = OneGenerates(
-            self.divided, same, self._load_if_needed, self._may_repeat, self._mend, self._succeeded
+            self.parallel_info, same, self._load_if_needed, self._may_repeat, self._mend, self._succeeded
         )
         self._times_broken = 0
-        is_one_machine = len(set(among_siblings(self.divided, platform.node()))) == 1
-        is_on_gpu = self.divided.device.type == "cuda"
-        gpus = among_siblings(self.divided, gpu_name(context.device)) if is_on_gpu else []
+        is_one_machine = len(set(among_siblings(self.parallel_info, platform.node()))) == 1
+        is_on_gpu = self.parallel_info.device.type == "cuda"
+        gpus = among_siblings(self.parallel_info, gpu_name(context.device)) if is_on_gpu else []
         if is_on_gpu and options.num_workers > 1 and not is_one_machine:
             raise ConfigError(
                 f"{SIZE} is {options.num_workers}: the processes of an engine would be on several machines. Set it so "
@@ -109,7 +109,7 @@ class ShardedVLLMClient(RolloutEngine):
         self.compute_type = str(dtype).removeprefix("torch.")
         self._planned = WeightSync(
             model,
-            self.divided,
+            self.parallel_info,
             self.engine,
             dtype,
             autocast,
@@ -147,7 +147,7 @@ class ShardedVLLMClient(RolloutEngine):
 
     def _load_if_needed(self) -> None:
         needs_weights = consensus(
-            self.divided, lambda: self.engine is not None and self.engine.needs_weights, self._may_repeat
+            self.parallel_info, lambda: self.engine is not None and self.engine.needs_weights, self._may_repeat
         )
         if any(needs_weights):
             self.sync()

@@ -34,7 +34,7 @@ from verl.rollout.vllm.sync.weight_transfer import (
     formed,
     may_be_sliced,
 )
-from verl.rollout.weight_verification.fingerprint import FingerprintShards, sideways_names
+from verl.rollout.weight_verification.fingerprint import FingerprintShards, transposed_names
 from verl.rollout.weight_verification.logprob_probe import trainer_log_probs
 from verl.rollout.weight_verification.verifier import VerificationResult, VerifyRequest
 from verl.utils.memory import release_cached
@@ -48,7 +48,7 @@ class RankSyncResult:
     Attributes:
         received, fed: bytes of weights received from other processes, and sent to an engine.
         shards: fingerprints of its local parts.
-        copying_s, loading_s, marking_s: seconds for `sync/copy_s`, `sync/load_s` and fingerprints.
+        copying_s, loading_s, fingerprint_s: seconds for `sync/copy_s`, `sync/load_s` and fingerprints.
     """
 
     received: int
@@ -56,7 +56,7 @@ class RankSyncResult:
     shards: FingerprintShards
     copying_s: float
     loading_s: float
-    marking_s: float
+    fingerprint_s: float
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class RankSync:
     offer: SyncOffer
     question: VerifyRequest
     share: FeedAssignment
-    delivery: WeightTransfer
+    transfer: WeightTransfer
     stream: StreamWriter | None
     feeds: list[FeedPlan]
 
@@ -89,8 +89,8 @@ class RankSync:
         Raises:
             EngineDied, EngineError, StreamBroken: the engine failed. The other ranks still got their tensors.
         """
-        under_way = TransferInProgress(self.question.vectors, self._is_sent_as_it_is)
-        tensors = self._formed(under_way)
+        transfer_state = TransferInProgress(self.question.vectors, self._is_sent_as_it_is)
+        tensors = self._formed(transfer_state)
         failure, copying, loading = None, 0.0, 0.0
         try:
             if self.engine is not None:
@@ -110,13 +110,15 @@ class RankSync:
             loading = self.engine.end_load()  # tells why, if the stream is broken
         if failure is not None:
             raise failure
-        under_way.copies.finish()
+        transfer_state.copies.finish()
         fed = sum(torch.Size(place.shape).numel() for chunk in self.share.chunks for place in chunk)
-        copying -= min(copying, under_way.marking_s)
-        size = fed * self.delivery.dtype.itemsize
-        return RankSyncResult(under_way.received, size, under_way.shards, copying, loading, under_way.marking_s)
+        copying -= min(copying, transfer_state.fingerprint_s)
+        size = fed * self.transfer.dtype.itemsize
+        return RankSyncResult(
+            transfer_state.received, size, transfer_state.shards, copying, loading, transfer_state.fingerprint_s
+        )
 
-    def prove(self, moved: Sequence[RankSyncResult]) -> VerificationResult | None:
+    def verify(self, moved: Sequence[RankSyncResult]) -> VerificationResult | None:
         """Verify the engine against the weights of all processes; None if this process leads no engine.
 
         Raises:
@@ -128,23 +130,23 @@ class RankSync:
         failure = None
         try:
             self.engine.wake_cache()
-            self.engine.begin_proof(self.question)
+            self.engine.request_fingerprints(self.question)
         except EngineDied as death:
             failure = death
         with self._threads():
-            self.engine.look()
+            self.engine.compute_probe_log_probs()
         if failure is not None:
             raise failure
-        return self.engine.end_proof([one.shards for one in moved], max(one.marking_s for one in moved))
+        return self.engine.verify_shards([one.shards for one in moved], max(one.fingerprint_s for one in moved))
 
     def _fill(self, stream: StreamWriter, tensors: Iterator[tuple[str, Tensor]]) -> float:
         if self.engine is not None:
-            return stream.fill(self.share.chunks, tensors, self.delivery.dtype, self.engine.is_reading, self._note)
-        return stream.fill(self.share.chunks, tensors, self.delivery.dtype, self._is_read)
+            return stream.fill(self.share.chunks, tensors, self.transfer.dtype, self.engine.is_reading, self._note)
+        return stream.fill(self.share.chunks, tensors, self.transfer.dtype, self._is_read)
 
-    def _formed(self, under_way: TransferInProgress) -> Iterator[tuple[str, Tensor]]:
+    def _formed(self, transfer_state: TransferInProgress) -> Iterator[tuple[str, Tensor]]:
         """The tensors for the engine, computed from tensors of the running model as they arrive."""
-        coming = self.delivery.tensors({w.source.name: w.source for w in self.weights}, under_way)
+        coming = self.transfer.tensors({w.source.name: w.source for w in self.weights}, transfer_state)
         there = {place.name for chunk in self.share.chunks for place in chunk}
         return formed([w for w in self.weights if w.source.name in self.share.wanted and w.name in there], coming)
 
@@ -159,7 +161,7 @@ class RankSync:
     def _note(self, name: str, tensor: Tensor) -> None:
         """Fingerprint of a tensor that is computed from a whole one."""
         if name not in self._plain and self.engine is not None:
-            self.engine.note(name, tensor)
+            self.engine.add_fingerprint(name, tensor)
 
     def _is_read(self) -> bool:
         """Whether the engine of another process still reads, or will read, this process's stream."""
@@ -205,7 +207,7 @@ class _RankConnection:
     key: tuple[Any, ...]
     offer: SyncOffer
     share: FeedAssignment
-    delivery: WeightTransfer
+    transfer: WeightTransfer
     stream: StreamWriter | None
     feeds: list[FeedPlan]
     num_readers: int
@@ -218,7 +220,7 @@ class WeightSync:
     `push` and `verify`.
 
     Args:
-        divided: how the model is spread; siblings are the ranks that share an engine.
+        parallel_info: how the model is spread; siblings are the ranks that share an engine.
         engine: that this process leads, if it leads one.
         dtype: that the engines compute in.
         chunk_bytes: of a stream.
@@ -229,7 +231,7 @@ class WeightSync:
     def __init__(
         self,
         model: Any,
-        divided: ParallelInfo,
+        parallel_info: ParallelInfo,
         engine: GroupVLLMClient | None,
         dtype: torch.dtype,
         autocast: Autocast,
@@ -240,8 +242,8 @@ class WeightSync:
     ):
         self.model, self.engine, self.dtype = model, engine, dtype
         self.autocast: Autocast = autocast
-        self.divided, self.chunk_bytes, self._may_repeat = divided, chunk_bytes, may_repeat
-        self._sideways = sideways_names(model)
+        self.parallel_info, self.chunk_bytes, self._may_repeat = parallel_info, chunk_bytes, may_repeat
+        self._transposed = transposed_names(model)
         self._may_slice = may_slice
         self.stream: StreamWriter | None = None
         self._known: tuple[list[WantedSlices], WeightTransfer] | None = None
@@ -255,40 +257,40 @@ class WeightSync:
         """
         weights = list(weights_of(self.model))
         self._meet_without_cache()
-        rounds = consensus(self.divided, self._begin, self._may_repeat)
+        rounds = consensus(self.parallel_info, self._begin, self._may_repeat)
         key = tuple(None if one is None else one.engine for one in rounds), tuple(w.name for w in weights)
         if self.connection is None or self.connection.key != key:
             self.connection = None
             self.connection = self.connect(key, weights)
-        leader = rounds[self.divided.siblings[0]]
+        leader = rounds[self.parallel_info.siblings[0]]
         assert leader is not None
         made = self.connection
         part = RankSync(
-            self.model, self.engine, self.autocast, weights, made.offer, leader.question, made.share, made.delivery,
+            self.model, self.engine, self.autocast, weights, made.offer, leader.question, made.share, made.transfer,
             made.stream, made.feeds,
         )  # fmt: skip
         moved = self.push(part)
         self._meet_without_cache()
         proofs = self.verify(part, moved)
-        return _synced(moved, made.delivery, len(weights), proofs[0])
+        return _synced(moved, made.transfer, len(weights), proofs[0])
 
     def connect(self, key: tuple[Any, ...], weights: Sequence[NamedWeight]) -> _RankConnection:
         """Agree on layouts and handles with engines that were restarted or changed their way of loading."""
-        siblings = self.divided.siblings
-        offers = consensus(self.divided, lambda: (siblings, self._offer(weights)), self._may_repeat)
+        siblings = self.parallel_info.siblings
+        offers = consensus(self.parallel_info, lambda: (siblings, self._offer(weights)), self._may_repeat)
         shares = assigned(offers, weights, self.dtype, self.chunk_bytes)
-        (_, offer), delivery = offers[siblings[0]], self._delivery([share.wanted for share in shares], weights)
+        (_, offer), transfer = offers[siblings[0]], self._transfer_plan([share.wanted for share in shares], weights)
         assert offer is not None
         stream, feeds, readers = self._opened([shares[rank] for rank in siblings], offer)
-        return _RankConnection(key, offer, shares[self.divided.rank], delivery, stream, feeds, readers)
+        return _RankConnection(key, offer, shares[self.parallel_info.rank], transfer, stream, feeds, readers)
 
     def push(self, part: RankSync) -> list[RankSyncResult]:
         """Load the current weights into all engines."""
-        return consensus(self.divided, part.move, self._may_repeat)
+        return consensus(self.parallel_info, part.move, self._may_repeat)
 
     def verify(self, part: RankSync, moved: Sequence[RankSyncResult]) -> list[VerificationResult | None]:
         """Compare the weights of all engines with those of the processes."""
-        return consensus(self.divided, lambda: part.prove(moved), self._may_repeat)
+        return consensus(self.parallel_info, lambda: part.verify(moved), self._may_repeat)
 
     def close(self) -> None:
         """Give the memory of the stream back."""
@@ -299,8 +301,8 @@ class WeightSync:
 
     def _meet_without_cache(self) -> None:
         """Before an engine allocates memory, on all the GPUs that it spans: their ranks give back what torch keeps."""
-        release_cached(self.divided.device)
-        meet(self.divided)
+        release_cached(self.parallel_info.device)
+        meet(self.parallel_info)
 
     def _begin(self) -> SyncRound | None:
         """The siblings' information about this sync; readers may open this process's stream once all ranks have it."""
@@ -312,30 +314,35 @@ class WeightSync:
     def _offer(self, weights: Sequence[NamedWeight]) -> SyncOffer | None:
         if self.engine is None:
             return None
-        in_slices = len(self.divided.siblings) > 1 and self._may_slice and may_be_sliced(weights)
+        in_slices = len(self.parallel_info.siblings) > 1 and self._may_slice and may_be_sliced(weights)
         return self.engine.offer({w.name: tuple(w.shape) for w in weights} if in_slices else None)
 
-    def _delivery(self, wants: list[WantedSlices], weights: Sequence[NamedWeight]) -> WeightTransfer:
+    def _transfer_plan(self, wants: list[WantedSlices], weights: Sequence[NamedWeight]) -> WeightTransfer:
         """The transfer plan, created at the first sync and again if engines need other slices."""
         if self._known is None or self._known[0] != wants:
             sources = {w.source.name: w.source for w in weights}
-            self._known = wants, WeightTransfer(self.divided, list(sources.values()), wants, self.dtype, self._sideways)
+            self._known = (
+                wants,
+                WeightTransfer(self.parallel_info, list(sources.values()), wants, self.dtype, self._transposed),
+            )
         return self._known[1]
 
     def _opened(
         self, shares: Sequence[FeedAssignment], offer: SyncOffer
     ) -> tuple[StreamWriter | None, list[FeedPlan], int]:
         """This process's stream, if it feeds an engine; what each worker of its engine reads; readers of the stream."""
-        mine = shares[self.divided.siblings.index(self.divided.rank)]
+        mine = shares[self.parallel_info.siblings.index(self.parallel_info.rank)]
         if mine.chunks and (self.stream is None or self.stream.chunk_bytes < mine.chunk_bytes):
             self.close()
-            feeds_itself = mine.readers == (self.divided.siblings.index(self.divided.rank),)  # the worker on its GPU
-            device = self.divided.device if offer.reads_peers or feeds_itself else torch.device("cpu")
+            feeds_itself = mine.readers == (
+                self.parallel_info.siblings.index(self.parallel_info.rank),
+            )  # the worker on its GPU
+            device = self.parallel_info.device if offer.reads_peers or feeds_itself else torch.device("cpu")
             self.stream = StreamWriter(mine.chunk_bytes, offer.num_workers, device)
         stream = self.stream if mine.chunks else None
         if stream is not None:
             stream.begin(len(mine.readers))
-        handles = among_siblings(self.divided, None if stream is None else stream.handle)
+        handles = among_siblings(self.parallel_info, None if stream is None else stream.handle)
         feeds = {
             worker: FeedPlan(handle, number, share.chunks, share.slices)
             for share, handle in zip(shares, handles, strict=True)
@@ -346,12 +353,12 @@ class WeightSync:
 
 
 def _synced(
-    moved: Sequence[RankSyncResult], delivery: WeightTransfer, num_tensors: int, proof: VerificationResult | None
+    moved: Sequence[RankSyncResult], transfer: WeightTransfer, num_tensors: int, proof: VerificationResult | None
 ) -> SyncResult:
     """The result of rank 0, which leads an engine."""
     assert proof is not None
     traffic, fed = sum(one.received for one in moved), sum(one.fed for one in moved)
-    assert traffic == delivery.plan.num_bytes, (traffic, delivery.plan.num_bytes)
+    assert traffic == transfer.plan.num_bytes, (traffic, transfer.plan.num_bytes)
     metrics = {
         "sync/copy_s": moved[0].copying_s,
         "sync/load_s": moved[0].loading_s,
@@ -360,6 +367,6 @@ def _synced(
     }
     note = (
         f"{num_tensors} tensors, {fed / MIB:.1f} MiB to vLLM, {traffic / MIB:.1f} MiB between processes "
-        f"(to gather all of it everywhere: {delivery.gathering_bytes / MIB:.1f})"
+        f"(to gather all of it everywhere: {transfer.gathering_bytes / MIB:.1f})"
     )
     return SyncResult(note, metrics | proof.metrics)

@@ -18,24 +18,30 @@ import torch
 from torch import Tensor
 
 from verl.models.parallel_info import ParallelInfo
-from verl.ops.resharding.dtensor import is_elsewhere
+from verl.ops.resharding.dtensor import is_on_other_stage
 from verl.ops.resharding.execute import LIMIT_BYTES, reshard_parts
 from verl.ops.resharding.layout import Box, Layout, TensorLayout, volume
 from verl.ops.resharding.plan import Plan, gathering_volume, reshard_plan
 from verl.rollout.vllm.messages import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
 from verl.rollout.vllm.state_dict import NamedWeight, WeightSource, weights_of
-from verl.rollout.weight_verification.fingerprint import FingerprintShards, HostCopies, ProbeVectors, own_shard, upright
+from verl.rollout.weight_verification.fingerprint import (
+    FingerprintShards,
+    HostCopies,
+    ProbeVectors,
+    own_shard,
+    transpose_to_out_in,
+)
 
 
 class WeightTransfer:
     """The transfers of every sync, for a fixed layout of the trainer and fixed slices of the engines.
 
     Args:
-        divided: how the model is spread.
+        parallel_info: how the model is spread.
         sources: its tensors in the order of the transfer, the same on every rank.
         wants: for each rank, the slices that it feeds into an engine, by name.
         dtype: that the engines compute in; tensors are cast to it before they travel.
-        sideways: names of matrices that the model keeps as [in, out].
+        transposed: names of matrices that the model keeps as [in, out].
     Attributes:
         plan: of all moves.
         gathering_bytes: that would travel if every process gathered every tensor.
@@ -43,26 +49,26 @@ class WeightTransfer:
 
     def __init__(
         self,
-        divided: ParallelInfo,
+        parallel_info: ParallelInfo,
         sources: Sequence[WeightSource],
         wants: Sequence[WantedSlices],
         dtype: torch.dtype,
-        sideways: set[str],
+        transposed: set[str],
         limit_bytes: int = LIMIT_BYTES,
     ):
-        self.divided, self.dtype, self._sideways, self._limit = divided, dtype, sideways, limit_bytes
-        held = {s.name: replace(divided.layout_of(s.tensor), itemsize=dtype.itemsize) for s in sources}
+        self.parallel_info, self.dtype, self._transposed, self._limit = parallel_info, dtype, transposed, limit_bytes
+        held = {s.name: replace(parallel_info.layout_of(s.tensor), itemsize=dtype.itemsize) for s in sources}
         wanted = {
             name: TensorLayout(x.shape, itemsize=x.itemsize, boxes=tuple(own.get(name) for own in wants))
             for name, x in held.items()
         }
-        self.plan = reshard_plan(Layout(divided.mesh, held), Layout(divided.mesh, wanted))
+        self.plan = reshard_plan(Layout(parallel_info.mesh, held), Layout(parallel_info.mesh, wanted))
         self.gathering_bytes = gathering_volume(self.plan.source)
         self._buckets = list(buckets(self.plan, limit_bytes))
-        self._marked = {name for name in held if self._is_first_holder(name)}
+        self._fingerprinted = {name for name in held if self._is_first_holder(name)}
 
     def tensors(
-        self, sources: Mapping[str, WeightSource], under_way: TransferInProgress
+        self, sources: Mapping[str, WeightSource], transfer_state: TransferInProgress
     ) -> Iterator[tuple[str, Tensor]]:
         """Tensors that this rank feeds into an engine, in the order of the sources. All ranks take part, to the end.
 
@@ -71,50 +77,52 @@ class WeightTransfer:
         parts.
         """
         return reshard_parts(
-            self._parts(sources, under_way),
-            self.divided.rank,
+            self._parts(sources, transfer_state),
+            self.parallel_info.rank,
             dtypes=dict.fromkeys(sources, self.dtype),
-            device=self.divided.device,
+            device=self.parallel_info.device,
             limit_bytes=self._limit,
             lend=True,
-            received=under_way.count,
+            received=transfer_state.count,
         )
 
     def _parts(
-        self, sources: Mapping[str, WeightSource], under_way: TransferInProgress
+        self, sources: Mapping[str, WeightSource], transfer_state: TransferInProgress
     ) -> Iterator[tuple[Plan, Mapping[str, Tensor]]]:
         """Each bucket, with this rank's parts of its tensors."""
-        device, rank = self.divided.device, self.divided.rank
+        device, rank = self.parallel_info.device, self.parallel_info.rank
         for bucket in self._buckets:
             held = {}
             for name in bucket.source.tensors:
-                if is_elsewhere(sources[name].tensor):
+                if is_on_other_stage(sources[name].tensor):
                     continue
-                part = self.divided.local(sources[name].present()).to(device, self.dtype)  # all ranks, in one order
+                part = self.parallel_info.local(sources[name].present()).to(
+                    device, self.dtype
+                )  # all ranks, in one order
                 if bucket.source.holds(rank, name) is not None:
                     held[name] = part
-            self._mark(held, under_way)
+            self._mark(held, transfer_state)
             yield bucket, held
 
-    def _mark(self, held: Mapping[str, Tensor], under_way: TransferInProgress) -> None:
+    def _mark(self, held: Mapping[str, Tensor], transfer_state: TransferInProgress) -> None:
         """Compute the fingerprints of this rank's parts, unless a lower rank holds the same part."""
         began = time.perf_counter()
-        for name in held.keys() & self._marked:
+        for name in held.keys() & self._fingerprinted:
             layout = self.plan.source.tensors[name]
-            if len(layout.shape) > 2 or not under_way.marks(name):
+            if len(layout.shape) > 2 or not transfer_state.is_fingerprinted(name):
                 continue
-            box = layout.box(self.divided.mesh, self.divided.rank)
+            box = layout.box(self.parallel_info.mesh, self.parallel_info.rank)
             assert box is not None
             part, shape = held[name], layout.shape
-            if name in self._sideways:
-                part, box, shape = upright(part, box, shape)
-            with under_way.copies:
-                under_way.shards[name] = [own_shard(part, box, shape, under_way.vectors, self.dtype)]
-        under_way.marking_s += time.perf_counter() - began
+            if name in self._transposed:
+                part, box, shape = transpose_to_out_in(part, box, shape)
+            with transfer_state.copies:
+                transfer_state.shards[name] = [own_shard(part, box, shape, transfer_state.vectors, self.dtype)]
+        transfer_state.fingerprint_s += time.perf_counter() - began
 
     def _is_first_holder(self, name: str) -> bool:
-        own = self.plan.source.holds(self.divided.rank, name)
-        return own is not None and all(self.plan.source.holds(r, name) != own for r in range(self.divided.rank))
+        own = self.plan.source.holds(self.parallel_info.rank, name)
+        return own is not None and all(self.plan.source.holds(r, name) != own for r in range(self.parallel_info.rank))
 
 
 def formed(weights: Sequence[NamedWeight], coming: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -152,14 +160,14 @@ class TransferToFirst:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of a checkpoint in the first process, none in the others; all take part, to the end."""
-        divided, weights = self.model.divided, list(weights_of(self.model))
+        parallel_info, weights = self.model.parallel_info, list(weights_of(self.model))
         sources = {weight.source.name: weight.source for weight in weights}
         if self._transfer is None:
             whole: WantedSlices = {name: _all_of(source.tensor.shape) for name, source in sources.items()}
-            wants = [whole if rank == 0 else {} for rank in range(divided.mesh.size)]
-            self._transfer = WeightTransfer(divided, list(sources.values()), wants, self.dtype, set())
+            wants = [whole if rank == 0 else {} for rank in range(parallel_info.mesh.size)]
+            self._transfer = WeightTransfer(parallel_info, list(sources.values()), wants, self.dtype, set())
         coming = self._transfer.tensors(sources, TransferInProgress(ProbeVectors(), lambda name: False))
-        yield from formed(weights if divided.rank == 0 else [], coming)
+        yield from formed(weights if parallel_info.rank == 0 else [], coming)
 
 
 class TransferInProgress:
@@ -167,19 +175,19 @@ class TransferInProgress:
 
     Args:
         vectors: of the proof.
-        marks: whether the fingerprint of a tensor is computed from its parts.
+        is_fingerprinted: whether the fingerprint of a tensor is computed from its parts.
     Attributes:
         shards: fingerprints that this process computed of its local parts, complete after `copies.finish`.
         received: bytes of weights received from other processes.
-        marking_s: seconds spent on fingerprints.
+        fingerprint_s: seconds spent on fingerprints.
     """
 
-    def __init__(self, vectors: ProbeVectors, marks: Callable[[str], bool]):
-        self.vectors, self.marks = vectors, marks
+    def __init__(self, vectors: ProbeVectors, is_fingerprinted: Callable[[str], bool]):
+        self.vectors, self.is_fingerprinted = vectors, is_fingerprinted
         self.shards: FingerprintShards = {}
         self.copies = HostCopies()
         self.received = 0
-        self.marking_s = 0.0
+        self.fingerprint_s = 0.0
 
     def count(self, num_bytes: int) -> None:
         """Add to the received bytes."""
