@@ -63,7 +63,7 @@ test: install-dev lint
 # Chosen by their recorded durations: no process is started, and no model trains but in the golden runs.
 FAST := algorithms checkpoint/commit checkpoint/core checkpoint/read compose/test_options.py compose/test_overrides.py \
         compose/test_validate.py data models/test_tiny.py monitoring/test_spike_detector.py ops protocol \
-        replay/test_arrow_rows.py resharding rewards/test_rules.py test_component.py test_imports.py \
+        replay/test_arrow_rows.py rewards/test_rules.py test_component.py test_imports.py \
         trainer/test_golden_results.py
 
 test-fast: install-dev

@@ -161,12 +161,11 @@ class Ours:
 
     def finish(self) -> dict[str, float]:
         outcome = self._writer.drain()[-1]
-        report = outcome.report
         return {
             "copy_s": outcome.copied_s,
-            "hash_s": report.hash_s,
-            "write_s": report.write_s,
-            "begin_and_commit_s": report.begin_s + report.commit_s,
+            "hash_s": outcome.hash_s,
+            "write_s": outcome.write_s,
+            "begin_and_commit_s": outcome.begin_s + outcome.commit_s,
         }
 
     def close(self) -> None:

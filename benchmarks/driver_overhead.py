@@ -30,9 +30,9 @@ from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import PendingCall, role_handles
 from verl.component import BuildContext, Description, component
-from verl.dispatch import by_rows
 from verl.engines.sharding import DDP, Sharding
 from verl.protocol import DataProto
+from verl.protocol.dispatch import by_rows
 
 WORKERS = 2
 PROMPT, RESPONSE = 512, 1024  # tokens

@@ -97,7 +97,7 @@ class Traffic:
         setattr(owner, name, counted)
 
     def _submitted(self, submit: Any, cluster: Any, role: str, method: str, args: tuple[Any, ...]) -> Any:
-        from verl.dispatch import dispatch_of
+        from verl.protocol.dispatch import dispatch_of
 
         self.calls[f"{role}.{method}"] += 1
         self.counts["calls"] += 1

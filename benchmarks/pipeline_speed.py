@@ -31,8 +31,8 @@ from verl.engines.pipeline_parallelism import PipelineParallelism
 from verl.engines.sharding import Parallel
 from verl.models.heads import LMHead
 from verl.models.pretrained import quiet_transformers
+from verl.ops.resharding.dtensor import local
 from verl.protocol import DataProto
-from verl.resharding.dtensor import local
 
 ROW, PROMPT = 128, 32
 ROWS_OF_A_MICRO_BATCH = 4

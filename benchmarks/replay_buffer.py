@@ -41,7 +41,6 @@ from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
 from verl.protocol import DataProto
 from verl.replay.arrow_rows import rows_to_arrow
 from verl.replay.buffer import TieredBuffer
-from verl.replay.checkpoint import buffer_state
 from verl.replay.config import COMPONENT, MIB, TieredReplay
 from verl.replay.sampling import ReplayRequest
 
@@ -99,7 +98,7 @@ def appending(root: Path, count: int) -> dict[str, Any]:
         buffer = TieredBuffer(TieredReplay(max_rows=10**7, memory_mib=512, shard_mib=64), directory)
         for number in range(count):
             buffer.append(batches[number % len(batches)], number)
-        buffer_state(buffer)
+        buffer.state_dict()
         buffer.close()
 
     def arrow(directory: Path) -> None:
@@ -136,7 +135,7 @@ def sampling(root: Path, count: int, repeats: int) -> dict[str, Any]:
             padded[name].append(batch[name].numpy())
     arrays = {name: np.concatenate(parts) for name, parts in padded.items()}
     for buffer in sides.values():
-        buffer_state(buffer)
+        buffer.state_dict()
     shards = sorted((root / "warm").glob("rows_*.arrow"))
     files = [pa.ipc.open_file(pa.memory_map(str(shard))) for shard in shards]
     table = pa.concat_tables([file.read_all() for file in files])
@@ -167,7 +166,7 @@ def memory(root: Path, memory_mib: int, repeats: int) -> dict[str, Any]:
     used = TieredBuffer(TieredReplay(memory_mib=8, shard_mib=1), root / "first")  # code and allocators in use
     for step in range(4):
         used.append(batch, step)
-        buffer_state(used)
+        used.state_dict()
         used.sample(ReplayRequest(ROWS, step, 1))
     used.close()
     del used
@@ -179,7 +178,7 @@ def memory(root: Path, memory_mib: int, repeats: int) -> dict[str, Any]:
         buffer.append(batch, len(buffer.index) // ROWS)
         size = sum(shard.file.size for shard in buffer.index.shards if shard.file)
         most = max(most, resident_mib() - before)
-    buffer_state(buffer)
+    buffer.state_dict()
     took = []
     for step in range(repeats):
         began = time.perf_counter()
@@ -204,12 +203,8 @@ def saving(root: Path, num_bytes: int) -> dict[str, Any]:
     store = CheckpointStore(root / "checkpoints")
 
     def request(step: int) -> SaveRequest:
-        state = buffer_state(buffer)
-        links = [
-            ExistingFile(path=f"{COMPONENT}/{name}", source=item.path, leaves=item.leaves)
-            for name, item in state.items()
-            if not isinstance(item, bytes)
-        ]
+        state = buffer.state_dict()
+        links = [item for item in state.values() if isinstance(item, ExistingFile)]
         small = {name: item for name, item in state.items() if isinstance(item, bytes)}
         return SaveRequest(step=step, components={COMPONENT: SavedComponent(files=small)}, existing_files=links)
 

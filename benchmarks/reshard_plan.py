@@ -17,8 +17,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from verl.resharding.layout import Layout, Mesh, TensorLayout, volume
-from verl.resharding.plan import Plan, aligned, lower_bound, reshard_plan
+from verl.ops.resharding.layout import Layout, Mesh, TensorLayout, volume
+from verl.ops.resharding.plan import Plan, aligned, lower_bound, reshard_plan
 from verl.rollout.vllm.sync.weight_transfer import buckets
 
 VOCABULARY, KV = 128256, 1024

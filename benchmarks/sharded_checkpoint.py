@@ -97,8 +97,8 @@ class Crew:
         self.parts.save(self.writer, SaveRequest(step=self.step, components=own), told.num_bytes)
         self.parts.wait_copied()
         (outcome,) = self.writer.drain()
-        assert outcome.report is not None
-        return outcome.report.directory
+        assert outcome.directory is not None
+        return outcome.directory
 
     def load(self, checkpoint: Path) -> None:
         self.learner.load("actor", CheckpointSelection(checkpoint, mmap=True)).result()

@@ -9,7 +9,7 @@ Takes seconds on a CPU and needs no network. For your own models use their names
 from __future__ import annotations
 
 from verl.models.tiny import TinyModel
-from verl.trainer.api.trainer import DataPipeline, RLTrainer
+from verl.trainer.api.pipeline import DataPipeline, RLTrainer
 
 LENGTH = 4
 

@@ -1,4 +1,4 @@
-"""Write the tables of plans between the marks in docs/scaling.md: models on 1, 8 and 64 GPUs, layouts, long rows
+"""Write the tables of plans between the marks in docs/results.md: models on 1, 8 and 64 GPUs, layouts, long rows
 and experts.
 
     python scripts/make_plan_table.py
@@ -138,14 +138,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    document = ROOT / "docs/scaling.md"
+    document = ROOT / "docs/results.md"
     old = document.read_text()
     with tempfile.TemporaryDirectory() as directory:
         new = between(old, "plan", HEAD + "\n".join(rows(Path(directory))) + "\n")
         for table in dict.fromkeys(case[0] for case in LAYOUTS):
             new = between(new, table, LAYOUT_HEAD + "\n".join(layout_rows(Path(directory), table)) + "\n")
     if args.check and new != old:
-        sys.exit("docs/scaling.md is not up to date: run scripts/make_plan_table.py")
+        sys.exit("docs/results.md is not up to date: run scripts/make_plan_table.py")
     document.write_text(new)
 
 

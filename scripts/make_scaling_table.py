@@ -1,4 +1,4 @@
-"""Write the table of memory and traffic at scale between the marks in docs/scaling.md, from the cost model.
+"""Write the table of memory and traffic at scale between the marks in docs/results.md, from the cost model.
 
     python scripts/make_scaling_table.py                              the table of the document
     python scripts/make_scaling_table.py --model PATH --devices 16    likewise for a model's config.json, printed
@@ -77,11 +77,11 @@ def main() -> None:
         sizes = model_stats(AutoConfig.from_pretrained(args.model))
         print(HEAD + "\n".join(lines(Path(args.model).name, sizes, args.devices)))
         return
-    document = ROOT / "docs/scaling.md"
+    document = ROOT / "docs/results.md"
     old = document.read_text()
     new = between(old, "scale", table())
     if args.check and new != old:
-        sys.exit("docs/scaling.md is not up to date: run scripts/make_scaling_table.py")
+        sys.exit("docs/results.md is not up to date: run scripts/make_scaling_table.py")
     document.write_text(new)
 
 

@@ -15,6 +15,7 @@ from checkpoint.rank_tensors import RankTensor, TensorBytes, write_model, write_
 
 import verl
 from verl.checkpoint.commit import transaction
+from verl.checkpoint.commit.rank_writer import RankWriter
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.manifest import commit_line
@@ -74,16 +75,20 @@ def write_run(directory: Path) -> CheckpointStore:
 
 def save(store: CheckpointStore, step: int) -> Checkpoint:
     """An actor in bfloat16 in two shards, an optimizer cut by two writers, and small files."""
+    earlier = store.complete()
     with store.begin(step, rank_names=["rank_0", "rank_1"]) as opened:
         main = opened.main
-        main.write("actor/config.json", [json.dumps(CONFIG, indent=2).encode()], deduplicate=True)
+        if earlier:
+            main.add_existing("actor/config.json", earlier[-1])
+        else:
+            main.write("actor/config.json", [json.dumps(CONFIG, indent=2).encode()])
         write_model(main, "actor", [actor_tensor(name, step) for name in SHAPES], max_shard_bytes=800)
         main.write("scheduler/scheduler.json", [json.dumps({"last_epoch": step}).encode()])
         generator = RankTensor(component="rng", name="torch", dtype="U8", shape=(16,), data=bytes([step] * 16))
         write_tensors(main, "rng/rank_0.safetensors", [generator])
         reports = []
         for rank in (0, 1):
-            writer = opened.participant(f"rank_{rank}")
+            writer = RankWriter(opened.directory, f"rank_{rank}")
             write_tensors(writer, f"optimizer/optim_state_rank_{rank}.safetensors", optimizer_part(rank, step))
             reports.append(writer.report())
         metrics = {"reward/mean": step / 400, "eval/accuracy": step / 250}

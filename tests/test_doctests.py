@@ -40,7 +40,7 @@ def test_examples_in_docstrings_give_what_they_say(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     store = CheckpointStore("checkpoints")
     checkpoint = store.newest()
-    names = {"torch": torch, "store": store, "published": checkpoint, "disk": FileSystem()}
+    names = {"torch": torch, "store": store, "checkpoint": checkpoint, "disk": FileSystem()}
     names |= {kind.__name__: kind for kind in OF_OTHER_MODULES}
     module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from verl.cluster.placement import DeviceMesh, check_process_groups
     from verl.hybrid.actor import HybridActor
     from verl.hybrid.benchmark import measure_switch_overhead
-    from verl.trainer.api.trainer import DataPipeline, RLTrainer, Trainer
+    from verl.trainer.api.pipeline import DataPipeline, RLTrainer
+    from verl.trainer.api.trainer import Trainer
     from verl.utils.env_check import check_env
 
 __version__ = "0.3.0"
@@ -28,10 +29,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DataPipeline": "verl.trainer.api.trainer",
+    "DataPipeline": "verl.trainer.api.pipeline",
     "DeviceMesh": "verl.cluster.placement",
     "HybridActor": "verl.hybrid.actor",
-    "RLTrainer": "verl.trainer.api.trainer",
+    "RLTrainer": "verl.trainer.api.pipeline",
     "Trainer": "verl.trainer.api.trainer",
     "check_env": "verl.utils.env_check",
     "check_process_groups": "verl.cluster.placement",

@@ -119,6 +119,7 @@ def driver(size: int) -> str:
     return DRIVER.format(root=str(TESTS.parent), tests=str(TESTS), size=size)
 
 
+@pytest.mark.exhaustive
 def test_a_script_without_a_main_guard_works_and_its_death_ends_the_workers(tmp_path, own_tmp):
     script = tmp_path / "script.py"
     sign = tmp_path / "asleep"

@@ -73,6 +73,7 @@ def test_a_role_on_two_devices_needs_a_sharding():
     assert any("sharding=none is for one device" in fault for fault in faults)
 
 
+@pytest.mark.exhaustive
 @needs_two_cores
 def test_roles_on_devices_of_their_own_train_what_one_process_does(model64, tmp_path):
     judge = described(save_random_classifier(tmp_path / "judge", "llama"), normalize="running")

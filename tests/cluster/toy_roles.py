@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from verl.component import BuildContext, Description, component
-from verl.dispatch import by_rows, by_rows_to_one, on_all
 from verl.engines.sharding import DDP, Sharding
 from verl.protocol import DataProto
+from verl.protocol.dispatch import by_rows, by_rows_to_one, on_all
 from verl.utils.progress import report
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.component import BuildContext, Description, component
-from verl.dispatch import on_each
 from verl.engines.sharding import DDP, Sharding
+from verl.protocol.dispatch import on_each
 
 
 class GpuTeller:

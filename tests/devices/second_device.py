@@ -41,12 +41,12 @@ from verl.models import heads
 from verl.models.heads import LMHead
 from verl.models.lora import LoRA
 from verl.models.parallel_info import compute_device
-from verl.resharding.dtensor import local
+from verl.ops.resharding.dtensor import local
 from verl.rollout.vllm import state_dict
 from verl.rollout.vllm.sync.weight_transfer import TransferInProgress, WeightTransfer
-from verl.weight_verification import fingerprint, logprob_probe
-from verl.weight_verification.fingerprint import ProbeVectors
-from verl.weight_verification.logprob_probe import probe_rows, trainer_log_probs
+from verl.rollout.weight_verification import fingerprint, logprob_probe
+from verl.rollout.weight_verification.fingerprint import ProbeVectors
+from verl.rollout.weight_verification.logprob_probe import probe_rows, trainer_log_probs
 
 NAME = "fakegpu"
 CONFIG = LlamaConfig(

@@ -19,8 +19,8 @@ from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.models.parallel_info import ParallelInfo
 from verl.models.tiny import TinyModel
-from verl.resharding.dtensor import local, tensor_layout
-from verl.resharding.layout import Mesh
+from verl.ops.resharding.dtensor import local, tensor_layout
+from verl.ops.resharding.layout import Mesh
 from verl.rollout import generation_group
 from verl.rollout.generation_group import OneGenerates
 from verl.rollout.vllm import shm_stream
@@ -33,8 +33,8 @@ from verl.rollout.vllm.sync import weight_sync
 from verl.rollout.vllm.sync.sharded_client import with_engine_group
 from verl.rollout.vllm.sync.weight_sync import WeightSync
 from verl.rollout.vllm.sync.weight_transfer import FeedAssignment
-from verl.weight_verification.fingerprint import ProbeVectors
-from verl.weight_verification.verifier import VerificationResult, VerifyRequest
+from verl.rollout.weight_verification.fingerprint import ProbeVectors
+from verl.rollout.weight_verification.verifier import VerificationResult, VerifyRequest
 
 RANKS = 4
 

@@ -155,6 +155,7 @@ PHASES = ("rest", "update actor")
 CASES = [(2, 1, 7, 512), pytest.param(32, 2, 7, 1024, marks=pytest.mark.exhaustive)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("layers", "prompts", "samples", "length"), CASES)
 def test_two_steps_of_an_8b_model_in_one_of_eight_processes_take_what_the_plan_says(
     layers, prompts, samples, length, tmp_path, monkeypatch, eight_processes

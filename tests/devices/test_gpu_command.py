@@ -132,6 +132,7 @@ importlib.metadata.version = as_there
 """
 
 
+@pytest.mark.exhaustive
 def test_a_dry_run_where_packages_are_missing_names_what_is_skipped_and_the_wheels_to_carry(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HIDES)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}

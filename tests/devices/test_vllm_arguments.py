@@ -114,6 +114,7 @@ def told(tmp_path_factory):
     return told_by_vllm(cases, directory, folder)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_vllm_starts_beside_a_trainer_with_what_it_is_asked_for(told, name):
     options, memory, _ = CASES[name]

@@ -71,6 +71,7 @@ def test_an_update_is_that_of_layers_that_are_not_compiled(options, quick, progr
     assert programs()
 
 
+@pytest.mark.exhaustive
 def test_other_lengths_and_other_packings_compile_nothing_and_neither_does_decoding(quick, programs, prompts, caplog):
     plain, actor = (
         start_actor(TinyModel(**{**vars(EXACT), "compile": is_compiled}), micro_batch_tokens=60)

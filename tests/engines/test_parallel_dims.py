@@ -17,7 +17,7 @@ from verl.engines.parallel_dims import ShardedParallelism
 from verl.models.heads import LMHead, ValueHeadModel
 from verl.models.lora import LoRA
 from verl.models.pretrained import SafetensorsReader
-from verl.resharding.dtensor import is_divided, local, own_part, tensor_layout
+from verl.ops.resharding.dtensor import is_divided, local, own_part, tensor_layout
 
 MESHES = {
     "fsdp": ParallelDegrees(dp_shard=4),

@@ -314,6 +314,7 @@ def test_a_task_that_a_package_does_not_have_is_refused_before_anything_is_loade
         refuse_here(run)
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_that_is_suspended_does_not_make_a_call_late(tmp_path):
     (tmp_path / "world.py").write_text(
         "import time\nclass World:\n    def reset(self, row, seed): pass\n"

@@ -200,6 +200,7 @@ def played(tmp_path_factory):
     return found, lines, str(file)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("code", [*NOT_SCORED, *ENDS_ITS_PROCESS])
 def test_what_is_no_answer_of_a_step_is_never_scored_and_says_why(played, code):
     (record,) = played[0][code]

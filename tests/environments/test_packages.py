@@ -61,6 +61,7 @@ def trained(directory, overrides, python) -> tuple[list[dict], list[dict]]:
     return steps, [json.loads(line)["episode"] for file in dumped for line in file.read_text().splitlines()]
 
 
+@pytest.mark.exhaustive
 def test_an_environment_of_gymnasium_is_trained_with(tmp_path):
     python = interpreter_with("gymnasium")
     overrides = ["environment=gymnasium", "environment.env_id=FrozenLake-v1", "+environment.arguments.render_mode=ansi"]

@@ -33,7 +33,6 @@ from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles, row_assignment
 from verl.component import BuildContext, Description, component
-from verl.dispatch import dispatch_of, on_all, on_each
 from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.optimizer import AdamW
@@ -43,11 +42,12 @@ from verl.model_paths.check import paths_for
 from verl.models.experts import routers
 from verl.models.heads import LMHead
 from verl.ops.loss_aggregation import aggregate
+from verl.ops.resharding.dtensor import is_on_other_stage, local
 from verl.protocol import DataProto
-from verl.resharding.dtensor import is_on_other_stage, local
+from verl.protocol.dispatch import dispatch_of, on_all, on_each
 from verl.rollout.vllm.state_dict import weights_of
+from verl.rollout.weight_verification.vllm_params import adapter_tensors
 from verl.trainer.ppo_config import PPORun
-from verl.weight_verification.vllm_params import adapter_tensors
 from verl.workers.colocated import RLHost
 from verl.workers.load_state import RestoreSource, RoleState
 

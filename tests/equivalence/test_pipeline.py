@@ -75,6 +75,7 @@ def alone(deep64, tmp_path_factory):
     return run_course(ppo_run(deep64, PPO_ALGORITHM, group_size=1), PROMPTS, tmp_path_factory.mktemp("one"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", in_short("pp2 dp2"))
 def test_ppo_through_stages_is_that_of_one_process(name, bench, alone, deep64, tmp_path):
     run = ppo_run(deep64, PPO_ALGORITHM, group_size=1, sharding=LAYOUTS[name], n_gpus_per_node=4, micro_batch_tokens=40)
@@ -97,6 +98,7 @@ def test_grpo_of_a_tied_model_through_stages_is_that_of_one_process(family, name
     assert_same(alone, bench.course(together, prompts, tmp_path).result(), 1e-6 if family == "qwen3" else 1e-9)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", in_short("pp2 dp2"))
 def test_an_adapter_learns_the_same_through_stages(name, bench, deep64, tmp_path):
     def run(**parts):

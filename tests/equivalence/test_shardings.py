@@ -251,6 +251,7 @@ def test_norms_over_the_heads_of_one_process_get_the_gradient_of_all_heads(name,
     assert_same(alone, found, 1e-6)  # its other norms pass through float32
 
 
+@pytest.mark.exhaustive
 @names("fsdp", "tp", "tp_fsdp", short=("tp",))
 def test_computing_in_bfloat16_means_the_same(name, bench, model32, tmp_path):
     def run(autocast="bfloat16", **parts):

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from checkpoint.rank_tensors import RankTensor, TensorBytes, write_model, write_tensors
 
+from verl.checkpoint.commit.rank_writer import RankWriter
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint, read_state
 from verl.checkpoint.core.direct_io import PAGE_BYTES, FileImage, ImageSource
@@ -26,13 +27,14 @@ from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.download import pull
 from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.upload import CheckpointUpload
-from verl.checkpoint.retention import Retention, collect_garbage, pin, prune
+from verl.checkpoint.retention import Retention, pin, prune
 from verl.checkpoint.save.save_executor import execute_save
 from verl.checkpoint.save.save_request import ExistingFile, IncrementalSettings, SaveRequest
 from verl.storage.config import LocalStorage
 
 WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6) + 1
 FROZEN = bytes(range(200))
+TOKENIZER = b'{"never": "changes"}'
 
 
 @contextmanager
@@ -47,17 +49,18 @@ def fast_directory() -> Iterator[Path]:
 
 
 def save(store: CheckpointStore, step: int, version: int, tag: str | None = None) -> Checkpoint:
-    """A small checkpoint with everything in it: shards, slices of two writers, a link, a deduplicated file."""
+    """A small checkpoint with everything in it: shards, slices of two writers, files shared with an earlier one."""
     earlier = store.complete()
     with store.begin(step, tag, needed_bytes=4096, rank_names=["rank_0", "rank_1"]) as transaction:
         main = transaction.main
         main.write("actor/config.json", [json.dumps({"version": version}).encode()])
-        main.write("actor/tokenizer.json", [b'{"never": "changes"}'], deduplicate=True)
         weights = [TensorBytes(name, "F32", WEIGHT.shape, WEIGHT * version) for name in ("first", "second")]
         write_model(main, "actor", weights, max_shard_bytes=WEIGHT.nbytes)
         if earlier:
-            main.link("reference_model/frozen.bin", earlier[-1])
+            main.add_existing("actor/tokenizer.json", earlier[-1])
+            main.add_existing("reference_model/frozen.bin", earlier[-1])
         else:
+            main.write("actor/tokenizer.json", [TOKENIZER])
             main.write("reference_model/frozen.bin", [FROZEN[:100], FROZEN[100:]])
         reports = []
         for rank, columns in enumerate(np.split(WEIGHT * version, 2, axis=1)):
@@ -65,7 +68,7 @@ def save(store: CheckpointStore, step: int, version: int, tag: str | None = None
                 component="optimizer", name="moment", dtype="F32", shape=WEIGHT.shape,
                 start=(0, 3 * rank), extent=(4, 3), data=np.ascontiguousarray(columns),
             )  # fmt: skip
-            participant = transaction.participant(f"rank_{rank}")
+            participant = RankWriter(transaction.directory, f"rank_{rank}", store.disk)
             write_tensors(participant, f"optimizer/optim_state_rank_{rank}.safetensors", [part])
             reports.append(participant.report())
         return transaction.commit(reports, state={"version": version}, metrics={"version": float(version)})
@@ -77,12 +80,14 @@ def save_images(
     """The same content as a trainer's writer saves it: from one piece of memory, past the page cache."""
     memory, images, tensors = bytearray(), [], []
 
-    def place(path: str, *buffers: bytes) -> None:
-        images.append(FileImage(path=path, begin=len(memory), sizes=tuple(map(len, buffers))))
+    def place(path: str, *buffers: bytes, is_constant: bool = False) -> None:
+        sizes = tuple(map(len, buffers))
+        images.append(FileImage(path=path, begin=len(memory), sizes=sizes, is_constant=is_constant))
         memory.extend(b"".join(buffers))
         memory.extend(b"x" * (-len(memory) % PAGE_BYTES))
 
     place("actor/config.json", json.dumps({"version": version}).encode())
+    place("actor/tokenizer.json", TOKENIZER, is_constant=True)
     for component, names in {"actor": ["first", "second"], "optimizer": ["moment"]}.items():
         header, places = lay_out({name: TensorPlace("F32", WEIGHT.shape) for name in names})
         path = f"{component}/model.safetensors"
@@ -96,8 +101,7 @@ def save_images(
         existing_files=(ExistingFile(path="reference_model/frozen.bin"),),
         state={"version": version}, increment=increment,
     )  # fmt: skip
-    report = execute_save(store, request, page_aligned_view(memory), fewest_direct_bytes=1)
-    return store.open(report.name)
+    return store.open(execute_save(store, request, page_aligned_view(memory), fewest_direct_bytes=1).name)
 
 
 def save_increment(store: CheckpointStore, step: int, version: int) -> Checkpoint:
@@ -198,7 +202,7 @@ SCENARIOS = [
         prepared_with=save_increment,
     ),
     Scenario("pull from a store", 2, pull_newest, 3, prepared_with=save_before_a_pull),
-    Scenario("garbage", 2, collect_garbage, 2, saves=False),
+    Scenario("garbage", 2, CheckpointStore.remove_leftovers, 2, saves=False),
     Scenario("pin", 2, lambda store: pin(store, "global_step_100", "a milestone"), 2, saves=False),
 ]
 

@@ -125,7 +125,7 @@ def further_step(whole: Path) -> int:
     return found[0]
 
 
-IN_SHORT = ("ppo", "sft")
+IN_SHORT = ("ppo",)
 CASES = [
     pytest.param(
         course,

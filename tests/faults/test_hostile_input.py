@@ -50,7 +50,7 @@ NAMES = (
     "/tmp/verl_hostile_name",
     "a/../../b",
     "latest",
-    "objects",
+    "pins",
     "staging",
     "owner.json",
     "",

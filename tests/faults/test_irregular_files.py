@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.resume_point import find
-from verl.checkpoint.retention import Retention, clean, collect_garbage, pin, pins, prune, unpin
+from verl.checkpoint.retention import Retention, clean, pin, pins, prune, unpin
 from verl.cli.main import app
 from verl.compose.load_policy import locate_policy
 from verl.compose.print_config import save_config
@@ -106,7 +106,7 @@ def test_a_fifo_or_a_device_in_place_of_a_file_is_not_read(file, kind, run):
         save(store, 3, 3)
         pin(store, "global_step_3")
         prune(store, Retention(keep_last_n=2))
-        collect_garbage(store)
+        store.remove_leftovers()
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])
@@ -128,10 +128,10 @@ def test_only_regular_files_are_opened(kind, tmp_path):
         open_regular(tmp_path / "link", follow=False)
 
 
-DIRECTORIES = ("staging", "trash", "objects", "pins", "uploaded")
+DIRECTORIES = ("staging", "trash", "pins", "uploaded")
 OPERATIONS = {
     "a save": lambda store: save(store, 3, 3),
-    "gc": collect_garbage,
+    "gc": CheckpointStore.remove_leftovers,
     "pruning": lambda store: prune(store, Retention(keep_last_n=1)),
     "cleaning": lambda store: clean(store, Retention(keep_last_n=1)),
     "a pin": lambda store: pin(store, "global_step_1"),

@@ -77,6 +77,7 @@ def test_a_training_killed_at_random_moments_until_it_ends_has_the_digest_of_one
     assert sum(event["event"] == "end" and event["status"] == "finished" for event in events) >= 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("when", [pytest.param("at once", marks=pytest.mark.exhaustive), "while it trains"])
 def test_a_termination_ends_with_143_and_all_processes_and_loses_no_step(
     when, uninterrupted, server, model32, tmp_path

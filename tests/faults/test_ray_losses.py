@@ -94,6 +94,7 @@ def test_a_worker_that_hangs_costs_no_more_than_one_that_is_killed(whole, judge,
     assert all_gone(pids)
 
 
+@pytest.mark.exhaustive
 def test_without_checkpoints_the_run_ends_and_says_why(killing, model32, tmp_path):
     pids = killing("actor.update", step=1)
     run = dataclasses.replace(course(model32, tmp_path, placement=placed(max_restarts=1)), checkpoint=None)

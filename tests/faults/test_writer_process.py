@@ -18,7 +18,6 @@ from faults.process_disks import COUNTED, KILL_AT, KILLS, SLEEP, KillingProcessD
 from faults.scenarios import fast_directory
 
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.save import async_writer as writer_module
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.errors import CheckpointWriteFailed, NoSpaceForCheckpoint
 
@@ -82,24 +81,25 @@ def test_a_writer_killed_at_any_operation_is_started_again_and_the_save_is_publi
                 writer.wait_copied()
                 tensors["weight"] += 10  # what is written again is what was copied
                 (outcome,) = writer.drain()
-            assert (outcome.num_deaths, outcome.report.name) == (1, "global_step_1"), f"operation {at}"
+            assert (outcome.num_deaths, outcome.name) == (1, "global_step_1"), f"operation {at}"
             check(store, [1])
             assert [path.name for path in (store.directory / "staging").iterdir()] == []
     record_property("fault_cases", len(places))
 
 
-def test_a_writer_that_dies_twice_is_replaced_by_the_trainer_itself(killing, tmp_path):
+def test_a_save_whose_writer_dies_twice_has_failed_and_the_next_one_is_published(killing, tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", disk=KillingProcessDisk())
     killing(5, times=2)
     with CheckpointWriter(store) as writer:
         writer.save(request(1, weights(1)))
-        (outcome,) = writer.drain()
-        assert (outcome.num_deaths, outcome.report.name) == (2, "global_step_1")
+        (outcome,) = writer.drain(raises=False)
+        assert (outcome.num_deaths, outcome.name) == (2, None)
+        assert "Step 1 was tried 2 times" in str(outcome.error)
         writer.save(request(2, weights(2)))
         (outcome,) = writer.drain()
         assert outcome.num_deaths == 0  # with a process again
         assert writer.process_id is not None
-    check(store, [1, 2])
+    check(store, [2])
 
 
 def rounds_of_random_kills(root: Path, rounds: int, seed: int) -> None:
@@ -112,7 +112,7 @@ def rounds_of_random_kills(root: Path, rounds: int, seed: int) -> None:
             if (pid := writer.process_id) is not None:
                 os.kill(pid, signal.SIGKILL)
             (outcome,) = writer.drain()
-            assert outcome.report.name == f"global_step_{step}"
+            assert outcome.name == f"global_step_{step}"
     check(store, list(range(1, rounds + 1)))
 
 
@@ -130,17 +130,14 @@ def test_a_writer_killed_at_many_random_moments_loses_nothing(tmp_path, record_p
 @pytest.mark.parametrize("num_tensors", [1, 2000])  # a plan of many is longer than what a socket holds
 def test_a_writer_that_is_stopped_is_ended_after_its_time_and_the_save_is_published(tmp_path, num_tensors):
     store = CheckpointStore(tmp_path / "checkpoints")
-    step = 1
-    with CheckpointWriter(store, timeout_s=0.5) as writer:
-        while writer.process_id is None:  # on a slow machine none may save in so little time
-            writer.save(request(step, weights(step)))
-            writer.drain()
-            step += 1
+    with CheckpointWriter(store, timeout_s=5.0) as writer:
+        writer.save(request(1, weights(1)))
+        writer.drain()
         os.kill(writer.process_id, signal.SIGSTOP)
-        writer.save(request(step, {str(number): torch.full((2,), float(step)) for number in range(num_tensors)}))
+        writer.save(request(2, {str(number): torch.full((2,), 2.0) for number in range(num_tensors)}))
         (outcome,) = writer.drain()
-    assert outcome.num_deaths in (1, 2)  # the next writer has as little time
-    check(store, [*range(1, step + 1)])
+    assert outcome.num_deaths == 1
+    check(store, [1, 2])
 
 
 def test_a_writer_that_is_stopped_and_goes_on_catches_up(tmp_path):
@@ -169,11 +166,9 @@ def test_a_save_that_makes_progress_may_take_longer_than_its_writer_may_stand_st
 def test_a_disk_that_does_not_answer_ends_the_wait_in_words(tmp_path, monkeypatch, caplog):
     claim = CheckpointStore(tmp_path / "checkpoints").claim_directory()
     monkeypatch.setenv(SLEEP, "5")
-    monkeypatch.setattr(writer_module, "START_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(writer_module, "END_TIMEOUT_S", 0.5)
     writer = CheckpointWriter(CheckpointStore(tmp_path / "checkpoints", disk=SlowDisk(), claim=claim), timeout_s=0.5)
     writer.save(request(1, weights(1)))
-    with pytest.raises(CheckpointWriteFailed, match=r"made no progress for 1\.5 s.* Does the disk answer\?"):
+    with pytest.raises(CheckpointWriteFailed, match=r"made no progress for 0\.5 s.* Does the disk answer\?"):
         writer.drain()
     assert caplog.text.count("made no progress for 0.5 s (checkpoint.writer_timeout_s) at: saving step 1") == 2
     writer.close(timeout_s=0.1)
@@ -207,7 +202,7 @@ def test_a_file_that_may_not_grow_fails_the_save_and_the_following_one_works(tmp
             writer.drain()
         resource.prlimit(writer.process_id, resource.RLIMIT_FSIZE, unlimited)
         writer.save(request(3, weights(3)))
-        assert [outcome.report.name for outcome in writer.drain()] == ["global_step_3"]
+        assert [outcome.name for outcome in writer.drain()] == ["global_step_3"]
     check(store, [1, 3])
 
 

@@ -6,8 +6,14 @@ import pytest
 import torch
 from gpu.needs import gpus
 
-from verl.weight_verification.compare import differing
-from verl.weight_verification.fingerprint import ProbeVectors, WeightFingerprint, as_array, fingerprint, full_precision
+from verl.rollout.weight_verification.compare import differing
+from verl.rollout.weight_verification.fingerprint import (
+    ProbeVectors,
+    WeightFingerprint,
+    as_array,
+    fingerprint,
+    full_precision,
+)
 
 pytestmark = gpus()
 

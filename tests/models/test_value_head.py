@@ -102,7 +102,9 @@ class DeepCritic(Critic):
     head: ClassVar[type[ModelHead]] = TwoLayers
 
 
-@pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "adapter"])
+@pytest.mark.parametrize(
+    "lora", [None, pytest.param(LoRA(rank=2), marks=pytest.mark.exhaustive)], ids=["whole", "adapter"]
+)
 def test_another_head_is_trained_saved_resumed_and_loaded_with_no_further_edit(model32, tmp_path, lora):
     critic = DeepCritic(model=model32, optimizer=AdamW(lr=3e-3), micro_batch_tokens=4096, lora=lora)
     parts: dict[str, Any] = {"algorithm": PPO_ALGORITHM, "critic": critic, "save_final": True}

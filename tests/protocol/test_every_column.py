@@ -22,7 +22,7 @@ from verl.cluster import shm_channel
 from verl.cluster.serialization import RowSubset, deserialize, serialize
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto
-from verl.replay.arrow_rows import RowSegment, SegmentRows, last_rows, rows_from_arrow, rows_to_arrow
+from verl.replay.arrow_rows import DeviceRows, SelectedRows, rows_from_arrow, rows_to_arrow
 from verl.utils.child_process.channel import Channel
 
 few = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
@@ -147,10 +147,11 @@ def test_rows_of_the_replay_buffer_are_the_same(draw):
     batch = rows.union(DataProto.from_single_dict(extra))
     index = dict.fromkeys(("group", "step", "score", "advantage"), np.zeros(4))
     record = rows_to_arrow(batch, index)
-    segment, last = RowSegment.of(record), RowSegment.of(last_rows(record, 2))
+    chosen, on_device = np.array([2, 0]), DeviceRows(record, torch.device("cpu"))
     for found, wanted in [
-        (rows_from_arrow([SegmentRows(segment, np.array([2, 0]), np.array([1, 0]))], 0), batch[[0, 2]]),
-        (rows_from_arrow([SegmentRows(last, np.arange(2), np.arange(2))], 0), batch[2:]),
+        (rows_from_arrow([SelectedRows(record, chosen)], 0), batch[[2, 0]]),
+        (rows_from_arrow([SelectedRows(record.slice(2), np.arange(2))], 0), batch[2:]),
+        (rows_from_arrow([on_device.select(chosen)], 0), batch[[2, 0]]),
     ]:
         for name in extra:
             assert exact(found[name].tolist() if name in batch.non_tensor_batch else found[name]) == exact(

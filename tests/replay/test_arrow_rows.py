@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from replay.rows_here import scored_rows
 
 from verl.protocol import DataProto
-from verl.replay.arrow_rows import RowSegment, SegmentRows, last_rows, rows_from_arrow, rows_to_arrow
+from verl.replay.arrow_rows import DeviceRows, SelectedRows, rows_from_arrow, rows_to_arrow
 
 KEPT = (
     "prompts", "prompt_mask", "prompt_ids", "sample_ids", "responses", "response_mask", "input_ids", "attention_mask",
@@ -18,7 +17,7 @@ KEPT = (
 )  # fmt: skip
 
 
-def packed(batch: DataProto):
+def packed(batch: DataProto) -> pa.RecordBatch:
     zeros = np.zeros(len(batch))
     return rows_to_arrow(batch, dict.fromkeys(("group", "step", "score", "advantage"), zeros))
 
@@ -50,7 +49,7 @@ def assert_equal(found: DataProto, expected: DataProto) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
-def test_rows_of_two_batches_come_back_in_any_order(dtype):
+def test_rows_of_two_batches_come_back_in_the_order_of_the_records(dtype):
     batches = [scored_rows(6, seed=seed) for seed in (1, 2)]
     batches = [
         DataProto.from_dict(
@@ -58,42 +57,27 @@ def test_rows_of_two_batches_come_back_in_any_order(dtype):
         )
         for b in batches
     ]
-    segments = [RowSegment.of(packed(batch)) for batch in batches]
-    order = np.array([5, 0, 3])
-    parts = [SegmentRows(segments[0], order, np.array([4, 1, 2])), SegmentRows(segments[1], order, np.array([0, 5, 3]))]
-    expected = trimmed(DataProto.concat([*(b.select(list(KEPT)) for b in batches)]), [11, 0, 3, 9, 5, 6])
+    parts = [SelectedRows(packed(batch), np.array([5, 0, 3])) for batch in batches]
+    expected = trimmed(DataProto.concat([*(b.select(list(KEPT)) for b in batches)]), [5, 0, 3, 11, 6, 9])
     assert_equal(rows_from_arrow(parts, pad_token_id=0), expected)
 
 
-def test_the_last_rows_of_a_segment_are_those_rows():
+def test_slices_of_record_batches_are_those_rows():
     batch = scored_rows(6, seed=3)
-    last = RowSegment.of(last_rows(packed(batch), 2))
-    assert_equal(rows_from_arrow([SegmentRows(last, np.arange(2), np.arange(2))], 0), trimmed(batch, [4, 5]))
+    assert_equal(rows_from_arrow([SelectedRows(packed(batch).slice(4), np.arange(2))], 0), trimmed(batch, [4, 5]))
 
 
-def test_rows_whose_values_are_tensors_are_gathered_like_those_of_arrays():
-    """As on a device."""
+def test_rows_on_a_device_are_gathered_like_those_on_the_host():
     batch = scored_rows(6, seed=3).union(DataProto.from_dict({"block": torch.arange(12).reshape(6, 2).to(torch.int16)}))
-    segment = RowSegment.of(packed(batch))
-    tensors = {name: torch.tensor(values) for name, values in segment.flat.items()}
-    rows, positions = np.array([4, 0, 5]), np.array([2, 0, 1])
-    expected, found = (
-        rows_from_arrow([SegmentRows(one, rows, positions)], 0)
-        for one in (segment, dataclasses.replace(segment, flat=tensors))
-    )
-    assert_equal(found, expected.select([*KEPT]))
-    assert torch.equal(found["block"], expected["block"])
+    record, rows = packed(batch), np.array([4, 0, 5])
+    assert DeviceRows(record, torch.device("cpu")).select(rows).record.equals(record.take(pa.array(rows)))
 
 
 def test_blocks_of_numbers_and_missing_columns_survive():
     batch = scored_rows(4).union(DataProto.from_dict({"block": torch.arange(24).reshape(4, 2, 3)}))
     other = scored_rows(4).union(DataProto.from_dict({"block": torch.zeros(4, 2, 3, dtype=torch.int64)}))
     other = other.select(non_tensor_batch_keys=["response_text"])
-    parts = [
-        SegmentRows(RowSegment.of(packed(one)), np.array([3]), np.array([place]))
-        for place, one in enumerate((batch, other))
-    ]
-    found = rows_from_arrow(parts, 0)
+    found = rows_from_arrow([SelectedRows(packed(rows), np.array([3])) for rows in (batch, other)], 0)
     assert torch.equal(found["block"][0], batch["block"][3])
     assert list(found["length"]) == [3, None]
 
@@ -107,11 +91,7 @@ def test_experts_of_each_token_survive():
         routed = torch.where(mask, drawn, -1).to(torch.int16)
         batches[place] = batch.union(DataProto.from_dict({"routed_experts": routed}))
     records = [packed(batch) for batch in batches]
-    parts = [
-        SegmentRows(RowSegment.of(records[0]), np.array([5, 0]), np.array([1, 0])),
-        SegmentRows(RowSegment.of(last_rows(records[1], 2)), np.array([1]), np.array([2])),
-    ]
-    found = rows_from_arrow(parts, 0)
+    found = rows_from_arrow([SelectedRows(records[0], np.array([0, 5])), SelectedRows(records[1], np.array([5]))], 0)
     width = found["responses"].shape[1]
     assert found["routed_experts"].dtype == torch.int16
     for row, (batch, own) in enumerate([(0, 0), (0, 5), (1, 5)]):

@@ -11,11 +11,11 @@ import torch
 from refusals import refusal
 from replay.rows_here import scored_rows
 
+from verl.checkpoint.save.save_request import ExistingFile
 from verl.errors import ReplayCorrupt
 from verl.protocol import DataProto
 from verl.replay.buffer import TieredBuffer
-from verl.replay.checkpoint import buffer_state, restore_buffer
-from verl.replay.config import SharedShard, TieredReplay
+from verl.replay.config import TieredReplay
 from verl.replay.sampling import ReplayRequest, draw
 
 SMALL = TieredReplay(max_rows=400, memory_mib=8, shard_mib=1)
@@ -27,7 +27,7 @@ def filled(directory: Path, settings: TieredReplay = SMALL, steps: int = 12, sea
     for step in range(1, steps + 1):
         buffer.append(scored_rows(24, seed=step, version=step), step)
         if seals and step % 3 == 0:
-            buffer_state(buffer)
+            buffer.state_dict()
     return buffer
 
 
@@ -38,24 +38,26 @@ def texts(batch: DataProto | None) -> list[str]:
 def carried(buffer: TieredBuffer, directory: Path, settings: TieredReplay | None = None) -> TieredBuffer:
     """The buffer of a run that goes on from a checkpoint of this one."""
     other = TieredBuffer(settings or buffer.settings, directory / "next", seed=7)
-    restore_buffer(other, saved(buffer, directory / "saved"))
+    other.load_state_dict(saved(buffer, directory / "saved"))
     return other
 
 
 def saved(buffer: TieredBuffer, directory: Path) -> Path:
     """A directory with what a checkpoint holds of a buffer."""
     directory.mkdir(parents=True)
-    for name, item in buffer_state(buffer).items():
+    for name, item in buffer.state_dict().items():
         if isinstance(item, bytes):
             (directory / name).write_bytes(item)
         else:
-            (directory / name).hardlink_to(item.path)
+            assert item.source is not None
+            (directory / name).hardlink_to(item.source)
     return directory
 
 
-def shared(buffer: TieredBuffer) -> dict[str, SharedShard]:
+def shared(buffer: TieredBuffer) -> dict[str, Path]:
     """Files that a checkpoint links."""
-    return {name: item for name, item in buffer_state(buffer).items() if isinstance(item, SharedShard)}
+    files = {name: item.source for name, item in buffer.state_dict().items() if isinstance(item, ExistingFile)}
+    return {name: source for name, source in files.items() if source is not None}
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "recency", "advantage"])
@@ -116,7 +118,7 @@ def test_a_second_save_adds_only_the_files_of_new_rows(tmp_path):
     (new,) = after.keys() - before.keys()
     rows = sum(len(batch) for batch in buffer.iterate(100))
     assert rows == 13 * 24
-    assert after[new].path.stat().st_size < 2 * 24 * 400
+    assert after[new].stat().st_size < 2 * 24 * 400
     buffer.close()
 
 
@@ -173,7 +175,7 @@ def test_a_file_that_is_cut_short_is_not_read(tmp_path):
     buffer.close()
     other = TieredBuffer(SMALL, tmp_path / "next")
     with pytest.raises(ReplayCorrupt, match="rows_"):
-        restore_buffer(other, tmp_path / "saved")
+        other.load_state_dict(tmp_path / "saved")
     other.close()
 
 

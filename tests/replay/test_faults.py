@@ -16,9 +16,8 @@ from replay.test_buffer import SMALL, saved, shared, texts
 from replay.test_remote_tier import uploaded
 
 from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.hashing import hash_buffers
 from verl.replay.buffer import TieredBuffer
-from verl.replay.checkpoint import buffer_state, restore_buffer
-from verl.replay.config import SharedShard
 from verl.replay.remote_tier import RemoteTier
 from verl.replay.sampling import ReplayRequest
 from verl.replay.shard import ShardFile
@@ -50,7 +49,7 @@ def test_a_full_disk_loses_nothing_while_memory_has_room(tmp_path, caplog):
     assert found is not None
     assert len(found) == 96
     other = TieredBuffer(SMALL, tmp_path / "next", seed=7)
-    restore_buffer(other, directory)
+    other.load_state_dict(directory)
     assert texts(other.sample(ALL)) == texts(found)
     disk.is_full = False
     assert len(shared(buffer)) == 1
@@ -91,7 +90,7 @@ def test_a_full_disk_keeps_a_shard_that_the_store_has_without_sending_it_again(t
     buffer = TieredBuffer(settings, tmp_path / "here", seed=7, cold=cold, disk=disk)
     for step in (1, 2):
         buffer.append(scored_rows(14, seed=step, version=step), step)
-        buffer_state(buffer)
+        buffer.state_dict()
     disk.is_full = True
     may_send.set()
     for _ in range(3):
@@ -135,7 +134,7 @@ def is_killed(act: Callable[[], object]) -> bool:
     return code == KILLED
 
 
-def sealed(directory: Path, disk: FileSystem | None = None) -> dict[str, SharedShard]:
+def sealed(directory: Path, disk: FileSystem | None = None) -> dict[str, Path]:
     """The shard of 24 rows."""
     buffer = TieredBuffer(SMALL, directory, seed=7, disk=disk)
     buffer.append(scored_rows(24, seed=1, version=1), 1)
@@ -149,25 +148,25 @@ def test_a_process_killed_while_it_seals_leaves_a_whole_shard_or_none(tmp_path):
     calls = 0
     while is_killed(partial(sealed, tmp_path / str(calls), DeadlyDisk(calls))):
         left = [*(tmp_path / str(calls)).glob("rows_*.arrow")]
-        assert [path.read_bytes() for path in left] in ([], [whole.path.read_bytes()])
-        assert [*sealed(tmp_path / str(calls))] == [whole.path.name], "the next one makes it anew"
+        assert [path.read_bytes() for path in left] in ([], [whole.read_bytes()])
+        assert [*sealed(tmp_path / str(calls))] == [whole.name], "the next one makes it anew"
         calls += 1
     assert calls > 5
 
 
 def test_a_process_killed_while_it_fetches_leaves_nothing_that_is_taken_for_a_shard(tmp_path):
     (whole,) = sealed(tmp_path / "whole").values()
-    size = whole.path.stat().st_size
-    shard = ShardFile(first_row=0, num_rows=24, size=size, leaves=whole.leaves)
+    data = whole.read_bytes()
+    shard = ShardFile(first_row=0, num_rows=24, size=len(data), leaves=hash_buffers([data]))
     storage, here = LocalStorage(path=str(tmp_path / "store")), tmp_path / "here"
 
     def fetch(disk: FileSystem) -> None:
         cold = RemoteTier(storage.connect(), here, timeout_s=30.0, retry_s=1.0)
         cold.disk = disk
-        assert cold.download(shard).read_bytes() == whole.path.read_bytes()
+        assert cold.download(shard).read_bytes() == whole.read_bytes()
 
     with storage.connect() as store:
-        store.put_file(f"replay/{shard.name}", whole.path)
+        store.put_file(f"replay/{shard.name}", whole)
     calls = 0
     while is_killed(partial(fetch, DeadlyDisk(calls))):
         calls += 1
@@ -182,8 +181,8 @@ def test_runs_of_one_name_that_keep_their_rows_elsewhere_do_not_meet(tmp_path):
     runs = [tmp_path / sweep / "0" for sweep in ("monday", "tuesday")]
     (mine,) = sealed(settings.directory_of(runs[0])).values()
     TieredBuffer(settings, settings.directory_of(runs[1])).close()
-    assert mine.path.is_file()
-    assert mine.path.parent.parent == tmp_path / "scratch"
-    assert (runs[0] / "replay" / mine.path.name).samefile(mine.path), "the run's directory leads there"
+    assert mine.is_file()
+    assert mine.parent.parent == tmp_path / "scratch"
+    assert (runs[0] / "replay" / mine.name).samefile(mine), "the run's directory leads there"
     TieredBuffer(settings, settings.directory_of(runs[0])).close()  # the same run once more
-    assert not mine.path.exists()
+    assert not mine.exists()

@@ -15,7 +15,6 @@ from replay.test_buffer import SMALL, saved, texts
 
 from verl.errors import StorageUnreachable
 from verl.replay.buffer import TieredBuffer
-from verl.replay.checkpoint import buffer_state, restore_buffer
 from verl.replay.remote_tier import RemoteTier
 from verl.replay.sampling import ReplayRequest
 from verl.storage.config import LocalStorage
@@ -40,7 +39,7 @@ def with_cold_rows(directory: Path, store: Path, timeout_s: float = 60.0) -> Tie
     buffer = tiered(directory, store, timeout_s)
     for step in range(1, 13):
         buffer.append(scored_rows(24, seed=step, version=step), step)
-        buffer_state(buffer)
+        buffer.state_dict()
     uploaded(buffer)
     assert buffer.stats()["replay/rows_cold"] == 24  # 288 rows, of which the newest 261 stay here: a whole shard goes
     buffer.sweep()
@@ -64,7 +63,7 @@ def test_rows_in_the_store_are_drawn_like_all_others(tmp_path):
 def test_rows_in_a_store_that_a_run_no_longer_has_are_lost_and_told(tmp_path, caplog):
     buffer = with_cold_rows(tmp_path / "here", tmp_path / "store")
     other = TieredBuffer(TIERED, tmp_path / "next", seed=7)
-    restore_buffer(other, saved(buffer, tmp_path / "saved"))
+    other.load_state_dict(saved(buffer, tmp_path / "saved"))
     assert len(other) == 288 - 24
     assert other.stats()["replay/lost_rows"] == 24
     assert "24 replay rows are lost" in caplog.text
@@ -72,7 +71,7 @@ def test_rows_in_a_store_that_a_run_no_longer_has_are_lost_and_told(tmp_path, ca
     assert found is not None
     assert set(found["policy_version"].tolist()) == set(range(2, 13))
     again = TieredBuffer(TIERED, tmp_path / "again", seed=7)
-    restore_buffer(again, saved(other, tmp_path / "saved_again"))
+    again.load_state_dict(saved(other, tmp_path / "saved_again"))
     assert texts(again.sample(ALL)) == texts(found)
     assert again.stats()["replay/lost_rows"] == 24
     for one in (buffer, other, again):
@@ -83,7 +82,7 @@ def test_a_buffer_goes_on_with_rows_in_the_store_from_a_checkpoint(tmp_path):
     buffer = with_cold_rows(tmp_path / "here", tmp_path / "store")
     saved(buffer, tmp_path / "saved")
     other = tiered(tmp_path / "next", tmp_path / "store")
-    restore_buffer(other, tmp_path / "saved")
+    other.load_state_dict(tmp_path / "saved")
     wanted = dataclasses.replace(ALL, num_rows=100)
     assert texts(other.sample(wanted)) == texts(buffer.sample(wanted))
     assert other.stats()["replay/rows_cold"] == 24
@@ -117,7 +116,7 @@ def test_rows_in_place_of_lost_ones_may_be_in_the_store_too(tmp_path):
     buffer = TieredBuffer(settings, tmp_path / "here", seed=7, cold=cold)
     for step in range(1, 13):
         buffer.append(scored_rows(24, seed=step, version=step), step)
-        buffer_state(buffer)
+        buffer.state_dict()
     uploaded(buffer)
     buffer.sweep()
     stored = sorted((tmp_path / "store").rglob("rows_*.arrow"))
@@ -170,7 +169,7 @@ def test_what_the_store_does_not_take_stays_here(tmp_path, monkeypatch):
     monkeypatch.setattr(buffer.cold.store, "put_file", refuses)
     for step in range(1, 13):
         buffer.append(scored_rows(24, seed=step, version=step), step)
-        buffer_state(buffer)
+        buffer.state_dict()
     assert buffer.stats()["replay/rows_cold"] == 0
     found = buffer.sample(ALL)
     assert found is not None
@@ -182,23 +181,22 @@ def test_what_the_store_does_not_take_stays_here(tmp_path, monkeypatch):
 def test_a_shard_that_expires_on_its_way_to_the_store_stays_nowhere(is_swept, tmp_path, monkeypatch):
     buffer = tiered(tmp_path / "here", tmp_path / "store")
     assert buffer.cold is not None
-    put_file, begins = buffer.cold.store.put_file, threading.Event()
-    monkeypatch.setattr(buffer.cold.store, "put_file", lambda *args: (begins.wait(30), put_file(*args))[1])
+    store, begins, is_deleted = buffer.cold.store, threading.Event(), threading.Event()
+    put_file, delete = store.put_file, store.delete
+    monkeypatch.setattr(store, "put_file", lambda *args: (begins.wait(30), put_file(*args))[1])
+    monkeypatch.setattr(store, "delete", lambda key: (delete(key), is_deleted.set())[1])
     for step in range(1, 15):  # the first 24 rows are to go to the store after 12 steps, and expire after 14
         buffer.append(scored_rows(24, seed=step, version=step), step)
-        buffer_state(buffer)
-    (expired,) = buffer._expired
-    assert expired.file is not None
-    assert expired.upload is not None
-    first = f"replay/{expired.file.name}"
+        buffer.state_dict()
+    (expired,) = buffer.released
+    assert expired.startswith("rows_000000000000_")
     if is_swept:
         buffer.sweep()
+    buffer.cold.delete(buffer.released)  # while the upload is on its way
     begins.set()
-    wait([expired.upload], timeout=30)
-    uploaded(buffer)
+    assert is_deleted.wait(30)
     assert buffer.cold.is_reachable, "the store has done nothing wrong"
-    assert [f"replay/{name}" for name in buffer.released] == ([] if is_swept else [first])
-    assert (buffer.cold.store.find(first) is None) is is_swept
+    assert store.find(f"replay/{expired}") is None
     buffer.close()
 
 

@@ -23,7 +23,8 @@ from verl.rewards.deadline import call_within
 from verl.rewards.function import CallableReward
 from verl.rewards.rules import ExactMatch
 from verl.rewards.weighted_sum import WeightedSum
-from verl.trainer.api.trainer import DataPipeline, RLTrainer, Trainer
+from verl.trainer.api.pipeline import DataPipeline, RLTrainer
+from verl.trainer.api.trainer import Trainer
 
 
 def sleeps(prompts, responses):

@@ -70,6 +70,7 @@ def test_a_function_in_a_file_sees_texts_columns_and_kwargs(written, batch):
     assert scored["token_level_scores"][:, 1].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "form", ["data", *(pytest.param(form, marks=pytest.mark.exhaustive) for form in ("sample", "batch"))]
 )

@@ -134,6 +134,7 @@ RUN += [
 RUN += ["checkpoint=off"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("script", "how", "settings", "status", "said"),
     [

@@ -74,11 +74,11 @@ def test_a_script_that_torchrun_has_started_twice_does_not_train_twice(short_fil
 
 def test_a_line_for_every_stage_is_the_default_of_a_script_and_not_of_a_command():
     def is_long(*overrides: str) -> bool:
-        return compose_short_file({}, {}, list(overrides), None).config.tracker.console.stage_lines
+        return compose_short_file({}, {}, list(overrides)).config.tracker.console.stage_lines
 
     assert is_long()
     assert not is_long("tracker.console.stage_lines=false")
-    assert "console" not in compose_short_file({}, {}, ["tracker=none"], None).config.tracker
+    assert "console" not in compose_short_file({}, {}, ["tracker=none"]).config.tracker
     assert not compose_root("ppo").tracker.console.stage_lines
 
 

@@ -232,6 +232,7 @@ def named(plan: RunPlan) -> set[str]:
     return {setting.partition("=")[0] for change in plan.changes for setting in change.settings}
 
 
+@pytest.mark.exhaustive
 def test_what_is_advised_makes_the_phase_smaller_that_is_short():
     long = ("rollout.max_new_tokens=30", "data.max_prompt_length=30", "actor.micro_batch_tokens=99999")
     plan = planned(*long, "checkpoint=off")

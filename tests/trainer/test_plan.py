@@ -270,6 +270,7 @@ def test_batch_arithmetic_names_every_remainder():
     assert "12 rows of a mini-batch over 5 processes leave a remainder of 2" in told
 
 
+@pytest.mark.exhaustive
 def test_the_plan_says_when_the_disk_is_full_and_how_long_an_upload_takes(llama_8b):
     run = run_of("actor=llama8b", f"actor.model.path={llama_8b}", "critic=none", "algorithm=grpo", "rollout=vllm")
     store = {"storage": run_of("storage=s3", "storage.bucket=checkpoints", "checkpoint.keep_last_n=null").storage}
@@ -395,7 +396,7 @@ def test_published_steps_are_within_the_range_of_the_plan_and_the_document_has_t
     assert plan.step_s == pytest.approx(expected, rel=0.01)
     assert plan.range_s[0] <= checkpoint <= plan.range_s[1]
     assert "by the error of such plans for published steps" in "\n".join(plan.lines())
-    document = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    document = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
     assert f"| {checkpoint:g} | {expected:.0f} | {expected / checkpoint - 1:+.0%} |" in document
 
 

@@ -35,6 +35,7 @@ def test_a_limit_below_what_pytorch_maps_is_refused_at_the_start(words, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_reaches_its_limit_says_so_without_a_traceback(tmp_path):
     words = ["actor.model.hidden_size=2048", "actor.model.intermediate_size=16384", "actor.model.num_layers=4"]
     done = run_limited(2 * GIB, "sft", "debug=smoke", *words, f"hydra.run.dir={tmp_path / 'run'}")

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.algorithms.kl import KLInLoss
 from verl.component import BuildContext
-from verl.dispatch import dispatch_of
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
 from verl.models.pretrained import Pretrained
 from verl.ops.logprobs import ESTIMATORS
 from verl.protocol import DataProto
+from verl.protocol.dispatch import dispatch_of
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.workers.actor import Actor, ActorWorker

@@ -8,7 +8,7 @@ export        Export of a checkpoint: a component as a Hugging Face directory
 manager       CheckpointManager: the user's access to one checkpoint, or to the newest of a directory
 read/         Finding, verifying and reading checkpoints. Nothing here writes
 remote/       Checkpoints in object storage, behind the local disk
-resume_point  Which checkpoint `resume=` means: `latest`, a path, a run or an address in object storage
+resume_point  Which checkpoint `resume=` means, on the disk or in object storage
 retention     Retention: which checkpoints of a directory are kept, pinned and tagged
 save/         From live tensors to a committed checkpoint, while training continues
 """

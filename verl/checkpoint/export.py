@@ -1,7 +1,4 @@
-"""Export of a checkpoint: a component as a Hugging Face directory, or all its files without hard links to others.
-
-An export is atomic and its bytes are hashed.
-"""
+"""Export of a component of a checkpoint as a Hugging Face directory; it is atomic, and its bytes are hashed."""
 
 from __future__ import annotations
 
@@ -10,27 +7,21 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
-from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import (
     FileHandle,
     FileSystem,
     files_below,
     make_directories,
     remove_tree,
-    write_by_rename,
     write_errors,
     write_file,
 )
-from verl.checkpoint.core.manifest import COMMIT, MANIFEST, Manifest, commit_line
 from verl.checkpoint.core.safetensors_format import INDEX_NAME, MODEL_METADATA, TensorPlace, lay_out, model_files
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import refuse_inside
-from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.read.verify import open_verified
 from verl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -72,41 +63,6 @@ def atomic_directory(disk: FileSystem, out: Path, doing: str) -> Iterator[Path]:
             remove_tree(disk, staged)
             raise
         disk.sync_directory(out.parent)
-
-
-def materialize(reader: CheckpointReader, out: Path, disk: FileSystem | None = None) -> Checkpoint:
-    """Write all files of a checkpoint to another directory, atomically; the `manifest_checksum` stays the same.
-
-    >>> whole = materialize(CheckpointManager("checkpoints/latest").reader(), Path("whole"))
-
-    Args:
-        reader: of the checkpoint, on a disk or in object storage.
-        out: must not exist, or be an empty directory.
-    Raises:
-        ConfigError: `out` is in use.
-        CheckpointCorrupt: bytes are not those that were written; nothing is left at `out`.
-        CheckpointWriteFailed: the file system refused.
-    """
-    disk = disk or FileSystem()
-    out, checkpoint = require_unused(disk, out), reader.checkpoint
-    with atomic_directory(disk, out, f"writing {checkpoint.name} out to {out}") as staged:
-        _write_whole_files(reader, staged, disk)
-        open_verified(disk, staged, "full")
-    return Checkpoint(out, _whole(checkpoint.manifest))
-
-
-def _write_whole_files(reader: CheckpointReader, staged: Path, disk: FileSystem) -> None:
-    for entry in reader.files():
-        target = staged / entry.path
-        make_directories(disk, target.parent, staged)
-        write_file(disk, target, reader.pieces(entry.path))
-    data = _whole(reader.checkpoint.manifest).to_bytes()
-    write_by_rename(disk, staged / MANIFEST, data)
-    write_by_rename(disk, staged / COMMIT, commit_line(data))
-
-
-def _whole(manifest: Manifest) -> Manifest:
-    return replace(manifest, files=tuple(replace(entry, linked_from=None) for entry in manifest.contents.values()))
 
 
 MODEL, ADAPTER = "config.json", "adapter_config.json"

@@ -12,7 +12,7 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import STATE, FileEntry
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory, ResolvedPath, resolve_path
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.read.verify import Level, open_verified
+from verl.checkpoint.read.verify import Level
 from verl.checkpoint.remote.commit_log import LogRecord
 from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore
 from verl.errors import BadCheckpoint, CheckpointNotFound
@@ -63,11 +63,7 @@ class CheckpointManager:
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The opened checkpoint: its directory and its manifest."""
-        if self.address is not None:
-            tier, record = self._tier
-            return tier.newest() if record is None else tier.verified(record)
-        where = resolve_path(self.path, self._disk)
-        return CheckpointDirectory(where.directory, self._disk).open(where.name or LATEST)
+        return self._open()
 
     @cached_property
     def state(self) -> dict[str, Any]:
@@ -84,17 +80,8 @@ class CheckpointManager:
         Args:
             level: `quick` checks sizes and headers, `full` hashes every byte.
         """
-        if self.address is not None:
-            try:
-                tier, record = self._tier
-                tier.verified(record or tier.newest().record, level)
-            except (BadCheckpoint, CheckpointNotFound):
-                return False
-            return True
         try:
-            where = resolve_path(self.path, self._disk)
-            checkpoint = CheckpointDirectory(where.directory, self._disk).open(where.name or LATEST)
-            open_verified(self._disk, checkpoint.directory, level)
+            self._open(level)
         except (BadCheckpoint, CheckpointNotFound):
             return False
         return True
@@ -235,6 +222,14 @@ class CheckpointManager:
         if isinstance(checkpoint, RemoteCheckpoint):  # what is fetched is always hashed
             return self._tier[0].reader(checkpoint, writable)
         return CheckpointReader(checkpoint, self._disk, verify=verify, writable=writable)
+
+    def _open(self, level: Level = "quick") -> Checkpoint:
+        """Search and verify the checkpoint."""
+        if self.address is not None:
+            tier, record = self._tier
+            return tier.verified(record or tier.newest().record, level)
+        where = resolve_path(self.path, self._disk)
+        return CheckpointDirectory(where.directory, self._disk).open(where.name or LATEST, level)
 
     def _of(self, where: ResolvedPath, name: str) -> CheckpointManager:
         return CheckpointManager(where.directory / name, self._disk)

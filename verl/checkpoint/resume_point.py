@@ -7,11 +7,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.commit.upload_state import manifest_digest
 from verl.checkpoint.core.checkpoint import Checkpoint, read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import MANIFEST
@@ -19,11 +22,15 @@ from verl.checkpoint.read.discovery import LATEST, POINTER, CheckpointDirectory,
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import Level, open_verified
-from verl.checkpoint.remote.resolve import CheckpointTier, bring, newest_of_tiers
+from verl.checkpoint.remote.commit_log import LogRecord
+from verl.checkpoint.remote.download import pull
+from verl.checkpoint.remote.remote_store import RemoteStore
+from verl.checkpoint.remote.resolve import CheckpointTier, bring
 from verl.errors import (
     BadCheckpoint,
     CheckpointCorrupt,
     CheckpointNotFound,
+    CheckpointUnsupported,
     ConfigError,
     FileFault,
     StorageError,
@@ -118,11 +125,9 @@ def find(
     if is_address(resume):
         return _fetched(resume, save_dir, storage)
     if resume == LATEST:
+        what = f"resume=latest looked in {save_dir}" + (f" and {tier.address}" if tier is not None else "")
         try:
-            if tier is not None:
-                checkpoint, state = newest_of_tiers(save_dir, tier, _level(verify), strict, is_own)
-                return ResumePoint(checkpoint, state, f"resume=latest looked in {save_dir} and {tier.address}")
-            return _newest(save_dir, strict, verify, f"resume=latest looked in {save_dir}", is_own=is_own)
+            return newest_point(save_dir, what, strict, verify, tier, is_own)
         except CheckpointNotFound:
             return None
     path = Path(resume).expanduser().absolute()
@@ -137,14 +142,16 @@ def find(
     try:
         if (path / POINTER).is_file():
             return _of_run(resume, path, strict, verify)
-        return _newest(path, strict, verify, f"resume={resume} holds checkpoints", is_own=is_own)
+        return newest_point(path, f"resume={resume} holds checkpoints", strict, verify, is_own=is_own)
     except CheckpointNotFound as error:
         raise ConfigError(f"resume is {resume!r}: {error}. Give a checkpoint, its parent, a run, or latest.") from error
 
 
 def _of_link(resume: str, link: Path, strict: bool, verify: bool, is_own: IsOwn | None) -> ResumePoint:
     """The newest of a directory, whatever its link `latest` shows: that is a hint, and may be older."""
-    found = _newest(link.parent, strict, verify, f"resume={resume} means the newest of {link.parent}", is_own=is_own)
+    found = newest_point(
+        link.parent, f"resume={resume} means the newest of {link.parent}", strict, verify, is_own=is_own
+    )
     shown = os.readlink(link) if link.is_symlink() else ""
     if shown and shown != found.checkpoint.name:
         _log.warning("%s shows %s, which is not the newest: taking %s.", link, shown, found.checkpoint.name)
@@ -167,7 +174,7 @@ def _of_run(resume: str, run_dir: Path, strict: bool, verify: bool) -> ResumePoi
                 )
             if directory != places[0]:
                 _log.info("%s says that it saved in %s; its checkpoints are in %s.", run_dir, places[0], directory)
-            return _newest(directory, strict, verify, what, runs)
+            return newest_point(directory, what, strict, verify, is_counted=partial(_is_of, runs=runs))
     raise CheckpointNotFound(f"{places[0]} holds no complete checkpoint of run {pointer.run_id}")
 
 
@@ -194,57 +201,127 @@ def _fetched(address: str, save_dir: Path, storage: Storage | None) -> ResumePoi
         raise ConfigError(f"resume is {address!r}: {error}") from error
 
 
-def _newest(
+def newest_point(
     directory: Path,
-    strict: bool,
-    verify: bool,
     what: str,
-    runs: Mapping[str, int | None] | None = None,
+    strict: bool = False,
+    verify: bool = True,
+    tier: CheckpointTier | None = None,
     is_own: IsOwn | None = None,
+    is_counted: Callable[[Checkpoint], bool] = lambda checkpoint: True,
 ) -> ResumePoint:
-    looked_at = CheckpointDirectory(directory)
-    try:
-        looked_at.newest(strict)
-    except CheckpointNotFound:
-        if looked_at.candidates():
-            raise _all_damaged(directory) from None
-        raise
-    complete = looked_at.complete()
-    found: list[tuple[Checkpoint, dict[str, Any]]] = []
-    for checkpoint in complete:
-        if runs is None or _is_of(checkpoint, runs):
+    """The newest checkpoint that is complete, on the local disk or in the store, from which it is fetched.
+
+    A damaged one is named, and its copy in the other tier is taken, or the one before it; so is one whose objects the
+    store does not give.
+
+    Args:
+        what: what was looked for, for `why`.
+        is_own: whether a checkpoint is of this training, by its state. Where all are of others their newest is
+            returned, for the caller to refuse; it is not fetched. None: any training.
+        is_counted: whether a local checkpoint is looked at.
+    Raises:
+        CheckpointNotFound: neither has one.
+        CheckpointUnsupported: another version of verl saved there.
+        ConfigError: the store does not answer and the local disk has none, or all are damaged.
+        BadCheckpoint: with `strict`, the first that is damaged.
+    """
+    local = CheckpointDirectory(directory)
+    complete, bad = local.survey()
+    faults: list[BadCheckpoint | StorageError] = []
+
+    def leave_out(error: BadCheckpoint | StorageError, name: str) -> None:
+        if strict or isinstance(error, CheckpointUnsupported):
+            raise error
+        reason = f"{name} of {tier.address}, which cannot be fetched: {error}" if tier and name else str(error)
+        _log.error("NOT USING checkpoint %s", reason)
+        faults.append(error)
+
+    for error in bad:
+        leave_out(error, "")
+    complete = [checkpoint for checkpoint in complete if is_counted(checkpoint)]
+    others: list[tuple[Checkpoint, dict[str, Any]]] = []
+    with _records(tier, directory, bool(complete)) as (remote, records):
+        for candidate in _in_order(local, complete, records):
             try:
-                found.append((checkpoint, read_state(FileSystem(), checkpoint)))
+                if is_own is not None and not is_own((seen := _seen(local, remote, candidate))[1]):
+                    others.append(seen)
+                    continue
+                if isinstance(candidate, LogRecord):
+                    assert remote is not None
+                    checkpoint = pull(remote, candidate, CheckpointStore(directory), anew=True)
+                else:
+                    checkpoint = open_verified(local.disk, candidate.directory, _level(verify))
+                state = read_state(local.disk, checkpoint)
             except BadCheckpoint as error:
-                if strict:
-                    raise
-                _log.error("NOT USING checkpoint %s", error)
-    if not found:
-        raise _all_damaged(directory)
-    own = [(checkpoint, state) for checkpoint, state in found if is_own is None or is_own(state)]
-    others = len(found) - len(own)
-    chosen = own or found
-    for checkpoint, state in reversed(chosen):
+                leave_out(error, "")
+            except StorageError as error:
+                assert isinstance(candidate, LogRecord)
+                leave_out(error, candidate.name or "a checkpoint")
+            else:
+                count = f"{what}: the last published of {len(complete) + len(records) - len(others)} complete ones"
+                after = ", those after it being damaged" if faults else ""
+                beside = f", {len(others)} of another training beside them" if others else ""
+                return ResumePoint(checkpoint, state, count + after + beside)
+    if others:
+        return ResumePoint(*others[0], what)
+    if faults:
+        where = f"{directory} and {tier.address}, or such as cannot be fetched," if tier is not None else str(directory)
+        raise ConfigError(
+            f"resume finds damaged checkpoints in {where} and no whole one (the last: {faults[-1]}). Repair or remove "
+            "them, or start without resume."
+        )
+    nowhere = f"{directory} holds no" if tier is None else f"neither {directory} nor {tier.address} holds a"
+    raise CheckpointNotFound(f"{nowhere} complete checkpoint")
+
+
+@contextlib.contextmanager
+def _records(
+    tier: CheckpointTier | None, directory: Path, has_local: bool
+) -> Iterator[tuple[RemoteStore | None, list[LogRecord]]]:
+    """The store of a tier and the checkpoints that it has; none without a tier, or if it does not answer."""
+    if tier is None:
+        yield None, []
+        return
+    remote, records = tier.connect(), []
+    try:
         try:
-            open_verified(FileSystem(), checkpoint.directory, _level(verify))
-        except BadCheckpoint as error:
-            if strict:
-                raise
-            _log.error("NOT USING checkpoint %s", error)
-        else:
-            after = "" if checkpoint is chosen[-1][0] else ", those after it being damaged"
-            others_text = f", {others} of another training beside them" if own and others else ""
-            why = f"{what}: the last published of {len(chosen)} complete ones{after}{others_text}"
-            return ResumePoint(checkpoint, state, why)
-    raise _all_damaged(directory)
+            records = remote.records()
+        except StorageError as error:
+            if not has_local:
+                raise ConfigError(
+                    f"resume is 'latest': there is no checkpoint in {directory}, and {tier.address} cannot be "
+                    f"read ({error}). Fix that, or start without resume."
+                ) from error
+            _log.error(
+                "%s does not answer (%s), so a newer checkpoint there is not found: resuming from the local disk",
+                tier.address,
+                error,
+            )
+        yield remote, records
+    finally:
+        remote.store.close()
 
 
-def _all_damaged(directory: Path) -> ConfigError:
-    """The error for a directory without an intact checkpoint; the run does not start from the beginning."""
-    return ConfigError(
-        f"resume finds damaged checkpoints in {directory} and no whole one; the log names what is wrong. Repair "
-        "or remove them, or start without resume."
-    )
+def _in_order(
+    local: CheckpointDirectory, complete: list[Checkpoint], records: list[LogRecord]
+) -> Iterator[Checkpoint | LogRecord]:
+    """Checkpoints, newest first; for one in both tiers the local copy."""
+    of_local = [((one.sequence, 1, manifest_digest(local.disk, one)), one) for one in complete]
+    of_store = [((record.sequence, 0, record.manifest), record) for record in records]
+    for _, candidate in sorted([*of_local, *of_store], key=lambda pair: pair[0], reverse=True):
+        yield candidate
+
+
+def _seen(
+    local: CheckpointDirectory, remote: RemoteStore | None, candidate: Checkpoint | LogRecord
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """A checkpoint with its location and its `trainer_state.json`."""
+    if isinstance(candidate, Checkpoint):
+        return candidate, read_state(local.disk, candidate)
+    assert remote is not None
+    checkpoint = remote.open(candidate)
+    return checkpoint, remote.state(checkpoint)
 
 
 def _level(verify: bool) -> Level:

@@ -10,7 +10,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -120,29 +120,30 @@ def _is_within(run_id: str, newest: int, lines: dict[str, dict[str, int]]) -> bo
     return any(newest <= line.get(run_id, 0) for other, line in lines.items() if other != run_id)
 
 
-def _kept_by_lineage(
-    retention: Retention, complete: list[Checkpoint], pinned: Iterable[str], lineages: Sequence[dict[str, int]]
-) -> dict[str, str]:
-    """Checkpoints that stay where the rules hold for each line of descent by itself."""
-    kept: dict[str, str] = {}
+def _covered(
+    store: CheckpointStore, retention: Retention, of_each_line: bool
+) -> tuple[list[Checkpoint], dict[str, str], list[dict[str, int]]]:
+    """The checkpoints on which the rules decide; names and reasons of those that stay; and the lines of descent.
+
+    Args:
+        of_each_line: the rules hold for each line of descent in the directory by itself, not for that of `retention`.
+    """
+    complete = [checkpoint for checkpoint in store.complete() if retention.covers(checkpoint)]
+    lineages, pinned = lineages_of(store, complete) if of_each_line else [], pins(store)
+    kept = {} if of_each_line else retention.kept(complete, pinned)
     for line in lineages:
         rules = replace(retention, lineage=line)
-        own = rules.kept([checkpoint for checkpoint in complete if rules.covers(checkpoint)], pinned)
         of = f" of run {list(line)[-1]}" if len(lineages) > 1 and retention.keep_last_n is not None else ""
-        for name, reason in own.items():
+        for name, reason in rules.kept([one for one in complete if rules.covers(one)], pinned).items():
             kept.setdefault(name, reason + (of if reason.startswith(("among", "best")) else ""))
-    return kept
+    return complete, kept | waiting_for_upload(store, complete, kept), lineages
 
 
-def prune(
-    store: CheckpointStore,
-    retention: Retention,
-    lineages: Sequence[dict[str, int]] | None = None,
-) -> list[str]:
+def prune(store: CheckpointStore, retention: Retention, of_each_line: bool = False) -> list[str]:
     """Remove what is not kept. Bad checkpoints are not counted and not touched.
 
     Args:
-        lineages: lines of descent, for each of which the rules hold by itself; None for those of `retention`.
+        of_each_line: the rules hold for each line of descent in the directory by itself, not for that of `retention`.
 
     >>> prune(store, Retention(keep_last_n=3, keep_best="eval/accuracy"))  # there are two
     []
@@ -156,13 +157,7 @@ def prune(
     store.claim_directory()
     with store.locked(), write_errors("pruning checkpoints"):
         store.check_claim()
-        complete = [checkpoint for checkpoint in store.complete() if retention.covers(checkpoint)]
-        pinned = pins(store)
-        if lineages is None:
-            kept = retention.kept(complete, pinned)
-        else:
-            kept = _kept_by_lineage(retention, complete, pinned, lineages)
-        kept |= waiting_for_upload(store, complete, kept)
+        complete, kept, _ = _covered(store, retention, of_each_line)
         dropped = [checkpoint for checkpoint in complete if checkpoint.name not in kept]
         if not dropped:
             return []
@@ -174,16 +169,8 @@ def prune(
         store.disk.sync_directory(store.directory)
     with write_errors("emptying the trash"):
         remove_content(store.disk, trash)  # not the directory: another process may be moving something there
-        store.objects.sweep()
         forget_removed_uploads(store)
     return [checkpoint.name for checkpoint in dropped]
-
-
-def collect_garbage(store: CheckpointStore) -> int:
-    """Remove what no checkpoint needs: leftovers of dead processes, trash, unused objects. Returns the bytes freed."""
-    freed = store.remove_leftovers()
-    with write_errors("sweeping objects"):
-        return freed + store.objects.sweep()
 
 
 def pin(store: CheckpointStore, name: str, reason: str = "") -> None:
@@ -250,10 +237,7 @@ class CleanupPlan:
 
 def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     """Plan of what `clean` would do; changes nothing."""
-    complete = [checkpoint for checkpoint in store.complete() if retention.covers(checkpoint)]
-    lineages = lineages_of(store, complete)
-    kept = _kept_by_lineage(retention, complete, pins(store), lineages)
-    kept |= waiting_for_upload(store, complete, kept)
+    complete, kept, lineages = _covered(store, retention, of_each_line=True)
     dropped = [checkpoint for checkpoint in complete if checkpoint.name not in kept]
     with read_errors(f"looking at {store.directory}"):
         with store.locked() if store.exists(store.directory / FORMAT) else contextlib.nullcontext():
@@ -261,7 +245,7 @@ def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
         going = [*(checkpoint.directory for checkpoint in dropped), *leftovers]
         freed = _freed(store, going)
     return CleanupPlan(
-        removed=_names(dropped),
+        removed=tuple(checkpoint.name for checkpoint in dropped),
         kept={checkpoint.name: kept[checkpoint.name] for checkpoint in complete if checkpoint.name in kept},
         leftovers=tuple(path.relative_to(store.directory).as_posix() for path in leftovers),
         freed_bytes=freed,
@@ -270,8 +254,7 @@ def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
 
 
 def clean(store: CheckpointStore, retention: Retention) -> CleanupPlan:
-    """Retention for each line of descent by itself, then what dead processes left, then shared files that no checkpoint
-    holds any more.
+    """Retention for each line of descent by itself, then what dead processes left.
 
     A running trainer stays the owner of the directory, and its current save is not touched.
 
@@ -283,21 +266,16 @@ def clean(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     if not (planned.removed or planned.leftovers or planned.freed_bytes):
         return planned
     store.borrow_claim()
-    removed = prune(store, retention, lineages=lineages_of(store, store.complete()))
-    collect_garbage(store)
+    removed = prune(store, retention, of_each_line=True)
+    store.remove_leftovers()
     kept = {name: reason for name, reason in planned.kept.items() if name not in removed}
     return replace(planned, removed=tuple(removed), kept=kept)
 
 
-def _names(checkpoints: list[Checkpoint]) -> tuple[str, ...]:
-    return tuple(checkpoint.name for checkpoint in checkpoints)
-
-
 def _freed(store: CheckpointStore, going: list[Path]) -> int:
-    """Bytes of the files all of whose names go; an object that no checkpoint holds afterwards goes too."""
+    """Bytes of the files all of whose names go."""
     names: dict[tuple[int, int], list[int]] = {}  # of each inode: its size, and how many of its names remain
-    objects = store.directory / "objects"
-    for root in [*going, *([objects] if store.exists(objects) else [])]:
+    for root in going:
         paths = [root / name for name in files_below(store.disk, root)[0]] if is_directory(store.disk, root) else [root]
         for path in paths:
             status = store.disk.status(path)

@@ -9,7 +9,6 @@ main               The console command `verl`
 models             `verl env --models`: execution paths used for a model, and why others are not
 plan               `verl plan`: memory, time and disk of a run, before anything is loaded
 resume_check       `verl resume-check`: does a resumed run give the same numbers as a run without a stop?
-resume_worker      One run of `verl resume-check --topology`
 samples            `verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON
 serve_policy       `verl serve-policy`: a saved policy behind an OpenAI-compatible endpoint
 train              The commands that train: `verl ppo`, `verl sft` and `verl quickstart`

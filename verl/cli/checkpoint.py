@@ -16,10 +16,15 @@ from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.describe import CheckpointSummary, age_s, status_of, summaries, summary_of
 from verl.checkpoint.export import atomic_directory, require_unused
 from verl.checkpoint.export import export as export_component
-from verl.checkpoint.export import materialize as write_out
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.compare import compare
-from verl.checkpoint.read.discovery import LATEST, ResolvedPath, directories_below, newest_complete, resolve_path
+from verl.checkpoint.read.discovery import (
+    LATEST,
+    CheckpointDirectory,
+    ResolvedPath,
+    directories_below,
+    resolve_path,
+)
 from verl.checkpoint.read.verify import Level
 from verl.checkpoint.remote.download import pull as pull_one
 from verl.checkpoint.remote.remote_store import RemoteStore
@@ -252,7 +257,8 @@ def health(
     """
     limit_s = None if max_age is None else parse_duration(max_age, "--max-age")
     try:
-        newest, passed_over = newest_complete(resolve_path(path))
+        where = resolve_path(path)
+        newest, passed_over = CheckpointDirectory(where.directory).newest_and_damaged(where.name)
     except CheckpointUnsupported as error:
         is_newer = isinstance(error, CheckpointTooNew)
         writer = "a later version of verl" if is_newer else "an earlier version of verl, and is not read any more"
@@ -355,7 +361,7 @@ def collect(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Remove checkpoints by retention rules, leftovers of dead processes, and unused shared files.
+    """Remove checkpoints by retention rules, and leftovers of dead processes.
 
     Pinned and tagged checkpoints and the two newest are always kept. If unrelated trainings saved in one directory, the
     rules apply to each separately, as in their own retention. It is safe while a trainer saves there.
@@ -442,14 +448,3 @@ def _write_merged(adapter: Path, name: str, out: Path) -> None:
         (model if dtype is None else model.to(dtype)).save_pretrained(staged)
         tokenizer.save_pretrained(staged)
     typer.echo(f"{name}, merged into its base model, is in {out}")
-
-
-@command(app, "materialize")
-def materialize(
-    path: Path_,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist yet.")],
-) -> None:
-    """Write all files of a checkpoint to another directory; every byte is verified by hash."""
-    manager = CheckpointManager(path)
-    whole = write_out(manager.reader(), out)
-    echo(f"{manager.name} is in {out}: {counted(len(whole.manifest.files), 'file')}, {size(whole.num_bytes)}")

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -25,6 +24,7 @@ import typer
 from verl.compose.schema import set_own_conf_dirs
 from verl.errors import BadCheckpoint, ConfigError, VerlError
 from verl.tracking.console import fitting_columns, reader_may_leave
+from verl.tracking.jsonl import plain
 from verl.utils.address_space import out_of_memory_message, refuse_small_address_space
 from verl.utils.external_input import printable
 
@@ -190,14 +190,3 @@ def parse_duration(text: str, where: str) -> float:
 def counted(number: int, noun: str) -> str:
     """`1 file`, `2 files`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def plain(value: Any) -> Any:
-    """Convert to JSON values; other numbers and objects become texts."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

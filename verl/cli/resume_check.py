@@ -6,9 +6,6 @@ resumed                     k + 1 ........... N    in a new process, from that c
 
 Compared (`verl.trainer.state.compare_runs`): the metrics of each step, and everything in the last checkpoints of
 `straight` and `resumed`. With `--in-episode` the second run is killed during the episodes of step k + 1.
-
-`--topology 1,2:fsdp,4:tp_fsdp,2:ray,1`: a run that is resumed under one layout after another, one step each. A leg
-saves again right after loading, which must give what the leg before it saved; see `resume_worker`.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -46,10 +42,7 @@ KILL_LOOK_EVERY_S = 0.005
 KILL_AFTER = (0.7, 0.5, 0.3, 0.1)  # share of the answers in a step's journal; the next one if the kill came too late
 END_TIMEOUT_S = 20.0  # for a run that received Ctrl-C
 TOLERANCE = 1e-3  # for a resume on another number of processes, which changes rounding
-SHARDINGS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "cp", "pp")
-LEG_SCRIPT = ("-m", "verl.cli.resume_worker")
-LOADED_DIR, ROOT = "VERL_TOPOLOGY_LOADED", "VERL_TOPOLOGY_ROOT"
-OF_EACH_PROCESS = ("rng",)
+COMMAND = (sys.executable, "-m", "verl.cli")
 
 
 class RunFailed(Exception):
@@ -75,23 +68,15 @@ class RunLauncher:
     timeout_s: float = 1800.0
 
     def run(
-        self,
-        name: str,
-        saved_in: str,
-        overrides: Sequence[str],
-        script: Sequence[str] = (),
-        kill_when: Callable[[], bool] | None = None,
-        **environment: str,
+        self, name: str, saved_in: str, overrides: Sequence[str], kill_when: Callable[[], bool] | None = None
     ) -> Path:
-        """Run the training command, or another script with the same overrides.
+        """Run the training command.
 
         Args:
             name: of the run directory.
             saved_in: name of the checkpoint directory.
             overrides: further overrides.
-            script: another command.
             kill_when: polled every few milliseconds; the run is killed once it returns True.
-            environment: further environment variables.
         Returns:
             The run directory.
         Raises:
@@ -109,10 +94,12 @@ class RunLauncher:
             "tracker.jsonl={_target_:verl.tracking.jsonl.JsonLines}",
         ]
         settings = laid_over(laid_over([*mode, *self.overrides], settings), overrides)
-        command = [sys.executable, *(script or ["-m", "verl.cli", self.root]), *settings]
-        with tempfile.TemporaryFile() as output:
-            fault = self._fault(command, {**os.environ, **environment}, output, kill_when)
-            if fault is not None:
+        with tempfile.TemporaryFile() as output, contextlib.closing(Progress(num_slots=1)) as progress:
+            process = subprocess.Popen(
+                [*COMMAND, self.root, *settings], stdout=output, stderr=subprocess.STDOUT,
+                env={**os.environ, STARTER_VARIABLE: str(progress.fd)}, pass_fds=[progress.fd],
+            )  # fmt: skip
+            if (fault := self._fault(process, progress, kill_when)) is not None:
                 output.seek(0)
                 tail = "\n".join(output.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
                 raise RunFailed(f"the {name} run {fault}:\n{tail}")
@@ -120,31 +107,26 @@ class RunLauncher:
         return run_dir
 
     def _fault(
-        self, command: Sequence[str], env: dict[str, str], output: IO[bytes], kill_when: Callable[[], bool] | None
+        self, process: subprocess.Popen[bytes], progress: Progress, kill_when: Callable[[], bool] | None
     ) -> str | None:
-        """Run a command to its end; returns the reason of a failure, or None."""
-        with contextlib.closing(Progress(num_slots=1)) as progress:
-            watch = ProgressWatch(progress, self.timeout_s, look_every_s=2 * LOOK_EVERY_S)
-            env = {**env, STARTER_VARIABLE: str(progress.fd)}
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=env, pass_fds=[progress.fd]
-            )
-            try:
-                while True:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        code = process.wait(timeout=LOOK_EVERY_S if kill_when is None else KILL_LOOK_EVERY_S)
-                        return None if code == 0 else f"ended with status {code}"
-                    if kill_when is not None and kill_when():
-                        return None
-                    if watch.is_overdue:
-                        return f"{watch.describe(process.pid, '--timeout')}; it was ended"
-            except KeyboardInterrupt:  # the child has received it too
+        """Wait for the end of a run; returns the reason of a failure, or None."""
+        watch = ProgressWatch(progress, self.timeout_s, look_every_s=2 * LOOK_EVERY_S)
+        try:
+            while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=END_TIMEOUT_S)
-                raise
-            finally:
-                process.kill()
-                reap(process)
+                    code = process.wait(timeout=LOOK_EVERY_S if kill_when is None else KILL_LOOK_EVERY_S)
+                    return None if code == 0 else f"ended with status {code}"
+                if kill_when is not None and kill_when():
+                    return None
+                if watch.is_overdue:
+                    return f"{watch.describe(process.pid, '--timeout')}; it was ended"
+        except KeyboardInterrupt:  # the child has received it too
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=END_TIMEOUT_S)
+            raise
+        finally:
+            process.kill()
+            reap(process)
 
     def last(self, saved_in: str) -> Checkpoint:
         """The newest checkpoint of some runs; a damaged one beside it is refused."""
@@ -216,7 +198,7 @@ def _kill_in_episode(launcher: RunLauncher, stop_after: int) -> None:
         for name in ("interrupted", "stopped_checkpoints"):
             shutil.rmtree(launcher.directory / name, ignore_errors=True)
         enough = max(1, int(share * answers))
-        launcher.run("interrupted", "stopped", saves, (), lambda n=enough: _num_answers(launcher, "stopped", step) >= n)
+        launcher.run("interrupted", "stopped", saves, lambda n=enough: _num_answers(launcher, "stopped", step) >= n)
         count = _num_answers(launcher, "stopped", step)
         if 0 < count < answers:  # so not all episodes had ended
             if launcher.last("stopped").step != stop_after:
@@ -249,87 +231,6 @@ def _check_journal_use(resumed: Path) -> None:
         raise RunFailed("nothing of the interrupted episodes was found in the journal: they were drawn otherwise.")
 
 
-def topologies(text: str) -> dict[int, tuple[str, list[str]]]:
-    """Parse comma-separated layouts: a number of processes, then a sharding, `ray`, or both.
-
-    >>> [name for name, _ in topologies("1,2:fsdp,2:ray").values()]
-    ['1:none', '2:fsdp', '2:ddp:ray']
-
-    Returns:
-        By number of the leg, from 1: the full name of the layout, and its overrides.
-    Raises:
-        ConfigError: the text cannot be parsed.
-    """
-    chain: dict[int, tuple[str, list[str]]] = {}
-    for leg, entry in enumerate(text.split(","), start=1):
-        parsed = re.fullmatch(rf"([1-9]\d*)(?::({'|'.join(SHARDINGS)}))?(:ray)?", entry.strip())
-        if parsed is None:
-            raise ConfigError(
-                f"--topology is {text!r}: {entry.strip()!r} is not a layout. Give a number of processes, then a "
-                f"sharding ({', '.join(SHARDINGS)}), ray, or both: 2:fsdp, 2:ray, 4:tp_fsdp:ray."
-            )
-        count, sharding, ray = parsed[1], parsed[2] or ("none" if parsed[1] == "1" else "ddp"), parsed[3] or ""
-        layout = [f"sharding={sharding}", f"trainer.n_gpus_per_node={count}"]
-        chain[leg] = f"{count}:{sharding}{ray}", [*layout, *(["trainer=ray"] if ray else [])]
-    if len(chain) < 2:
-        raise ConfigError(f"--topology is {text!r}: one layout is not a chain. Give several, such as 1,2:fsdp,1.")
-    return chain
-
-
-def check_topologies(
-    launcher: RunLauncher, chain: dict[int, tuple[str, list[str]]], tolerance: float | None
-) -> tuple[list[str], str]:
-    """Run the chain, one step under each layout.
-
-    Args:
-        tolerance: for comparing metrics and the last checkpoint with a run under the first layout only; None skips that
-            run.
-    Returns:
-        The first tensor that a leg loaded differently from how it was saved, if any, or what differs from a run under
-        the first layout; and what was compared.
-    Raises:
-        RunFailed: a run ended early.
-    """
-    from verl.checkpoint.read.reader import CheckpointReader
-    from verl.trainer.state.compare_runs import (
-        Tolerance,
-        first_part_apart,
-        first_step_apart,
-        first_tensor_apart,
-        num_compared,
-        steps_of,
-    )
-
-    def run(name: str, saved_in: str, *overrides: str) -> Path:
-        loaded = str(launcher.directory / f"{name}_loaded_checkpoints")
-        settings, environment = ["checkpoint.keep_last_n=null", *overrides], {LOADED_DIR: loaded, ROOT: launcher.root}
-        return launcher.run(name, saved_in, settings, LEG_SCRIPT, None, **environment)
-
-    runs, exact = [], Tolerance(without=OF_EACH_PROCESS)
-    for leg, (layout, overrides) in chain.items():
-        stop = [f"trainer.stop_after={leg}"] if leg < len(chain) else []
-        if leg == 1:
-            runs.append(run("leg_1", "chain", *overrides, *stop))
-            continue
-        saved = launcher.last("chain")
-        runs.append(run(f"leg_{leg}", "chain", *overrides, *stop, "resume=latest"))
-        loaded = launcher.last(f"leg_{leg}_loaded")
-        digests = [CheckpointReader(x).digest(OF_EACH_PROCESS) for x in (saved, loaded)]
-        echo(f"  digest {digests[0][:16]} saved, {digests[1][:16]} loaded")
-        if digests[0] != digests[1]:
-            lost = first_tensor_apart(saved, loaded, exact) or "the digests differ"
-            return [f"leg {leg}, {layout}, did not load {saved.name} as it was saved: {lost}"], ""
-    names, last = [name for name, _ in chain.values()], launcher.last("chain")
-    compared = f"each layout loaded {num_compared(last, exact)} tensors as the one before it saved them, bit by bit"
-    compared = f"{' -> '.join(names)}: {compared}"
-    if tolerance is None:
-        return [], compared
-    near, straight = Tolerance(tolerance), steps_of(run("straight", "straight", *chain[1][1]))
-    apart = next(filter(None, (first_step_apart(straight, steps_of(x), near) for x in runs)), None)
-    differences = [x for x in (apart, first_part_apart(launcher.last("straight"), last, near)) if x is not None]
-    return differences, f"{compared}, and the steps and the end agree with {names[0]} alone to within {tolerance:g}"
-
-
 def resume_check(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides of all runs: experiment=..., KEY=VALUE.")
@@ -342,19 +243,11 @@ def resume_check(
     ] = None,
     to_sharding: Annotated[str | None, typer.Option(help="Resume under another sharding, such as ddp.")] = None,
     processes: Annotated[int | None, typer.Option(help="Resume on this many processes.")] = None,
-    topology: Annotated[
-        str | None,
-        typer.Option(help="A chain of layouts instead, one step each: 1,2:fsdp,4:tp_fsdp,2:ray,1."),
-    ] = None,
     in_episode: Annotated[
         bool, typer.Option(help="Kill the run during its episodes of the next step, instead of stopping it.")
     ] = False,
     tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help=f"Default: 0, bit by bit; {TOLERANCE:g} if the layout changes. With --topology: also compare with a "
-            "run under the first layout only."
-        ),
+        float | None, typer.Option(help=f"Default: 0, bit by bit; {TOLERANCE:g} if the layout changes.")
     ] = None,
     timeout: Annotated[
         float, typer.Option(help="Kill a run after this many seconds without progress.", min=0.001)
@@ -364,8 +257,6 @@ def resume_check(
     """Compare N uninterrupted steps with k steps, a stop, a resume and N - k steps, and print the first difference.
 
     With --in-episode the second run is killed during the episodes of step k + 1, and resumed from their journal.
-
-    With --topology a run is resumed under a chain of layouts: each must load exactly what the one before it saved.
     """
     overrides = [*([] if config_dir is None else [f"--config-dir={config_dir}"]), *(overrides or ())]
     layout = [] if to_sharding is None else [f"sharding={to_sharding}"]
@@ -373,20 +264,11 @@ def resume_check(
     if root not in ("ppo", "sft"):
         raise typer.BadParameter(f"{root!r}: expected ppo or sft.", param_hint="--root")
     try:
-        if topology is not None and in_episode:
-            raise ConfigError("--in-episode with --topology: legs end after a step. Leave one of them out.")
-        chain = {} if topology is None else topologies(topology)
         with _directory(keep) as directory:
-            launcher = RunLauncher(
-                root=root, steps=len(chain) or steps, directory=directory, overrides=overrides, timeout_s=timeout
-            )
-            if chain:
-                differences, compared = check_topologies(launcher, chain, tolerance)
-            else:
-                near = (TOLERANCE if layout else 0.0) if tolerance is None else tolerance
-                differences, compared = check_resume(
-                    launcher, steps // 2 if at is None else at, layout, near, in_episode
-                )
+            launcher = RunLauncher(root=root, steps=steps, directory=directory, overrides=overrides, timeout_s=timeout)
+            near = (TOLERANCE if layout else 0.0) if tolerance is None else tolerance
+            stop_after = steps // 2 if at is None else at
+            differences, compared = check_resume(launcher, stop_after, layout, near, in_episode)
             echo("\n".join(f"DIFFERS: {line}" for line in differences) if differences else f"OK: {compared}")
     except (ConfigError, RunFailed) as error:
         echo(str(error), err=True)

@@ -22,10 +22,11 @@ from typing import Annotated, Any
 import typer
 
 from verl.checkpoint.read.discovery import LATEST
-from verl.cli.console import echo, one_line_errors, output_width, plain, print_json, print_table
+from verl.cli.console import echo, one_line_errors, output_width, print_json, print_table
 from verl.errors import ConfigError
 from verl.storage.config import is_address
 from verl.tracking.console import end_cut, fitting_columns, visible
+from verl.tracking.jsonl import plain
 from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping, read_text
 
 BUFFER = "buffer"

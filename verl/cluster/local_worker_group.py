@@ -38,7 +38,7 @@ from verl.cluster.serialization import RowSubset
 from verl.cluster.shm_channel import Message, MessagePacker, ShmChannel, send_if_open
 from verl.cluster.worker import WorkerCall, WorkerReply, WorkerStart
 from verl.component import BuildContext
-from verl.dispatch import dispatch_of
+from verl.protocol.dispatch import dispatch_of
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildLog, ChildProcess
 from verl.utils.child_process.stopped_watch import StoppedTime

@@ -27,9 +27,9 @@ from torch import Tensor
 from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.shm_channel import ShmBlockPool
 from verl.component import BuildContext
-from verl.dispatch import Dispatch, dispatch_of
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, VerlError, WorkerDied, WorkerError, WorkerHung
+from verl.protocol.dispatch import Dispatch, dispatch_of
 from verl.utils.child_process.stopped_watch import StoppedTime
 from verl.utils.progress import Progress, ProgressWatch, report
 

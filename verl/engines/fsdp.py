@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from verl.models.pretrained import SafetensorsReader
-from verl.resharding.dtensor import is_on_other_stage, local, own_box
+from verl.ops.resharding.dtensor import is_on_other_stage, local, own_box
 from verl.utils.progress import report
 
 

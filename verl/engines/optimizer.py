@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import nn
 
 from verl.component import Description, UnitInterval, component
-from verl.resharding.dtensor import mesh_dims
+from verl.ops.resharding.dtensor import mesh_dims
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from verl.errors import ConfigError
 from verl.models.own_module import OwnModule
-from verl.resharding.dtensor import is_divided, local
+from verl.ops.resharding.dtensor import is_divided, local
 
 
 class OwnModuleParts:

@@ -37,8 +37,8 @@ from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import head_of
 from verl.models.own_module import ModulePlace, OwnModule
 from verl.models.parallel_info import Autocast, ParallelInfo
-from verl.resharding.dtensor import is_divided, local, mesh_dims, tensor_layout
-from verl.resharding.layout import Mesh
+from verl.ops.resharding.dtensor import is_divided, local, mesh_dims, tensor_layout
+from verl.ops.resharding.layout import Mesh
 from verl.utils.progress import report
 
 STAGE, REPLICATE, SHARD, TENSOR = "pp", "replicate", "shard", "tensor"  # dimensions of the mesh of weights

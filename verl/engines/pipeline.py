@@ -26,10 +26,10 @@ from verl.model_paths.check import record_of
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.call import unwrapped
 from verl.models.heads import head_of
-from verl.resharding.dtensor import is_divided, is_on_other_stage, local
-from verl.resharding.execute import reshard
-from verl.resharding.layout import Layout, Mesh, TensorLayout
-from verl.resharding.plan import Plan, reshard_plan
+from verl.ops.resharding.dtensor import is_divided, is_on_other_stage, local
+from verl.ops.resharding.execute import reshard
+from verl.ops.resharding.layout import Layout, Mesh, TensorLayout
+from verl.ops.resharding.plan import Plan, reshard_plan
 from verl.utils.progress import report
 
 Schedule = Literal["gpipe", "1f1b"]

@@ -42,7 +42,7 @@ from verl.model_paths.context_attention import ContextStyle
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import head_of
 from verl.models.parallel_info import Autocast
-from verl.resharding.dtensor import at_stage, is_divided, is_on_other_stage, mesh_dims
+from verl.ops.resharding.dtensor import at_stage, is_divided, is_on_other_stage, mesh_dims
 
 
 class PipelineParallelism(ShardedParallelism):

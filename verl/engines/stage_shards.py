@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl.resharding.dtensor import at_stage_of, is_divided, is_on_other_stage, local, mesh_dims
+from verl.ops.resharding.dtensor import at_stage_of, is_divided, is_on_other_stage, local, mesh_dims
 from verl.utils.progress import report
 
 BUCKET_BYTES = 25 * 2**20  # per process, gathered by one collective

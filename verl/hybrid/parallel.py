@@ -29,7 +29,7 @@ from verl.engines.parallel_dims import TENSOR, ShardedParallelism
 from verl.engines.tensor_parallel import heads_fault
 from verl.errors import ConfigError
 from verl.models.hf_state_dict import live_tensors
-from verl.resharding.dtensor import is_divided, local
+from verl.ops.resharding.dtensor import is_divided, local
 from verl.workers.rank_checkpoint import whole_on_first
 
 

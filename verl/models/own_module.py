@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from verl.component import component
 from verl.errors import ConfigError
 from verl.models.pretrained import ModelSource, SafetensorsReader
-from verl.resharding.layout import Box
+from verl.ops.resharding.layout import Box
 
 PREFIX = "module."
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from verl.resharding.layout import Mesh, TensorLayout
+from verl.ops.resharding.layout import Mesh, TensorLayout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.models.experts import expert_count
 from verl.models.model_files import directory_faults
-from verl.resharding.layout import Box
+from verl.ops.resharding.layout import Box
 from verl.utils.child_process.trial import pattern_fault
 from verl.utils.external_input import (
     ExternalInputError,

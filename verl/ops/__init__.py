@@ -1,4 +1,4 @@
-"""Pure functions on tensors, with no process group, model or config.
+"""Pure functions on tensors, with no model or config, and no process group except in `resharding/execute`.
 
 attention         Attention with fewer key heads than query heads, by the kernels of the device
 batching          Splits rows of different length into micro-batches, and balances them over processes
@@ -9,6 +9,7 @@ logprobs          Log-probabilities and entropies of response tokens
 loss_aggregation  Loss aggregation
 masking           Sums, means and whitening over the True entries of a mask, and means within groups of rows
 packing           Packing: rows of different length as one line of tokens without padding
+resharding/       Layouts of sharded tensors, and the plan and exchange that take tensors from one layout to another
 sampling          Top-k and top-p filtering, and inverse-CDF sampling from one uniform number per row
 varlen_attention  Attention of a packed line by the variable-length flash kernel of torch
 """

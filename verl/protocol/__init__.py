@@ -2,6 +2,7 @@
 
 concat         Concatenation of batches: equality, re-padding, and facts that must agree
 data_proto     DataProto: the batch that roles exchange
+dispatch       Decorators that declare how a call of a role's method is distributed over the processes of the role
 equality       Equality of fields and facts of a batch, and the first difference between two
 fields         The table of batch fields: name, dims, dtype, unit, meaning, producer and padding
 provenance     Provenance: the function that produced a field of a batch, and the error that names it

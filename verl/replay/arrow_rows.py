@@ -1,7 +1,7 @@
-"""Rows without padding: a batch of tensors as an Arrow record batch, and rows of many of them as a batch again.
+"""Rows without padding: a batch of tensors as an Arrow record batch, and record batches as a batch of tensors.
 
-    DataProto [B P], [B T]  ── pack ──>  record batch: lists of tokens, numbers, one JSON object of the other columns
-    Segment (flat values)   ── rebuild ──>  DataProto, padded to the longest of the requested rows
+    DataProto [B P], [B T]  ── rows_to_arrow ──>  record batch: lists of tokens, numbers, a JSON object of other columns
+    rows of record batches  ── rows_from_arrow ──>  DataProto, padded to the longest of the rows
 
 B responses, P prompt length, T response length. Prompts lie right-aligned in a batch, responses left-aligned.
 """
@@ -24,7 +24,6 @@ from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
 from verl.protocol.provenance import contract_error
 from verl.protocol.serialization import in_order, json_text
-from verl.protocol.serialization import taken as selected_rows
 
 # Fields that are not stored: derived ones, and those that are recomputed with the current weights.
 REBUILT = ("input_ids", "attention_mask", "position_ids", "prompt_mask", "group_ids", "is_replayed")
@@ -72,82 +71,41 @@ class RowField:
         return cls(kind, getattr(torch, dtype), tuple(shape), *column)
 
 
-@dataclass(frozen=True)
-class RowSegment:
-    """Consecutive rows; each field is one flat array of the values of all rows.
+class SelectedRows(NamedTuple):
+    """Rows of a record batch, by their numbers in it.
 
     Attributes:
-        flat: by field, arrays on the host or tensors on a device.
-        ends: for kinds P and T, offsets [rows + 1] of the rows in the flat arrays, in memory of their own.
-        others: JSON objects of the other columns, one per row.
-        num_bytes: total size.
+        release: called after they were read; releases pages of a mapped file, and does nothing for rows in memory.
     """
 
-    num_rows: int
-    fields: Mapping[str, RowField]
-    flat: Mapping[str, np.ndarray | Tensor]
-    ends: Mapping[str, np.ndarray]
-    others: pa.Array
-    num_bytes: int
-
-    @classmethod
-    def of(cls, batch: pa.RecordBatch) -> RowSegment:
-        """Wrap a record batch without copying values."""
-        fields, flat, ends = _fields((batch.schema.metadata or {})[_KEY]), {}, {}
-        for name, field in fields.items():
-            column = batch.column(field.column or name)
-            if field.kind == "B":
-                values = column.flatten() if field.block else column
-                values = values if math.prod(field.block) else values.slice(0, 0)
-            else:
-                values, ends[field.kind] = column.values, column.offsets.to_numpy() // (math.prod(field.block) or 1)
-            flat[name] = values.to_numpy()
-        return cls(batch.num_rows, fields, flat, ends, batch.column(OTHERS), batch.nbytes)
-
-    def to(self, device: torch.device) -> RowSegment:
-        """A copy with its values on a device; the segment itself on the CPU."""
-        if device.type == "cpu":
-            return self
-        flat = {name: torch.tensor(values).to(device) for name, values in self.flat.items()}
-        return replace(self, flat=flat, others=pa.concat_arrays([self.others]))
-
-    def on_host(self, rows: np.ndarray) -> tuple[RowSegment, np.ndarray]:
-        """A segment on the host with these rows, and their numbers there; rows on a device are gathered first."""
-        if not any(isinstance(values, Tensor) for values in self.flat.values()):
-            return self, rows
-        chosen, ends = {"B": rows}, {}
-        for kind, offsets in self.ends.items():
-            begins, stops = offsets[rows], offsets[rows + 1]
-            chosen[kind] = np.concatenate([np.arange(begin, stop) for begin, stop in zip(begins, stops)])
-            ends[kind] = np.concatenate([[0], np.cumsum(stops - begins)])
-        flat = {}
-        for name, values in self.flat.items():
-            field = self.fields[name]
-            blocks = torch.as_tensor(values).view(self.num_rows if field.kind == "B" else -1, *field.block)
-            at = torch.from_numpy(chosen[field.kind].astype(np.int64)).to(values.device)
-            flat[name] = selected_rows(blocks, at).cpu().numpy().reshape(-1)
-        others = self.others.take(pa.array(rows))
-        return replace(self, num_rows=len(rows), flat=flat, ends=ends, others=others), np.arange(len(rows))
-
-
-class SegmentRows(NamedTuple):
-    """Rows of a segment, and their positions in a batch; `shard` is the one that they are read from, or None."""
-
-    segment: RowSegment
+    record: pa.RecordBatch
     rows: np.ndarray
-    positions: np.ndarray
-    shard: Any = None
+    release: Callable[[], None] = lambda: None
+
+
+class DeviceRows:
+    """Rows of a record batch as padded tensors in device memory, from which `select` gathers."""
+
+    def __init__(self, record: pa.RecordBatch, device: torch.device):
+        rows = rows_from_arrow([SelectedRows(record, np.arange(record.num_rows))], 0)
+        tensors = {name: x.to(device) for name, x in rows.batch.items() if name not in ("input_ids", "position_ids")}
+        self._rows = DataProto.from_dict(tensors, dict(rows.non_tensor_batch))
+        self._index = {name: record.column(name).to_numpy() for name in INDEX if name not in self._rows}
+        self.num_rows, self.nbytes = len(self._rows), sum(tensor.nbytes for tensor in self._rows.batch.values())
+
+    def select(self, rows: np.ndarray) -> SelectedRows:
+        """Copy rows to the host."""
+        index = {name: column[rows] for name, column in self._index.items()}
+        return SelectedRows(rows_to_arrow(self._rows[rows].to("cpu"), index), np.arange(len(rows)))
+
+
+def _fields_of(record: pa.RecordBatch) -> dict[str, RowField]:
+    return _parse_fields((record.schema.metadata or {})[_KEY])
 
 
 @functools.lru_cache(maxsize=16)
-def _fields(text: bytes) -> dict[str, RowField]:
-    """The fields of a record batch, from the metadata of its schema."""
+def _parse_fields(text: bytes) -> dict[str, RowField]:
     return {name: RowField.from_json(value) for name, value in json.loads(text).items()}
-
-
-def last_rows(batch: pa.RecordBatch, count: int) -> pa.RecordBatch:
-    """A copy of the last `count` rows."""
-    return pa.concat_batches([batch.slice(max(0, batch.num_rows - count))])
 
 
 def rows_to_arrow(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.RecordBatch:
@@ -193,50 +151,45 @@ def _blocks(values: np.ndarray) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(pa.array(flat), size or 1)
 
 
-def rows_from_arrow(
-    parts: Sequence[SegmentRows], pad_token_id: int, after: Callable[[SegmentRows], None] | None = None
-) -> DataProto:
-    """Join rows of several segments into one padded batch on the host, without group ids.
+def rows_from_arrow(parts: Sequence[SelectedRows], pad_token_id: int) -> DataProto:
+    """Join rows of several record batches into one padded batch on the host, without group ids.
 
-    Args:
-        parts: their positions cover every row of the batch exactly once.
-        pad_token_id: padding of prompts and responses.
-        after: called with each part after it was read.
+    Raises:
+        DataProtoValidationError: dtype or shape of a field differ between record batches.
     """
-    fields, count = _common_fields(parts), sum(len(part.rows) for part in parts)
-    lengths = {kind: np.zeros(count, dtype=np.int64) for kind in "PT"}
-    for segment, rows, positions, _ in parts:
-        for kind, ends in segment.ends.items():
-            lengths[kind][positions] = ends[rows + 1] - ends[rows]
+    fields, count = _common_fields([part.record for part in parts]), sum(len(part.rows) for part in parts)
+    columns_of = [dict(zip(part.record.schema.names, part.record.columns)) for part in parts]  # faster than by name
+    spans = [
+        {kind: _spans(columns[name], part.rows) for kind, name in (("P", "prompts"), ("T", "responses"))}
+        for part, columns in zip(parts, columns_of)
+    ]
+    lengths = {kind: np.concatenate([span[kind][:, 1] - span[kind][:, 0] for span in spans]) for kind in "PT"}
     longest = {kind: max(1, int(x.max(initial=0))) for kind, x in lengths.items()}
     tensors: dict[str, Tensor] = {}
     for name, field in fields.items():
         pad: Any = FIELDS[name].pad if name in FIELDS else 0
         shape = field.shape if field.kind == "B" else (longest[field.kind], *field.shape)
         tensors[name] = torch.full((count, *shape), pad_token_id if pad == "pad_token" else pad, dtype=field.dtype)
-    objects: list[dict[str, Any]] = [{}] * count
-    for part in parts:
-        segment, rows = part.segment.on_host(part.rows)
+    objects: list[dict[str, Any]] = []
+    for part, columns, span in zip(parts, columns_of, spans):
+        theirs, end = _fields_of(part.record), len(objects) + len(part.rows)
         for name, field in fields.items():
-            _fill(tensors[name], field, name, SegmentRows(segment, rows, part.positions))
-        for row, position in zip(rows.tolist(), part.positions.tolist(), strict=True):
-            objects[position] = json.loads(segment.others[row].as_py())
-        if after is not None:
-            after(part)
+            target = _bits(tensors[name][len(objects) : end]).numpy()
+            if target.size:
+                _fill(target, field, columns[theirs[name].column or name], part.rows, span.get(field.kind))
+        objects += [json.loads(text) for text in columns[OTHERS].take(pa.array(part.rows)).to_pylist()]
+        part.release()
     return DataProto.from_dict(tensors | _rebuilt(tensors, lengths, longest), _columns(objects))
 
 
-def _common_fields(parts: Sequence[SegmentRows]) -> dict[str, RowField]:
-    """The fields that all parts have.
+def _common_fields(records: Sequence[pa.RecordBatch]) -> dict[str, RowField]:
+    """The fields that all record batches have.
 
     Raises:
-        DataProtoValidationError: dtype or shape of a field differ between parts.
+        DataProtoValidationError: dtype or shape of a field differ between them.
     """
-    fields = dict(parts[0].segment.fields)
-    for part in parts[1:]:
-        others = part.segment.fields
-        if others is parts[0].segment.fields:
-            continue
+    fields = dict(_fields_of(records[0]))
+    for others in {id(x): x for x in map(_fields_of, records)}.values():
         for name, field in list(fields.items()):
             if name not in others:
                 del fields[name]
@@ -271,19 +224,26 @@ def _columns(objects: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {name: np.fromiter((row.get(name) for row in objects), dtype=object, count=len(objects)) for name in names}
 
 
-def _fill(target: Tensor, field: RowField, name: str, part: SegmentRows) -> None:
-    """Write rows of a segment on the host into a tensor that is already filled with padding."""
-    segment, rows, positions, _ = part
-    values, bits = np.asarray(segment.flat[name]), _bits(target).numpy()
-    if field.kind == "B":
-        bits[positions] = values.reshape(segment.num_rows, *field.block)[rows]
+def _spans(column: pa.Array, rows: np.ndarray) -> np.ndarray:
+    """Begin and end of the tokens of rows in the values of a column, [rows, 2]; alike in all columns of a kind."""
+    offsets = column.offsets.to_numpy()
+    return np.stack([offsets[rows], offsets[rows + 1]], axis=1)
+
+
+def _fill(target: np.ndarray, field: RowField, column: pa.Array, rows: np.ndarray, spans: np.ndarray | None) -> None:
+    """Write rows of a column into an array that is already filled with padding.
+
+    Args:
+        spans: of the kinds P and T, see `_spans`.
+    """
+    if spans is None:
+        values = column.flatten() if field.block else column
+        target[:] = values.to_numpy().reshape(len(column), *field.block)[rows]
         return
-    ends, values = segment.ends[field.kind], values.reshape(-1, *field.block)
-    for position, begin, stop in zip(positions.tolist(), ends[rows].tolist(), ends[rows + 1].tolist()):
-        if field.kind == "P":
-            bits[position, bits.shape[1] - (stop - begin) :] = values[begin:stop]
-        else:
-            bits[position, : stop - begin] = values[begin:stop]
+    values = column.values.to_numpy().reshape(-1, *field.block)
+    for row, (begin, end) in enumerate(spans.tolist()):
+        first = target.shape[1] - (end - begin) if field.kind == "P" else 0
+        target[row, first : first + end - begin] = values[begin:end]
 
 
 def _field_of(name: str, tensor: Tensor, taken: Collection[str]) -> RowField:

@@ -12,61 +12,73 @@ step, not on where rows are stored nor on the number of processes.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.filesystem import FileSystem, duplicate
+from verl.checkpoint.core.hashing import hash_buffers
+from verl.checkpoint.save.save_request import ExistingFile
 from verl.protocol import DataProto
-from verl.replay.arrow_rows import INDEX, RowSegment, SegmentRows, last_rows, rows_from_arrow, rows_to_arrow
-from verl.replay.config import MIB, TieredReplay
+from verl.replay.arrow_rows import INDEX, DeviceRows, SelectedRows, rows_from_arrow, rows_to_arrow
+from verl.replay.checkpoint import FILE, VERSION, SavedBuffer, read_saved
+from verl.replay.config import COMPONENT, MIB, TieredReplay
 from verl.replay.index import RowIndex
 from verl.replay.remote_tier import RemoteTier
 from verl.replay.sampling import ReplayRequest, choose
-from verl.replay.shard import Shard, ShardFile, find_rows, write_index
+from verl.replay.shard import Shard, ShardFile, read_index, split_rows, write_index
+from verl.utils.external_input import read_bytes
 from verl.utils.memory import give_back
 
 _log = logging.getLogger(__name__)
 
 
 class HotTier:
-    """Copies of the newest rows in device memory.
+    """Copies of the newest rows in device memory; on the CPU the record batches themselves.
 
     Args:
-        limit_bytes: total size; the oldest segments are dropped beyond it.
+        limit_bytes: total size; the oldest record batches are dropped beyond it.
     """
 
     def __init__(self, device: torch.device, limit_bytes: int):
         self._device, self._limit_bytes = device, limit_bytes
-        self.segments: deque[tuple[int, RowSegment]] = deque()  # with their first rows
+        self._records: deque[tuple[int, pa.RecordBatch | DeviceRows]] = deque()  # with their first rows
         self.num_bytes = 0
 
-    def append(self, first_row: int, segment: RowSegment) -> None:
-        """Add the newest rows."""
-        self.segments.append((first_row, segment.to(self._device)))
-        self.num_bytes += segment.num_bytes
-        while self.segments and self.num_bytes > self._limit_bytes:
-            self._drop_oldest()
+    def first(self, end: int) -> int:
+        """Number of the oldest row; `end` if there is none."""
+        return self._records[0][0] if self._records else end
 
-    def prepend(self, first_row: int, segment: RowSegment) -> bool:
-        """Add older rows; returns whether there was room."""
-        if self.num_bytes + segment.num_bytes > self._limit_bytes:
-            return False
-        self.segments.appendleft((first_row, segment.to(self._device)))
-        self.num_bytes += segment.num_bytes
-        return True
+    def append(self, first_row: int, record: pa.RecordBatch) -> None:
+        """Add the newest rows."""
+        rows = record if self._device.type == "cpu" else DeviceRows(record, self._device)
+        self._records.append((first_row, rows))
+        self.num_bytes += rows.nbytes
+        while self.num_bytes > self._limit_bytes:
+            self._drop_oldest()
 
     def drop_before(self, row: int) -> None:
-        """Drop the segments that end before this row."""
-        while self.segments and self.segments[0][0] + self.segments[0][1].num_rows <= row:
+        """Drop the record batches that end before this row."""
+        while self._records and self._records[0][0] + self._records[0][1].num_rows <= row:
             self._drop_oldest()
 
+    def select(self, rows: np.ndarray) -> Iterator[SelectedRows]:
+        """Yield rows by number, ascending."""
+        for at, part in split_rows(rows, [first for first, _ in self._records]):
+            first, record = self._records[at]
+            rows_of = record.select if isinstance(record, DeviceRows) else partial(SelectedRows, record)
+            yield rows_of(part - first)
+
     def _drop_oldest(self) -> None:
-        self.num_bytes -= self.segments.popleft()[1].num_bytes
+        self.num_bytes -= self._records.popleft()[1].nbytes
 
 
 class TieredBuffer:
@@ -102,13 +114,11 @@ class TieredBuffer:
         for leftover in directory.glob("rows_*"):
             leftover.unlink(missing_ok=True)
         memory = settings.memory_mib * MIB  # the rest is for files being written, and the index
-        self._unwritten_limit, self._mapped_limit = memory // 4, memory // 8
+        self._unwritten_limit = memory // 4
         self._hot = HotTier(torch.device(device), memory // 4)
         self.num_groups = self.num_steps = self.num_lost = 0
         self.released: list[str] = []
         self._unused_files: list[Path] = []  # a save in progress may still need them
-        self._expired: list[Shard] = []  # during their uploads
-        self._read_files: set[Shard] = set()  # whose mapped pages may be in memory
         self._writers = ThreadPoolExecutor(2, thread_name_prefix="replay_shards")  # one hashes while one syncs
         self._reported_full = False
 
@@ -138,15 +148,15 @@ class TieredBuffer:
                 "advantage": _sums(batch["advantages"].abs(), mask) / np.maximum(mask.sum(1).cpu().numpy(), 1),
             },
         )
-        first_row, segment = self.index.end, RowSegment.of(record)
+        first_row = self.index.end
         self.index.append({name: record.column(name).to_numpy() for name in INDEX})
-        self._hot.append(first_row, segment)
+        self._hot.append(first_row, record)
         self._hot.drop_before(self.index.end - self.settings.hot_rows)
         shards = self.index.shards
         if not shards or not shards[-1].accepts(record.schema):
             self._start_writes()
             shards.append(Shard(first_row))
-        shards[-1].append(record, segment)
+        shards[-1].append(record)
         if shards[-1].num_bytes >= self.settings.shard_mib * MIB:
             self._start_writes()
         self._limit_memory()
@@ -165,8 +175,8 @@ class TieredBuffer:
         """Write all rows, and wait; returns the files that the disk refused, with their content."""
         self._start_writes()
         for shard in self._unwritten:
-            if shard.write_error() is not None:
-                self._start_write(shard)  # once more: the disk may have room now
+            if shard.write_error() is not None:  # once more: the disk may have room now
+                self._start_write(shard)
         for shard in self._unwritten:
             shard.write_error()
         self.settle()
@@ -224,12 +234,16 @@ class TieredBuffer:
         return batch.union(DataProto.from_dict({"group_ids": torch.from_numpy(groups.astype(np.int64))}))
 
     def rows(self, numbers: np.ndarray, pad_token_id: int = 0) -> DataProto:
-        """Rows by number, in the order given; they must be in memory or in local files.
+        """Rows by number, ascending; they must be in memory or in local files.
 
         Raises:
             ReplayCorrupt: a file differs from what was written.
         """
-        return rows_from_arrow(list(self._find(numbers)), pad_token_id, self._limit_mapped)
+        is_hot = numbers >= self._hot_first
+        in_shards = [
+            part for shard, rows in self.index.holding(numbers[~is_hot]) for part in shard.select(self.disk, rows)
+        ]
+        return rows_from_arrow([*in_shards, *self._hot.select(numbers[is_hot])], pad_token_id)
 
     def iterate(self, size: int, rank: int = 0, world_size: int = 1, pad_token_id: int = 0) -> Iterator[DataProto]:
         """Yield all local rows, oldest first, in batches of `size`; each of `world_size` ranks gets a share of the
@@ -254,27 +268,88 @@ class TieredBuffer:
             "replay/memory_mib": (self._hot.num_bytes + self.unwritten_bytes) / MIB,
         }
 
-    def fill_hot(self) -> None:
-        """Read the newest rows from files into device memory, after a restart."""
-        first_hot = self.index.end - self.settings.hot_rows
-        for shard in reversed(self.index.shards):
-            if shard.path is None:
-                return
-            end = shard.end
-            for batch in reversed(shard.batches(self.disk)):
-                if end <= first_hot:
-                    return
-                newest = RowSegment.of(last_rows(batch, end - first_hot))
-                if not self._hot.prepend(end - newest.num_rows, newest):
-                    return
-                end -= batch.num_rows
-
     def close(self) -> None:
         """Write the remaining rows to disk and stop the threads. The files remain."""
         self.flush()
         self._writers.shutdown(wait=True)
         if self.cold is not None:
             self.cold.close()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, bytes | ExistingFile]:
+        """Files of a checkpoint by name. All rows are written to disk first; rows that it refused are bytes here."""
+        refused = self.flush()
+        files = [file for shard in self.index.shards if (file := shard.file) is not None]
+        state: dict[str, bytes | ExistingFile] = {}
+        for file in files:
+            name, leaves = file.name, file.leaves
+            if file.place == "cold":
+                name = file.index_name
+                leaves = hash_buffers([read_bytes(self.directory / name)])
+            state[name] = ExistingFile(path=f"{COMPONENT}/{name}", source=self.directory / name, leaves=leaves)
+        state |= {file.name: data for file, data in refused}
+        index = self.index
+        lost = index.first + np.flatnonzero(~index["is_there"])
+        saved = SavedBuffer(
+            version=VERSION, first=index.first, end=index.end, num_groups=self.num_groups, num_steps=self.num_steps,
+            num_lost=self.num_lost, lost=_ranges(lost), shards=(*files, *(file for file, _ in refused)),
+        )  # fmt: skip
+        return {FILE: saved.as_json(), **state}
+
+    def load_state_dict(self, directory: Path) -> None:
+        """Restore an empty buffer from a checkpoint: files are linked or copied, and the hot tier is read from them.
+
+        Args:
+            directory: `replay_buffer/` of a checkpoint, whose files were verified.
+        Raises:
+            ReplayCorrupt: rows are missing, or a file is cut short.
+        """
+        assert not len(self.index), "only an empty buffer can be restored"
+        saved, index, out_of_reach = read_saved(directory / FILE), self.index, list[Shard]()
+        for file in sorted(saved.shards, key=lambda file: file.first_row):
+            index.skip_to(file.first_row)
+            is_stored = file.place == "cold"
+            name = file.index_name if is_stored else file.name
+            path, shard = self.directory / name, Shard(file.first_row, file)
+            if not duplicate(self.disk, directory / name, path):
+                shutil.copyfile(directory / name, path)
+            if is_stored:
+                index.append(read_index(read_bytes(path)))
+            else:
+                shard.path = path
+                index.append(shard.index(self.disk))
+            if is_stored and self.cold is None:
+                out_of_reach.append(shard)
+                self._unused_files.append(path)
+            else:
+                index.shards.append(shard)
+        index.skip_to(saved.end)
+        for first, end in saved.lost:
+            index.lose(first, end)
+        index.drop_before(saved.first)
+        self.num_groups, self.num_steps, self.num_lost = saved.num_groups, saved.num_steps, saved.num_lost
+        if num_lost := sum(index.lose(shard.first_row, shard.end) for shard in out_of_reach):
+            self.num_lost += num_lost
+            _log.warning(
+                "%d replay rows are lost: they are in object storage, and this run has none. To restore them, resume "
+                "from the same checkpoint with storage= as before.",
+                num_lost,
+            )
+        self._fill_hot()
+
+    def _fill_hot(self) -> None:
+        """Read the newest rows from files into device memory."""
+        newest = np.arange(max(self.index.first, self.index.end - self.settings.hot_rows), self.index.end)
+        for shard, rows in self.index.holding(newest):
+            if shard.path is None:
+                self._hot.drop_before(self.index.end)
+                continue
+            first = int(rows[0])
+            for part in shard.select(self.disk, rows[rows < shard.end]):
+                self._hot.append(first, part.record.take(pa.array(part.rows)))  # a copy
+                part.release()
+                first += len(part.rows)
 
     # -- where rows are -----------------------------------------------------------------------------------------------
 
@@ -293,32 +368,16 @@ class TieredBuffer:
 
     @property
     def _hot_first(self) -> int:
-        return self._hot.segments[0][0] if self._hot.segments else self.index.end
+        return self._hot.first(self.index.end)
 
     def _choose(self, request: ReplayRequest, left_out: np.ndarray) -> np.ndarray:
         settings = self.settings
         return choose(self.index, request, left_out, settings.sampling, settings.recency_half_life, self.seed)
 
-    def _find(self, numbers: np.ndarray) -> Iterator[SegmentRows]:
-        positions, is_hot = np.arange(len(numbers)), numbers >= self._hot_first
-        yield from find_rows(self._hot.segments, numbers[is_hot], positions[is_hot])
-        numbers, positions = numbers[~is_hot], positions[~is_hot]
-        for shard, is_here in self.index.holding(numbers):
-            yield from find_rows(shard.segments(self.disk), numbers[is_here], positions[is_here], shard)
-
     def _remote(self, rows: np.ndarray) -> list[Shard]:
         """Shards of these rows that are only in the store."""
         rows = rows[rows < self._hot_first]
         return [shard for shard, _ in self.index.holding(rows) if shard.is_remote]
-
-    def _limit_mapped(self, part: SegmentRows) -> None:
-        """Release the pages of all files that were read if these are large (they stay in the page cache)."""
-        if part.shard is not None:
-            self._read_files.add(part.shard)
-        if sum(shard.file.size for shard in self._read_files if shard.file is not None) > self._mapped_limit:
-            for shard in self._read_files:
-                shard.release()
-            self._read_files.clear()
 
     # -- writing shards -----------------------------------------------------------------------------------------------
 
@@ -376,18 +435,14 @@ class TieredBuffer:
                 self.released.append(shard.file.name)
                 self._unused_files.append(self.directory / shard.file.index_name)
             else:
-                self._leave_file(shard)
+                self._leave_file(shard, shard.file)
             if self.cold is not None and shard.is_stored:
                 self.cold.forget(shard)
-            elif shard.upload is not None:
-                self._expired.append(shard)
+            elif shard.upload is not None:  # deleted in the store once that is over
+                self.released.append(shard.file.name)
 
     def _demote(self, cold: RemoteTier) -> None:
         """Upload the oldest shards to the store; local files are deleted once it has confirmed them."""
-        for shard in [shard for shard in self._expired if shard.upload is not None and shard.upload.done()]:
-            self._expired.remove(shard)
-            if shard.upload is not None and shard.upload.exception() is None and shard.file is not None:
-                self.released.append(shard.file.name)
         for shard in self.index.shards:
             if shard.end > self.index.end - self.settings.near_rows:
                 break
@@ -397,15 +452,13 @@ class TieredBuffer:
                 write_index(self.disk, self.directory / shard.file.index_name, shard.index(self.disk))
             except OSError:
                 continue  # waits until there is room
-            shard.is_stored = True
-            self._leave_file(shard)
+            self._leave_file(shard, replace(shard.file, place="cold"))
 
-    def _leave_file(self, shard: Shard) -> None:
+    def _leave_file(self, shard: Shard, file: ShardFile) -> None:
         """Forget the local file of a shard; the next `sweep` deletes it."""
-        assert shard.file is not None
         if shard.path is not None:
             self._unused_files.append(shard.path)
-            shard.moved_to(shard.file, None)
+            shard.moved_to(file, None)
 
 
 def _sums(x: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
@@ -422,3 +475,9 @@ def _adjacent(batch: DataProto) -> tuple[DataProto, np.ndarray]:
     if (order != np.arange(len(order))).any():
         batch = batch[torch.from_numpy(order)]
     return batch, ranks[order]
+
+
+def _ranges(numbers: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Convert ascending numbers to ranges [first, end)."""
+    parts = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    return tuple((int(part[0]), int(part[-1]) + 1) for part in parts if len(part))

@@ -5,25 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from verl.checkpoint.core.hashing import Leaf
 from verl.component import Description, UnitInterval, component
 from verl.replay.sampling import SamplingStrategy
 
 COMPONENT = "replay_buffer"  # of a checkpoint, and its directory
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class SharedShard:
-    """An immutable file of the buffer that a checkpoint links, with the digests of its pieces."""
-
-    path: Path
-    leaves: tuple[Leaf, ...]
 
 
 @component
@@ -35,7 +25,7 @@ class TieredReplay(Description):
         hot_share, warm_share, cold_share: fractions of the rows, newest first, in device memory, on the local disk and
             in object storage; they sum to 1. Without object storage the oldest rows stay on the disk.
         memory_mib: memory limit of the buffer: at most a quarter each for the hot tier, for rows that wait to be
-            written and for the two shards that may be written at a time, and an eighth for mapped pages of files.
+            written and for the two shards that may be written at a time, and an eighth for the mapped pages of a file.
         shard_mib: size of a shard file, at most an eighth of `memory_mib`.
         sampling: `uniform`, `recency` (newer rows are likelier) or `advantage` (rows of large advantage are).
         recency_half_life: policy versions that halve the weight of a row under `recency`.

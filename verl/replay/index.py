@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from verl.replay.shard import Shard, by_number
+from verl.replay.shard import Shard, split_rows
 
 _DTYPES = {
     "group": np.int64, "step": np.int32, "policy_version": np.int32, "score": np.float32, "advantage": np.float32,
@@ -25,15 +25,14 @@ class RowIndex:
     def __init__(self) -> None:
         self.first = self.end = 0
         self.shards: list[Shard] = []
-        self._columns = {name: np.zeros(1024, dtype) for name, dtype in _DTYPES.items()}
-        self._begin = 0  # position of row `first` in the arrays
+        self._columns = {name: np.zeros(0, dtype) for name, dtype in _DTYPES.items()}  # longer than the rows
 
     def __len__(self) -> int:
         return self.end - self.first
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A column of all rows, read-only."""
-        return self._columns[name][self._begin : self._begin + len(self)]
+        return self._columns[name][: len(self)]
 
     def append(self, columns: Mapping[str, np.ndarray]) -> None:
         """Append rows, [n] in each column."""
@@ -54,10 +53,10 @@ class RowIndex:
 
     def drop_before(self, row: int) -> list[Shard]:
         """Remove the rows before this number; returns the shards without other rows, once their files are written."""
-        self._begin += max(0, row - self.first)
-        self.first = max(self.first, row)
-        self.end = max(self.end, self.first)
-        dropped = [shard for shard in self.shards if shard.end <= self.first and shard.file is not None]
+        row = max(row, self.first)
+        self._columns = {name: column[row - self.first :] for name, column in self._columns.items()}
+        self.first, self.end = row, max(self.end, row)
+        dropped = [shard for shard in self.shards if shard.end <= row and shard.file is not None]
         self.shards = [shard for shard in self.shards if shard not in dropped]
         return dropped
 
@@ -66,24 +65,15 @@ class RowIndex:
         return slice(max(0, first - self.first), max(0, min(end, self.end) - self.first))
 
     def holding(self, rows: np.ndarray) -> Iterator[tuple[Shard, np.ndarray]]:
-        """Yield each shard with some of these rows, with a mask of them."""
-        for at, is_here in by_number([shard.first_row for shard in self.shards], rows):
-            yield self.shards[at], is_here
+        """Yield each shard with some of these ascending rows, and those rows."""
+        for at, part in split_rows(rows, [shard.first_row for shard in self.shards]):
+            yield self.shards[at], part
 
     def _extend(self, count: int, columns: Mapping[str, np.ndarray | float]) -> None:
-        self._make_room(count)
-        at = self._begin + len(self)
+        size = len(self)
+        if size + count > len(self._columns["group"]):
+            more = {name: np.zeros(size + 2 * count, dtype) for name, dtype in _DTYPES.items()}
+            self._columns = {name: np.concatenate([self[name], more[name]]) for name in _DTYPES}
         for name, values in columns.items():
-            self._columns[name][at : at + count] = values
+            self._columns[name][size : size + count] = values
         self.end += count
-
-    def _make_room(self, count: int) -> None:
-        held, room = len(self), len(self._columns["group"])
-        if self._begin + held + count <= room:
-            return
-        size = max(room, 2 * (held + count))
-        for name, column in self._columns.items():
-            larger = np.zeros(size, column.dtype)
-            larger[:held] = column[self._begin : self._begin + held]
-            self._columns[name] = larger
-        self._begin = 0

@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.checkpoint.core.filesystem import FileSystem, write_file
+from verl.checkpoint.core.filesystem import FileSystem, write_by_rename
 from verl.checkpoint.core.hashing import hash_buffers
 from verl.errors import ObjectDamaged, ObjectNotFound, ReplayCorrupt, StorageError
-from verl.replay.shard import UNFINISHED, Shard, ShardFile
+from verl.replay.shard import Shard, ShardFile
 
 if TYPE_CHECKING:
     from verl.storage.store import ObjectStore
@@ -41,7 +41,8 @@ class RemoteTier:
     def __init__(self, store: ObjectStore, directory: Path, timeout_s: float, retry_s: float):
         self.store, self._directory, self.disk = store, directory, FileSystem()
         self.timeout_s, self._retry_s = timeout_s, retry_s
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="replay_cold")
+        self._uploads = ThreadPoolExecutor(1, thread_name_prefix="replay_upload")  # and deletions, behind them
+        self._fetches = ThreadPoolExecutor(2, thread_name_prefix="replay_fetch")
         self._paused_until = 0.0
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.iterdir():
@@ -57,7 +58,7 @@ class RemoteTier:
         assert shard.file is not None
         assert shard.path is not None
         if shard.upload is None and self.is_reachable:
-            shard.upload = self._threads.submit(self.store.put_file, _key(shard.file.name), shard.path)
+            shard.upload = self._uploads.submit(self.store.put_file, _key(shard.file.name), shard.path)
         if shard.upload is None or not shard.upload.done():
             return False
         try:
@@ -73,7 +74,7 @@ class RemoteTier:
         for shard in shards:
             assert shard.file is not None
             if shard.fetch is None and self.is_reachable:
-                shard.fetch = self._threads.submit(self.download, shard.file)
+                shard.fetch = self._fetches.submit(self.download, shard.file)
 
     def fetch(self, shards: list[Shard]) -> list[Shard]:
         """Fetch shards, and return those whose objects are missing or altered.
@@ -112,15 +113,17 @@ class RemoteTier:
                 self.disk.unlink(self._directory / shard.file.name)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Start to delete shards from the store."""
+        """Start to delete shards from the store, after the uploads that were started before."""
         for name in names:
-            self._threads.submit(self._delete, name)
+            self._uploads.submit(self._delete, name)
 
     def close(self) -> None:
         """Cancel pending requests."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._uploads, self._fetches):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.store.close()
-        self._threads.shutdown(wait=True)
+        for threads in (self._uploads, self._fetches):
+            threads.shutdown(wait=True)
 
     def download(self, file: ShardFile) -> Path:
         """Copy a file from the store; returns its local path.
@@ -131,11 +134,8 @@ class RemoteTier:
         data = self.store.get(_key(file.name), 0, file.size)
         if hash_buffers([data]) != file.leaves:
             raise ReplayCorrupt(f"{self.store.url(_key(file.name))} differs from what was written")
-        path, unfinished = self._directory / file.name, self._directory / (file.name + UNFINISHED)
-        with contextlib.suppress(FileNotFoundError):
-            self.disk.unlink(unfinished)
-        write_file(self.disk, unfinished, [data])
-        self.disk.rename(unfinished, path)
+        path = self._directory / file.name
+        write_by_rename(self.disk, path, bytes(data))
         return path
 
     def _delete(self, name: str) -> None:

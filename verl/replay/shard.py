@@ -3,7 +3,7 @@
 open ── full ──> being written ──> local file, mapped ── old ──> file and object in the store ──> object alone
 
 A file is hashed, synced and complete before it gets its name, rows_FIRST_DIGEST.arrow, and never changes. It is read
-through a memory map, whose pages can be released at any time.
+through a memory map, whose pages are released after each read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -22,11 +22,11 @@ import pyarrow as pa
 from verl.checkpoint.core.filesystem import FileSystem, write_by_rename, write_file
 from verl.checkpoint.core.hashing import Leaf, file_digest, hash_buffers
 from verl.errors import ReplayCorrupt
-from verl.replay.arrow_rows import INDEX, RowSegment, SegmentRows
+from verl.replay.arrow_rows import INDEX, SelectedRows
 from verl.utils.external_input import ByteCount
 
 SUFFIX, INDEX_SUFFIX, UNFINISHED = ".arrow", ".index.arrow", ".unfinished"
-_BATCH_BYTES = 2**20  # smaller record batches are joined: each costs a reader some objects in memory
+_BATCH_BYTES = 2**20  # smaller record batches are joined: each has a header of its own in the file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,22 +38,19 @@ class ShardFile:
         num_rows: number of rows.
         size: in bytes.
         leaves: digests of its pieces, as in a checkpoint's manifest.
+        place: `cold` if the store has it, and only its index is local.
     """
 
     first_row: ByteCount
     num_rows: ByteCount
     size: ByteCount
     leaves: tuple[Leaf, ...]
+    place: Literal["here", "cold"] = "here"
 
     @property
     def name(self) -> str:
         """File name, by first row and digest."""
         return f"rows_{self.first_row:012d}_{file_digest(self.leaves)[:16]}{SUFFIX}"
-
-    @property
-    def end(self) -> int:
-        """Number of its last row plus 1."""
-        return self.first_row + self.num_rows
 
     @property
     def index_name(self) -> str:
@@ -68,29 +65,30 @@ class Shard:
         first_row: number of the first row.
         file: description of the file, if there is one.
         path: local file; None before it is written, or if it is only in the store.
-        is_stored: the store has the file, and `index_name` stands beside the local files.
     Attributes:
         num_bytes: memory of rows that are not in a file yet.
         writing: the write in the background, once it has started.
         upload, fetch: requests to the store, once they have started.
     """
 
-    def __init__(
-        self, first_row: int, file: ShardFile | None = None, path: Path | None = None, is_stored: bool = False
-    ):
-        self.first_row, self.file, self.path, self.is_stored = first_row, file, path, is_stored
+    def __init__(self, first_row: int, file: ShardFile | None = None, path: Path | None = None):
+        self.first_row, self.file, self.path = first_row, file, path
         self.num_rows, self.num_bytes = 0 if file is None else file.num_rows, 0
         self.writing: Future[ShardFile] | None = None
         self.upload: Future[int] | None = None
         self.fetch: Future[Path] | None = None
-        self._batches: list[pa.RecordBatch] = []
-        self._segments: list[tuple[int, RowSegment]] = []  # with their first rows
+        self._records: list[pa.RecordBatch] = []  # in memory, or mapped
         self._map: Any = None
 
     @property
     def end(self) -> int:
         """Number of the last row plus 1."""
         return self.first_row + self.num_rows
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the store has its file, and the file of its index stands beside the local files."""
+        return self.file is not None and self.file.place == "cold"
 
     @property
     def is_remote(self) -> bool:
@@ -100,22 +98,22 @@ class Shard:
     def accepts(self, schema: pa.Schema) -> bool:
         """Whether rows of this schema can be added."""
         is_open = self.writing is None and self.file is None
-        return is_open and self._batches[0].schema.equals(schema, check_metadata=True)
+        return is_open and self._records[0].schema.equals(schema, check_metadata=True)
 
-    def append(self, batch: pa.RecordBatch, segment: RowSegment) -> None:
+    def append(self, record: pa.RecordBatch) -> None:
         """Add rows in memory."""
-        self._batches.append(batch)
-        self._segments.append((self.end, segment))
-        self.num_rows += segment.num_rows
-        self.num_bytes += segment.num_bytes
+        self.num_rows += record.num_rows
+        self.num_bytes += record.nbytes
+        if self._records and self._records[-1].nbytes < _BATCH_BYTES:
+            record = pa.concat_batches([self._records.pop(), record])
+        self._records.append(record)
 
     def content(self) -> pa.Buffer:
         """The rows in memory as an Arrow file."""
-        batches = list(_joined(self._batches))
         counted = pa.MockOutputStream()  # size in advance: a growing buffer would be copied
-        _write_batches(counted, batches)
+        _write_records(counted, self._records)
         data = pa.allocate_buffer(counted.size())
-        _write_batches(pa.FixedSizeBufferWriter(data), batches)
+        _write_records(pa.FixedSizeBufferWriter(data), self._records)
         return data
 
     def describe(self, data: Any) -> ShardFile:
@@ -152,36 +150,35 @@ class Shard:
     def moved_to(self, file: ShardFile, path: Path | None) -> None:
         """Read rows from another place from now on: a file was written, fetched, or removed."""
         self.file, self.path, self.num_bytes = file, path, 0
-        self._batches, self._segments, self._map = [], [], None
+        self._records, self._map = [], None
 
-    def segments(self, disk: FileSystem) -> list[tuple[int, RowSegment]]:
-        """First row and rows of each record batch; a file is mapped when it is first read.
+    def select(self, disk: FileSystem, rows: np.ndarray) -> Iterator[SelectedRows]:
+        """Yield rows by number, ascending.
 
         Raises:
             ReplayCorrupt: the file differs from what was written.
         """
-        if not self._segments:
-            assert self.file is not None
-            assert self.path is not None
-            self._batches, self._map = _map_file(disk, self.path, self.file)
-            firsts = np.cumsum([self.first_row, *(batch.num_rows for batch in self._batches)]).tolist()
-            self._segments = [(first, RowSegment.of(batch)) for first, batch in zip(firsts, self._batches)]
-            self.release()
-        return self._segments
-
-    def batches(self, disk: FileSystem) -> list[pa.RecordBatch]:
-        """The record batches of `segments`."""
-        self.segments(disk)
-        return self._batches
+        records = self._opened(disk)
+        firsts = np.cumsum([self.first_row, *(record.num_rows for record in records)])
+        for at, part in split_rows(rows, firsts[:-1]):
+            yield SelectedRows(records[at], part - firsts[at], self._release)
 
     def index(self, disk: FileSystem) -> dict[str, np.ndarray]:
         """The index columns, which the buffer keeps in memory for every row."""
-        columns = _index_of(self.batches(disk))
-        self.release()
+        columns = _index_of(self._opened(disk))
+        self._release()
         return columns
 
-    def release(self) -> None:
-        """Release the mapped pages; they are read again on the next access."""
+    def _opened(self, disk: FileSystem) -> list[pa.RecordBatch]:
+        """The record batches; a file is mapped when it is first read."""
+        if not self._records:
+            assert self.file is not None
+            assert self.path is not None
+            self._records, self._map = _map_file(disk, self.path, self.file)
+        return self._records
+
+    def _release(self) -> None:
+        """Release the mapped pages; the next read finds them in the page cache, or reads them again."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -189,45 +186,33 @@ class Shard:
         return ShardFile(first_row=self.first_row, num_rows=self.num_rows, size=size, leaves=leaves)
 
 
-def by_number(firsts: Sequence[int], rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Group rows by the range that they are in.
+def split_rows(rows: np.ndarray, firsts: Sequence[int] | np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Split ascending row numbers by the ranges that they are in.
 
     Args:
         firsts: first row of each range, ascending.
-        rows: row numbers.
     Returns:
-        Position of each range that has some of the rows, and a mask of them.
+        Position of each range that has some of the rows, and those rows.
     """
-    number = np.searchsorted(np.array(firsts, dtype=np.int64), rows, side="right") - 1
-    for at in np.unique(number).tolist():
-        yield at, number == at
-
-
-def find_rows(
-    segments: Sequence[tuple[int, RowSegment]], rows: np.ndarray, positions: np.ndarray, shard: Shard | None = None
-) -> Iterator[SegmentRows]:
-    """Yield rows by segment, with their positions in a batch."""
-    for at, is_here in by_number([first for first, _ in segments], rows):
-        first, segment = segments[at]
-        yield SegmentRows(segment, rows[is_here] - first, positions[is_here], shard)
+    parts = np.split(rows, np.searchsorted(rows, firsts[1:]))
+    return ((at, part) for at, part in enumerate(parts) if len(part))
 
 
 def write_index(disk: FileSystem, path: Path, index: dict[str, np.ndarray]) -> None:
     """Write index columns durably, for a shard in the store."""
-    batch = pa.record_batch({name: index[name] for name in INDEX})
     sink = pa.BufferOutputStream()
-    _write_batches(sink, [batch])
+    _write_records(sink, [pa.record_batch({name: index[name] for name in INDEX})])
     write_by_rename(disk, path, sink.getvalue())
     disk.sync_directory(path.parent)
 
 
 def read_index(data: Any) -> dict[str, np.ndarray]:
     """Index columns of a file by `write_index`."""
-    return _index_of(_read_batches(data))
+    return _index_of(_read_records(data))
 
 
-def _index_of(batches: Sequence[pa.RecordBatch]) -> dict[str, np.ndarray]:
-    return {name: np.concatenate([batch.column(name).to_numpy() for batch in batches]) for name in INDEX}
+def _index_of(records: Sequence[pa.RecordBatch]) -> dict[str, np.ndarray]:
+    return {name: np.concatenate([record.column(name).to_numpy() for record in records]) for name in INDEX}
 
 
 def _map_file(disk: FileSystem, path: Path, file: ShardFile) -> tuple[list[pa.RecordBatch], Any]:
@@ -236,33 +221,20 @@ def _map_file(disk: FileSystem, path: Path, file: ShardFile) -> tuple[list[pa.Re
         memory = disk.map(path)
         if len(memory) != file.size:
             raise ReplayCorrupt(f"{path} has {len(memory)} bytes instead of {file.size}")
-        batches = _read_batches(memory)
+        records = _read_records(memory)
     except (OSError, pa.ArrowInvalid) as error:
         raise ReplayCorrupt(f"{path} cannot be read: {error}") from error
-    if sum(batch.num_rows for batch in batches) != file.num_rows:
+    if sum(record.num_rows for record in records) != file.num_rows:
         raise ReplayCorrupt(f"{path} has other rows than the {file.num_rows} that were written")
-    return batches, memory.obj
+    return records, memory.obj
 
 
-def _read_batches(data: Any) -> list[pa.RecordBatch]:
+def _read_records(data: Any) -> list[pa.RecordBatch]:
     file = pa.ipc.open_file(pa.py_buffer(data))
     return [file.get_batch(number) for number in range(file.num_record_batches)]
 
 
-def _write_batches(sink: Any, batches: Sequence[pa.RecordBatch]) -> None:
-    with pa.ipc.new_file(sink, batches[0].schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-
-
-def _joined(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Join record batches so that all but the last have at least `_BATCH_BYTES`."""
-    waiting, num_bytes = list[pa.RecordBatch](), 0
-    for batch in batches:
-        waiting.append(batch)
-        num_bytes += batch.nbytes
-        if num_bytes >= _BATCH_BYTES:
-            yield waiting[0] if len(waiting) == 1 else pa.concat_batches(waiting)
-            waiting, num_bytes = [], 0
-    if waiting:
-        yield pa.concat_batches(waiting)
+def _write_records(sink: Any, records: Sequence[pa.RecordBatch]) -> None:
+    with pa.ipc.new_file(sink, records[0].schema) as writer:
+        for record in records:
+            writer.write_batch(record)

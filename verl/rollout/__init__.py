@@ -13,5 +13,7 @@ scripted          Scripted responses: for tests, and for replaying text that ano
 server/           Rollout by an external server: vLLM, another OpenAI-compatible one, or TGI
 token_sampler     From logits to the next token of each row: the sampling rule of every rollout engine
 vllm/             vLLM as a rollout engine, in a separate process; the trainer's weights are streamed to it
+weight_verification/
+                  Verifies after every weight sync that the rollout engine holds the trainer's weights
 whole_batch       An engine of the user's that answers whole batches, as a `RolloutEngine`
 """

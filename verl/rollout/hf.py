@@ -97,9 +97,8 @@ class HFSampler(RolloutEngine):
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
         parallel_info = getattr(model, "parallel_info", None)
         self.group = GenerationGroup() if parallel_info is None else SplitPrompts(parallel_info)
-        self.key_multiple = (
-            1 if self.device.type == "cpu" else KEY_MULTIPLE
-        )  # of the lengths of keys that a single token attends to
+        # Lengths of keys that a single token attends to are multiples of it
+        self.key_multiple = 1 if self.device.type == "cpu" else KEY_MULTIPLE
         self.keeps_slots: bool | None = None  # whether keys and values may be kept in slots; found with the first turns
         self.longest_compared = 0  # tokens of the longest row whose log-probs were compared
         self._open: set[HFTurns] = set()

@@ -202,11 +202,10 @@ class TrackerSet(Tracker):
             raise ConfigError(fault) from error
 
     def resume(self, identity: Mapping[str, Any]) -> None:
-        known = {name.removeprefix("more."): value for name, value in identity.items()}  # as 0.2 wrote them
         for name, tracker in self.trackers.items():
-            if name in known:
+            if name in identity:
                 with kept_generators():
-                    tracker.resume(known[name])
+                    tracker.resume(identity[name])
 
     def identity(self) -> dict[str, Any]:
         """Identities by name of the tracker."""

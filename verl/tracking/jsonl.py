@@ -139,23 +139,23 @@ def _ends_with_partial_line(path: Path) -> bool:
 
 
 def json_line(record: dict[str, Any]) -> bytes:
-    text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
     for character in "\x85\u2028\u2029":  # valid in JSON, but line ends to many readers
         text = text.replace(character, f"\\u{ord(character):04x}")
     # A lone surrogate, which a byte-level tokenizer can produce, is written as JSON escape.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Convert to a JSON value; numbers that are not finite and unknown objects become texts."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if hasattr(value, "tolist"):  # arrays, tensors and their scalars
-        return _plain(value.tolist())
+        return plain(value.tolist())
     return str(value)

@@ -140,12 +140,21 @@ def draw(panels: Mapping[str, Mapping[str, MetricSeries]], path: Path, title: st
 
 
 def _panel(axes: Axes, name: str, series: Mapping[str, MetricSeries]) -> None:
-    for place, (key, one) in enumerate(series.items()):
-        draw_series(axes, one, key, COLORS[place % len(COLORS)])
-    finish_panel(axes, name)
+    from matplotlib.ticker import MaxNLocator
+
+    for number, (key, one) in enumerate(series.items()):
+        _draw_series(axes, one, key, COLORS[number % len(COLORS)])
+    axes.set_title(name, fontsize=11)
+    axes.set_xlabel("step", fontsize=9)
+    axes.grid(visible=True, color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    axes.legend(fontsize=7.5, frameon=False)
 
 
-def draw_series(axes: Axes, one: MetricSeries, label: str, color: str) -> None:
+def _draw_series(axes: Axes, one: MetricSeries, label: str, color: str) -> None:
     """Draw a series: with markers if it comes from evaluations, smoothed over faint raw values if it is long."""
     label = label.replace("$", r"\$")  # not a formula
     if one.evaluated:
@@ -156,20 +165,6 @@ def draw_series(axes: Axes, one: MetricSeries, label: str, color: str) -> None:
     else:
         marker = "." if len(one.steps) <= 3 else None  # a line needs two points to be seen
         axes.plot(one.steps, one.values, color=color, label=label, linewidth=1.4, marker=marker)
-
-
-def finish_panel(axes: Axes, name: str) -> None:
-    """Title, axes and legend."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_title(name, fontsize=11)
-    axes.set_xlabel("step", fontsize=9)
-    axes.grid(visible=True, color="#dddddd", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-    axes.legend(fontsize=7.5, frameon=False)
 
 
 def moving_average(values: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Comparison of the jobs of a sweep: on the terminal, as CSV and as a plot."""
+"""Comparison of the jobs of a sweep: on the terminal, as CSV, and as learning curves."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from verl.errors import install_command
 from verl.tracking.console import fitting_columns, print_line
-from verl.tracking.plots import COLORS, MetricSeries, draw_series, finish_panel
+from verl.tracking.plots import MetricSeries, draw
 from verl.tracking.wandb import RUN_FILE
 from verl.utils.external_input import read_text, regular_opener
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _log = logging.getLogger(__name__)
 MIB = 2**20
@@ -102,11 +99,16 @@ def write(directory: Path, jobs: Sequence[JobOutcome]) -> list[Path]:
         head, rows = [*head, "W&B run"], [[*row, job.wandb] for row, job in zip(rows, jobs, strict=True)]
     with open(directory / "sweep.csv", "w", newline="", opener=regular_opener) as file:
         csv.writer(file).writerows([head, *rows])
-    written = [directory / "sweep.csv"]
-    if any(job.measured for job in jobs) and importlib.util.find_spec("matplotlib") is None:
+    written, varied = [directory / "sweep.csv"], head[1 : head.index("status")]
+    labels = [" ".join([job.name, *(f"{key}={job.overrides.get(key, '')}" for key in varied)]) for job in jobs]
+    panels: dict[str, dict[str, MetricSeries]] = {}
+    for panel, key in CURVES.items():
+        if series := {label: job.series[key] for label, job in zip(labels, jobs, strict=True) if key in job.series}:
+            panels[panel] = series
+    if panels and importlib.util.find_spec("matplotlib") is None:
         _log.warning("sweep.png is left out: matplotlib is not installed (%s)", install_command("matplotlib"))
-    elif any(job.measured for job in jobs):
-        _draw(directory / "sweep.png", jobs, head[1 : head.index("status")])
+    elif panels:
+        draw(panels, directory / "sweep.png", f"Sweep of {len(jobs)} jobs")
         written.append(directory / "sweep.png")
     return written
 
@@ -224,39 +226,3 @@ CURVES = {  # panel -> metric, of those that any job has
     "loss (nats per token)": "sft/loss",
     "held-out loss (nats per token)": "eval/loss",
 }
-
-
-def _draw(path: Path, jobs: Sequence[JobOutcome], keys: Sequence[str]) -> None:
-    """Plot learning curves, a line per job, above bar charts of the measurements, a bar per job."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    columns = [column for column in COLUMNS if any(column in job.measured for job in jobs)]
-    names = ["\n".join(f"{key}={job.overrides.get(key, '')}" for key in keys) or job.name for job in jobs]
-    curves = [panel for panel, key in CURVES.items() if any(key in job.series for job in jobs)]
-    lines = sum(name.count("\n") + 1 for name in names)
-    heights = [3.6] * bool(curves) + [0.16 * lines + 0.14 * len(jobs) + 1.2]
-    width = max(2.2 * len(columns) + 1.5, 5.0 * len(curves))
-    figure = Figure(figsize=(width, sum(heights)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
-    if curves:
-        for axes, panel in zip(parts[0].subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
-            _draw_curves(axes, panel, jobs, names)
-    bars = parts[-1].subplots(1, len(columns), squeeze=False, sharey=True)[0]
-    for axes, column in zip(bars, columns, strict=True):
-        values = [job.measured.get(column, 0.0) for job in jobs]
-        axes.barh(range(len(jobs)), values, color=[COLORS[i % len(COLORS)] for i in range(len(jobs))])
-        axes.set_title(column.replace(" of a process", ""), fontsize=8)
-        axes.set_yticks(range(len(jobs)), names, fontsize=7, parse_math=False)
-        axes.tick_params(axis="x", labelsize=7)
-        axes.spines[["top", "right"]].set_visible(False)
-    bars[0].invert_yaxis()
-    figure.savefig(path, dpi=120)
-
-
-def _draw_curves(axes: Axes, panel: str, jobs: Sequence[JobOutcome], names: Sequence[str]) -> None:
-    for number, (job, name) in enumerate(zip(jobs, names, strict=True)):
-        if (one := job.series.get(CURVES[panel])) is not None:
-            draw_series(axes, one, name.replace("\n", " "), COLORS[number % len(COLORS)])
-    finish_panel(axes, panel)

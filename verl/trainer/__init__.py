@@ -5,11 +5,11 @@ config           Settings of a run that belong to no single component: how long,
 local_trainer    PPO from a script or a notebook: one short file, everything in this process, no Ray
 plan/            What a run will take in memory, time and disk, before anything is loaded
 ppo              Policy optimisation: the steps of PPO, GRPO and similar algorithms, as the papers describe them
-ppo_config       PPORun: everything that a policy-gradient run is made of, and the checks across its components
+ppo_config       PPORun: a policy-gradient run with the checks across its components
+ppo_description  PPODescription: the components of a policy-gradient run, and what follows from several of them
 ppo_lifecycle    Building, restoring, saving and closing a policy-gradient run
 ray_trainer      PPO from a script or a notebook with the roles in Ray actors, one by one or all of them
 rollout_pipeline The queue between generation and training: one-step-off-policy rollout at depth 1
-replay_mixing    Replay mixing: rows of earlier steps beside those of this one
 setup            Set-up and tear-down that all trainers share (device, seeds, threads, roles, restored state)
 sft              Supervised fine-tuning: maximum likelihood of given completions, in the same loop as PPO
 state/           What a run saves and how it resumes: train state, saving, resume, identity, lineage

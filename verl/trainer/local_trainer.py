@@ -20,17 +20,26 @@ from verl.compose.overrides import flatten
 from verl.data.base import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError
-from verl.trainer.api.base import BaseTrainer
 from verl.trainer.api.from_objects import PromptsObject, data_from_object, reward_from_object, run_with_objects
+from verl.trainer.api.trainer import Trainer
 from verl.utils.component_exits import component_exits
 
 PREFERENCES = {"tracker.console.stage_lines": True}  # progress of a script, for its author
 
 
-class LocalPPOTrainer(BaseTrainer):
-    """Policy optimisation with every role in this process, or in processes that it starts itself (sharding=ddp).
+@component_exits()
+def LocalPPOTrainer(
+    config_path: str | Path | None = "./config.yaml",
+    train_dataset: RLHFDataset | Sequence[Mapping[str, Any]] | str | Path | None = None,
+    reward_fn: Callable | None = None,
+    overrides: Sequence[str] = (),
+    device_mesh: DeviceMesh | None = None,
+) -> Trainer:
+    """A `Trainer` with every role in this process, or in processes that it starts itself (sharding=ddp).
 
-    Works from a script without a `__main__` guard and from a notebook. Also a context manager.
+    Works from a script without a `__main__` guard and from a notebook. Where several devices are asked for
+    (`trainer.n_gpus_per_node`, or a mesh) and no backend is named, they are used by `sharding=ddp`; on a machine
+    without GPUs the run takes one process, and says so.
 
     Args:
         config_path: a short YAML file, laid over the composed default of `verl ppo`: values by their paths, and
@@ -40,43 +49,26 @@ class LocalPPOTrainer(BaseTrainer):
         reward_fn: a function of prompts and responses, in place of the configured reward; see `RewardFunction`.
         overrides: laid over the file, as on the command line.
         device_mesh: which roles live on which devices of this machine, in place of the configured placement.
-
-    Where several devices are asked for (`trainer.n_gpus_per_node`, or a mesh) and no backend is named, they are used by
-    `sharding=ddp`; on a machine without GPUs the run takes one process, and says so.
-
-    Attributes:
-        config: the composed configuration.
-        run: its checked description.
-        run_dir: where results are written.
-
     Raises:
         ConfigError: every fault in the configuration, before any weight is loaded.
     """
+    import rich
 
-    @component_exits()
-    def __init__(
-        self,
-        config_path: str | Path | None = "./config.yaml",
-        train_dataset: RLHFDataset | Sequence[Mapping[str, Any]] | str | Path | None = None,
-        reward_fn: Callable | None = None,
-        overrides: Sequence[str] = (),
-        device_mesh: DeviceMesh | None = None,
-    ):
-        import rich
-
-        short = read_short_file(config_path) if config_path is not None else {}
-        objects: dict[str, Description] = {}
-        if train_dataset is not None:
-            objects["data"] = data_from_object(train_dataset)
-        if reward_fn is not None:
-            objects["reward"] = reward_from_object(reward_fn, argument="reward_fn")
-        chosen, notes = sharding_for_devices(short, overrides, device_mesh)
-        composed = compose_short_file(short, objects, [*overrides, *chosen], device_mesh)
-        for note in [*notes, *composed.notes]:
-            rich.get_console().print(note, markup=False, soft_wrap=True)
-        run = run_with_objects(composed, objects)
-        _refuse_other_options(run.data, train_dataset)
-        self._build(run, composed, overrides, choices=choices_of("ppo", composed.options))
+    short = read_short_file(config_path) if config_path is not None else {}
+    objects: dict[str, Description] = {}
+    if train_dataset is not None:
+        objects["data"] = data_from_object(train_dataset)
+    if reward_fn is not None:
+        objects["reward"] = reward_from_object(reward_fn, argument="reward_fn")
+    if device_mesh is not None:
+        objects["trainer.placement"] = device_mesh
+    chosen, notes = sharding_for_devices(short, overrides, device_mesh)
+    composed = compose_short_file(short, objects, [*overrides, *chosen])
+    for note in [*notes, *composed.notes]:
+        rich.get_console().print(note, markup=False, soft_wrap=True)
+    run = run_with_objects(composed, objects)
+    _refuse_other_options(run.data, train_dataset)
+    return Trainer.of_run(run, composed, overrides, choices_of("ppo", composed.options))
 
 
 SHARDINGS = ("sharding", "trainer.backend", "actor_rollout.fsdp_config.sharding_strategy")  # keys that name one
@@ -115,7 +107,6 @@ def compose_short_file(
     short: Mapping[str, Any],
     objects: Mapping[str, Description],
     overrides: Sequence[str],
-    device_mesh: DeviceMesh | None,
 ) -> ComposedConfig:
     """The default run with the short file, the user's objects, and the overrides laid over it in turn."""
     notes: list[str] = []
@@ -127,8 +118,6 @@ def compose_short_file(
         if not any(option.startswith("data=") for option in overrides):
             overrides = ["data=files", *overrides]  # not the lengths that suit the built-in example
     replacements = {key: as_plain(item) for key, item in objects.items()}
-    if device_mesh is not None:
-        replacements["trainer.placement"] = as_plain(device_mesh)
     composed = compose_over_default("ppo", short, overrides, replacements, PREFERENCES)
     composed.notes = [*notes, *composed.notes]
     return composed

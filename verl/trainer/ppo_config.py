@@ -1,4 +1,4 @@
-"""PPORun: everything that a policy-gradient run is made of, and the checks across its components."""
+"""PPORun: a policy-gradient run with the checks across its components."""
 
 from __future__ import annotations
 
@@ -7,25 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.algorithms.algorithm import Algorithm
-from verl.checkpoint.config import Checkpointing
-from verl.component import BuildContext, Description, component
-from verl.data.base import PromptSource
+from verl.component import BuildContext, component
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.sharding import Sharding
-from verl.environments.base import EnvironmentDescription
 from verl.environments.episode_loop import environment_faults
 from verl.errors import ConfigError
 from verl.models.own_module import ModuleModel
 from verl.monitoring.ppo_metrics import evaluation_keys
-from verl.replay.config import TieredReplay
-from verl.rewards.base import RewardDescription, missing_columns
-from verl.rollout.base import Rollout
-from verl.sandbox.base import Sandbox
-from verl.storage.config import Storage
-from verl.tracking.base import Trackers
-from verl.trainer.config import PPOSettings
+from verl.rewards.base import missing_columns
 from verl.trainer.plan.unused_settings import unused_settings
+from verl.trainer.ppo_description import PPODescription
 from verl.trainer.rollout_pipeline import ahead_faults
 from verl.trainer.setup import (
     RoleSharding,
@@ -35,11 +26,7 @@ from verl.trainer.setup import (
     saving_faults,
     sharding_faults,
 )
-from verl.workers.actor import Actor
 from verl.workers.base import TrainedRole
-from verl.workers.colocated import reference_sharding
-from verl.workers.critic import Critic
-from verl.workers.reference import Reference
 
 if TYPE_CHECKING:
     from verl.trainer.ppo import PPOTrainer
@@ -212,28 +199,11 @@ def _model_faults(run: Any) -> Iterator[str]:
 
 
 @component
-class PPORun(Description):
-    """Everything that one policy-gradient run is made of: the root of `conf/ppo.yaml`.
+class PPORun(PPODescription):
+    """A policy-gradient run: the root of `conf/ppo.yaml`, with its checks.
 
     A role that the algorithm does not need (a critic for GRPO, a reference without KL) is not built.
     """
-
-    actor: Actor
-    critic: Critic | None
-    reference: Reference | None
-    reward: RewardDescription
-    rollout: Rollout
-    sharding: Sharding
-    algorithm: Algorithm
-    data: PromptSource
-    trainer: PPOSettings
-    tracker: Trackers
-    checkpoint: Checkpointing | None = None
-    replay: TieredReplay | None = None
-    environment: EnvironmentDescription | None = None
-    storage: Storage | None = None
-    sandbox: Sandbox | None = None
-    resume: str | None = None
 
     def faults(self) -> Iterator[str]:
         """Faults between components, each with its full config path."""
@@ -261,43 +231,6 @@ class PPORun(Description):
     def parts_here(self) -> Iterator[str]:
         away = () if self.trainer.placement is None else ("rollout",)  # it is checked on the machine of the actor
         yield from (name for name in super().parts_here() if name not in away)
-
-    def shardings(self) -> dict[str, Sharding]:
-        """Sharding of each role: its own, or that of the run."""
-        own = {"actor": self.actor.sharding, "critic": self.critic and self.critic.sharding}
-        own["reference"] = self.reference and reference_sharding(self.reference, self.actor)
-        return {role: own.get(role) or self.sharding for role in self.roles}
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Names of the roles that the algorithm needs and that can run in other processes."""
-        wanted = {
-            "actor": True,
-            "critic": self.critic is not None and self.algorithm.needs_values,
-            "reference": self.reference is not None and self.algorithm.needs_reference,
-            "rm": self.reward.is_model,
-        }
-        return tuple(role for role, is_needed in wanted.items() if is_needed)
-
-    @property
-    def reward_as_role(self) -> Any:
-        """The reward, if it is a separate role; None if the driver runs it."""
-        placement = self.trainer.placement
-        return self.reward if placement is not None and self.reward.is_model and placement.holds_reward() else None
-
-    @property
-    def response_tokens(self) -> int:
-        """Maximum number of tokens of a row after its prompt."""
-        return self.rollout.max_new_tokens if self.environment is None else self.environment.max_tokens
-
-    @property
-    def response_key(self) -> str:
-        """The path of `response_tokens`."""
-        return "rollout.max_new_tokens" if self.environment is None else "environment.max_tokens"
-
-    @property
-    def updates_per_step(self) -> int:
-        return self.algorithm.epochs * self.algorithm.mini_batches
 
     def build(self, context: BuildContext) -> PPOTrainer:
         """Load data and weights, and start the processes of the sharding."""

@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from verl.cluster.rpc import WorkerGroup, role_handles
 from verl.component import BuildContext, as_plain
@@ -18,10 +18,11 @@ from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
 from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.protocol import DataProto
+from verl.replay.mixing import ReplayMixing
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
 from verl.rollout.base import Rollout
 from verl.trainer.plan.run_plan import log_plan
-from verl.trainer.replay_mixing import ReplayMixing
+from verl.trainer.ppo_description import PPODescription
 from verl.trainer.rollout_pipeline import LengthPredictor, RolloutPipeline
 from verl.trainer.setup import (
     ProcessState,
@@ -50,9 +51,6 @@ from verl.workers.colocated import RLHost, with_tokenizer
 from verl.workers.load_state import SavedRoleState
 from verl.workers.reward import RemoteRewardModel
 
-if TYPE_CHECKING:
-    from verl.trainer.ppo_config import PPORun
-
 log = logging.getLogger(__name__)
 
 
@@ -64,7 +62,7 @@ class PPOLifecycle(ABC):
         restarts: reason of each restart.
     """
 
-    def __init__(self, run: PPORun, context: BuildContext):
+    def __init__(self, run: PPODescription, context: BuildContext):
         self.restarts: list[str] = []
         self._context = context = with_day(context)  # kept for a rebuild
         self._build(run, context)
@@ -77,7 +75,7 @@ class PPOLifecycle(ABC):
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of the weights after `step` steps."""
 
-    def _build(self, run: PPORun, context: BuildContext) -> None:
+    def _build(self, run: PPODescription, context: BuildContext) -> None:
         self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
         self._state = ProcessState(run.trainer)
         self.cluster: WorkerGroup | None = None
@@ -138,7 +136,7 @@ class PPOLifecycle(ABC):
             self.close()
             raise
 
-    def _load_data(self, run: PPORun, context: BuildContext) -> None:
+    def _load_data(self, run: PPODescription, context: BuildContext) -> None:
         with faults_below("data"):
             splits = run.data.build(context)
         self.train_data, self.eval_data = splits.train, splits.eval
@@ -152,7 +150,7 @@ class PPOLifecycle(ABC):
         self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
         self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
 
-    def _refuse_other_tokenizers(self, run: PPORun) -> None:
+    def _refuse_other_tokenizers(self, run: PPODescription) -> None:
         """Refuse other tokenizers of critic and reference, because they get the actor's token ids."""
         needed = {
             "critic.model": run.critic.model if run.critic and run.algorithm.needs_values else None,
@@ -182,7 +180,7 @@ class PPOLifecycle(ABC):
         source = named_source(self.description.data)
         return EpochSampler(size, self.settings.prompts_per_step, seed, name, mixture, source)
 
-    def start_roles(self, run: PPORun, context: BuildContext) -> None:
+    def start_roles(self, run: PPODescription, context: BuildContext) -> None:
         """Start the processes of the roles and build actor, critic and reference in them."""
         host = RLHost(
             actor=run.actor,
@@ -224,12 +222,12 @@ class PPOLifecycle(ABC):
         known = [tokens for tokens in longest if tokens is not None]
         return max(known) if len(known) == len(longest) else None
 
-    def _row_tokens(self, run: PPORun) -> int | None:
+    def _row_tokens(self, run: PPODescription) -> int | None:
         """Maximum length of a row in tokens."""
         longest = self._longest_prompt() or getattr(run.data, "max_prompt_length", None)
         return None if longest is None else longest + run.response_tokens
 
-    def _with_room_for_rows(self, run: PPORun) -> Rollout:
+    def _with_room_for_rows(self, run: PPODescription) -> Rollout:
         """Return the rollout with room for every prompt of the data and its response or episode, as far as the data
         tell how long those are.
         """

@@ -304,8 +304,7 @@ class TrainLoop:
             facts |= {"metrics": self.result.last_metrics, "tag": tag, "why": "asked for"}
             note.say(f"step {self.result.steps}, asked for")
             if not is_own or not saving.is_on:
-                report = saving.save_aside(directory or saving.directory, self.result.steps, roles, state, **facts)
-                return report.directory
+                return saving.save_aside(directory or saving.directory, self.result.steps, roles, state, **facts)
             saving.save(self.result.steps, roles, state, **facts)
             outcomes = saving.drain()
         trainer.stages.take()
@@ -417,11 +416,11 @@ def _handle_outcomes(trainer: LoopTrainer, result: TrainResult, outcomes: list[S
             trainer.tracker.message(f"The checkpoint of step {outcome.step} was not saved: {outcome.error}")
             if is_end:
                 raise outcome.error
-        elif outcome.report is not None:
-            result.checkpoints.append(outcome.report.name)
-            cost = {"stall_s": outcome.stall_s, "total_s": outcome.total_s, "bytes": outcome.report.num_bytes}
+        elif outcome.name is not None:
+            result.checkpoints.append(outcome.name)
+            cost = {"stall_s": outcome.stall_s, "total_s": outcome.total_s, "bytes": outcome.num_bytes}
             result.saves.append({"step": outcome.step, **cost})
-            _log.info("checkpoint %s is published, %.2f s after it began", outcome.report.name, outcome.total_s)
+            _log.info("checkpoint %s is published, %.2f s after it began", outcome.name, outcome.total_s)
 
 
 def _step(trainer: LoopTrainer, batch: DataProto, step: int) -> dict[str, float]:

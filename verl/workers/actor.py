@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from verl import config
 from verl.algorithms.algorithm import Algorithm
 from verl.component import BuildContext, component
-from verl.dispatch import by_rows, by_rows_to_one, on_all
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
@@ -25,6 +24,7 @@ from verl.models.parallel_info import Numerics, compute_type
 from verl.ops.logprobs import LogProbGap
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
+from verl.protocol.dispatch import by_rows, by_rows_to_one, on_all
 from verl.rollout.base import GenerationRequest, Rollout, SyncResult, refuse_wrong_responses, stop_tokens
 from verl.rollout.responses import ResponseSampler
 from verl.utils.memory import release_cached

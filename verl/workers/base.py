@@ -12,7 +12,6 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from verl.component import Description, component
-from verl.dispatch import on_all, on_each
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.layer_compile import compile_layers
 from verl.engines.optimizer import AdamW
@@ -24,6 +23,7 @@ from verl.models.lora import LoRA
 from verl.models.own_module import ModuleModel
 from verl.models.parallel_info import Autocast
 from verl.models.pretrained import ModelSource, quiet_transformers
+from verl.protocol.dispatch import on_all, on_each
 from verl.utils.seeding import RngState, derive_seed, rng_state, seed_everything, set_rng_state
 from verl.workers.load_state import (
     CheckpointSelection,
@@ -33,7 +33,7 @@ from verl.workers.load_state import (
     load_optimizer,
     load_weights,
 )
-from verl.workers.rank_checkpoint import RankCheckpointWriter, RankInfo, RankSaveOrder, RankSaveSettings, whole_on_first
+from verl.workers.rank_checkpoint import RankCheckpointWriter, RankInfo, RankSaveSettings, whole_on_first
 
 _log = logging.getLogger(__name__)
 
@@ -249,9 +249,9 @@ class TrainedWorker:
         self._parts.prepare(setting)
 
     @on_each
-    def save_part(self, order: RankSaveOrder) -> bool:
+    def save_part(self, setting: RankSaveSettings, step: int, transaction: Path, nonce: str) -> bool:
         """See `RankCheckpointWriter.save`."""
-        return self._parts.save(order)
+        return self._parts.save(setting, step, transaction, nonce)
 
     @on_all
     def wait_copied(self) -> None:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm
 from verl.component import BuildContext, component
-from verl.dispatch import by_rows, by_rows_to_one
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.model_paths.check import paths_for
@@ -16,6 +15,7 @@ from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import ModelHead, ValueHeadModel
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
+from verl.protocol.dispatch import by_rows, by_rows_to_one
 from verl.workers.base import TrainedRole, TrainedWorker
 from verl.workers.first_batch_check import FirstBatchCheck
 from verl.workers.load_state import RestoreSource

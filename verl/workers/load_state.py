@@ -34,7 +34,7 @@ from verl.models.hf_state_dict import (
     names_in_files,
 )
 from verl.models.pretrained import ModelSource, Pretrained
-from verl.resharding.dtensor import ReadableTensor, local, own_part
+from verl.ops.resharding.dtensor import ReadableTensor, local, own_part
 from verl.storage.config import Storage
 from verl.utils.external_input import parse_mapping, read_bytes, whole_number
 from verl.utils.progress import report

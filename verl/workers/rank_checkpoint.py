@@ -45,10 +45,10 @@ from verl.models.hf_state_dict import (
     saved_tensors,
     small_files,
 )
-from verl.resharding.dtensor import layout_of, local
-from verl.resharding.execute import reshard
-from verl.resharding.layout import Box, Layout, Mesh, TensorLayout, volume, within
-from verl.resharding.plan import reshard_plan
+from verl.ops.resharding.dtensor import layout_of, local
+from verl.ops.resharding.execute import reshard
+from verl.ops.resharding.layout import Box, Layout, Mesh, TensorLayout, volume, within
+from verl.ops.resharding.plan import reshard_plan
 from verl.utils.progress import report
 from verl.workers.load_state import RemoteRoleState
 
@@ -154,41 +154,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RankSaveSettings:
-    """Settings that are constant for all saves of a run.
+    """Settings that are constant for all saves in one directory.
 
     Attributes:
-        directory: of the checkpoints.
-        claim: of the driver on it.
-        disk_type: class of the driver's disk.
+        store: the driver's, with its claim.
         is_async: write while training goes on.
         first_rank: added to the rank of a process: roles may live in several groups of processes.
     """
 
-    directory: Path
-    run_id: str
-    claim: str
-    disk_type: type[FileSystem]
+    store: CheckpointStore
     is_async: bool
     use_safetensors: bool
     max_shard_bytes: int
     first_rank: int
     increment: IncrementalSettings | None = None
     writer_timeout_s: float = WRITER_TIMEOUT_S
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSaveOrder:
-    """One save.
-
-    Attributes:
-        transaction: where the driver opened it.
-        nonce: that lies there.
-    """
-
-    setting: RankSaveSettings
-    step: int
-    transaction: Path
-    nonce: str
 
 
 @dataclass(frozen=True)
@@ -226,7 +206,6 @@ class RankCheckpointWriter:
 
     def __init__(self, parallel: Parallelism, trained: Mapping[str, TrainedState]):
         self._parallel, self._trained = parallel, dict(trained)
-        self._setting: RankSaveSettings | None = None
         self._writer: CheckpointWriter | None = None
 
     def check_shared_directory(self, directory: Path, nonce: str) -> RankInfo:
@@ -244,31 +223,33 @@ class RankCheckpointWriter:
         total = sum(_num_bytes(worker) for worker in self._trained.values())
         self._kept(setting).reserve(int(1.1 * total / self._parallel.world_size) + 2**20)
 
-    def save(self, order: RankSaveOrder) -> bool:
+    def save(self, setting: RankSaveSettings, step: int, transaction: Path, nonce: str) -> bool:
         """Write this rank's part of a save; collective. Failures are reported in this part's report.
 
+        Args:
+            transaction: the directory where the driver opened the save.
+            nonce: the text that the driver wrote there.
         Returns:
             Whether this process sees the staging directory; if not, nothing was done.
         """
-        setting = order.setting
         components = self._components(setting)  # with exchanges among the processes: before anything can fail alone
-        disk = setting.disk_type()
-        if not sees_nonce(disk, order.transaction, order.nonce):
+        disk = setting.store.disk
+        if not sees_nonce(disk, transaction, nonce):
             return False
         name = f"rank_{setting.first_rank + self._parallel.rank}"
-        multi_writer = MultiWriterSave(directory=order.transaction, name=name)
+        multi_writer = MultiWriterSave(directory=transaction, name=name)
         try:
             request = SaveRequest(
-                step=order.step, components=components, multi_writer=multi_writer, increment=setting.increment
+                step=step, components=components, multi_writer=multi_writer, increment=setting.increment
             )
-            if setting == self._setting or self._writer is None:
+            if self._writer is None or setting.store.directory == self._writer.store.directory:
                 self._kept(setting).save(request)
             else:  # aside, in another directory
                 with _writer_of(setting) as writer:
                     writer.save(request)
         except Exception as error:  # noqa: BLE001 - the save is lost, not the training
-            _log.exception("%s cannot save its part of step %d", name, order.step)
-            submit_failure(disk, order.transaction, name, f"{type(error).__name__}: {error}")
+            _log.exception("%s cannot save its part of step %d", name, step)
+            submit_failure(disk, transaction, name, f"{type(error).__name__}: {error}")
         self._tell()
         return True
 
@@ -285,7 +266,7 @@ class RankCheckpointWriter:
 
     def _kept(self, setting: RankSaveSettings) -> CheckpointWriter:
         if self._writer is None:
-            self._setting, self._writer = setting, _writer_of(setting)
+            self._writer = _writer_of(setting)
         return self._writer
 
     def _tell(self) -> None:
@@ -385,6 +366,5 @@ def _num_bytes(worker: TrainedState) -> int:
 
 
 def _writer_of(setting: RankSaveSettings) -> CheckpointWriter:
-    store = CheckpointStore(setting.directory, setting.run_id, setting.disk_type(), setting.claim)
     mode = "async" if setting.is_async else "sync"
-    return CheckpointWriter(store, mode=mode, timeout_s=setting.writer_timeout_s)
+    return CheckpointWriter(setting.store, mode=mode, timeout_s=setting.writer_timeout_s)

@@ -10,7 +10,6 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from verl.component import BuildContext, Description, component
-from verl.dispatch import by_rows
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
@@ -22,6 +21,7 @@ from verl.models.heads import LMHead
 from verl.models.lora import adapter_off
 from verl.models.pretrained import ModelSource
 from verl.protocol import DataProto
+from verl.protocol.dispatch import by_rows
 from verl.workers.actor import Actor, ActorWorker
 from verl.workers.base import load_unsharded
 from verl.workers.first_batch_check import FirstBatchCheck

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from verl.component import BuildContext
-from verl.dispatch import by_rows
 from verl.protocol import DataProto
+from verl.protocol.dispatch import by_rows
 from verl.rewards.base import Reward, RewardResult
 from verl.rewards.normalization import NormalisedReward
 from verl.rewards.reward_model import RewardModel

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from verl.component import BuildContext
-from verl.dispatch import by_rows_to_one
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
@@ -16,6 +15,7 @@ from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
+from verl.protocol.dispatch import by_rows_to_one
 from verl.workers.actor import Actor
 from verl.workers.base import TrainedWorker
 from verl.workers.first_batch_check import FirstBatchCheck

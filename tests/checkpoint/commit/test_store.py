@@ -20,6 +20,7 @@ from refusals import refusal
 from safetensors.numpy import load_file
 
 from verl.checkpoint.commit import rank_writer
+from verl.checkpoint.commit.rank_writer import RankWriter
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.hashing import hash_buffers
@@ -37,7 +38,7 @@ def store(tmp_path) -> CheckpointStore:
 def test_a_checkpoint_has_the_layout_that_is_documented(store):
     checkpoint = save(store, 3200, 1)
     assert sorted(path.name for path in store.directory.iterdir()) == [
-        "format.json", "global_step_3200", "latest", "objects", "owner.json", "staging",
+        "format.json", "global_step_3200", "latest", "owner.json", "staging",
     ]  # fmt: skip
     assert sorted(path.name for path in checkpoint.directory.iterdir()) == [
         "COMMIT", "actor", "manifest.json", "optimizer", "reference_model", "trainer_state.json",
@@ -117,7 +118,7 @@ MISSING = {
 def test_a_commit_waits_for_nobody_and_misses_nobody(kind, store):
     names, problem = MISSING[kind]
     with store.begin(1, rank_names=["rank_1"]) as transaction:
-        reports = [transaction.participant(name).report() for name in names]
+        reports = [RankWriter(transaction.directory, name).report() for name in names]
         with pytest.raises(CheckpointIncomplete, match=problem):
             transaction.commit(reports)
     assert store.complete() == []
@@ -133,7 +134,7 @@ def half(rank: int, extent: int = 2) -> RankTensor:
 def test_slices_with_a_hole_are_not_published(store):
     with store.begin(1, rank_names=["rank_1"]) as transaction:
         write_tensors(transaction.main, "optimizer/rank_0.safetensors", [half(0)])
-        other = transaction.participant("rank_1")
+        other = RankWriter(transaction.directory, "rank_1")
         write_tensors(other, "optimizer/rank_1.safetensors", [half(1, extent=1)])
         with refusal("manifest.json", kind=CheckpointIncomplete):
             transaction.commit([other.report()])
@@ -178,7 +179,7 @@ def test_two_participants_cannot_write_one_file(store):
     with store.begin(1, rank_names=["other"]) as transaction:
         transaction.main.write("a", [b"1"])
         with pytest.raises(CheckpointWriteFailed, match="File exists"):
-            transaction.participant("other").write("a", [b"2"])
+            RankWriter(transaction.directory, "other").write("a", [b"2"])
 
 
 def test_participants_in_other_processes_write_slices_of_one_tensor(store):
@@ -213,25 +214,26 @@ def test_one_participant_may_write_from_many_threads(store):
     assert set(threading.enumerate()) <= before
 
 
-def test_a_link_takes_file_digest_and_tensors_over_without_reading(store):
+def test_a_link_takes_file_and_digest_over_without_reading(store):
     first = save(store, 1, 1)
     with store.begin(2) as transaction:
         for entry in first.manifest.files:
             if entry.path.startswith("actor/"):
-                transaction.main.link(entry.path, first)
+                transaction.main.add_existing(entry.path, first)
+        transaction.main.record(*(tensor for tensor in first.manifest.tensors if tensor.component == "actor"))
         second = transaction.commit()
     reader = CheckpointReader(second)
     assert bytes(reader.tensor("actor", "first")) == bytes(CheckpointReader(first).tensor("actor", "first"))
     assert {tensor.slices[0].file.split("/")[0] for tensor in second.manifest.tensors} == {"actor"}
     with store.begin(3) as transaction, pytest.raises(CheckpointNotFound, match="has no file gone"):
-        transaction.main.link("gone", second)
+        transaction.main.add_existing("gone", second)
 
 
 def test_a_file_from_outside_is_copied_and_its_owner_may_write_into_it(store, tmp_path):
     outside = tmp_path / "base.bin"
     outside.write_bytes(b"base")
     with store.begin(1) as transaction:
-        transaction.main.add_existing_file("reference_model/base.bin", outside)
+        transaction.main.add_existing("reference_model/base.bin", outside)
         first = transaction.commit()
     outside.write_bytes(b"evil")
     assert verify(store.disk, first.directory, "full") == []
@@ -245,17 +247,17 @@ def test_a_file_from_outside_that_is_never_modified_is_linked_and_where_it_is_co
     outside.write_bytes(b"base")
     entry = FileEntry.of("base.bin", hash_buffers([b"base"]))
     with store.begin(1) as transaction:
-        transaction.main.add_existing_file("reference_model/base.bin", outside, entry)
+        transaction.main.add_existing("reference_model/base.bin", outside, entry)
         first = transaction.commit()
     assert first.path("reference_model/base.bin").stat().st_ino == outside.stat().st_ino
     monkeypatch.setattr(rank_writer, "duplicate", lambda *_: False)
     with store.begin(2) as transaction:
-        transaction.main.add_existing_file("reference_model/base.bin", outside, entry)
+        transaction.main.add_existing("reference_model/base.bin", outside, entry)
         second = transaction.commit()
     assert second.manifest.file("reference_model/base.bin") == first.manifest.file("reference_model/base.bin")
     outside.write_bytes(b"evil")
     with store.begin(3) as transaction, refusal("base.bin", kind=CheckpointCorrupt):
-        transaction.main.add_existing_file("reference_model/base.bin", outside, entry)
+        transaction.main.add_existing("reference_model/base.bin", outside, entry)
 
 
 def test_the_store_imports_no_torch():

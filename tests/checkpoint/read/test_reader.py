@@ -12,6 +12,7 @@ from checkpoint.rank_tensors import RankTensor, write_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.checkpoint.commit.rank_writer import RankWriter
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
@@ -70,7 +71,7 @@ def saved(directory, num_writers: int) -> CheckpointReader:
         reports = []
         first = 0
         for rank, rows in enumerate(np.array_split(values, num_writers)):
-            participant = transaction.participant(names[rank])
+            participant = RankWriter(transaction.directory, names[rank])
             part = RankTensor(
                 component="optimizer",
                 name="m",

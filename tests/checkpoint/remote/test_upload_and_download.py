@@ -48,7 +48,7 @@ def save(directory: Path, step: int, weight: bytes = b"", tag: str | None = None
     store = CheckpointStore(directory, run_id="testing")
     with store.begin(step, tag) as transaction:
         transaction.main.write("actor/weights.bin", [weight or bytes([step % 256]) * 5000, b"second leaf" * step])
-        transaction.main.write("actor/tokenizer.json", [TOKENIZER], deduplicate=True)
+        transaction.main.write("actor/tokenizer.json", [TOKENIZER])
         transaction.main.write("actor/empty", [b""])
         return transaction.commit(state={"epoch": step})
 

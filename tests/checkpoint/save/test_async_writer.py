@@ -65,7 +65,7 @@ def test_what_is_read_equals_what_was_saved_bit_by_bit(store, mode):
         writer.prepare(request(7, tensors))
         assert writer.save(request(7, tensors))
         (outcome,) = writer.drain()
-    assert (outcome.step, outcome.error, outcome.report.name) == (7, None, "global_step_7")
+    assert (outcome.step, outcome.error, outcome.name) == (7, None, "global_step_7")
     checkpoint = store.newest(strict=True)
     assert verify(store.disk, checkpoint.directory, "full") == []
     found = tensors_of(checkpoint, "actor")
@@ -82,10 +82,10 @@ def test_a_model_is_cut_into_shards_with_an_index(store):
         actor = SavedComponent(tensors=tensors, max_shard_bytes=8000)
         writer.save(SaveRequest(step=1, components={"actor": actor}))
         (outcome,) = writer.drain()
-    index = json.loads((outcome.report.directory / "actor/model.safetensors.index.json").read_bytes())
+    index = json.loads((outcome.directory / "actor/model.safetensors.index.json").read_bytes())
     assert sorted(set(index["weight_map"].values())) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     for name, file in index["weight_map"].items():
-        assert torch.equal(load_file(outcome.report.directory / "actor" / file)[name], tensors[name])
+        assert torch.equal(load_file(outcome.directory / "actor" / file)[name], tensors[name])
 
 
 def test_weights_may_change_once_they_are_copied(slow_store):
@@ -141,7 +141,7 @@ def test_a_failed_save_is_told_by_the_next_poll_and_the_following_save_works(sto
         with refusal("manifest.json", kind=CheckpointIncomplete):
             writer.drain()
         writer.save(request(2, {"weight": torch.ones(2)}))
-        assert [outcome.report.name for outcome in writer.drain()] == ["global_step_2"]
+        assert [outcome.name for outcome in writer.drain()] == ["global_step_2"]
     assert [checkpoint.step for checkpoint in store.complete()] == [2]
 
 
@@ -250,7 +250,7 @@ def test_retention_runs_after_every_save(store):
     with CheckpointWriter(store, retention=Retention(keep_last_n=2)) as writer:
         for step in range(1, 5):
             writer.save(request(step, {"weight": torch.ones(2)}))
-        pruned = [name for outcome in writer.drain() for name in outcome.report.pruned]
+        pruned = [name for outcome in writer.drain() for name in outcome.pruned]
     assert pruned == ["global_step_1", "global_step_2"]
     assert [checkpoint.step for checkpoint in store.complete()] == [3, 4]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,20 +12,16 @@ import torch
 from checkpoint.requests import request, same_bits, tensors_of
 from faults.disks import RefusingDisk
 from golden_run import flip_bit
-from refusals import refusal
 
 from verl.checkpoint.commit.store import OWN_BYTES, CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
-from verl.checkpoint.export import materialize
-from verl.checkpoint.read.compare import compare
-from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import verify
 from verl.checkpoint.resume_point import find
 from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_request import IncrementalSettings
-from verl.errors import CheckpointCorrupt, NoSpaceForCheckpoint
+from verl.errors import NoSpaceForCheckpoint
 
 WEIGHTS = "actor/model.safetensors"
 MOMENTS = "optimizer/optimizer.safetensors"
@@ -85,8 +82,8 @@ def test_an_unchanged_save_writes_the_state_alone(tmp_path):
         for step in (1, 2):
             writer.save(request(step, trained(weights(), 1), increment=IncrementalSettings()))
         (*_, outcome) = writer.drain()
-    assert outcome.report is not None
-    assert outcome.report.written_bytes < 1000  # trainer_state.json
+    assert outcome.directory is not None
+    assert outcome.written_bytes < 1000  # trainer_state.json
 
 
 def test_retention_may_remove_the_checkpoint_that_a_link_comes_from(tmp_path):
@@ -165,25 +162,13 @@ def test_an_increment_is_saved_where_a_whole_checkpoint_finds_no_room(tmp_path):
     assert_holds(store.newest(), 1)
 
 
-def test_written_out_it_is_what_a_whole_save_would_have_been(tmp_path):
+def test_a_copy_of_an_increment_is_what_a_whole_save_would_have_been(tmp_path):
     *_, newest = save(tmp_path / "increments", {1: 1, 2: 1})
     with CheckpointWriter(CheckpointStore(tmp_path / "whole"), mode="sync") as writer:
         writer.save(request(2, trained(weights(), 1)))
         (outcome,) = writer.drain()
-    assert outcome.report is not None
-    out = materialize(CheckpointReader(newest), tmp_path / "out")
-    assert verify(FileSystem(), out.directory, "full") == []
+    shutil.copytree(newest.directory, tmp_path / "out")
+    shutil.rmtree(tmp_path / "increments")
+    assert verify(FileSystem(), tmp_path / "out", "full") == []
     for path in (WEIGHTS, "actor/config.json", MOMENTS):
-        assert out.path(path).read_bytes() == (outcome.report.directory / path).read_bytes()
-        assert not os.path.samefile(out.path(path), newest.path(path))
-    assert compare(newest, out) == []
-    with refusal("OUT"):
-        materialize(CheckpointReader(newest), tmp_path / "out")
-
-
-def test_nothing_is_left_of_a_damaged_one_that_is_written_out(tmp_path):
-    *_, newest = save(tmp_path / "increments", {1: 1, 2: 1})
-    flip_bit(newest.path(WEIGHTS), 5000)
-    with pytest.raises(CheckpointCorrupt):
-        materialize(CheckpointReader(newest), tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["increments"]
+        assert (tmp_path / "out" / path).read_bytes() == (outcome.directory / path).read_bytes()

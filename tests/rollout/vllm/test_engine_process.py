@@ -76,6 +76,7 @@ CASES = {  # processes, sharding, workers of an engine, engines, traffic of a sy
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case", ["fsdp", *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES if case != "fsdp")]
 )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from rollout.weight_verification.rank_models import Unquantized, full_weights, rank_model
 from torch import nn
-from weight_verification.rank_models import Unquantized, full_weights, rank_model
 
 from verl.rollout.vllm.messages import ChunkEntry
 from verl.rollout.vllm.server.weight_loader import (

@@ -36,8 +36,8 @@ from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.messages import FeedPlan, LoadRequest, NumberedTurn, plan_chunks
 from verl.rollout.vllm.shm_stream import StreamWriter
 from verl.rollout.vllm.state_dict import weights_of
-from verl.weight_verification.fingerprint import ProbeVectors
-from verl.weight_verification.verifier import VerifyRequest
+from verl.rollout.weight_verification.fingerprint import ProbeVectors
+from verl.rollout.weight_verification.verifier import VerifyRequest
 
 ROOMS = {"no room": 0.0001, "little room": 0.0002, "room": 0.0004}  # of the cache, in GiB
 OPTIONS = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16, max_num_batched_tokens=128)

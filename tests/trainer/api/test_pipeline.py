@@ -12,7 +12,8 @@ from verl.models.pretrained import Pretrained
 from verl.rewards.rules import ExactMatch
 from verl.rewards.weighted_sum import WeightedSum
 from verl.trainer.api.from_objects import summed_rewards
-from verl.trainer.api.trainer import DataPipeline, RLTrainer, Trainer
+from verl.trainer.api.pipeline import DataPipeline, RLTrainer
+from verl.trainer.api.trainer import Trainer
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(3)]
 TRAINING = {

@@ -94,6 +94,7 @@ def unreliable(proxy, tmp_path) -> S3Storage:
     return S3Storage(bucket=BUCKET, prefix=f"generators/{tmp_path.name}", endpoint_url=proxy.url, **limits)
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_all_of_it_ends_with_the_random_numbers_of_one_with_none(model32, unreliable, proxy, tmp_path):
     def ended(name: str, resume: str | None, **options: Any) -> dict[str, Any]:
         run = course(model32, tmp_path / name, resume=resume, **options)

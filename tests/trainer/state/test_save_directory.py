@@ -323,6 +323,7 @@ with made.build(BuildContext(run_dir=Path("run"))) as trainer:
 """
 
 
+@pytest.mark.exhaustive
 def test_two_runs_that_live_on_different_disks_do_not_share_a_place_in_the_store(model32, tmp_path):
     storage = LocalStorage(path=str(tmp_path / "bucket"))
     (tmp_path / "other disk").mkdir()
@@ -379,7 +380,7 @@ def test_a_sweep_repeated_leaves_the_checkpoints_of_the_first_as_they_were(model
     assert [len(saved) for _, saved in second] == [4, 4]
 
 
-@pytest.mark.parametrize("where", ["on the disk", "in a store"])
+@pytest.mark.parametrize("where", ["on the disk", pytest.param("in a store", marks=pytest.mark.exhaustive)])
 def test_a_sweep_started_again_goes_on_by_what_it_varies_and_not_by_the_numbers_of_its_jobs(
     where, model32, tmp_path, caplog
 ):

@@ -20,8 +20,8 @@ from verl.checkpoint.save.save_request import SaveRequest
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, Description, component
-from verl.dispatch import on_each
 from verl.engines.sharding import DDP, Sharding
+from verl.protocol.dispatch import on_each
 from verl.trainer.state.driver_state import RNG, CheckpointDraft, GeneratorStates, load_parts
 from verl.utils.seeding import rng_state, seed_everything
 from verl.workers.base import TrainedWorker

@@ -1,13 +1,7 @@
-"""RankWriter: one writer of a save (a thread, this process or another rank), and deduplication of unchanged files.
-
-`DedupIndex` finds files by their digest and shares them by hard links. It is an index, not a store: every object is a
-hard link to a file of some checkpoint. It may be deleted at any time, at the cost of one more copy of each file.
-"""
+"""RankWriter: one writer of a save (a thread, this process or another rank)."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,11 +11,9 @@ from typing import Any
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.direct_io import FileImage, ImageSource, write_direct
 from verl.checkpoint.core.filesystem import (
-    NO_LINK,
     FileSystem,
     clone,
     duplicate,
-    holds_leaves,
     make_directories,
     write_errors,
     write_file,
@@ -29,57 +21,6 @@ from verl.checkpoint.core.filesystem import (
 from verl.checkpoint.core.hashing import LEAF_BYTES, Leaf, hash_buffers
 from verl.checkpoint.core.manifest import STATE, FileEntry, LogicalTensor, checked_path
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointWriteFailed, FileFault
-
-SMALL_BYTES = 64 * 2**20
-
-
-class DedupIndex:
-    """The directory `objects/`."""
-
-    def __init__(self, disk: FileSystem, root: Path):
-        self._disk, self._root, self._directory = disk, root, root / "objects"
-
-    def fetch(self, entry: FileEntry, target: Path) -> bool:
-        """Make `target` share the bytes of the object that `entry` describes; returns False if there is none.
-
-        A small object is read and hashed first, so that damage does not spread to later checkpoints.
-        """
-        source = self._path(entry)
-        try:
-            if not self._is_intact(source, entry):
-                self._disk.unlink(source)
-                return False
-            return duplicate(self._disk, source, target)
-        except FileNotFoundError:
-            return False
-
-    def add(self, path: Path, entry: FileEntry) -> None:
-        """Add a published file to the index; no effect if the file system has no hard links."""
-        make_directories(self._disk, self._directory, self._root)
-        try:
-            self._disk.link(path, self._path(entry))
-        except OSError as error:
-            if error.errno not in NO_LINK | {errno.EEXIST}:
-                raise
-
-    def sweep(self) -> int:
-        """Remove objects that no checkpoint uses. Returns the bytes freed."""
-        freed = 0
-        with contextlib.suppress(FileNotFoundError):
-            for name in self._disk.names(self._directory):
-                status = self._disk.status(self._directory / name)
-                if status.st_nlink == 1:
-                    self._disk.unlink(self._directory / name)
-                    freed += status.st_size
-        return freed
-
-    def _is_intact(self, source: Path, entry: FileEntry) -> bool:
-        if self._disk.status(source).st_size != entry.size:
-            return False
-        return entry.size > SMALL_BYTES or holds_leaves(self._disk, source, entry.leaves)
-
-    def _path(self, entry: FileEntry) -> Path:
-        return self._directory / f"{entry.blake3}-{entry.size}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +30,6 @@ class RankReport:
     name: str
     files: tuple[FileEntry, ...]
     tensors: tuple[LogicalTensor, ...]
-    shared: tuple[str, ...]  # paths worth finding again by digest
 
 
 class RankWriter:
@@ -107,27 +47,18 @@ class RankWriter:
     def __init__(self, directory: Path, name: str, disk: FileSystem | None = None):
         self.directory, self.name = directory, name
         self._disk = disk or FileSystem()
-        self.objects = DedupIndex(self._disk, directory.parents[1])
         self._files: list[FileEntry] = []
         self._tensors: list[LogicalTensor] = []
-        self._shared: list[str] = []
         self._failed: list[str] = []
 
-    def write(self, path: str, buffers: Iterable[Any], deduplicate: bool = False) -> FileEntry:
+    def write(self, path: str, buffers: Iterable[Any]) -> FileEntry:
         """Write a file and make it durable.
 
         Args:
             path: within the checkpoint; a file is written once.
             buffers: its content in order, such as `[b"..."]` or arrays; they must not change during the call.
-            deduplicate: the file is likely unchanged since an earlier save; share that one's bytes if it is.
         """
         with self._writing(path) as target:
-            if deduplicate:
-                buffers = list(buffers)
-                entry = FileEntry.of(path, hash_buffers(buffers))
-                self._shared.append(path)
-                if self.objects.fetch(entry, target):
-                    return self.keep_file(entry)
             return self.keep_file(FileEntry.of(path, write_file(self._disk, target, buffers)))
 
     def write_image(self, image: FileImage, source: ImageSource, leaves: Callable[[], tuple[Leaf, ...]]) -> FileEntry:
@@ -141,41 +72,30 @@ class RankWriter:
                 write_file(self._disk, target, image.buffers(source))
             return self.keep_file(FileEntry.of(image.path, leaves()))
 
-    def add_existing_file(self, path: str, source: Path, entry: FileEntry | None = None) -> FileEntry:
+    def add_existing(self, path: str, source: Checkpoint | Path, entry: FileEntry | None = None) -> FileEntry:
         """Add a file that exists already.
 
         Args:
             path: within the checkpoint.
-            source: the file.
-            entry: its entry, recorded when it was written, if it is never modified: the file is hard-linked without
-                reading it, or copied and verified if the file system has no links. None: its owner may modify it; it is
-                cloned or copied, and hashed.
+            source: an earlier checkpoint, of which the file of the same path is shared; or a file.
+            entry: recorded when a file was written that is never modified: the file is hard-linked without reading it,
+                or copied and verified if the file system has no links. None: its owner may modify it; it is cloned or
+                copied, and hashed.
+        Raises:
+            CheckpointNotFound: the earlier checkpoint has no such file.
         """
+        if isinstance(source, Checkpoint):
+            if (recorded := source.manifest.file(path)) is None:
+                raise CheckpointNotFound(f"{source.directory} has no file {path} to share")
+            source, entry = source.path(path), replace(recorded, linked_from=source.name)
         with self._writing(path) as target:
             if entry is not None:
                 if not duplicate(self._disk, source, target):
                     self._copy(source, target, entry)
                 return self.keep_file(replace(entry, path=path))
-            self._shared.append(path)
             if clone(self._disk, source, target):
                 return self.keep_file(FileEntry.of(path, hash_buffers(_pieces(self._disk, target))))
             return self.keep_file(FileEntry.of(path, write_file(self._disk, target, _pieces(self._disk, source))))
-
-    def link(self, path: str, checkpoint: Checkpoint, records_tensors: bool = True) -> FileEntry:
-        """Share a file of an earlier checkpoint, with its recorded digest and without reading it.
-
-        Args:
-            records_tensors: record its tensors as well; False if they are already recorded.
-        Raises:
-            CheckpointNotFound: the earlier checkpoint has no such file.
-        """
-        recorded = checkpoint.manifest.file(path)
-        if recorded is None:
-            raise CheckpointNotFound(f"{checkpoint.directory} has no file {path} to share")
-        if records_tensors:
-            slices = checkpoint.slices_by_file.get(path, ())
-            self.record(*(replace(tensor, slices=(part,)) for tensor, part in slices))
-        return self.add_existing_file(path, checkpoint.path(path), replace(recorded, linked_from=checkpoint.name))
 
     def record(self, *tensors: LogicalTensor) -> None:
         """Record which logical tensors, or slices of them, are in the files of this writer."""
@@ -189,7 +109,7 @@ class RankWriter:
         """
         if self._failed:
             raise CheckpointWriteFailed(f"{self.name} could not write {', '.join(self._failed)}; see the error above")
-        return RankReport(self.name, tuple(self._files), tuple(self._tensors), tuple(self._shared))
+        return RankReport(self.name, tuple(self._files), tuple(self._tensors))
 
     @contextmanager
     def _writing(self, path: str) -> Iterator[Path]:

@@ -7,9 +7,9 @@ import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from verl.checkpoint.commit.fencing import ClaimedDirectory
-from verl.checkpoint.commit.rank_writer import DedupIndex
 from verl.checkpoint.commit.transaction import SaveTransaction
 from verl.checkpoint.core.filesystem import (
     FileSystem,
@@ -45,11 +45,9 @@ class CheckpointStore(ClaimedDirectory):
         claim: result of `claim_directory` in another process of this run, to save concurrently with it.
     """
 
-    def __init__(
-        self, directory: str | Path, run_id: str = "", disk: FileSystem | None = None, claim: str | None = None
-    ):
-        super().__init__(directory, run_id, disk, claim)
-        self.objects = DedupIndex(self.disk, self.directory)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process of this run has a file system of the same class and shares the claim."""
+        return _copy_of, (type(self), self.directory, self.run_id, type(self.disk), self.claim)
 
     def begin(
         self,
@@ -152,3 +150,9 @@ class CheckpointStore(ClaimedDirectory):
 
     def _remove_leftovers(self) -> int:
         return sum(remove_tree(self.disk, path) for path in self.leftovers())
+
+
+def _copy_of(
+    kind: type[CheckpointStore], directory: Path, run_id: str, disk_type: type[FileSystem], claim: str | None
+) -> CheckpointStore:
+    return kind(directory, run_id, disk_type(), claim)

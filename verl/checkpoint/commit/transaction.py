@@ -8,7 +8,7 @@ rename.
 5  trainer_state.json, manifest.json, COMMIT     each written aside, synced, renamed; after a kill from here on the
                                                  next attempt goes on here. Reports removed; directories synced
 6  rename to global_step_N; both parents synced  only now is it saved
-7  `latest`, deduplication index                 conveniences: what fails here is logged
+7  `latest`                                      a convenience: what fails here is logged
 """
 
 from __future__ import annotations
@@ -78,10 +78,6 @@ class SaveTransaction:
         self._staging_lock = staging_lock
         self._is_open = True
 
-    def participant(self, name: str) -> RankWriter:
-        """A participant in this process; another process makes its own, `RankWriter(directory, name)`."""
-        return RankWriter(self.directory, name, self._disk)
-
     def commit(
         self,
         reports: Iterable[RankReport] = (),
@@ -104,14 +100,12 @@ class SaveTransaction:
         """
         assert self._is_open, "a save is committed once"
         try:
-            manifest, shared = self._joined([self.main.report(), *reports], metrics or {})
+            manifest = self._joined([self.main.report(), *reports], metrics or {})
             with self._store.locked(), write_errors(f"publishing step {self.step}"):
                 self._store.check_claim()
-                checkpoint = self.publish(manifest, state or {})
+                return self.publish(manifest, state or {})
         finally:
             self.abort()  # after a publication there is nothing left to remove
-        self._share(checkpoint, shared)
-        return checkpoint
 
     def finish_commit(self) -> Checkpoint | None:
         """Finish the commit of a process that was killed during it; returns None if there is no such commit.
@@ -157,7 +151,7 @@ class SaveTransaction:
     def __exit__(self, *_: object) -> None:
         self.abort()
 
-    def _joined(self, reports: list[RankReport], metrics: dict[str, float]) -> tuple[Manifest, list[str]]:
+    def _joined(self, reports: list[RankReport], metrics: dict[str, float]) -> Manifest:
         """The manifest from all reports, after checking them against the files; sequence number and time are set
         later."""
         entries = {entry.path: entry for report in reports for entry in report.files}
@@ -173,12 +167,11 @@ class SaveTransaction:
         ]
         if faults:
             raise CheckpointIncomplete(self.directory, faults)
-        manifest = Manifest(
+        return Manifest(
             sequence=0, step=self.step, tag=self.tag, run_id=self._store.run_id, saved_at=_now(),
             verl_version=verl.__version__, metrics={k: float(v) for k, v in metrics.items() if math.isfinite(v)},
             files=tuple(entries[path] for path in sorted(entries)), tensors=tuple(tensors),
         )  # fmt: skip
-        return manifest, [path for report in reports for path in report.shared]
 
     def publish(self, manifest: Manifest, state: dict[str, Any]) -> Checkpoint:
         """Rename the finished directory into place; a save equal to the newest checkpoint is not published again."""
@@ -226,15 +219,6 @@ class SaveTransaction:
         entry = FileEntry.of(STATE, [Leaf(len(data), digest_of(data))])
         files = tuple(sorted((*manifest.files, entry), key=lambda e: e.path))
         return replace(manifest, sequence=sequence, files=files)
-
-    def _share(self, checkpoint: Checkpoint, paths: list[str]) -> None:
-        try:
-            for path in paths:
-                entry = checkpoint.manifest.file(path)
-                assert entry is not None
-                self.main.objects.add(checkpoint.path(path), entry)
-        except OSError as error:
-            log.warning("the deduplication index was not updated: %s", error)
 
 
 def _is_same(newest: Manifest, manifest: Manifest, checksum: str) -> bool:

@@ -40,7 +40,7 @@ class FileImage:
         path: within the checkpoint.
         begin: of its first byte in the memory, a multiple of PAGE_BYTES.
         sizes: of its buffers one after another; a leaf of its digest ends where a buffer ends.
-        is_constant: likely unchanged since an earlier save; then it shares that one's bytes.
+        is_constant: likely unchanged since the newest checkpoint; then it shares that one's bytes.
     """
 
     path: str

@@ -19,7 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from verl.checkpoint.core.hashing import LEAF_BYTES, Leaf, LeafHasher, blocks, digest_of, flat_view
+from verl.checkpoint.core.hashing import LEAF_BYTES, Leaf, LeafHasher, blocks, flat_view
 from verl.errors import CheckpointReadFailed, CheckpointWriteFailed, NoSpaceForCheckpoint, VerlError
 from verl.utils.external_input import open_regular
 from verl.utils.progress import report
@@ -381,16 +381,6 @@ def clone(disk: FileSystem, source: Path, target: Path) -> bool:
         with contextlib.suppress(FileNotFoundError):
             disk.unlink(target)
         return False
-    return True
-
-
-def holds_leaves(disk: FileSystem, path: Path, leaves: Iterable[Leaf]) -> bool:
-    """Whether a file begins with the bytes that were hashed into these leaves."""
-    begin = 0
-    for leaf in leaves:
-        if digest_of(disk.read_range(path, begin, leaf.size)) != leaf.blake3:
-            return False
-        begin += leaf.size
     return True
 
 

@@ -22,10 +22,12 @@ OWNER, FORMAT, RUN_LOCK = "owner.json", "format.json", "run.lock"
 
 log = logging.getLogger(__name__)
 
-STAGING, TRASH, OBJECTS, PINS, LATEST = "staging", "trash", "objects", "pins", "latest"
+STAGING, TRASH, PINS, LATEST = "staging", "trash", "pins", "latest"
 COLD, UPLOADED, FETCHED = "cold.json", "uploaded", "fetched"
 TAG = NAME  # what a tag may be, since it names a directory
-RESERVED = {STAGING, TRASH, OBJECTS, PINS, LATEST, FORMAT, OWNER, RUN_LOCK, COLD, UPLOADED, FETCHED}
+HEAD_BYTES = 512
+HEAD = re.compile(rb'"format":.*?"version": ?"(\d+\.\d+)[^"]*".*?"sequence": ?(\d+)', re.DOTALL)
+RESERVED = {STAGING, TRASH, PINS, LATEST, FORMAT, OWNER, RUN_LOCK, COLD, UPLOADED, FETCHED}
 
 
 class CheckpointDirectory:
@@ -80,14 +82,36 @@ class CheckpointDirectory:
             CheckpointUnsupported: another version of verl saved here; no older checkpoint is used instead.
             BadCheckpoint: a checkpoint is damaged; only with `strict`.
         """
-        good, bad = self.survey()
-        for error in bad:
-            if strict or isinstance(error, CheckpointUnsupported):
-                raise error
+        if strict:
+            self.complete(strict=True)
+        newest, damaged = self.newest_and_damaged()
+        for error in damaged:
             self._say(f"NOT USING checkpoint {error}")
-        if not good:
+        if newest is None:
             raise CheckpointNotFound(f"{self.directory} holds no complete checkpoint")
-        return good[-1]
+        return newest
+
+    def newest_and_damaged(self, name: str | None = None) -> tuple[Checkpoint | None, list[BadCheckpoint]]:
+        """The complete checkpoint that was published last, and the damaged ones that were skipped; older ones are not
+        opened.
+
+        Args:
+            name: of one checkpoint, which alone is looked at; None or `latest` for all.
+        Raises:
+            CheckpointUnsupported: another version of verl saved here.
+        """
+        damaged: list[BadCheckpoint] = []
+        with read_errors(f"looking for checkpoints in {self.directory}"):
+            candidates = self.candidates() if name in (None, LATEST) else [self.directory / name]
+            for path in sorted(candidates, key=self._order, reverse=True):
+                try:
+                    return open_verified(self.disk, path), damaged
+                except CheckpointUnsupported:
+                    raise
+                except BadCheckpoint as error:
+                    if self.exists(path):  # else it was pruned meanwhile
+                        damaged.append(error)
+        return None, damaged
 
     def open(self, name: str, level: Level = "quick") -> Checkpoint:
         """The checkpoint of this name; `latest` is the newest complete one, independent of the symbolic link.
@@ -97,7 +121,7 @@ class CheckpointDirectory:
             BadCheckpoint: it does not verify.
         """
         if name == LATEST:
-            return self.newest()
+            name = self.newest().name
         with read_errors(f"opening checkpoint {name}"):
             if not is_directory(self.disk, self.directory / name):
                 raise CheckpointNotFound(f"{self.directory} has no checkpoint {name}")
@@ -147,6 +171,16 @@ class CheckpointDirectory:
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
+
+    def _order(self, path: Path) -> float:
+        """Sort key: the sequence number in the manifest; checkpoints with an unreadable manifest come last."""
+        try:
+            head = HEAD.search(self.disk.read_range(path / MANIFEST, 0, HEAD_BYTES))
+        except OSError:
+            return math.inf
+        if head is None or not is_readable(head[1].decode()):
+            return math.inf
+        return int(head[2])
 
     def _say(self, sentence: str) -> None:
         """Log a warning, once."""
@@ -311,13 +345,7 @@ def _below(disk: FileSystem, directory: Path, levels: int) -> list[Path]:
     return [path for below in inside for path in _below(disk, below, levels - 1)]
 
 
-OWN_DIRECTORIES = (
-    STAGING,
-    TRASH,
-    OBJECTS,
-    PINS,
-    UPLOADED,
-)  # directories of a store
+OWN_DIRECTORIES = (STAGING, TRASH, PINS, UPLOADED)
 
 
 def refuse_inside(path: Path, what: str) -> None:
@@ -339,41 +367,3 @@ def refuse_inside(path: Path, what: str) -> None:
         else:
             continue
         raise ConfigError(f"{what} is {str(path)!r}: {reason}. Give a directory elsewhere.")
-
-
-HEAD_BYTES = 512
-HEAD = re.compile(rb'"format":.*?"version": ?"(\d+\.\d+)[^"]*".*?"sequence": ?(\d+)', re.DOTALL)
-
-
-def newest_complete(
-    where: ResolvedPath, disk: FileSystem | None = None
-) -> tuple[Checkpoint | None, list[BadCheckpoint]]:
-    """The complete checkpoint that was published last, and the damaged ones that were skipped.
-
-    Raises:
-        CheckpointUnsupported: another version of verl saved here.
-    """
-    directory = CheckpointDirectory(where.directory, disk)
-    passed_over: list[BadCheckpoint] = []
-    with read_errors(f"looking for checkpoints in {where.directory}"):
-        candidates = directory.candidates() if where.name in (None, LATEST) else [where.directory / where.name]
-        for path in sorted(candidates, key=lambda path: _order(directory, path), reverse=True):
-            try:
-                return open_verified(directory.disk, path), passed_over
-            except CheckpointUnsupported:
-                raise
-            except BadCheckpoint as error:
-                if directory.exists(path):  # else it was pruned meanwhile
-                    passed_over.append(error)
-    return None, passed_over
-
-
-def _order(directory: CheckpointDirectory, path: Path) -> float:
-    """Sort key: the sequence number in the manifest; checkpoints with an unreadable manifest come first."""
-    try:
-        head = HEAD.search(directory.disk.read_range(path / MANIFEST, 0, HEAD_BYTES))
-    except OSError:
-        return math.inf
-    if head is None or not is_readable(head[1].decode()):
-        return math.inf
-    return int(head[2])

@@ -14,7 +14,7 @@ from torch import Tensor
 from verl.checkpoint.core.manifest import ITEM_BYTES, LogicalTensor, SavedSlice
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.errors import ConfigError
-from verl.resharding.layout import Box, intersection, within
+from verl.ops.resharding.layout import Box, intersection, within
 
 DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 

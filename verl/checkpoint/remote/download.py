@@ -13,7 +13,6 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import (
     FileSystem,
     duplicate,
-    holds_leaves,
     make_directories,
     read_errors,
     write_by_rename,
@@ -22,6 +21,7 @@ from verl.checkpoint.core.filesystem import (
 )
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, FileEntry, commit_line
 from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import open_verified
 from verl.checkpoint.remote.commit_log import LogRecord
 from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore, object_key, regrouped
@@ -73,37 +73,34 @@ def local_copy(directory: CheckpointDirectory, manifest: str) -> Checkpoint | No
     return None
 
 
-def _files_by_content(directory: CheckpointDirectory) -> dict[tuple[str, int], Path]:
-    """Paths of the files of the directory's checkpoints, by digest and size."""
-    found: dict[tuple[str, int], Path] = {}
-    for checkpoint in directory.complete():
-        for entry in checkpoint.manifest.files:
-            found[entry.blake3, entry.size] = checkpoint.path(entry.path)
-    return found
+def _files_by_content(directory: CheckpointDirectory) -> dict[tuple[str, int], tuple[Checkpoint, str]]:
+    """The files of the directory's checkpoints, by digest and size."""
+    checkpoints = directory.complete()
+    return {(entry.blake3, entry.size): (one, entry.path) for one in checkpoints for entry in one.manifest.files}
 
 
 def _fetch(
     tier: RemoteStore,
-    checkpoint: RemoteCheckpoint,
+    published: RemoteCheckpoint,
     entry: FileEntry,
     target: Path,
     root: Path,
     disk: FileSystem,
-    known: dict[tuple[str, int], Path],
+    known: dict[tuple[str, int], tuple[Checkpoint, str]],
 ) -> None:
     make_directories(disk, target.parent, root)
-    source = known.get((entry.blake3, entry.size))
-    is_intact = False
-    with contextlib.suppress(OSError):
-        is_intact = source is not None and holds_leaves(disk, source, entry.leaves)
-    if source is not None and is_intact and duplicate(disk, source, target):
-        return
+    if (source := known.get((entry.blake3, entry.size))) is not None:
+        checkpoint, path = source
+        with contextlib.suppress(BadCheckpoint):
+            CheckpointReader(checkpoint, disk).check(path)
+            if duplicate(disk, checkpoint.path(path), target):
+                return
     try:
         pieces = regrouped(tier.store.pieces(object_key(entry), 0, entry.size), entry)
-        leaves = write_file(disk, target, checkpoint.checked_leaves(entry, pieces, " of its object"))
+        leaves = write_file(disk, target, published.checked_leaves(entry, pieces, " of its object"))
     except ObjectNotFound as error:
-        fault = checkpoint.fault(entry.path, "its object is missing")
-        raise CheckpointIncomplete(checkpoint.directory, [fault]) from error
+        fault = published.fault(entry.path, "its object is missing")
+        raise CheckpointIncomplete(published.directory, [fault]) from error
     except ObjectDamaged as error:
-        raise CheckpointCorrupt(checkpoint.directory, [checkpoint.fault(entry.path, str(error))]) from error
+        raise CheckpointCorrupt(published.directory, [published.fault(entry.path, str(error))]) from error
     assert leaves == entry.leaves, "each was compared before it was written"

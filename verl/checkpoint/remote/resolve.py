@@ -1,4 +1,4 @@
-"""The remote tier of a run, the newest complete checkpoint of any tier brought to the local disk, and addresses."""
+"""The remote tier of a run, and checkpoints that an address or a digest names, brought to the local disk."""
 
 from __future__ import annotations
 
@@ -7,28 +7,18 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.commit.upload_state import UploadTarget, manifest_digest
+from verl.checkpoint.commit.upload_state import UploadTarget
 from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.core.checkpoint import Checkpoint, read_state
-from verl.checkpoint.read.discovery import FETCHED, CheckpointDirectory
-from verl.checkpoint.read.verify import Level, open_verified
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.read.discovery import FETCHED
 from verl.checkpoint.remote.commit_log import LOG, LogRecord
 from verl.checkpoint.remote.download import pull
 from verl.checkpoint.remote.remote_store import RemoteStore
-from verl.errors import (
-    BadCheckpoint,
-    CheckpointNotFound,
-    CheckpointUnsupported,
-    ConfigError,
-    StorageError,
-    StorageRefused,
-)
+from verl.errors import CheckpointNotFound, ConfigError, StorageError, StorageRefused
 from verl.storage.config import Storage, storage_at, storage_from
 
 log = logging.getLogger(__name__)
@@ -131,91 +121,6 @@ def tier_of(
     )
 
 
-def newest_of_tiers(
-    directory: Path,
-    tier: CheckpointTier,
-    level: Level,
-    strict: bool = False,
-    is_own: Callable[[Mapping[str, Any]], bool] | None = None,
-) -> tuple[Checkpoint, dict[str, Any]]:
-    """The newest checkpoint that is whole, on the local disk or in the store, and its `trainer_state.json`; from the
-    store it is fetched.
-
-    A damaged one is named, and its copy in the other tier is taken, or the one before it; so is one whose objects the
-    store does not give.
-
-    Args:
-        is_own: whether a checkpoint is of this training, by its state. Where all are of others their newest is
-            returned, for the caller to refuse; it is not fetched. None: any training.
-    Raises:
-        CheckpointNotFound: neither has one.
-        ConfigError: the store does not answer and the local disk has none, or all are damaged.
-        BadCheckpoint: with `strict`, the first that is damaged.
-    """
-    local = CheckpointDirectory(directory)
-    complete, bad = local.survey()
-    remote, records = tier.connect(), []
-    faults: list[BadCheckpoint | StorageError] = [*bad]
-    try:
-        records = remote.records()
-    except StorageError as error:
-        if not complete:
-            raise ConfigError(
-                f"resume is 'latest': there is no checkpoint in {directory}, and {tier.address} cannot be "
-                f"read ({error}). Fix that, or start without resume."
-            ) from error
-        log.error(
-            "%s does not answer (%s), so a newer checkpoint there is not found: resuming from the local disk",
-            tier.address,
-            error,
-        )
-    other: tuple[Checkpoint, dict[str, Any]] | None = None
-    try:
-        for found in _in_order(local, complete, records):
-            try:
-                if is_own is not None:
-                    seen = _seen(local, remote, found)
-                    if not is_own(seen[1]):
-                        other = other or seen
-                        continue
-                if isinstance(found, Checkpoint):
-                    checkpoint = open_verified(local.disk, found.directory, level)
-                else:
-                    checkpoint = pull(remote, found, CheckpointStore(directory), anew=True)
-                return checkpoint, read_state(local.disk, checkpoint)
-            except CheckpointUnsupported:
-                raise
-            except BadCheckpoint as error:
-                log.error("NOT USING checkpoint %s", error)
-                faults.append(error)
-            except StorageError as error:
-                name = found.name or "a checkpoint"
-                log.error("NOT USING checkpoint %s of %s, which cannot be fetched: %s", name, tier.address, error)
-                faults.append(error)
-            if strict:
-                raise faults[-1]
-    finally:
-        remote.store.close()
-    if other is not None:
-        return other
-    if faults:
-        raise ConfigError(
-            f"resume finds damaged checkpoints in {directory} and {tier.address}, or such as cannot be fetched, and no "
-            f"whole one (the last: {faults[-1]}). Repair or remove them, or start without resume."
-        )
-    raise CheckpointNotFound(f"neither {directory} nor {tier.address} holds a checkpoint")
-
-
-def _seen(
-    local: CheckpointDirectory, remote: RemoteStore, found: Checkpoint | LogRecord
-) -> tuple[Checkpoint, dict[str, Any]]:
-    """A checkpoint with its location and its `trainer_state.json`."""
-    if isinstance(found, Checkpoint):
-        return found, read_state(local.disk, found)
-    checkpoint = remote.open(found)
-    return checkpoint, remote.state(checkpoint)
-
-
 def bring(address: str, save_dir: Path, storage: Storage | None = None) -> tuple[Checkpoint, Storage]:
     """Fetch what an address names: a tier, of which the newest is meant, or one checkpoint of it; and the place of the
     tier.
@@ -283,13 +188,3 @@ def find_at(address: str, storage: Storage | None = None) -> tuple[RemoteStore, 
         f"did you mean {' or '.join(f'{named.address}/{one}' for one in below[:3])}?" if below else "nothing is there"
     )
     raise CheckpointNotFound(f"{address} holds no checkpoints: {reason}")
-
-
-def _in_order(
-    local: CheckpointDirectory, complete: list[Checkpoint], records: list[LogRecord]
-) -> Iterator[Checkpoint | LogRecord]:
-    """Checkpoints, newest first; for one in both tiers the local copy."""
-    of_local = [((one.sequence, 1, manifest_digest(local.disk, one)), one) for one in complete]
-    of_store = [((record.sequence, 0, record.manifest), record) for record in records]
-    for _, found in sorted([*of_local, *of_store], key=lambda pair: pair[0], reverse=True):
-        yield found

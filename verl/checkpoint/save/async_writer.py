@@ -6,7 +6,7 @@
     drain, close   at the end
 
 A writer process that dies is started again, and the save is written from the host buffer, which still holds it; if it
-dies again, the trainer's process writes. No save is lost silently: every one ends as a `SaveOutcome`.
+dies again, the save has failed. No save is lost silently: every one ends as a `SaveOutcome`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Literal
@@ -27,7 +29,7 @@ from verl.checkpoint.commit.transaction import SaveTransaction
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.buffer_layout import lay_out_request
 from verl.checkpoint.save.host_buffer import FAILED, WAIT_EVERY_S, HostBuffer, HostBufferPool, note_progress
-from verl.checkpoint.save.save_request import SaveOutcome, SaveReport, SaveRequest, submit_failure
+from verl.checkpoint.save.save_request import SaveOutcome, SaveRequest, submit_failure
 from verl.checkpoint.save.snapshot import Snapshot
 from verl.checkpoint.save.writer_client import END_TIMEOUT_S, START_TIMEOUT_S, WriterClient
 from verl.errors import CheckpointWriteFailed
@@ -54,14 +56,6 @@ class _Job:
     copy_error: Exception | None = None
     num_deaths_before: int = 0
     transaction: SaveTransaction | None = None
-
-
-@dataclass
-class _Reservation:
-    """Memory to be had before the first save."""
-
-    host_buffer: HostBuffer
-    num_bytes: int
 
 
 class CheckpointWriter:
@@ -102,8 +96,8 @@ class CheckpointWriter:
         self._writer_client = WriterClient(
             store, self._host_buffers, retention, mode == "async", timeout_s, self._progress
         )
-        self._to_copy: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
-        self._to_write: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
+        self._to_copy: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._to_write: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._last: _Job | None = None
         self._changed = threading.Condition()
         self._outcomes: deque[SaveOutcome] = deque()
@@ -111,8 +105,8 @@ class CheckpointWriter:
         self._is_open = True
         self._threads: list[threading.Thread] = []
         if mode == "async":
-            for target in (self._copy_all, self._write_all):
-                thread = threading.Thread(target=target, name=f"checkpoint{target.__name__}", daemon=True)
+            for name, tasks in (("copy", self._to_copy), ("write", self._to_write)):
+                thread = threading.Thread(target=_run_all, args=(tasks,), name=f"checkpoint_{name}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         atexit.register(self.close)
@@ -127,7 +121,7 @@ class CheckpointWriter:
     def reserve(self, num_bytes: int) -> None:
         """`prepare` for saves of this many bytes."""
         if self.mode == "async" and (host_buffer := self._host_buffers.acquire(None)) is not None:
-            self._to_copy.put(_Reservation(host_buffer, num_bytes))
+            self._to_copy.put(partial(self._reserve, host_buffer, num_bytes))
 
     def save(
         self, request: SaveRequest, transaction: SaveTransaction | None = None, began: float | None = None
@@ -161,12 +155,13 @@ class CheckpointWriter:
             self._num_under_way += 1
         if self.mode == "async":
             job.stall_s = time.perf_counter() - began
-            self._to_copy.put(job)
+            self._to_copy.put(partial(self.copy, job))
         else:
             try:
                 self.copy(job)
             finally:
-                self._write_all_given()
+                while not self._to_write.empty() and (task := self._to_write.get()) is not None:
+                    task()
         return True
 
     def wait_copied(self) -> None:
@@ -277,35 +272,14 @@ class CheckpointWriter:
 
     # -- in threads ---------------------------------------------------------------------------------------------------
 
-    def _copy_all(self) -> None:
-        while (job := self._to_copy.get()) is not None:
-            if isinstance(job, _Reservation):
-                self._reserve(job)
-            else:
-                self.copy(job)
-
-    def _write_all(self) -> None:
-        while (job := self._to_write.get()) is not None:
-            if isinstance(job, _Reservation):
-                self._writer_client.prepare()
-            else:
-                self._write(job)
-
-    def _write_all_given(self) -> None:
-        """Without a thread: what `copy` has given to write."""
-        while not self._to_write.empty():
-            job = self._to_write.get()
-            assert isinstance(job, _Job)
-            self._write(job)
-
-    def _reserve(self, wanted: _Reservation) -> None:
+    def _reserve(self, host_buffer: HostBuffer, num_bytes: int) -> None:
         try:
-            wanted.host_buffer.fit(wanted.num_bytes)
+            host_buffer.fit(num_bytes)
         except OSError as error:  # the save itself will say so
             log.warning("no memory could be allocated for saving yet: %s", error)
         finally:
-            self._host_buffers.give_back(wanted.host_buffer)
-        self._to_write.put(wanted)
+            self._host_buffers.give_back(host_buffer)
+        self._to_write.put(self._writer_client.prepare)
 
     def copy(self, job: _Job) -> None:
         """Fill the job's host buffer. The writer has it already, and reads as far as it is filled."""
@@ -314,7 +288,7 @@ class CheckpointWriter:
         try:
             memory = job.host_buffer.fit(job.request.num_bytes)
             note_progress(memory, 0)
-            self._to_write.put(job)
+            self._to_write.put(partial(self._write, job))
             job.snapshot.run(job.host_buffer, job.request.num_bytes)
         except BaseException as error:  # reported by poll; Ctrl-C occurs only without a thread
             job.copy_error = error if isinstance(error, Exception) else _interrupted(job)
@@ -331,20 +305,20 @@ class CheckpointWriter:
 
     def _write(self, job: _Job) -> None:
         job.num_deaths_before = self._writer_client.num_deaths
-        report, failure = None, None
+        outcome, failure = None, None
         try:
-            report = self._writer_client.carry_out(job.request, job.host_buffer)
+            outcome = self._writer_client.carry_out(job.request, job.host_buffer)
         except BaseException as error:  # the same
             failure = error if isinstance(error, Exception) else _interrupted(job)
             if not isinstance(error, Exception) and not self._threads:
                 raise
         finally:
             job.copied.wait()
-            self._end(job, report=report, error=job.copy_error or failure)
-        if report is not None and report.prune_error:
-            log.error("checkpoints were not pruned: %s", report.prune_error)
+            self._end(job, outcome, job.copy_error or failure)
+        if outcome is not None and outcome.prune_error:
+            log.error("checkpoints were not pruned: %s", outcome.prune_error)
 
-    def _end(self, job: _Job, report: SaveReport | None = None, error: Exception | None = None) -> None:
+    def _end(self, job: _Job, outcome: SaveOutcome | None = None, error: Exception | None = None) -> None:
         if error is not None:
             log.error("the checkpoint of step %d failed: %s", job.request.step, error)
         if error is not None and job.request.multi_writer is not None and not job.request.multi_writer.commits:
@@ -354,9 +328,10 @@ class CheckpointWriter:
             job.transaction.abort()  # after a publication only its lock is left
         self._host_buffers.give_back(job.host_buffer)
         total_s = time.perf_counter() - job.began
-        outcome = SaveOutcome(
-            step=job.request.step, tag=job.request.tag, report=report, error=error,
-            stall_s=total_s if self.mode == "sync" else job.stall_s, copied_s=job.copied_s, total_s=total_s,
+        if outcome is None or error is not None:
+            outcome = SaveOutcome(step=job.request.step, tag=job.request.tag, error=error)
+        outcome = replace(
+            outcome, stall_s=total_s if self.mode == "sync" else job.stall_s, copied_s=job.copied_s, total_s=total_s,
             num_deaths=self._writer_client.num_deaths - job.num_deaths_before,
         )  # fmt: skip
         with self._changed:
@@ -368,6 +343,12 @@ class CheckpointWriter:
         with self._changed:
             self._outcomes.append(outcome)
             self._changed.notify_all()
+
+
+def _run_all(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Run the tasks of a queue until None."""
+    while (task := tasks.get()) is not None:
+        task()
 
 
 def _interrupted(job: _Job) -> CheckpointWriteFailed:

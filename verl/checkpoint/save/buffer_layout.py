@@ -51,7 +51,7 @@ class SavedComponent:
             and an index.
         metadata: of that file, such as `{"format": "pt"}`; a model has it anyway.
         files: other files by name.
-        constant_files: those that likely never change, such as a tokenizer's: bytes are shared with earlier saves.
+        constant_files: those that likely never change, such as a tokenizer's: shared with the newest checkpoint.
         max_shard_bytes: of a model.
         shards: names of tensors by file, if a model is already split over several writers.
     """

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 
 from verl.checkpoint.commit.rank_writer import RankReport, RankWriter
 from verl.checkpoint.commit.store import CheckpointStore
@@ -22,12 +24,10 @@ from verl.checkpoint.read.verify import open_verified
 from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.save.save_request import (
     ExistingFile,
-    IncrementalSettings,
     MultiWriterSave,
-    SaveReport,
+    SaveOutcome,
     SaveRequest,
     collect_reports,
-    submit_failure,
     submit_report,
 )
 from verl.errors import BadCheckpoint, CheckpointError, CheckpointNotFound
@@ -35,43 +35,220 @@ from verl.errors import BadCheckpoint, CheckpointError, CheckpointNotFound
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class HashedFile:
-    """A file of an incremental save, hashed before the save begins.
+def execute_save(
+    store: CheckpointStore,
+    request: SaveRequest,
+    source: ImageSource,
+    retention: Retention | None = None,
+    fewest_direct_bytes: int = FEWEST_DIRECT_BYTES,
+) -> SaveOutcome:
+    """Write, hash and publish one save, then prune.
+
+    Args:
+        source: memory with the images of the request; it must not change meanwhile.
+        fewest_direct_bytes: of a file that is written past the page cache.
+    Raises:
+        CheckpointError: nothing was published. What retention could not do is in the outcome instead.
+    """
+    multi_writer, files = request.multi_writer, _SaveFiles(store, request, source, fewest_direct_bytes)
+    clock = _PhaseTimer()
+    if multi_writer is not None and not multi_writer.commits:
+        return _write_part(store, request, multi_writer, files)
+    files.hash_increment()
+    with _begun(store, request, files) as transaction:
+        begin_s = clock.lap()
+        reports: list[RankReport] = []
+        checkpoint = None if multi_writer is None else transaction.finish_commit()
+        if checkpoint is None:
+            if multi_writer is not None:
+                _remove_own(store.disk, request, multi_writer)
+            files.write(transaction.main)
+            if multi_writer is not None:
+                reports = collect_reports(store.disk, multi_writer.directory, multi_writer.others, multi_writer.late_s)
+        write_s = clock.lap()
+        if checkpoint is None:
+            checkpoint = transaction.commit(reports, state=dict(request.state), metrics=dict(request.metrics))
+    commit_s = clock.lap()
+    pruned, prune_error = _prune(store, retention)
+    return SaveOutcome(
+        step=request.step, tag=request.tag, directory=checkpoint.directory,
+        num_bytes=sum(x.num_bytes for x in request.images) + sum(x.size for report in reports for x in report.files),
+        written_bytes=_written_bytes(checkpoint.manifest.files),
+        begin_s=begin_s, write_s=write_s, hash_s=files.hash_s, commit_s=commit_s,
+        pruned=pruned, prune_error=prune_error,
+    )  # fmt: skip
+
+
+def _begun(store: CheckpointStore, request: SaveRequest, files: _SaveFiles) -> SaveTransaction:
+    if (multi_writer := request.multi_writer) is not None:  # the trainer has begun it, and locks its directory
+        return SaveTransaction(store, multi_writer.directory, request.step, request.tag, multi_writer.others, None)
+    num_files = len(request.images) + len(request.existing_files)
+    return store.begin(request.step, request.tag, files.needed_bytes, num_files)
+
+
+def _write_part(
+    store: CheckpointStore, request: SaveRequest, multi_writer: MultiWriterSave, files: _SaveFiles
+) -> SaveOutcome:
+    """Write this participant's files into a save that another process commits, and report them."""
+    clock = _PhaseTimer()
+    _remove_own(store.disk, request, multi_writer)
+    writer = RankWriter(multi_writer.directory, multi_writer.name, store.disk)
+    files.hash_increment()
+    files.write(writer)
+    report = writer.report()
+    submit_report(store.disk, multi_writer.directory, report)
+    return SaveOutcome(
+        step=request.step, tag=request.tag, directory=multi_writer.directory,
+        num_bytes=sum(entry.size for entry in report.files), written_bytes=_written_bytes(report.files),
+        write_s=clock.lap(), hash_s=files.hash_s,
+    )  # fmt: skip
+
+
+def _written_bytes(entries: Sequence[FileEntry]) -> int:
+    return sum(entry.size for entry in entries if entry.linked_from is None)
+
+
+def _remove_own(disk: FileSystem, request: SaveRequest, multi_writer: MultiWriterSave) -> None:
+    """Remove what an earlier attempt left, whose process was killed."""
+    with write_errors(f"going on with the save of step {request.step}"):
+        names = [file.path for file in (*request.images, *request.existing_files)]
+        if multi_writer.commits:
+            names += [path + suffix for path in (MANIFEST, STATE, COMMIT) for suffix in ("", TEMPORARY_SUFFIX)]
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                disk.unlink(multi_writer.directory / name)
+
+
+class _SaveFiles:
+    """Files of one save: those that are written, and those that an earlier checkpoint holds already.
 
     Attributes:
-        entry: the file.
-        hash_s: processor seconds that hashing it took.
-        unchanged_in: a checkpoint that holds the same bytes under the same path; None: the file is written.
+        hash_s: processor seconds of hashing.
     """
 
-    entry: FileEntry
-    hash_s: float
-    unchanged_in: Checkpoint | None = None
+    def __init__(self, store: CheckpointStore, request: SaveRequest, source: ImageSource, fewest_direct_bytes: int):
+        self._store, self._request, self._source = store, request, source
+        self._fewest_direct_bytes = fewest_direct_bytes
+        self._hashed: dict[str, tuple[FileEntry, Checkpoint | None]] = {}
+        self.hash_s = 0.0
+
+    def hash_increment(self) -> None:
+        """Hash every image of an incremental save, to find those that did not change; nothing for another save.
+
+        Called before the save begins, since it determines how much space that needs.
+        """
+        if self._request.increment is not None:
+            self._source.wait(self._request.num_bytes)
+            for image in self._request.images:
+                self._find_unchanged(image)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Disk space that the save takes."""
+        copied = [file.source for file in self._request.existing_files if file.source and file.leaves is None]
+        unchanged = {path for path, (_, earlier) in self._hashed.items() if earlier is not None}
+        images = [image for image in self._request.images if not image.is_constant and image.path not in unchanged]
+        return sum(x.num_bytes for x in images) + sum(path.stat().st_size for path in copied if path.exists())
+
+    def write(self, writer: RankWriter) -> None:
+        """Write every image; one thread writes, which costs no processor time, while another one hashes.
+
+        Returns once the memory is filled and every file is complete.
+        """
+        writer.record(*self._request.tensors)
+        large = [image for image in self._request.images if self._is_large(image) and image.path not in self._hashed]
+        with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashers:
+            hashed = {image.path: self._started(hashers, image) for image in large}
+            try:
+                for image in self._request.images:
+                    self._write_image(writer, image, hashed)
+            except BaseException:
+                hashers.shutdown(cancel_futures=True)
+                raise
+        self.hash_s += sum(future.result()[1] for future in hashed.values())
+        for file in self._request.existing_files:
+            self._add_existing(writer, file)
+        self._source.wait(self._request.num_bytes)
+
+    def _write_image(self, writer: RankWriter, image: FileImage, hashed: dict[str, Future[Hashed]]) -> None:
+        if image.is_constant and image.path not in self._hashed:
+            self._find_unchanged(image)
+        entry, earlier = self._hashed.get(image.path, (None, None))
+        if earlier is not None:
+            writer.add_existing(image.path, earlier)
+        elif image.path in hashed:
+            writer.write_image(image, self._source, lambda: hashed[image.path].result()[0])
+        elif entry is not None and self._is_large(image):
+            writer.write_image(image, self._source, lambda: entry.leaves)
+        else:
+            writer.write(image.path, list(image.buffers(self._source)))
+
+    def _add_existing(self, writer: RankWriter, file: ExistingFile) -> None:
+        newest = self._newest
+        if file.source is None:
+            if newest is None:
+                where = self._store.directory
+                raise CheckpointNotFound(f"{where} holds no checkpoint that could share its {file.path}")
+            writer.add_existing(file.path, newest)
+            slices = newest.slices_by_file.get(file.path, ())
+            writer.record(*(replace(tensor, slices=(part,)) for tensor, part in slices))
+        elif file.leaves is None:
+            writer.add_existing(file.path, file.source)
+        else:
+            entry, earlier = FileEntry.of(file.path, file.leaves), newest and newest.manifest.file(file.path)
+            if newest is not None and earlier is not None and earlier.blake3 == entry.blake3:
+                entry = replace(entry, linked_from=newest.name)
+            writer.add_existing(file.path, file.source, entry)
+
+    def _is_large(self, image: FileImage) -> bool:
+        return image.num_bytes >= self._fewest_direct_bytes and not image.is_constant
+
+    def _find_unchanged(self, image: FileImage) -> None:
+        """Hash an image, and look for a checkpoint that holds the same bytes under the same path."""
+        leaves, hash_s = _hash(image, self._source)
+        self.hash_s += hash_s
+        entry = FileEntry.of(image.path, leaves)
+        holders = (checkpoint for checkpoint in self._earlier if _holds(self._store.disk, checkpoint, entry))
+        self._hashed[image.path] = entry, next(holders, None)
+
+    def _started(self, hashers: ThreadPoolExecutor, image: FileImage) -> Future[Hashed]:
+        # Training waits for the copy, which needs the processors and the memory; the disk needs neither.
+        end = self._request.num_bytes
+        try:
+            return hashers.submit(_hash, image, self._source, end)
+        except RuntimeError:  # no thread can be started: the interpreter is ending
+            done: Future[Hashed] = Future()
+            done.set_result(_hash(image, self._source, end))
+            return done
+
+    @cached_property
+    def _earlier(self) -> list[Checkpoint]:
+        """Checkpoints whose files may be shared."""
+        base = None if self._request.increment is None else self._request.increment.base
+        opened = [] if base is None else [_open_base(self._store, base)]
+        return [checkpoint for checkpoint in (*opened, self._newest) if checkpoint is not None]
+
+    @cached_property
+    def _newest(self) -> Checkpoint | None:
+        try:
+            return self._store.newest()
+        except (CheckpointNotFound, BadCheckpoint):
+            return None
 
 
-def hash_increment(store: CheckpointStore, request: SaveRequest, source: ImageSource) -> dict[str, HashedFile]:
-    """Each image of an incremental save by path; nothing for another save.
+Hashed = tuple[tuple[Leaf, ...], float]
 
-    Called before the save begins, since it determines how much space that needs.
+
+def _hash(image: FileImage, source: ImageSource, end: int = 0) -> Hashed:
+    """Leaves of an image and the processor seconds that they took.
+
+    Args:
+        end: begin once the memory is filled up to this offset.
     """
-    if request.increment is None:
-        return {}
-    source.wait(request.num_bytes)
-    earlier = [checkpoint for checkpoint in (_base(store, request.increment), _newest(store)) if checkpoint is not None]
-    hashed = {}
-    for image in request.images:
-        began = time.thread_time()
-        entry = FileEntry.of(image.path, hash_buffers(image.buffers(source)))
-        hash_s = time.thread_time() - began
-        unchanged_in = next((checkpoint for checkpoint in earlier if _holds(store.disk, checkpoint, entry)), None)
-        hashed[image.path] = HashedFile(entry, hash_s, unchanged_in)
-    return hashed
-
-
-def needed_bytes(image: FileImage, hashed: HashedFile | None) -> int:
-    """Disk space that storing a file takes."""
-    return 0 if image.is_constant or (hashed is not None and hashed.unchanged_in is not None) else image.num_bytes
+    source.wait(end)
+    began = time.thread_time()
+    leaves = hash_buffers(image.buffers(source))
+    return leaves, time.thread_time() - began
 
 
 def _holds(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> bool:
@@ -87,197 +264,12 @@ def _holds(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> bool:
     return True
 
 
-def _newest(store: CheckpointStore) -> Checkpoint | None:
+def _open_base(store: CheckpointStore, base: Path) -> Checkpoint | None:
     try:
-        return store.newest()
-    except (CheckpointNotFound, BadCheckpoint):
-        return None
-
-
-def _base(store: CheckpointStore, settings: IncrementalSettings) -> Checkpoint | None:
-    if settings.base is None:
-        return None
-    try:
-        return open_verified(store.disk, settings.base)
+        return open_verified(store.disk, base)
     except (BadCheckpoint, OSError) as error:
         log.error("checkpoint.incremental_base cannot be used: %s", error)
         return None
-
-
-Hashed = tuple[tuple[Leaf, ...], float]
-
-
-def execute_save(
-    store: CheckpointStore,
-    request: SaveRequest,
-    source: ImageSource,
-    retention: Retention | None = None,
-    fewest_direct_bytes: int = FEWEST_DIRECT_BYTES,
-) -> SaveReport:
-    """Write, hash and publish one save, then prune.
-
-    Args:
-        source: memory with the images of the request; it must not change meanwhile.
-        fewest_direct_bytes: of a file that is written past the page cache.
-    Raises:
-        CheckpointError: nothing was published. What retention could not do is in the report instead.
-    """
-    multi_writer = request.multi_writer
-    if multi_writer is not None and not multi_writer.commits:
-        return _write_part(store, request, multi_writer, source, fewest_direct_bytes)
-    clock = _PhaseTimer()
-    increment = hash_increment(store, request, source)
-    with _begun(store, request, increment) as transaction:
-        begin_s = clock.lap()
-        hash_s, reports = 0.0, []
-        checkpoint = None if multi_writer is None else transaction.finish_commit()
-        if checkpoint is None:
-            if multi_writer is not None:
-                _remove_own(store.disk, request, multi_writer)
-            hash_s = _write(transaction.main, request, source, fewest_direct_bytes, increment)
-            _add_existing_files(store, transaction.main, request.existing_files)
-            source.wait(request.num_bytes)
-            if multi_writer is not None:
-                reports = collect_reports(store.disk, multi_writer.directory, multi_writer.others, multi_writer.late_s)
-        write_s = clock.lap()
-        if checkpoint is None:
-            checkpoint = transaction.commit(reports, state=dict(request.state), metrics=dict(request.metrics))
-    commit_s = clock.lap()
-    pruned, prune_error = _prune(store, retention)
-    return SaveReport(
-        name=checkpoint.name, directory=checkpoint.directory, sequence=checkpoint.sequence,
-        num_bytes=sum(image.num_bytes for image in request.images) + sum(_num_bytes(report) for report in reports),
-        written_bytes=sum(entry.size for entry in checkpoint.manifest.files if entry.linked_from is None),
-        begin_s=begin_s, write_s=write_s, hash_s=hash_s, commit_s=commit_s, prune_s=clock.lap(),
-        pruned=pruned, prune_error=prune_error,
-    )  # fmt: skip
-
-
-def _begun(store: CheckpointStore, request: SaveRequest, increment: Mapping[str, HashedFile]) -> SaveTransaction:
-    if (multi_writer := request.multi_writer) is not None:  # the trainer has begun it, and locks its directory
-        return SaveTransaction(store, multi_writer.directory, request.step, request.tag, multi_writer.others, None)
-    copied = [file.source for file in request.existing_files if file.source is not None and file.leaves is None]
-    return store.begin(
-        request.step,
-        request.tag,
-        needed_bytes=sum(needed_bytes(image, increment.get(image.path)) for image in request.images)
-        + sum(path.stat().st_size for path in copied if path.exists()),
-        needed_files=len(request.images) + len(request.existing_files),
-    )
-
-
-def _write_part(
-    store: CheckpointStore,
-    request: SaveRequest,
-    multi_writer: MultiWriterSave,
-    source: ImageSource,
-    fewest_direct_bytes: int,
-) -> SaveReport:
-    """Write this participant's files into a save that another process commits, and report them, or why not."""
-    clock = _PhaseTimer()
-    try:
-        _remove_own(store.disk, request, multi_writer)
-        participant = RankWriter(multi_writer.directory, multi_writer.name, store.disk)
-        hash_s = _write(participant, request, source, fewest_direct_bytes, hash_increment(store, request, source))
-        source.wait(request.num_bytes)
-        submit_report(store.disk, multi_writer.directory, participant.report())
-    except Exception as error:
-        submit_failure(store.disk, multi_writer.directory, multi_writer.name, f"{type(error).__name__}: {error}")
-        raise
-    report = participant.report()
-    return SaveReport(
-        name=multi_writer.name, directory=multi_writer.directory, sequence=0, num_bytes=_num_bytes(report),
-        written_bytes=sum(entry.size for entry in report.files if entry.linked_from is None),
-        begin_s=0.0, write_s=clock.lap(), hash_s=hash_s, commit_s=0.0, prune_s=0.0,
-    )  # fmt: skip
-
-
-def _num_bytes(report: RankReport) -> int:
-    """Size of the files that a participant saved."""
-    return sum(entry.size for entry in report.files)
-
-
-def _remove_own(disk: FileSystem, request: SaveRequest, multi_writer: MultiWriterSave) -> None:
-    """Remove what an earlier attempt left, whose process was killed."""
-    with write_errors(f"going on with the save of step {request.step}"):
-        names = [file.path for file in (*request.images, *request.existing_files)]
-        if multi_writer.commits:
-            names += [path + suffix for path in (MANIFEST, STATE, COMMIT) for suffix in ("", TEMPORARY_SUFFIX)]
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                disk.unlink(multi_writer.directory / name)
-
-
-def _write(
-    main: RankWriter,
-    request: SaveRequest,
-    source: ImageSource,
-    fewest_direct_bytes: int,
-    increment: Mapping[str, HashedFile],
-) -> float:
-    """Write every image; one thread writes, which costs no processor time, while another one hashes.
-
-    Returns:
-        Processor seconds of hashing.
-    """
-    main.record(*request.tensors)
-    large = [
-        i
-        for i in request.images
-        if i.num_bytes >= fewest_direct_bytes and not i.is_constant and i.path not in increment
-    ]
-    with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashers:
-        hashed: dict[str, Future[Hashed]] = {i.path: _started(hashers, i, source, request.num_bytes) for i in large}
-        try:
-            for image in request.images:
-                file = increment.get(image.path)
-                if not image.is_constant and file is not None and file.unchanged_in is not None:
-                    main.link(image.path, file.unchanged_in, records_tensors=False)
-                elif file is not None and image.num_bytes >= fewest_direct_bytes and not image.is_constant:
-                    main.write_image(image, source, lambda file=file: file.entry.leaves)
-                elif image.path in hashed:
-                    main.write_image(image, source, lambda future=hashed[image.path]: future.result()[0])
-                else:
-                    main.write(image.path, list(image.buffers(source)), deduplicate=image.is_constant)
-        except BaseException:
-            hashers.shutdown(cancel_futures=True)
-            raise
-    return sum(future.result()[1] for future in hashed.values()) + sum(file.hash_s for file in increment.values())
-
-
-def _started(hashers: ThreadPoolExecutor, image: FileImage, source: ImageSource, end: int) -> Future[Hashed]:
-    try:
-        return hashers.submit(_hash, image, source, end)
-    except RuntimeError:  # no thread can be started: the interpreter is ending
-        done: Future[Hashed] = Future()
-        done.set_result(_hash(image, source, end))
-        return done
-
-
-def _hash(image: FileImage, source: ImageSource, end: int) -> Hashed:
-    source.wait(end)  # training waits for the copy, which needs the processors and the memory; the disk needs neither
-    began = time.thread_time()
-    leaves = hash_buffers(image.buffers(source))
-    return leaves, time.thread_time() - began
-
-
-def _add_existing_files(store: CheckpointStore, writer: RankWriter, files: Sequence[ExistingFile]) -> None:
-    newest = None
-    if files:
-        with contextlib.suppress(CheckpointNotFound):
-            newest = store.newest()
-    for file in files:
-        if file.source is None:
-            if newest is None:
-                raise CheckpointNotFound(f"{store.directory} holds no checkpoint that could share its {file.path}")
-            writer.link(file.path, newest)
-        elif file.leaves is None:
-            writer.add_existing_file(file.path, file.source)
-        else:
-            entry, earlier = FileEntry.of(file.path, file.leaves), newest and newest.manifest.file(file.path)
-            if newest is not None and earlier is not None and earlier.blake3 == entry.blake3:
-                entry = replace(entry, linked_from=newest.name)
-            writer.add_existing_file(file.path, file.source, entry)
 
 
 def _prune(store: CheckpointStore, retention: Retention | None) -> tuple[tuple[str, ...], str | None]:

@@ -10,11 +10,10 @@ import json
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import verl
 from verl.checkpoint.commit.rank_writer import RankReport
 from verl.checkpoint.commit.transaction import REPORTS
 from verl.checkpoint.core.direct_io import FileImage
@@ -26,8 +25,9 @@ from verl.checkpoint.core.filesystem import (
     write_errors,
 )
 from verl.checkpoint.core.hashing import Leaf
-from verl.checkpoint.core.manifest import LogicalTensor, Manifest
+from verl.checkpoint.core.manifest import LogicalTensor
 from verl.errors import CheckpointIncomplete, FileFault
+from verl.utils.external_input import checked_as, parse_mapping
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +77,8 @@ def sees_nonce(disk: FileSystem, directory: Path, nonce: str) -> bool:
 
 def submit_report(disk: FileSystem, directory: Path, report: RankReport) -> None:
     """Report what was written."""
-    wrapped = Manifest(
-        sequence=0, step=0, tag=None, run_id=report.name, saved_at="", verl_version=verl.__version__,
-        files=report.files, tensors=report.tensors,
-    )  # fmt: skip
-    text = json.dumps({"shared": report.shared, "manifest": wrapped.to_bytes().decode()})
     with write_errors(f"reporting what {report.name} wrote"):
-        write_by_rename(disk, directory / REPORTS / report.name, text.encode())
+        write_by_rename(disk, directory / REPORTS / report.name, json.dumps(asdict(report)).encode())
 
 
 def submit_failure(disk: FileSystem, directory: Path, name: str, error: str) -> None:
@@ -157,11 +152,10 @@ def abandon_missing(disk: FileSystem, directory: Path, names: Collection[str], r
 
 
 def _report(name: str, data: bytes, directory: Path) -> RankReport:
-    report = json.loads(data)
+    report = parse_mapping(data)
     if "error" in report:
         raise CheckpointIncomplete(directory, [FileFault(name, f"could not write its part: {report['error']}")])
-    wrapped = Manifest.from_bytes(report["manifest"].encode())
-    return RankReport(name, wrapped.files, wrapped.tensors, tuple(report["shared"]))
+    return checked_as(RankReport, report)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,42 +222,20 @@ class SaveRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveReport:
-    """Report of a published save.
-
-    Attributes:
-        name, directory, sequence: of the published checkpoint; of a participant's part, its name, the staging directory
-            and 0.
-        num_bytes: of the images, of all participants.
-        written_bytes: of files that no earlier checkpoint shares, likewise.
-        begin_s, write_s, commit_s, prune_s: seconds, one after another.
-        hash_s: processor seconds of hashing, during `write_s`.
-        pruned: names of the checkpoints that retention removed.
-        prune_error: why retention failed; the save did not.
-    """
-
-    name: str
-    directory: Path
-    sequence: int
-    num_bytes: int
-    written_bytes: int
-    begin_s: float
-    write_s: float
-    hash_s: float
-    commit_s: float
-    prune_s: float
-    pruned: tuple[str, ...] = ()
-    prune_error: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class SaveOutcome:
     """Outcome of one call of `save`.
 
     Attributes:
-        report: of a published checkpoint, else None.
+        directory: the published checkpoint; of a participant's part, the staging directory; None if the save failed or
+            was skipped.
         error: why it was not published, else None.
         was_skipped: no host buffer was free, and `when_busy` is skip.
+        num_bytes: of the images, of all participants.
+        written_bytes: of files that no earlier checkpoint shares, likewise.
+        begin_s, write_s, commit_s: seconds, one after another.
+        hash_s: processor seconds of hashing, during `write_s`.
+        pruned: names of the checkpoints that retention removed.
+        prune_error: why retention failed; the save did not.
         stall_s: duration of the call of `save`.
         copied_s: time from the call until the weights might change.
         total_s: time from the call until publication.
@@ -272,10 +244,23 @@ class SaveOutcome:
 
     step: int
     tag: str | None
-    report: SaveReport | None = None
+    directory: Path | None = None
     error: Exception | None = None
     was_skipped: bool = False
+    num_bytes: int = 0
+    written_bytes: int = 0
+    begin_s: float = 0.0
+    write_s: float = 0.0
+    hash_s: float = 0.0
+    commit_s: float = 0.0
+    pruned: tuple[str, ...] = ()
+    prune_error: str | None = None
     stall_s: float = 0.0
     copied_s: float = 0.0
     total_s: float = 0.0
     num_deaths: int = 0
+
+    @property
+    def name(self) -> str | None:
+        """Name of the published checkpoint."""
+        return None if self.directory is None else self.directory.name

@@ -1,8 +1,7 @@
 """The trainer's side of the writer process: started when needed, restarted when it died, ended with the trainer.
 
-A save is tried twice by a process, since its bytes are still there when the first one dies, and then by the trainer.
-One that makes no progress, such as one that is stopped, is ended and counts as dead; one that does may take as long as
-it needs.
+A save is tried twice, since its bytes are still there when the first process dies. A process that makes no progress,
+such as one that is stopped, is ended and counts as dead; one that does may take as long as it needs.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.host_buffer import HostBuffer, HostBufferPool, filling
 from verl.checkpoint.save.save_executor import execute_save
-from verl.checkpoint.save.save_request import SaveReport, SaveRequest
-from verl.checkpoint.save.writer_process import OF_PROCESS, OF_TRAINER, WriteOrder, WriteReply, WriterProcessSettings
+from verl.checkpoint.save.save_request import SaveOutcome, SaveRequest
+from verl.checkpoint.save.writer_process import OF_PROCESS, OF_TRAINER, WriteOrder, WriteReply
 from verl.errors import CheckpointError, CheckpointWriteFailed, VerlError
 from verl.utils.child_process.channel import STUCK_S, ChannelClosed
 from verl.utils.child_process.process import ChildProcess
@@ -38,7 +37,7 @@ class WriterClient:
     """Has saves executed, whatever happens to processes. Used by one thread; `give_up` by any.
 
     Args:
-        uses_process: False: this process executes every save.
+        uses_process: False: the trainer's process executes every save.
         timeout_s: without progress of the process, which is treated as its death.
         progress: of the process, and of what the trainer does itself.
     Attributes:
@@ -71,13 +70,18 @@ class WriterClient:
         except (CheckpointError, WriterDied) as error:  # the first save will say so
             log.warning("the checkpoint writer is not there yet: %s", error)
 
-    def carry_out(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveReport:
+    def carry_out(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveOutcome:
         """Write and publish the content of a host buffer.
 
         Raises:
             CheckpointError: nothing was published.
         """
-        for _ in range(ATTEMPTS if self._uses_process else 0):
+        if not self._uses_process:
+            assert host_buffer.memory is not None
+            self._progress.advance(f"saving step {request.step} in the trainer", OF_TRAINER)
+            with memoryview(host_buffer.memory) as memory, reporting_to(self._progress, OF_TRAINER):
+                return execute_save(self._store, request, filling(memory), self._retention)
+        for attempt in range(ATTEMPTS):
             self._progress.advance("starting the checkpoint writer", OF_TRAINER)
             try:
                 return self._execute_in_process(request, host_buffer)
@@ -85,15 +89,10 @@ class WriterClient:
                 self.num_deaths += 1
                 if self._gives_up:
                     raise CheckpointWriteFailed(f"step {request.step} was given up by close()") from death
-                log.error("%s; the save is still in memory", death)
-        if self._uses_process:
-            log.error(
-                "the checkpoint writer died %d times: the trainer's process writes step %d", ATTEMPTS, request.step
-            )
-        assert host_buffer.memory is not None
-        self._progress.advance(f"saving step {request.step} in the trainer", OF_TRAINER)
-        with memoryview(host_buffer.memory) as memory, reporting_to(self._progress, OF_TRAINER):
-            return execute_save(self._store, request, filling(memory), self._retention)
+                if attempt == ATTEMPTS - 1:
+                    raise CheckpointWriteFailed(f"{death} Step {request.step} was tried {ATTEMPTS} times") from death
+                log.error("%s The save is still in memory and is tried again", death)
+        raise AssertionError("an attempt returns or raises")
 
     def give_up(self) -> None:
         """Let what is under way fail."""
@@ -115,13 +114,7 @@ class WriterClient:
         """
         if self._child is not None:
             return self._child
-        setting = WriterProcessSettings(
-            directory=str(self._store.directory),
-            run_id=self._store.run_id,
-            claim=self._store.claim_directory(),
-            disk_type=type(self._store.disk),
-            retention=self._retention,
-        )
+        self._store.claim_directory()
         try:
             child = self._child = ChildProcess(
                 "verl.checkpoint.save.writer_process",
@@ -131,13 +124,13 @@ class WriterClient:
                 output=2,
                 stuck_s=min(STUCK_S, self._timeout_s),
             )
-            child.begin(setting)
+            child.begin((self._store, self._retention))
             child.channel.receive(timeout_s=START_TIMEOUT_S)
         except (OSError, TimeoutError) as error:
-            raise WriterDied(f"the checkpoint writer could not be started: {error}{self._kill()}") from error
+            raise WriterDied(f"the checkpoint writer could not be started: {error}{self._kill()}.") from error
         return child
 
-    def _execute_in_process(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveReport:
+    def _execute_in_process(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveOutcome:
         """Have the process execute a save, and wait for it.
 
         Raises:
@@ -151,19 +144,20 @@ class WriterClient:
             child.channel.send(order, [host_buffer.fd])
             answer: WriteReply = child.channel.receive(watch=watch)
         except ChannelClosed as error:
-            raise WriterDied(f"the checkpoint writer died while it saved step {request.step}{self._kill()}") from error
+            raise WriterDied(f"the checkpoint writer died while it saved step {request.step}{self._kill()}.") from error
         except TimeoutError as error:
             progress = watch.describe(child.pid, SETTING)
             self._kill()
             raise WriterDied(
-                f"the checkpoint writer {progress}; it was ended, and step {request.step} not saved"
+                f"the checkpoint writer {progress}; it was ended, and step {request.step} not saved. Does the disk "
+                "answer?"
             ) from error
-        if answer.report is None:
+        if answer.outcome is None:
             assert answer.error is not None
             error = pickle.loads(answer.error)
             error.add_note(f"In the checkpoint writer:\n{answer.trace}")
             raise error
-        return answer.report
+        return answer.outcome
 
     def _kill(self) -> str:
         """End the process at once; one that is stopped too. Returns how it ended, or was before, for a message."""

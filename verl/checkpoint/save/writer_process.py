@@ -18,29 +18,13 @@ from verl.checkpoint.core.direct_io import ImageSource
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.host_buffer import filling, map_shared
 from verl.checkpoint.save.save_executor import execute_save
-from verl.checkpoint.save.save_request import SaveReport, SaveRequest
+from verl.checkpoint.save.save_request import SaveOutcome, SaveRequest
 from verl.utils.child_process.channel import Channel
 from verl.utils.child_process.process import is_parent_alive, run_child
 from verl.utils.progress import Progress, report
 
 NICENESS = 10  # added to the priority value of this process, so that training keeps its processors
 OF_PROCESS, OF_TRAINER = 0, 1  # slots of the progress: what the process does, and what the trainer does itself
-
-
-@dataclass(frozen=True)
-class WriterProcessSettings:
-    """Settings that are the same for all saves.
-
-    Attributes:
-        disk_type: class of the store's file system, which is instantiated here.
-        claim: on the directory, taken by the trainer.
-    """
-
-    directory: str
-    run_id: str
-    claim: str
-    disk_type: type
-    retention: Retention | None
 
 
 @dataclass(frozen=True)
@@ -59,19 +43,19 @@ class WriteOrder:
 
 @dataclass(frozen=True)
 class WriteReply:
-    """Reply to an order: a report, or the pickled error and its traceback."""
+    """Reply to an order: its outcome, or the pickled error and its traceback."""
 
-    report: SaveReport | None = None
+    outcome: SaveOutcome | None = None
     error: bytes | None = None
     trace: str = ""
 
 
-def serve(channel: Channel, setting: WriterProcessSettings, progress: Progress) -> None:
-    """Execute saves until the trainer hangs up."""
+def serve(channel: Channel, setting: tuple[CheckpointStore, Retention | None], progress: Progress) -> None:
+    """Execute saves in a store, each followed by retention, until the trainer hangs up."""
     logging.basicConfig(format="checkpoint writer: %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    store = CheckpointStore(setting.directory, setting.run_id, setting.disk_type(), setting.claim)
+    store, retention = setting
     channel.send(WriteReply())
     mapped: dict[int, mmap.mmap] = {}
     while True:
@@ -81,7 +65,7 @@ def serve(channel: Channel, setting: WriterProcessSettings, progress: Progress) 
         report(f"saving step {order.request.step}")
         memory = _mapped(mapped, order, file)
         with memoryview(memory) as view:
-            channel.send(_answer(store, order, filling(view, is_parent_alive), setting.retention))
+            channel.send(_answer(store, order, filling(view, is_parent_alive), retention))
 
 
 def _mapped(mapped: dict[int, mmap.mmap], order: WriteOrder, fd: int) -> mmap.mmap:

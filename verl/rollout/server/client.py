@@ -37,7 +37,7 @@ from verl.rollout.server.turns import ServerTurns
 from verl.rollout.server.weight_update import ServerWeightUpdate, named_tensors
 from verl.rollout.vllm.client.engine_args import dtype_of
 from verl.rollout.vllm.sync.weight_transfer import TransferToFirst
-from verl.weight_verification.logprob_probe import ALLOWED_NATS
+from verl.rollout.weight_verification.logprob_probe import ALLOWED_NATS
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from verl.errors import RolloutError
 from verl.http_client.client import HTTPClient
 from verl.models.parallel_info import Autocast
 from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol, ServerResponse, TGIProtocol
-from verl.weight_verification.logprob_probe import probe_rows, trainer_log_probs
+from verl.rollout.weight_verification.logprob_probe import probe_rows, trainer_log_probs
 
 TEXTS = ("12+34=46", "what is 6*7? it is 42", "0 1 2 3 4 5 6 7 8 9", "the sum of 3 and 4 is 7")
 DRAWN_TOKENS = 4  # of each row, to learn what log-probs of drawn tokens mean

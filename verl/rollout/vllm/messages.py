@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from verl.resharding.layout import Box
+from verl.ops.resharding.layout import Box
 from verl.rollout.base import TurnRequest
 from verl.rollout.vllm.state_dict import block_of
-from verl.weight_verification.verifier import VerifyRequest
+from verl.rollout.weight_verification.verifier import VerifyRequest
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.parallel_info import full_tensor
-from verl.resharding.dtensor import is_on_other_stage, read_slice_like
+from verl.ops.resharding.dtensor import is_on_other_stage, read_slice_like
 
 
 @dataclass(frozen=True)

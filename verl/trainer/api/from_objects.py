@@ -3,7 +3,7 @@
 object ──*_from_object──> placeholder ──compose, validate──> run of placeholders ──run_with_objects──> run
 
 A placeholder is a component with the serializable properties of an object, which enter configuration and training
-identity. The objects themselves are inserted once into the frozen run, after it was composed and checked.
+identity. The objects themselves are attached once to the placeholders of the run, after it was composed and checked.
 """
 
 from __future__ import annotations
@@ -188,43 +188,28 @@ def carried_by(described: Any) -> Any:
 
 
 def run_with_objects(composed: ComposedConfig, given: Mapping[str, Description]) -> Any:
-    """The checked run of a configuration with placeholders, in which the placeholders are replaced by their objects.
+    """The checked run of a configuration with placeholders, which then get their objects.
 
     Args:
         given: placeholders and other components that replace configuration nodes, by path.
     Raises:
         ConfigError: with all faults of the configuration.
     """
-    return _with_objects(validate(composed.config, composed.faults), _objects_in(dict(given)))
+    run = validate(composed.config, composed.faults)
+    objects = {key_of(item): carried_by(item) for item in _placeholders(dict(given))}
+    for item in _placeholders(run):  # made by this composition, so that nobody else has them
+        object.__setattr__(item, "_carried", objects.get(key_of(item)))
+    return dataclasses.replace(run)  # checked once more, now that what a reward reads is known
 
 
-def _objects_in(described: Any) -> dict[str, Any]:
-    """All objects of placeholders in a value, by `key_of`."""
-    if not isinstance(described, (Description, dict)):
-        return {}
-    own = getattr(described, "_carried", None)
-    found = {} if own is None else {key_of(described): own}  # type: ignore[arg-type]
-    for item in described.values() if isinstance(described, dict) else _fields(described).values():
-        found |= _objects_in(item)
-    return found
-
-
-def _with_objects(run: Any, objects: Mapping[str, Any]) -> Any:
-    """A run in which all placeholders have their objects."""
-    if isinstance(run, (PromptsObject, RewardObject, ModelObject)) and (key := key_of(run)) in objects:
-        return carrying(run, objects[key])
-    if isinstance(run, dict):
-        return {name: _with_objects(item, objects) for name, item in run.items()}
-    if isinstance(run, Description):
-        old = _fields(run)
-        new = {name: _with_objects(item, objects) for name, item in old.items()}
-        changed = {name: item for name, item in new.items() if item is not old[name]}
-        return dataclasses.replace(run, **changed) if changed else run
-    return run
-
-
-def _fields(described: Description) -> dict[str, Any]:
-    return {f.name: getattr(described, f.name) for f in dataclasses.fields(described)}
+def _placeholders(value: Any) -> Iterator[PromptsObject | RewardObject | ModelObject]:
+    """All placeholders in a description."""
+    if isinstance(value, (PromptsObject, RewardObject, ModelObject)):
+        yield value
+    elif isinstance(value, Description):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    for item in value.values() if isinstance(value, dict) else ():
+        yield from _placeholders(item)
 
 
 def key_of(described: PromptsObject | RewardObject | ModelObject) -> str:

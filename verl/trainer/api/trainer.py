@@ -2,23 +2,24 @@
 
 trainer = Trainer(model="Qwen/Qwen2-0.5B", reward_model=reward, train_dataset=rows, algorithm="grpo")
 loss = trainer.step()
-
-`DataPipeline` and `RLTrainer` declare a run by its parts and run it with one call:
-
-result = RLTrainer(DataPipeline(actors=["Qwen/Qwen2-0.5B"], reward_models=[reward], data=rows)).run()
 """
 
 from __future__ import annotations
 
 import logging
-import re
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.read.lazy_tensors import DeviceMap
 from verl.component import Description, as_plain, field_types
+from verl.compose.build_trainer import build_trainer
 from verl.compose.from_yaml import (
     ComposedConfig,
     compose_over_default,
@@ -33,7 +34,6 @@ from verl.data.base import PromptOptions
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import ModelSource
-from verl.trainer.api.base import BaseTrainer
 from verl.trainer.api.from_objects import (
     ModelObject,
     PromptsObject,
@@ -41,10 +41,15 @@ from verl.trainer.api.from_objects import (
     model_from_object,
     reward_from_object,
     run_with_objects,
-    summed_rewards,
+    with_timeout_of,
 )
+from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.config import PPOSettings
-from verl.trainer.train_loop import TrainResult
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.ppo_config import PPORun
+from verl.trainer.setup import fit_with_restarts
+from verl.trainer.state.training_identity import identity_of
+from verl.trainer.train_loop import TrainLoop, TrainResult, fit
 from verl.utils.component_exits import component_exits
 
 _log = logging.getLogger(__name__)
@@ -59,11 +64,11 @@ OF_TRAINING = {  # keys of train_config with another configuration path
 }
 
 
-class Trainer(BaseTrainer):
+class Trainer:
     """Policy optimisation over the composed default of `verl ppo`, by the same roles and the same loop.
 
     A model may be a path, a hub name, a description such as `TinyModel()`, or a loaded Hugging Face model, which is
-    trained in place. Only warnings are shown on the console.
+    trained in place. Only warnings are shown on the console. Call `close` when done, or use it as a context manager.
 
     Args:
         model: the policy.
@@ -92,10 +97,20 @@ class Trainer(BaseTrainer):
 
     Attributes:
         config: the composed configuration.
+        run: the checked description of the run.
+        run_dir: where results are written.
+        trainer: the roles and the algorithm.
 
     Raises:
         ConfigError: with all faults that can be found before weights are loaded.
     """
+
+    config: Any
+    run: PPORun
+    run_dir: Path
+    trainer: PPOTrainer
+    _closing: ExitStack
+    _reward_tokenizer: Any = None
 
     @component_exits()
     def __init__(
@@ -152,8 +167,181 @@ class Trainer(BaseTrainer):
         if train_dataset is None and isinstance(run.data, ArithmeticPrompts):
             _log.warning("No prompts are given: the run trains on the built-in sums, such as 37+58=.")
 
-    def _described_reward(self, reward: Any) -> Any:
-        return reward_from_object(reward, self._reward_tokenizer)
+    @classmethod
+    def of_run(
+        cls, run: Any, composed: ComposedConfig, overrides: Sequence[str], choices: Mapping[str, str | None]
+    ) -> Self:
+        """A trainer of a run that was composed and checked elsewhere."""
+        trainer = cls.__new__(cls)
+        trainer._build(run, composed, overrides, choices=choices)
+        return trainer
+
+    def _build(
+        self,
+        run: Any,
+        composed: ComposedConfig,
+        overrides: Sequence[str],
+        tokenizer: Any = None,
+        choices: Mapping[str, str | None] | None = None,
+    ) -> None:
+        """Build a checked run; see `build_trainer`."""
+        import rich
+
+        self.config = composed.config
+        built = build_trainer(run, composed.config, overrides, rich.get_console(), tokenizer, choices)
+        self.run, self.run_dir, self.trainer, self._closing = built
+
+    @property
+    def steps(self) -> int:
+        """Made so far."""
+        return self._loop.result.steps
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last step."""
+        return dict(self._loop.result.last_metrics)
+
+    def step(self) -> float:
+        """One training iteration: generate, score, assign credit, update. Logs, evaluates and saves according to the
+        settings.
+
+        Steps after the last step of the run use the final learning rate.
+
+        Returns:
+            The actor's loss, or nan if the step was skipped. `metrics` has all metrics.
+        """
+        loop = self._under_way()
+        try:
+            with component_exits():
+                loop.step()
+        except BaseException as error:
+            loop.failed(error)
+            loop.end()
+            raise
+        return loop.result.last_metrics.get("actor/loss", math.nan)
+
+    @component_exits()
+    def fit(self) -> TrainResult:
+        """Train from the current step to the end. On Ctrl-C finished work is saved first.
+
+        In Ray, a lost worker costs the steps since the last save: see `verl.trainer.setup`.
+        """
+        self._under_way()
+        return fit_with_restarts(self.trainer, self._fit_once, self.trainer.max_restarts)
+
+    def _fit_once(self, may_restart: bool) -> TrainResult:
+        if self._loop.is_over:  # a worker was lost: the trainer is rebuilt
+            del self._loop
+        loop = self._under_way()
+        return fit(loop.trainer, loop.config, loop, may_restart=may_restart)
+
+    @component_exits()
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the current weights on the held-out rows; returns metrics.
+
+        Raises:
+            ConfigError: there are no held-out rows.
+        """
+        if self.trainer.eval_data is None:
+            raise ConfigError("eval_dataset is missing: there are no held-out rows. Give it, or data.eval_files.")
+        return self._opened().evaluate()
+
+    @component_exits()
+    def save_checkpoint(self, save_dir: str | Path | None = None, tag: str | None = None) -> Path:
+        """Save a checkpoint and wait until it is published.
+
+        Args:
+            save_dir: directory of checkpoints; default: that of the run.
+            tag: the name of the checkpoint's directory, such as `loss_0.12_step_500`; otherwise `global_step_N`.
+        Returns:
+            The directory of the checkpoint.
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        loop, saving = self._opened(), self.trainer.saving
+        saving.identity = saving.identity or identity_of(as_plain(self.trainer.description), self.trainer.tokenizer)
+        return loop.save(tag, None if save_dir is None else Path(save_dir))
+
+    @component_exits()
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        mmap: bool = False,
+        load_components: Sequence[str] | None = None,
+        device_map: DeviceMap = None,
+    ) -> None:
+        """Load a checkpoint into the live weights, without rebuilding any role.
+
+        Args:
+            path: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.
+            mmap: copy from the mapped files, instead of reading them into memory first.
+            load_components: some of `actor`, `critic`, `optimizer`, `scheduler`, `dataloader`, `rng`; None: all of
+                them, after which training continues exactly as after the save, bit for bit.
+            device_map: device by way of which tensors are copied to the weights, such as `cuda:0`; default: main
+                memory.
+        """
+        load_checkpoint(self._under_way(), path, load_components, mmap, device_map)
+
+    @property
+    def reward_model(self) -> Any:
+        """The reward. It can be set to another reward, in any form that the constructor takes; the policy, its
+        optimizer and the position in the data are kept."""
+        return self.trainer.reward
+
+    @reward_model.setter
+    @component_exits()
+    def reward_model(self, reward: Any) -> None:
+        described = reward_from_object(reward, self._reward_tokenizer)
+        self.trainer.replace_reward(with_timeout_of(described, self.trainer.description.reward))
+
+    def reset_reward_stats(self) -> None:
+        """Reset the reward's statistics of scores, such as their running mean."""
+        self.reward_model.reset_stats()
+
+    def close(self) -> None:
+        """Write final results, stop all processes and free the weights. Idempotent."""
+        self._end()
+
+    @component_exits()
+    def _end(self, is_sound: bool = True) -> None:
+        with self._closing:
+            loop = self.__dict__.get("_loop")
+            if loop is not None and loop.is_open and not loop.is_over:
+                is_all = loop.result.steps >= self.trainer.num_steps
+                if is_sound:
+                    loop.result.status = "finished" if is_all else "stopped"
+                loop.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(is_sound=error is None)
+
+    @cached_property
+    def _loop(self) -> TrainLoop:
+        trainer: Any = self.trainer
+        return TrainLoop(trainer, as_plain(trainer.description))
+
+    def _opened(self) -> TrainLoop:
+        """The loop, which may have ended."""
+        self._loop.open()
+        return self._loop
+
+    def _under_way(self) -> TrainLoop:
+        """The loop, opened.
+
+        Raises:
+            ConfigError: it has ended.
+        """
+        if self._loop.is_over:
+            raise ConfigError(
+                f"this trainer has ended ({self._loop.result.status}, step {self._loop.result.steps}). Make "
+                "another one, and load_checkpoint to go on."
+            )
+        return self._opened()
 
 
 def _refuse_missing(**arguments: Any) -> None:
@@ -299,127 +487,3 @@ def _padding(tokenizer: Any) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-INSTEAD = {
-    "actors": "One policy is trained per run. To compare several, make a pipeline for each",
-    "critics": "A run has one value function, of one policy. Leave the others out",
-    "references": "KL is measured against one policy. Leave the others out",
-}
-
-
-class DataPipeline:
-    """The parts of a run. Each part accepts the same forms as the arguments of `Trainer`.
-
-    Args:
-        actors: the policy, alone.
-        reward_models: rewards; several are a weighted sum, each logged by its name. One of them may be
-            `{"reward": ..., "weight": 0.5, "name": "style"}`.
-        critics: initial model of the critic, or none. With one the default algorithm is `ppo`, otherwise `grpo`;
-            `train_config` can name another.
-        references: reference model for KL, or none.
-        data: prompts to train on; may be given to `RLTrainer` instead. None: as `train_dataset` of `Trainer`.
-        eval_data: prompts to evaluate on, or None.
-        tokenizer: of the policy; needed where it is a loaded model.
-        rollout_config, checkpoint_config, data_config: as of `Trainer`.
-        train_config: as of `Trainer`, and `algorithm`.
-        overrides: as on the command line.
-
-    Raises:
-        ConfigError: a part is missing, or there are more of one kind than a run supports.
-    """
-
-    def __init__(
-        self,
-        actors: Sequence[Any] = (),
-        reward_models: Sequence[Any] = (),
-        critics: Sequence[Any] = (),
-        rollout_config: Mapping[str, Any] | None = None,
-        train_config: Mapping[str, Any] | None = None,
-        *,
-        data: Any = None,
-        references: Sequence[Any] = (),
-        eval_data: Any = None,
-        tokenizer: Any = None,
-        checkpoint_config: Mapping[str, Any] | None = None,
-        data_config: Mapping[str, Any] | None = None,
-        overrides: Sequence[str] = (),
-    ):
-        settings = dict(train_config or {})
-        roles = {"actors": actors, "critics": critics, "references": references}
-        faults = [fault for name, given in roles.items() for fault in _count_faults(name, given)]
-        if not _is_list(reward_models):
-            faults.append(f"reward_models is {reward_models!r}: expected a list of rewards.")
-        if faults:
-            raise ConfigError(faults)
-        self.arguments = {
-            "model": actors[0],
-            "reward_model": summed_rewards(reward_models),
-            "critic_model": critics[0] if critics else None,
-            "ref_model": references[0] if references else None,
-            "algorithm": settings.pop("algorithm", "ppo" if critics else "grpo"),
-            "tokenizer": tokenizer,
-            "train_dataset": data,
-            "eval_dataset": eval_data,
-            "rollout_config": rollout_config,
-            "checkpoint_config": checkpoint_config,
-            "train_config": settings,
-            "data_config": data_config,
-            "overrides": overrides,
-        }
-
-
-class RLTrainer:
-    """Runs a pipeline, with the same roles and the same loop as `verl ppo`.
-
-    Models are switched between training, scoring and generation automatically; do not call `.train()`, `.eval()` or
-    `no_grad()`.
-
-    Args:
-        pipeline: what to run.
-        data, eval_data: prompts to train and to evaluate on, where the pipeline has none.
-    Raises:
-        ConfigError: the pipeline has prompts too.
-    """
-
-    def __init__(self, pipeline: DataPipeline, data: Any = None, eval_data: Any = None):
-        if not isinstance(pipeline, DataPipeline):
-            raise ConfigError(f"pipeline is a {type(pipeline).__name__}: expected a DataPipeline.")
-        self.pipeline, self._arguments = pipeline, dict(pipeline.arguments)
-        for name, argument, rows in (("data", "train_dataset", data), ("eval_data", "eval_dataset", eval_data)):
-            if rows is not None and self._arguments[argument] is not None:
-                raise ConfigError(f"{name} is given, but the pipeline has its own {name}: leave one of them out.")
-            if rows is not None:
-                self._arguments[argument] = rows
-
-    def run(self) -> TrainResult:
-        """Train to the end and close the trainer. Each call is a separate run.
-
-        Raises:
-            ConfigError: a fault in the parts, before any weight is loaded.
-        """
-        try:
-            trainer = Trainer(**self._arguments)
-        except ConfigError as error:
-            raise ConfigError([_with_names_of_parts(fault) for fault in error.faults]) from error
-        with trainer:
-            return trainer.fit()
-
-
-def _with_names_of_parts(fault: str) -> str:
-    """A message about arguments of `Trainer`, with the names that a `DataPipeline` has for them."""
-    parts = {"train_dataset": "data", "eval_dataset": "eval_data", "critic_model": "critics", "ref_model": "references"}
-    fault = re.sub(r"^model\b", "actors", fault)
-    return re.sub(rf"\b({'|'.join(parts)})\b", lambda name: parts[name[0]], fault)
-
-
-def _count_faults(name: str, given: Any) -> list[str]:
-    if not _is_list(given):
-        return [f"{name} is {given!r}: expected a list, such as [{given!r}]."]
-    if name == "actors" and not given:
-        return ["actors is empty: give the policy to train."]
-    return [f"{name} has {len(given)}. {INSTEAD[name]}."] if len(given) > 1 else []
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))

@@ -15,7 +15,7 @@ from verl.trainer.plan.memory import MemoryPlan, RolePlan
 from verl.trainer.plan.workload import workload
 
 LAST_ROWS = 4  # that are drawn to the greatest length, where most are shorter
-# A step over its plan, for published steps of dense models and of mixtures of experts: see docs/scaling.md
+# A step over its plan, for published steps of dense models and of mixtures of experts: see docs/results.md
 RANGES = {False: (0.8, 1.5), True: (1.0, 3.0)}
 
 

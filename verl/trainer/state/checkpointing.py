@@ -27,14 +27,11 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import write_upload_target
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import loss_points
-from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import POINTER, RESERVED, TAG, read_pointer
-from verl.checkpoint.remote.lease import StoreLease
-from verl.checkpoint.remote.resolve import CheckpointTier
 from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
 from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.save_request import SaveOutcome, SaveReport, SaveRequest
+from verl.checkpoint.save.save_request import SaveOutcome, SaveRequest
 from verl.component import hint, nearest
 from verl.errors import CheckpointError, CheckpointFenced
 from verl.ops.cpu_matmul import active_library
@@ -49,84 +46,6 @@ from verl.trainer.state.training_identity import sources_of
 from verl.utils.external_input import read_text, write_text
 from verl.utils.redact import redact_tree
 from verl.workers.load_state import RemoteRoleState, SavedRoleState
-
-
-class CheckpointUploads:
-    """The uploads of one run.
-
-    Args:
-        directory: of checkpoints, claimed by this run.
-        wait_s: maximum wait of `close`.
-        lease: of this run on the tier, which the upload process renews from now on; None if it has none.
-        timeout_s: see `Uploader`.
-    Attributes:
-        waiting: checkpoints that were not yet uploaded at the last report.
-    """
-
-    def __init__(
-        self,
-        tier: CheckpointTier,
-        directory: Path,
-        lineage: Lineage,
-        wait_s: float,
-        timeout_s: float,
-        lease: StoreLease | None = None,
-    ):
-        self._tier, self._lineage, self._wait_s = tier, lineage, wait_s
-        self.waiting = 0
-        cold = tier.cold()
-        write_upload_target(FileSystem(), directory, cold)
-        claim = f"{lineage.run_id}-{secrets.token_hex(4)}"
-        setting = UploadSettings(
-            directory=str(directory),
-            storage=tier.storage,
-            claim=claim,
-            cold=cold,
-            holder=lease and lease.holder,
-            lease_number=lease and lease.number,
-        )
-        self._uploader = Uploader(setting, timeout_s)
-        if lease is not None:
-            lease.stop()
-
-    def checkpoint(self) -> None:
-        """Notify the upload process of a new checkpoint."""
-        self._uploader.look()
-
-    def process_events(self) -> None:
-        """Record uploaded checkpoints and log failures."""
-        self._record(self._uploader.heard())
-
-    def close(self, waits: bool) -> None:
-        """Wait for remaining uploads, up to the maximum, and end the process. The next start of the run uploads the
-        rest."""
-        if waits and not self._uploader.is_fenced:
-            _log.info("waiting up to %g s for uploads to %s", self._wait_s, self._tier.address)
-        self._record(self._uploader.close(self._wait_s if waits else 0.0))
-        if waits and not self._uploader.is_done:
-            _log.error(
-                "NOT ALL checkpoints are in %s: %s on the local disk, and the next start of this run continues "
-                "uploading",
-                self._tier.address,
-                f"{self.waiting} wait" if self.waiting else "the last ones are",
-            )
-
-    def _record(self, events: list[UploadEvent]) -> None:
-        for one in events:
-            self.waiting = one.waiting
-            if one.kind == "uploaded":
-                size_mib = one.sent_bytes / 2**20
-                _log.info("%s is in %s: %.1f MiB, %.1f s", one.name, self._tier.address, size_mib, one.took_s)
-                self._lineage.add("uploaded", checkpoint=one.name, address=self._tier.address)
-            elif one.kind == "fenced":
-                _log.error("UPLOADS HAVE STOPPED: %s. Training continues, and saves to the local disk.", one.error)
-            elif one.kind == "failed":
-                what = one.name or "a checkpoint"
-                _log.error(
-                    "%s is NOT in %s: %s. Training continues; %d wait on the local disk.",
-                    what, self._tier.address, one.error, one.waiting,
-                )  # fmt: skip
-
 
 ASKED = "save"  # a file of this name in the run's directory asks for a checkpoint; it may hold a tag
 HISTORY = 200  # last values of the loss that a checkpoint keeps
@@ -177,7 +96,9 @@ class CheckpointSaver:
         self._config, self.identity = redact_tree(dict(config)), dict(identity)
         self.run_dir_lock: RunLock | None = None
         self._longest_step_s = 0.0
-        self._tier, self._lease, self._uploads = place.tier, place.lease, None
+        self._tier, self._lease = place.tier, place.lease
+        self._uploader: Uploader | None = None
+        self._num_waiting = 0  # checkpoints that were not yet uploaded at the last report
         self._writer: CheckpointWriter | None = None
         self._contents = TrainState(settings, self._config, uses)
         self.lineage = Lineage(place.directory, self.run_id)
@@ -257,11 +178,20 @@ class CheckpointSaver:
             self.rank_writers = None
         facts = {"run_dir": str(run_dir), "code": self._code, "identity": self.identity}
         self.lineage.add("run", **self.facts, **facts)
-        if self._tier is None:
-            write_upload_target(store.disk, self.directory, None)
-        else:
-            waits = self.settings.upload_wait_s, self.settings.upload_timeout_s
-            self._uploads = CheckpointUploads(self._tier, self.directory, self.lineage, *waits, self._lease)
+        upload_target = None if self._tier is None else self._tier.cold()
+        write_upload_target(store.disk, self.directory, upload_target)
+        if self._tier is not None and upload_target is not None:
+            setting = UploadSettings(
+                directory=str(self.directory),
+                storage=self._tier.storage,
+                claim=f"{self.run_id}-{secrets.token_hex(4)}",
+                cold=upload_target,
+                holder=self._lease and self._lease.holder,
+                lease_number=self._lease and self._lease.number,
+            )
+            self._uploader = Uploader(setting, self.settings.upload_timeout_s)
+            if self._lease is not None:
+                self._lease.stop()  # the upload process renews it from now on
 
     def _write_pointer(self, run_dir: Path) -> None:
         try:
@@ -381,8 +311,8 @@ class CheckpointSaver:
         roles: Mapping[str, SavedRoleState],
         state: PartStates,
         **facts: Any,
-    ) -> SaveReport:
-        """Save once in another directory, without retention; see `save`.
+    ) -> Path:
+        """Save once in another directory, without retention; see `save`. Returns the checkpoint.
 
         Raises:
             CheckpointError: it could not be saved, or another running process saves in that directory.
@@ -395,8 +325,8 @@ class CheckpointSaver:
         with CheckpointWriter(store, mode="sync") as writer:
             self._save(writer, self._request(contents, step, roles, state, facts), roles)
             (outcome,) = writer.drain()
-        assert outcome.report is not None, "a save that failed raises"
-        return outcome.report
+        assert outcome.directory is not None, "a save that failed raises"
+        return outcome.directory
 
     def states_of(self, trained: Mapping[str, Any], shares_memory: bool) -> dict[str, SavedRoleState]:
         """State of the roles for a save, or only its description if their processes write it themselves.
@@ -485,9 +415,7 @@ class CheckpointSaver:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-            if self._uploads is not None:
-                self._uploads.close(waits=status is not None)
-                self._uploads = None
+            self._close_uploader(waits=status is not None)
             if status is not None:
                 self.lineage.add("end", status=status, step=step)
         if self._lease is not None:
@@ -498,15 +426,48 @@ class CheckpointSaver:
 
     def _record_outcomes(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
         for outcome in outcomes:
-            if outcome.report is not None:
+            if outcome.name is not None:
                 self._contents.checkpoint()
-                name, pruned = outcome.report.name, list(outcome.report.pruned)
-                self.lineage.add("checkpoint", checkpoint=name, step=outcome.step, pruned=pruned)
-                if self._uploads is not None:
-                    self._uploads.checkpoint()
-        if self._uploads is not None:
-            self._uploads.process_events()
+                pruned = list(outcome.pruned)
+                self.lineage.add("checkpoint", checkpoint=outcome.name, step=outcome.step, pruned=pruned)
+                if self._uploader is not None:
+                    self._uploader.look()
+        if self._uploader is not None:
+            self._record_uploads(self._uploader.heard())
         return outcomes
+
+    def _close_uploader(self, waits: bool) -> None:
+        """Wait for remaining uploads, up to the maximum, and end the process. The next start of the run uploads the
+        rest."""
+        if self._uploader is None or self._tier is None or self.settings is None:
+            return
+        uploader, wait_s, address = self._uploader, self.settings.upload_wait_s, self._tier.address
+        if waits and not uploader.is_fenced:
+            _log.info("waiting up to %g s for uploads to %s", wait_s, address)
+        self._record_uploads(uploader.close(wait_s if waits else 0.0))
+        if waits and not uploader.is_done:
+            left = f"{self._num_waiting} wait" if self._num_waiting else "the last ones are"
+            _log.error(
+                "NOT ALL checkpoints are in %s: %s on the local disk, and the next start of this run continues "
+                "uploading", address, left,
+            )  # fmt: skip
+        self._uploader = None
+
+    def _record_uploads(self, events: list[UploadEvent]) -> None:
+        """Record uploaded checkpoints and log failures."""
+        address = "" if self._tier is None else self._tier.address
+        for event in events:
+            self._num_waiting = event.waiting
+            if event.kind == "uploaded":
+                _log.info("%s is in %s: %.1f MiB, %.1f s", event.name, address, event.sent_bytes / 2**20, event.took_s)
+                self.lineage.add("uploaded", checkpoint=event.name, address=address)
+            elif event.kind == "fenced":
+                _log.error("UPLOADS HAVE STOPPED: %s. Training continues, and saves to the local disk.", event.error)
+            elif event.kind == "failed":
+                _log.error(
+                    "%s is NOT in %s: %s. Training continues; %d wait on the local disk.",
+                    event.name or "a checkpoint", address, event.error, event.waiting,
+                )  # fmt: skip
 
     def _state(self, state: PartStates, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Content of `trainer_state.json`."""

@@ -46,11 +46,9 @@ class Tolerance:
     Args:
         tolerance: 0 is bit by bit; else the largest difference relative to the larger number, and for a tensor
             relative to its largest element.
-        without: components that are not compared.
     """
 
     tolerance: float = 0.0
-    without: tuple[str, ...] = ()
 
     def numbers(self, a: Any, b: Any) -> bool:
         """Whether two plain values are the same, or two numbers near enough."""
@@ -97,11 +95,6 @@ def first_part_apart(a: Checkpoint, b: Checkpoint, near: Tolerance) -> str | Non
     """
     first, second = CheckpointReader(a), CheckpointReader(b)
     return next(itertools.chain(_tensors_apart(first, second, near), _states_apart(first, second, near)), None)
-
-
-def first_tensor_apart(a: Checkpoint, b: Checkpoint, near: Tolerance) -> str | None:
-    """The first tensor in which two checkpoints differ; None where there is none."""
-    return next(_tensors_apart(CheckpointReader(a), CheckpointReader(b), near), None)
 
 
 def num_compared(checkpoint: Checkpoint, near: Tolerance) -> int:
@@ -171,7 +164,7 @@ def _json(reader: CheckpointReader, file: str) -> Any:
 
 
 def _left_out(component: str, near: Tolerance) -> bool:
-    return component in near.without or (near.tolerance > 0 and component in OF_ONE_LAYOUT)
+    return near.tolerance > 0 and component in OF_ONE_LAYOUT
 
 
 def _bits(x: Tensor) -> Tensor:

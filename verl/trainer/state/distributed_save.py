@@ -30,7 +30,7 @@ from verl.checkpoint.save.save_request import (
 from verl.checkpoint.save.writer_client import START_TIMEOUT_S
 from verl.errors import CheckpointError, CheckpointWriteFailed
 from verl.workers.load_state import RemoteRoleState
-from verl.workers.rank_checkpoint import RankInfo, RankSaveOrder, RankSaveSettings
+from verl.workers.rank_checkpoint import RankInfo, RankSaveSettings
 
 FILES_OF_A_PART = 4  # about; for the check of free inodes
 LOST_GRACE_S = 10.0  # what a lost worker copied before, its writer still writes
@@ -173,18 +173,15 @@ class RankWriters:
         answers: list[Future[list[bool]]] = []
         for group in self._groups:
             setting = self._setting(writer.store, writer.mode == "async", group)
-            order = RankSaveOrder(setting=setting, step=step, transaction=multi_writer.directory, nonce=nonce)
-            answers.append(group.lead.save_part(order))
+            answers.append(group.lead.save_part(setting, step, multi_writer.directory, nonce))
         return self._message_if_directory_invisible(
             [sees for answer in answers for sees in answer.result()], writer.store.directory
         )
 
     def _setting(self, store: CheckpointStore, is_async: bool, group: _RoleProcesses) -> RankSaveSettings:
+        store.claim_directory()
         return RankSaveSettings(
-            directory=store.directory,
-            run_id=store.run_id,
-            claim=store.claim_directory(),
-            disk_type=type(store.disk),
+            store=store,
             is_async=is_async,
             use_safetensors=self._settings.use_safetensors,
             max_shard_bytes=int(self._settings.max_shard_gib * 2**30),

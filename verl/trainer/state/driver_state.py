@@ -31,7 +31,6 @@ from verl.checkpoint.save.save_request import ExistingFile
 from verl.cluster.rpc import WorkerGroup
 from verl.component import as_plain
 from verl.replay.config import COMPONENT as REPLAY_BUFFER
-from verl.replay.config import SharedShard
 from verl.rewards.base import Reward, RewardDescription
 from verl.trainer.state.training_identity import differences, reward_identity
 from verl.utils.seeding import RngState, derive_seed, rng_state, set_rng_state
@@ -171,15 +170,11 @@ class TensorFile(PartPlace):
 class FileSet(PartPlace):
     """Files by name: small ones as bytes, and ones that lie on the disk and are linked. Read, each is a path."""
 
-    def write(self, state: Mapping[str, bytes | SharedShard], draft: CheckpointDraft) -> None:
+    def write(self, state: Mapping[str, bytes | ExistingFile], draft: CheckpointDraft) -> None:
         if state:
             small = {name: data for name, data in state.items() if isinstance(data, bytes)}
-            shared = {name: shard for name, shard in state.items() if isinstance(shard, SharedShard)}
             draft.components[self.path] = SavedComponent(files=small)
-            draft.existing_files.extend(
-                ExistingFile(path=f"{self.path}/{name}", source=shard.path, leaves=shard.leaves)
-                for name, shard in shared.items()
-            )
+            draft.existing_files.extend(file for file in state.values() if isinstance(file, ExistingFile))
 
     def read(self, saved: _SavedParts) -> Mapping[str, Any]:
         directory = saved.point.checkpoint.directory / self.path

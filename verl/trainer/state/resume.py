@@ -23,8 +23,8 @@ def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> No
     if found:
         raise ConfigError(
             [
-                f"{path} is {_shown(now)}: the checkpoint {point.checkpoint.name} was trained with {_shown(before)}, so "
-                "this would be another training. Set it back, or start without resume."
+                f"{path} is {_shown(now)}: the checkpoint {point.checkpoint.name} was trained with {_shown(before)}, "
+                "so this would be another training. Set it back, or start without resume."
                 for path, (before, now) in found.items()
             ]
         )

@@ -61,10 +61,10 @@ from verl.rollout.vllm.messages import (
 from verl.rollout.vllm.options import VLLMOptions
 from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
 from verl.rollout.vllm.state_dict import NamedWeight, weights_of
+from verl.rollout.weight_verification.fingerprint import FingerprintShards, join_shards
+from verl.rollout.weight_verification.verifier import SyncVerifier, VerificationResult, VerifyRequest
 from verl.utils.env_check import num_cores
 from verl.utils.memory import on_current_device, release_cached
-from verl.weight_verification.fingerprint import FingerprintShards, join_shards
-from verl.weight_verification.verifier import SyncVerifier, VerificationResult, VerifyRequest
 
 log = logging.getLogger(__name__)
 
@@ -353,7 +353,7 @@ class VLLMClient(RolloutEngine):
         self.begin_load(connection.feeds)
         try:
             copying = connection.stream.send(
-                connection.chunks, weights, self.setting.dtype, self.process.is_busy, self._verifier.note
+                connection.chunks, weights, self.setting.dtype, self.process.is_busy, self._verifier.add_fingerprint
             )
         except StreamBroken:
             copying = 0.0  # the answer tells why

@@ -28,10 +28,10 @@ from verl.rollout.vllm.messages import (
     WantedSlices,
 )
 from verl.rollout.vllm.server.turns import EngineTurns, PrefixCacheCheck
+from verl.rollout.weight_verification.verifier import VerifyRequest
+from verl.rollout.weight_verification.vllm_probe import answer_request
 from verl.utils.child_process.exit_report import describe_exit, memory_kills
 from verl.utils.progress import report
-from verl.weight_verification.verifier import VerifyRequest
-from verl.weight_verification.vllm_probe import answer_request
 
 
 def inspect_here(directory: str) -> None:
@@ -139,7 +139,7 @@ class EngineServer:
         return time.perf_counter() - start
 
     def prove(self, question: VerifyRequest) -> Any:
-        """Fingerprints of the engine's weights; see `verl.weight_verification.verifier`."""
+        """Fingerprints of the engine's weights; see `verl.rollout.weight_verification.verifier`."""
         self._purpose.text = "proving the weights"
         self._cache_check.assert_forgotten(self._lora_request)
         return answer_request(self.llm, question, self._lora_request, rpc="prove_on_rank")

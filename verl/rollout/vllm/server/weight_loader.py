@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.resharding.layout import Box
+from verl.ops.resharding.layout import Box
 from verl.rollout.vllm.messages import ChunkEntry
-from verl.weight_verification.fingerprint import plain_name
-from verl.weight_verification.vllm_params import EXPERTS, PACKED, kinds_of, layer_parts
+from verl.rollout.weight_verification.fingerprint import plain_name
+from verl.rollout.weight_verification.vllm_params import EXPERTS, PACKED, kinds_of, layer_parts
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 OWN_STATE = ("MLAAttention",)  # its buffers are computed from weights at loading

@@ -34,11 +34,11 @@ from verl.rollout.vllm.sync.weight_transfer import (
     formed,
     may_be_sliced,
 )
+from verl.rollout.weight_verification.fingerprint import FingerprintShards, transposed_names
+from verl.rollout.weight_verification.logprob_probe import trainer_log_probs
+from verl.rollout.weight_verification.verifier import VerificationResult, VerifyRequest
 from verl.utils.memory import release_cached
 from verl.utils.progress import Progress, ProgressWatch
-from verl.weight_verification.fingerprint import FingerprintShards, transposed_names
-from verl.weight_verification.logprob_probe import trainer_log_probs
-from verl.weight_verification.verifier import VerificationResult, VerifyRequest
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from verl.models.parallel_info import ParallelInfo
-from verl.resharding.dtensor import is_on_other_stage
-from verl.resharding.execute import LIMIT_BYTES, reshard_parts
-from verl.resharding.layout import Box, Layout, TensorLayout, volume
-from verl.resharding.plan import Plan, gathering_volume, reshard_plan
+from verl.ops.resharding.dtensor import is_on_other_stage
+from verl.ops.resharding.execute import LIMIT_BYTES, reshard_parts
+from verl.ops.resharding.layout import Box, Layout, TensorLayout, volume
+from verl.ops.resharding.plan import Plan, gathering_volume, reshard_plan
 from verl.rollout.vllm.messages import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
 from verl.rollout.vllm.state_dict import NamedWeight, WeightSource, weights_of
-from verl.weight_verification.fingerprint import (
+from verl.rollout.weight_verification.fingerprint import (
     FingerprintShards,
     HostCopies,
     ProbeVectors,

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.resharding.layout import Layout, Mesh, TensorLayout
-from verl.resharding.plan import Plan, aligned, gathering_volume, lower_bound, reshard_plan
+from verl.ops.resharding.layout import Layout, Mesh, TensorLayout
+from verl.ops.resharding.plan import Plan, aligned, gathering_volume, lower_bound, reshard_plan
 
 SHAPES = {"q": (16, 8), "o": (8, 16), "norm": (8,), "scale": (), "odd": (7, 5)}
 SPLITS = {  # name -> axis under tensor parallelism

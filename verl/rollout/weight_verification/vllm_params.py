@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.parallel_info import full_tensor
-from verl.utils.progress import report
-from verl.weight_verification.fingerprint import (
+from verl.rollout.weight_verification.fingerprint import (
     FingerprintShard,
     FingerprintShards,
     HostCopies,
@@ -39,6 +38,7 @@ from verl.weight_verification.fingerprint import (
     plain_name,
     whole_shard,
 )
+from verl.utils.progress import report
 
 IN_ORDER = ("TRITON", "BATCHED_TRITON")  # kernels that take weights as they are loaded
 PACKED_EXPERTS = "CPU"

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from verl.resharding.dtensor import is_divided, local, mesh_dims, own_box, read_slice_like, tensor_layout
-from verl.resharding.layout import Mesh
+from verl.ops.resharding.dtensor import is_divided, local, mesh_dims, own_box, read_slice_like, tensor_layout
+from verl.ops.resharding.layout import Mesh
 
 MESH = Mesh((("shard", 2), ("tensor", 2)))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from verl.weight_verification.fingerprint import Fingerprints, WeightFingerprint
+from verl.rollout.weight_verification.fingerprint import Fingerprints, WeightFingerprint
 
 
 @dataclass(frozen=True)

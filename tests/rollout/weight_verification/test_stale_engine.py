@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 from random_models import save_random_model
+from rollout.weight_verification.copied_engine import CopyRollout
 from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
-from weight_verification.copied_engine import CopyRollout
 
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.component import BuildContext

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from verl.weight_verification.fingerprint import FingerprintShards, join_shards
-from verl.weight_verification.logprob_probe import engine_log_probs
-from verl.weight_verification.verifier import VerifyReply, VerifyRequest
-from verl.weight_verification.vllm_params import LayerFingerprints, adapter_shards
+from verl.rollout.weight_verification.fingerprint import FingerprintShards, join_shards
+from verl.rollout.weight_verification.logprob_probe import engine_log_probs
+from verl.rollout.weight_verification.verifier import VerifyReply, VerifyRequest
+from verl.rollout.weight_verification.vllm_params import LayerFingerprints, adapter_shards
 
 READER = "_verl_layer_reader"
 

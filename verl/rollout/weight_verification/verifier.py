@@ -20,8 +20,8 @@ from torch import Tensor
 
 from verl.errors import WeightSyncError
 from verl.models.parallel_info import Autocast, compute_type
-from verl.weight_verification.compare import compare, only_in
-from verl.weight_verification.fingerprint import (
+from verl.rollout.weight_verification.compare import compare, only_in
+from verl.rollout.weight_verification.fingerprint import (
     FingerprintLog,
     Fingerprints,
     ProbeVectors,
@@ -29,8 +29,8 @@ from verl.weight_verification.fingerprint import (
     tied_names,
     transposed_names,
 )
-from verl.weight_verification.logprob_probe import allowed_nats, probe_rows, trainer_log_probs
-from verl.weight_verification.vllm_params import LORA_B, adapter_tensors
+from verl.rollout.weight_verification.logprob_probe import allowed_nats, probe_rows, trainer_log_probs
+from verl.rollout.weight_verification.vllm_params import LORA_B, adapter_tensors
 
 
 @dataclass(frozen=True)

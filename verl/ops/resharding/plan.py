@@ -1,10 +1,10 @@
 """The plan from one layout to another: all transfers between ranks, computed once in advance.
 
 training layout ──┐
-                  ├── plan: (tensor, slice, from rank, to rank) ... ── carried out by `verl.resharding.execute`
+                  ├── plan: (tensor, slice, from rank, to rank) ... ── carried out by `verl.ops.resharding.execute`
 generation layout ┘
 
-Tensors with equal layouts, such as those of repeated layers, are planned together. `verl.resharding.rounds` schedules
+Tensors with equal layouts, such as those of repeated layers, are planned together. `rounds` beside this file schedules
 the transfers.
 """
 
@@ -18,8 +18,8 @@ from math import prod
 
 import numpy as np
 
-from verl.resharding.layout import Box, Layout, Mesh, TensorLayout, difference, volume
-from verl.resharding.rounds import Move, MoveTable, Window, windows
+from verl.ops.resharding.layout import Box, Layout, Mesh, TensorLayout, difference, volume
+from verl.ops.resharding.rounds import Move, MoveTable, Window, windows
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Plan:
         return max((*self.received.values(), *self.sent.values()), default=0)
 
     def windows(self, limit_bytes: int) -> Iterator[Window]:
-        """The tensors, as their slices travel together; see `verl.resharding.rounds.windows`."""
+        """The tensors, as their slices travel together; see `verl.ops.resharding.rounds.windows`."""
         stages = [(self.source.tensors[name].stage, self.target.tensors[name].stage) for name in self.table.names]
         return windows(self.table, stages, self.source.mesh.size, limit_bytes)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weight_verification.planted import LOG_PROBS, marks_of
-from weight_verification.rank_models import full_weights, rank_model
+from rollout.weight_verification.planted import LOG_PROBS, marks_of
+from rollout.weight_verification.rank_models import full_weights, rank_model
 
 from verl.errors import WeightSyncError
-from verl.weight_verification import fingerprint
-from verl.weight_verification.fingerprint import ProbeVectors, join_shards
-from verl.weight_verification.verifier import TrainerSide, VerificationResult, VerifyReply, verify_sync
-from verl.weight_verification.vllm_params import LayerFingerprints
+from verl.rollout.weight_verification import fingerprint
+from verl.rollout.weight_verification.fingerprint import ProbeVectors, join_shards
+from verl.rollout.weight_verification.verifier import TrainerSide, VerificationResult, VerifyReply, verify_sync
+from verl.rollout.weight_verification.vllm_params import LayerFingerprints
 
 VERSION = 2
 

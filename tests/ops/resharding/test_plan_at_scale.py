@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.resharding.layout import Layout, Mesh, TensorLayout, difference, intersection, volume
-from verl.resharding.plan import aligned, lower_bound, reshard_plan
+from verl.ops.resharding.layout import Layout, Mesh, TensorLayout, difference, intersection, volume
+from verl.ops.resharding.plan import aligned, lower_bound, reshard_plan
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import reshard_plan as benchmark
 
 LIMIT = benchmark.LIMIT_BYTES
@@ -103,7 +103,7 @@ def test_a_70b_model_over_64_ranks_moves_the_least_in_nearly_the_least_time(name
 
 @pytest.mark.parametrize("name", [name for name in benchmark.SYNCS if name.startswith("8B")])
 def test_bytes_and_launches_of_a_sync_are_those_of_the_documents(name):
-    document = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
+    document = Path(__file__).resolve().parents[3] / "docs" / "gpu.md"
     assert benchmark.sync_line(name) in document.read_text().splitlines()
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from verl.ops.counter_rng import uniform
-from verl.resharding.layout import Box
+from verl.ops.resharding.layout import Box
 
 COLUMNS = 4  # one in each quarter of the width
 _SEED = 0x5EED

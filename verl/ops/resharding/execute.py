@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.resharding.layout import intersection, within
-from verl.resharding.plan import Plan
-from verl.resharding.rounds import Move
+from verl.ops.resharding.layout import intersection, within
+from verl.ops.resharding.plan import Plan
+from verl.ops.resharding.rounds import Move
 from verl.utils.progress import report
 
 LIMIT_BYTES = 64 * 2**20
@@ -24,7 +24,7 @@ def reshard(plan: Plan, held: Held, rank: int, **options: Any) -> Iterator[tuple
     """This rank's slices under the plan's target, one tensor after the other. All ranks take part, to the end.
 
     Args:
-        plan: from `verl.resharding.plan.reshard_plan`, the same on every rank.
+        plan: from `verl.ops.resharding.plan.reshard_plan`, the same on every rank.
         held: this rank's slices under the plan's source, by name, or a function that gives them.
         rank: of this process in the plan's meshes and in `group`.
         options: of `reshard_parts`.

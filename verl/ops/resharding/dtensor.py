@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from verl.resharding.layout import Box, Layout, Mesh, TensorLayout
+from verl.ops.resharding.layout import Box, Layout, Mesh, TensorLayout
 
 
 def local(x: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from weight_verification.planted import marks_of, some_weights
+from rollout.weight_verification.planted import marks_of, some_weights
 
 from verl.models.pretrained import Pretrained
-from verl.weight_verification.compare import differing, tolerance
-from verl.weight_verification.fingerprint import COLUMNS, FingerprintLog, ProbeVectors, fingerprint, tied_names
+from verl.rollout.weight_verification.compare import differing, tolerance
+from verl.rollout.weight_verification.fingerprint import COLUMNS, FingerprintLog, ProbeVectors, fingerprint, tied_names
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.importance_sampling import reuse_weights
+from verl.checkpoint.save.save_request import ExistingFile
 from verl.component import BuildContext
 from verl.protocol import DataProto
-from verl.replay.config import SharedShard, TieredReplay
+from verl.replay.config import TieredReplay
 from verl.replay.sampling import ReplayRequest
 from verl.storage.config import Storage
 
@@ -100,13 +101,9 @@ class ReplayMixing:
             self._release(self.buffer)
         return self.buffer.stats()
 
-    def state_dict(self) -> dict[str, bytes | SharedShard]:
+    def state_dict(self) -> dict[str, bytes | ExistingFile]:
         """State for a checkpoint, by file names."""
-        if self.buffer is None:
-            return {}
-        from verl.replay.checkpoint import buffer_state
-
-        return dict(buffer_state(self.buffer))
+        return {} if self.buffer is None else self.buffer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Path]) -> None:
         """Go on with the rows of a checkpoint, in place of those that are here."""
@@ -115,15 +112,12 @@ class ReplayMixing:
             if saved is not None:
                 _log.warning("The replay buffer of %s is ignored: replay=off keeps no rows.", saved.parent.name)
             return
-        from verl.replay.checkpoint import restore_buffer
-
-        if self.buffer is not None:
-            self.buffer.close()
+        self.close()
         self.buffer = self._new_buffer(self.settings)
         if saved is None:
             _log.warning("The checkpoint has no replay buffer: it starts empty.")
             return
-        restore_buffer(self.buffer, saved)
+        self.buffer.load_state_dict(saved)
         _log.info("The replay buffer continues with %d rows of %s.", len(self.buffer), saved.parent.name)
 
     def close(self) -> None:

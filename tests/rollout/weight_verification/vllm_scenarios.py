@@ -1,6 +1,6 @@
 """Syncs to a vLLM engine, with faults planted in them; runs in a process of its own, and prints what became of each.
 
-    python tests/weight_verification/vllm_scenarios.py MODEL_DIR:DTYPE:KIND ...
+    python tests/rollout/weight_verification/vllm_scenarios.py MODEL_DIR:DTYPE:KIND ...
 
 KIND is `weights`, `experts` or `adapter`. The last line is JSON: for each argument, scenario -> {"names": of tensors at
 fault, "text": of the error, "metrics": of a proof}.
@@ -20,7 +20,7 @@ from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 from torch import Tensor
@@ -29,10 +29,10 @@ from verl.errors import WeightSyncError
 from verl.models.hf_state_dict import hf_state_dict
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
-from verl.weight_verification.fingerprint import plain_name
-from verl.weight_verification.verifier import SyncVerifier
-from verl.weight_verification.vllm_params import packed, unpacked
-from verl.weight_verification.vllm_probe import answer_request
+from verl.rollout.weight_verification.fingerprint import plain_name
+from verl.rollout.weight_verification.verifier import SyncVerifier
+from verl.rollout.weight_verification.vllm_params import packed, unpacked
+from verl.rollout.weight_verification.vllm_probe import answer_request
 
 Stream = Iterable[tuple[str, Tensor]]
 CONTEXT, RANK = 64, 8

@@ -14,7 +14,7 @@ import torch
 from verl.models.parallel_info import Autocast, compute_device, computing_in, release_gathered, through_stages
 from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of, response_positions
-from verl.weight_verification.fingerprint import as_array
+from verl.rollout.weight_verification.fingerprint import as_array
 
 ROWS, LENGTH = 1, 16  # one forward pass over few tokens: its cost is that of reading the weights once
 _SEED = 0x9A7E

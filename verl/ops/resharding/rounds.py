@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from verl.resharding.layout import Box
+from verl.ops.resharding.layout import Box
 
 SLACK = 1.02  # a tensor joins a window if the busiest rank has hardly more to do than without it
 ROUNDS_OF_STAGES = 16  # of a window where stages take turns: their tensors differ in size

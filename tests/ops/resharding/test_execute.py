@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl.resharding.execute import reshard, reshard_parts
-from verl.resharding.layout import Box, Layout, Mesh, TensorLayout
-from verl.resharding.plan import aligned, lower_bound, reshard_plan
+from verl.ops.resharding.execute import reshard, reshard_parts
+from verl.ops.resharding.layout import Box, Layout, Mesh, TensorLayout
+from verl.ops.resharding.plan import aligned, lower_bound, reshard_plan
 
 SHAPES = {"q": (16, 6), "o": (6, 16), "norm": (6,), "scale": (), "odd": (7, 5)}
 TP_AXIS = {"q": 0, "o": 1, "odd": 0}
