@@ -298,6 +298,7 @@ def _decode_path(cache: CacheKind, pads: bool, rows: bool, prefix: bool = False)
 DECODING = (  # from the fastest way to the plainest: whether it pads prompts, repeats and drops rows, shares a prefix
     _decode_path("in_place", True, True, True),
     _decode_path("in_place", True, True),
+    _decode_path("in_place", False, True),
     _decode_path("own", True, True),
     _decode_path("own", False, True),
     _decode_path("own", True, False),

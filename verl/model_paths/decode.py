@@ -1,6 +1,6 @@
 """Reading of rows that begin together, token by token, on the very tensors that train.
 
-prompts ── one prefill each ──> the model's own cache ── repeated per sample ──> `read`, one token of each row
+prompts ── one prefill each ──> keys and values, states ── repeated per sample ──> `read`, one token of each row
                                                                                   ^                |
                                                                                   └── rows leave ──┘
 
@@ -21,7 +21,6 @@ from verl.model_paths.expert_routing import ExpertRouting
 from verl.model_paths.paths import ModelPaths
 from verl.models.call import call_model, unwrapped
 
-WORTH_DROPPING = 0.875  # share of the rows of a batch that still run, from which down the others leave it
 CACHES = ("past_key_values", "cache_params", "state")  # what an output names the cache, and what the next call takes
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # nats between two ways of decoding; 0.3 in narrower types
 
@@ -64,21 +63,12 @@ class BatchReader:
     Args:
         paths: what was shown to be right for the model.
         repeats: compute each prompt once for all of its samples, where that can be.
-        drops: let rows that have ended leave the batch once they are an eighth of it, where that can be.
         routing: whose choices are recorded; `ExpertRouting.recording` is entered by the caller.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        paths: ModelPaths,
-        *,
-        repeats: bool = True,
-        drops: bool = True,
-        routing: ExpertRouting | None = None,
-    ):
+    def __init__(self, model: Any, paths: ModelPaths, *, repeats: bool = True, routing: ExpertRouting | None = None):
         self.model, self.paths, self.routing = model, paths, routing
-        self.repeats, self.drops = repeats and paths.repeats_rows, drops and paths.drops_rows
+        self.repeats = repeats and paths.repeats_rows
         self.cache: Any = None
         self.cache_name = CACHES[0]
 
@@ -88,35 +78,31 @@ class BatchReader:
         if not self.repeats:
             tokens, attention = tokens[repeat], attention[repeat]
         self.tokens, self.attention, self.is_padded = tokens, attention, not bool(attention.all())
+        if self.paths.cache == "in_place":
+            from verl.model_paths.kv_cache import growing_cache  # brings transformers
+
+            self.cache = growing_cache(self.model.config)
         found = self._forward(tokens, self._positions())
         if self.repeats and n > 1:
             found = found.select(repeat)
             self._select(repeat)
         self.position = self.attention.sum(dim=1)
-        self.rows = torch.arange(len(repeat), device=tokens.device)  # of the batch, that have not ended
         return found
 
     def read(self, token: Tensor) -> NextToken:
         """Read one further token [r] of each row."""
-        total = len(self.attention)
-        are_all = len(self.rows) == total
-        token = token if are_all else token.new_zeros(total).index_copy(0, self.rows, token)
-        self.attention = torch.cat([self.attention, self.attention.new_ones(total, 1)], dim=1)
+        self.attention = torch.cat([self.attention, self.attention.new_ones(len(token), 1)], dim=1)
         if self.paths.cache == "none":
             self.tokens = torch.cat([self.tokens, token[:, None]], dim=1)
-            found = self._forward(self.tokens, self._positions())
-        else:
-            found = self._forward(token[:, None], self.position[:, None])
-            self.position = self.position + 1
-        return found if are_all else found.select(self.rows)
+            return self._forward(self.tokens, self._positions())
+        found = self._forward(token[:, None], self.position[:, None])
+        self.position = self.position + 1
+        return found
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with some rows; the others leave the batch, now or later."""
-        self.rows = self.rows[rows]
-        if self.drops and len(self.rows) <= WORTH_DROPPING * len(self.attention):
-            self.position = self.position[self.rows]
-            self._select(self.rows)
-            self.rows = torch.arange(len(rows), device=rows.device)
+        """Go on with some rows; the others leave the batch."""
+        self.position = self.position[rows]
+        self._select(rows)
 
     def _positions(self) -> Tensor:
         return (self.attention.cumsum(dim=1) - 1).clamp_min(0)

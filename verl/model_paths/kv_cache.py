@@ -26,15 +26,15 @@ class CacheCall:
 
     Attributes:
         first: number of the slot or prompt of the first row; those of the others follow it.
-        columns: [b q] of each new token in its row; or the one of all rows, where q is 1.
-        num_rows, length: slots or prompts, and tokens of each, that memory is needed for.
+        columns: [b q] of each new token in its row; or those of all rows.
+        num_rows, length: slots or prompts, and tokens of each, that memory is needed for; those behind them are empty.
         width: tokens of a slot that attention reads; 0: the new tokens see nothing before them.
         is_prompt: the rows are prompts to be shared, not slots.
         groups: prompts whose first `prompt_width` tokens attention reads before the slots; None for none.
     """
 
     first: int
-    columns: Tensor | int
+    columns: Tensor | slice
     num_rows: int
     length: int
     width: int = 0
@@ -61,23 +61,34 @@ class StoredRows:
             self._grow(call.num_rows, call.length, states)
         for stored, new in zip(self.tensors, states, strict=True):
             rows = stored[call.first : call.first + len(new)]
-            if isinstance(call.columns, int):
-                rows[:, :, call.columns] = new[:, :, 0]
+            if isinstance(call.columns, slice):
+                rows[:, :, call.columns] = new
             else:
                 rows.scatter_(2, call.columns[:, None, :, None].expand_as(new), new)
 
-    def copy(self, sources: Tensor | int, targets: Tensor | int, length: int) -> None:
-        """Copy the first tokens of rows [m] to other rows [m], which may be among them; or of one row to another."""
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first tokens of rows [m] to other rows [m], which may be among them."""
+        if self.tensors and len(self.tensors[0]) <= max(targets):
+            self._grow(max(targets) + 1, length, self.tensors)
         for stored in self.tensors:
-            stored[targets, :, :length] = stored[sources, :, :length]
+            if len(sources) == 1:  # by far the most frequent case: a view is copied
+                stored[targets[0], :, :length] = stored[sources[0], :, :length]
+            else:
+                places = torch.tensor([sources, targets], device=stored.device)
+                stored[places[1], :, :length] = stored[places[0], :, :length]
 
-    def _grow(self, rows: int, length: int, states: tuple[Tensor, Tensor]) -> None:
+    def _grow(self, rows: int, length: int, states: Sequence[Tensor]) -> None:
         before = self.tensors[0].shape if self.tensors else (0, 0, 0)
-        rows = max(rows, min(before[0] * 3 // 2, self.max_rows), before[0])
+        kept, are_few = min(rows, before[0]), 2 * rows <= before[0]
+        if not are_few:
+            rows = max(rows, min(before[0] * 3 // 2, self.max_rows), before[0])
         length = max(length, min(max(FIRST_LENGTH, before[2] * 3 // 2), self.max_length), before[2])
-        made = [new.new_zeros(rows, new.shape[1], length, new.shape[3]) for new in states]
-        for stored, larger in zip(self.tensors, made, strict=False):
-            larger[: before[0], :, : before[2]] = stored
+        made = [new.new_empty(rows, new.shape[1], length, new.shape[3]) for new in states]
+        for place, larger in enumerate(made):  # what no token was written to is masked, and must be finite
+            larger[:kept, :, before[2] :] = 0.0
+            larger[kept:] = 0.0
+            if kept:
+                larger[:kept, :, : before[2]] = self.tensors[place][:kept]
         self.tensors = made
 
 
@@ -139,11 +150,44 @@ class SlotCache(DynamicCache):
         """Copy the first tokens of some slots to other slots, or of prompts to prompts; see `StoredRows.copy`."""
         for layer in self.layers:
             rows = layer.prompts if prompts else layer.slots  # type: ignore[union-attr]
-            if len(sources) == 1:  # by far the most frequent case: a view is copied
-                rows.copy(sources[0], targets[0], length)
-            elif rows.tensors:
-                places = torch.tensor([sources, targets], device=rows.tensors[0].device)
-                rows.copy(places[0], places[1], length)
+            rows.copy(sources, targets, length)
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one layer [B H L D] in buffers with room, so that a new token copies itself alone."""
+
+    _buffers: tuple[Tensor, ...] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:  # the prompts, as they are
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+            return key_states, value_states
+        start, end = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        if not self._buffers or self._buffers[0].shape[2] < end:
+            self._buffers = tuple(_with_room(stored, max(end, start * 3 // 2)) for stored in (self.keys, self.values))
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = new
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._buffers = ()
+        if self.is_initialized:
+            super().batch_select_indices(indices)
+
+
+def _with_room(stored: Tensor, length: int) -> Tensor:
+    buffer = stored.new_empty(*stored.shape[:2], length, stored.shape[3])
+    buffer[:, :, : stored.shape[2]] = stored
+    return buffer
+
+
+def growing_cache(config: Any) -> DynamicCache:
+    """An empty cache for a model; layers that keep less than everything (sliding windows, states) are as they were."""
+    cache = DynamicCache(config=config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
 
 
 def keeps_all_tokens(config: Any) -> bool:

@@ -68,8 +68,8 @@ class HFRollout(Rollout):
     Args:
         max_rows: responses decoded concurrently; without slots, those of one prompt if they are more.
         share_prefix: compute each prompt once for all of its samples, if the model supports it. Affects speed only.
-        drop_finished: without slots, remove finished rows from the batch once they are an eighth of it, if the model
-            supports it. Affects speed only.
+        drop_finished: remove finished rows from the batch once they are an eighth of it, if the model supports it;
+            otherwise they stay until all have ended. Affects speed only.
     """
 
     supports: ClassVar[frozenset[Capability]] = frozenset({"stages", "experts", "modules", "turns", "router_replay"})
@@ -130,24 +130,23 @@ class HFSampler(RolloutEngine):
     def rows(self, limits: TurnLimits) -> SlotRows | BatchRows:
         """Rows in slots where the model allows it, or in batches; on paths checked for rows of this length."""
         options, paths = self.options, self.paths(limits.row_tokens)
-        if paths.cache == "in_place":
+        if paths.cache == "in_place" and self.keeps_slots:
             return self._slot_rows(paths, num_slots(self.model, limits, options.max_rows), limits)
 
         def new_reader() -> BatchReader:
-            how = {"repeats": options.share_prefix, "drops": options.drop_finished}
-            return BatchReader(self.decoded_model, paths, routing=self.routing, **how)
+            return BatchReader(self.decoded_model, paths, repeats=options.share_prefix, routing=self.routing)
 
-        return BatchRows(new_reader, self.device, self.pad_id, options.max_rows)
+        drops = options.drop_finished and paths.drops_rows
+        return BatchRows(new_reader, self.device, self.pad_id, options.max_rows, drops)
 
     def paths(self, row_tokens: int) -> ModelPaths:
-        """The fastest paths of the model for rows up to a length by which log-probs were right so far; `in_place` where
-        slots were verified for the model."""
+        """The fastest paths of the model for rows up to a length by which log-probs were right so far."""
         paths = paths_for(self.model, row_tokens)
         if paths.cache == "in_place":
             if self.keeps_slots is None:
                 self.keeps_slots = self._prove_slots(paths)
             if not self.keeps_slots:
-                paths = replace(paths, cache="own", shares_prefix=False)
+                paths = replace(paths, shares_prefix=False)
         while decoding_name(paths) in self._wrong and (plainer := plainer_decoding(paths)) is not None:
             paths = plainer
         return paths
@@ -261,6 +260,18 @@ class LiveTurn:
     log_probs: list[float] = field(default_factory=list)
     routed: list[Tensor] = field(default_factory=list)  # [k layers top_k], experts of the token before each token
 
+    @property
+    def limit(self) -> int:
+        """Number of the step before which it ends."""
+        return self.start + self.request.max_new_tokens
+
+    def drawn(self, stop_ids: Sequence[int]) -> DrawnTurn:
+        """The turn up to its stop token; without one, all of it."""
+        end = next((place for place, token in enumerate(self.tokens, 1) if token in stop_ids), None)
+        routed = torch.cat(self.routed)[:end].cpu() if self.routed else None
+        episode, tokens = self.request.episode, self.tokens[:end]
+        return DrawnTurn(episode, tokens, self.log_probs[:end], end is not None, routed)
+
 
 class HFTurns(TurnQueue):
     """The decode loop: each step draws a token of every live turn and reads it.
@@ -284,6 +295,9 @@ class HFTurns(TurnQueue):
         self._step = self._first_noise = self._next_limit = 0  # numbers of steps
         self._noise = torch.zeros(0)
         self._greedy: Tensor | bool = False
+        self._is_over = torch.zeros(
+            0, dtype=torch.bool
+        )  # [b] has drawn a stop token, and is carried along until `_end`
 
     @property
     def num_pending(self) -> int:
@@ -347,8 +361,11 @@ class HFTurns(TurnQueue):
         self._drawn.append((tokens, log_probs) if self._next.routed is None else (tokens, log_probs, self._next.routed))
         self._step += 1
         is_stop = torch.isin(tokens, self.engine.stop_ids)
-        if self._step == self._next_limit or bool(is_stop.any()):
-            return self._end(tokens, is_stop.tolist())
+        is_limit = self._step == self._next_limit
+        if is_limit or bool(is_stop.any()):
+            self._is_over |= is_stop
+            if is_limit or int(self._is_over.sum()) >= self.rows.fewest_ended(len(self.live)):
+                return self._end(tokens)
         self._next = self.rows.read(tokens)
         return []
 
@@ -358,36 +375,30 @@ class HFTurns(TurnQueue):
             return
         self._collect()
         turns = [LiveTurn(request, self._step) for request in requests]
+        is_over = torch.zeros(len(turns), dtype=torch.bool, device=self.engine.device)
         if not self.live:
             self._next, self._first_noise = following, self._step
-            self._noise = self._noise_of(turns)
+            self._noise, self._is_over = self._noise_of(turns), is_over
         else:
             self._next = NextToken.concat([self._next, following])
             self._noise = torch.cat([self._noise, self._noise_of(turns)])
+            self._is_over = torch.cat([self._is_over, is_over])
         self._set_live([*self.live, *turns])
 
-    def _end(self, tokens: Tensor, is_stop: Sequence[bool]) -> list[DrawnTurn]:
-        """Take out the turns that have ended, and read the tokens [b] of the others."""
+    def _end(self, tokens: Tensor) -> list[DrawnTurn]:
+        """Take out the turns that are over, and read the tokens [b] of the others."""
         self._collect()
-        limits = [turn.start + turn.request.max_new_tokens for turn in self.live]
-        ended = [row for row, limit in enumerate(limits) if is_stop[row] or limit == self._step]
-        turns = [self.live[row] for row in ended]
-        read = [turn.request.tokens + turn.tokens[:-1] for turn in turns]
+        rows = enumerate(zip(self.live, self._is_over.tolist(), strict=True))
+        ended = {row: turn for row, (turn, is_over) in rows if is_over or turn.limit == self._step}
+        drawn = [turn.drawn(self.sampler.stop_ids) for turn in ended.values()]
+        read = [turn.request.tokens + made.tokens[:-1] for turn, made in zip(ended.values(), drawn, strict=True)]
         order = self.rows.end(dict(zip(ended, read, strict=True)))
         self._set_live([self.live[row] for row in order])
         if order:
             going = torch.tensor(order, device=tokens.device)
-            self._noise, self._next = self._noise[going], self.rows.read(tokens[going])
-        return [
-            DrawnTurn(
-                turn.request.episode,
-                turn.tokens,
-                turn.log_probs,
-                is_stop[row],
-                torch.cat(turn.routed).cpu() if turn.routed else None,
-            )
-            for row, turn in zip(ended, turns, strict=True)
-        ]
+            self._noise, self._is_over = self._noise[going], self._is_over[going]
+            self._next = self.rows.read(tokens[going])
+        return drawn
 
     def _collect(self) -> None:
         """Add to each live turn what was drawn since the last call."""
@@ -402,7 +413,7 @@ class HFTurns(TurnQueue):
 
     def _set_live(self, turns: list[LiveTurn]) -> None:
         self.live = turns
-        self._next_limit = min((turn.start + turn.request.max_new_tokens for turn in turns), default=0)
+        self._next_limit = min((turn.limit for turn in turns), default=0)
         is_greedy = greedy_rows([turn.request for turn in turns]) if turns else False
         self._greedy = is_greedy if isinstance(is_greedy, bool) else is_greedy.to(self.engine.device)
 

@@ -37,6 +37,7 @@ GIB = 1 << 30
 PREFILL_TOKENS = 8192  # of one forward pass, padding included
 WORTH_SHARING = 64  # tokens of a prompt, from which on reading it once per group saves more than it costs
 WORTH_REFILLING = 0.125  # share of the slots that are free, from which on responses that wait get them
+WORTH_ENDING = 0.125  # share of the live rows that are over, from which on they leave the others
 KEY_MULTIPLE = 64  # on a GPU: its kernels prepare themselves for each length of keys
 
 
@@ -205,11 +206,16 @@ class SlotRows:
         mask = None
         if not is_even or width > longest + 1:
             mask = torch.arange(width, device=self.device) <= step.own[:, :, None]
-        columns = longest if is_even else step.own
-        call = CacheCall(0, columns, len(self._slots), width, width, prompt_width=step.prompt_width, groups=step.groups)
+        columns = slice(longest, longest + 1) if is_even else step.own
+        count = len(self._slots) if self.keeps_episodes else self.num_live
+        call = CacheCall(0, columns, count, width, width, prompt_width=step.prompt_width, groups=step.groups)
         found = self._forward(call, tokens[:, None], step.positions, mask)
         step.positions, step.own, step.count = step.positions + 1, step.own + 1, step.count + 1
         return found
+
+    def fewest_ended(self, num_live: int) -> int:
+        """Number of rows that have ended from which on it is worth while to take them out; others are read along."""
+        return 1 if self.keeps_episodes else max(1, int(WORTH_ENDING * num_live))
 
     def end(self, rows: Mapping[int, list[int]]) -> list[int]:
         """Take out rows that have ended.
@@ -321,11 +327,13 @@ class SlotRows:
         place = torch.arange(longest, device=self.device) - longest + counts
         columns = starts + place % longest  # padding goes behind the row, where it is overwritten before it is seen
         count = len(self._prompts) if is_prompt else len(self._slots)
-        call = CacheCall(rows[0].number, columns, count, width, 0 if is_new else width, is_prompt)
+        is_even = is_new and min(map(len, tokens)) == longest
+        written = slice(0, longest) if is_even else columns
+        call = CacheCall(rows[0].number, written, count, width, 0 if is_new else width, is_prompt)
         mask, keys = None, torch.arange(width, device=self.device)
         if not is_new:
             mask = keys <= columns[:, :, None]
-        elif min(map(len, tokens)) < longest:
+        elif not is_even:
             mask = (keys <= keys[:, None]) & (place >= 0)[:, None, :] | (keys == keys[:, None])
         found = self._forward(call, ids, (starts + place).clamp_min(0), mask)
         for row, line in zip(rows, tokens, strict=True):
@@ -373,13 +381,16 @@ class BatchRows:
 
     Args:
         new_reader: makes the reader of a batch.
+        drops: rows may leave a batch before all have ended.
     """
 
     keeps_episodes = False
 
-    def __init__(self, new_reader: Callable[[], BatchReader], device: torch.device, pad_id: int, max_rows: int):
-        self.new_reader, self.device, self.pad_id, self.max_rows = new_reader, device, pad_id, max_rows
-        self.num_live = 0
+    def __init__(
+        self, new_reader: Callable[[], BatchReader], device: torch.device, pad_id: int, max_rows: int, drops: bool
+    ):
+        self.new_reader, self.device, self.pad_id = new_reader, device, pad_id
+        self.max_rows, self.drops, self.num_live = max_rows, drops, 0
 
     def admit(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], NextToken | None]:
         if self.num_live:
@@ -392,6 +403,9 @@ class BatchRows:
 
     def read(self, tokens: Tensor) -> NextToken:
         return self.reader.read(tokens)
+
+    def fewest_ended(self, num_live: int) -> int:
+        return max(1, int(WORTH_ENDING * num_live)) if self.drops else num_live
 
     def end(self, rows: Mapping[int, list[int]]) -> list[int]:
         order = [row for row in range(self.num_live) if row not in rows]
