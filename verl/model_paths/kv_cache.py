@@ -156,6 +156,8 @@ class SlotCache(DynamicCache):
 class GrowingLayer(DynamicLayer):
     """Keys and values of one layer [B H L D] in buffers with room, so that a new token copies itself alone."""
 
+    keys: Tensor  # type: ignore[assignment]
+    values: Tensor  # type: ignore[assignment]
     _buffers: tuple[Tensor, ...] = ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

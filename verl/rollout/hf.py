@@ -68,8 +68,8 @@ class HFRollout(Rollout):
     Args:
         max_rows: responses decoded concurrently; without slots, those of one prompt if they are more.
         share_prefix: compute each prompt once for all of its samples, if the model supports it. Affects speed only.
-        drop_finished: remove finished rows from the batch once they are an eighth of it, if the model supports it;
-            otherwise they stay until all have ended. Affects speed only.
+        drop_finished: let finished rows leave the batch of a model without slots, if the model supports it; otherwise
+            they stay until all have ended. Affects speed only.
     """
 
     supports: ClassVar[frozenset[Capability]] = frozenset({"stages", "experts", "modules", "turns", "router_replay"})
