@@ -102,7 +102,7 @@ class Traffic:
         self.calls[f"{role}.{method}"] += 1
         self.counts["calls"] += 1
         batches = [arg for arg in args if isinstance(arg, DataProto)]
-        divides = dispatch_of(self.types[role], method).divides if role in self.types else True
+        divides = dispatch_of(self.types[role], method).splits_rows if role in self.types else True
         times = 1 if divides else cluster.world_size
         if not cluster.shares_memory:
             self.counts["sent_bytes"] += times * sum(map(num_bytes, batches))

@@ -108,15 +108,15 @@ class InStep:
 
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
         dispatch, division, shares = dispatch_of(self.types[role], method), None, self.shares[role]
-        if dispatch.divides:
-            division = BatchPartition(args[0], len(shares.speakers))
+        if dispatch.splits_rows:
+            division = BatchPartition(args[0], len(shares.reporting_ranks))
             args = (division.split_rows(args[0])[shares.of_rank[self.rank]], *args[1:])
         answer = self.host.call(role, method, args)
         if division is not None:
             answers: list[Any] = [None] * self.world_size
             self.dist.all_gather_object(answers, answer)
-            spoken = [answers[rank] for rank in shares.speakers]
-            answer = division.join(spoken) if dispatch.joins else spoken[0]
+            spoken = [answers[rank] for rank in shares.reporting_ranks]
+            answer = division.join(spoken) if dispatch.concatenates else spoken[0]
         future: Future[Any] = Future()
         future.set_result(answer)
         return future

@@ -123,8 +123,8 @@ def test_every_call_from_the_driver_says_how_it_travels():
     kinds = {
         name: dispatch_of(ActorWorker, name) for name in ("generate", "compute_log_probs", "update", "sync", "save")
     }
-    assert [name for name, kind in kinds.items() if kind.divides] == ["generate", "compute_log_probs", "update"]
-    assert [name for name, kind in kinds.items() if kind.joins] == ["generate", "compute_log_probs"]
+    assert [name for name, kind in kinds.items() if kind.splits_rows] == ["generate", "compute_log_probs", "update"]
+    assert [name for name, kind in kinds.items() if kind.concatenates] == ["generate", "compute_log_probs"]
 
 
 def test_gradients_are_gone_before_the_rollout_engine_takes_its_memory(model64, prompts, monkeypatch):
