@@ -10,15 +10,15 @@ from roles import experience, start_actor, weights
 
 from verl.engines import engine as engine_module
 from verl.engines.engine import BLOCK_MULTIPLE
-from verl.model_paths import packed_attention
-from verl.model_paths.decode import KEY_MULTIPLE, key_multiple
+from verl.model_paths.kv_cache import SlotLayer
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.models.tiny import TinyModel
 from verl.ops.packing import pack
 from verl.protocol import DataProto
 from verl.rollout import hf
-from verl.rollout.base import GenerationRequest
+from verl.rollout.base import GenerationRequest, TurnLimits
 from verl.rollout.hf import HFRollout
+from verl.rollout.hf_rows import KEY_MULTIPLE, SlotRows, key_multiple
 from verl.utils.memory import CUDNN_VARIABLE, make_current
 
 LONGEST = 1024
@@ -64,20 +64,16 @@ def test_longer_blocks_change_no_number_but_by_rounding(prompts, monkeypatch):
 
 @pytest.fixture
 def key_shapes(monkeypatch):
-    """Rows and keys of attention while a token is decoded, apart for prefixes that samples share and for their own."""
-    found = set()
-    one, shared = packed_attention.attend_one, packed_attention.attend_shared
+    """Rows and keys of attention while a token is decoded, those of shared prompts apart."""
+    found, update = set(), SlotLayer.update
 
-    def attend_one(query, key, *others):
-        found.add(("whole", len(query), key.shape[2]))
-        return one(query, key, *others)
+    def updated(layer, keys, *others, **more):
+        made = update(layer, keys, *others, **more)
+        if keys.shape[2] == 1:
+            found.add((len(keys), made[0].shape[2]))
+        return made
 
-    def attend_shared(query, prefix, prefix_value, key, *others):
-        found.add(("own", len(query), key.shape[2]))
-        return shared(query, prefix, prefix_value, key, *others)
-
-    monkeypatch.setattr(packed_attention, "attend_one", attend_one)
-    monkeypatch.setattr(packed_attention, "attend_shared", attend_shared)
+    monkeypatch.setattr(SlotLayer, "update", updated)
     return found
 
 
@@ -87,7 +83,7 @@ def drawn(width, options, monkeypatch, multiple, before=lambda: None):
     model = TinyModel(dtype="float64", hidden_size=32, intermediate_size=64)
     actor = start_actor(model, HFRollout(max_new_tokens=150, **options))
     actor.sampler.engine.stop_ids = torch.arange(3)  # of few tokens: rows end one after another
-    actor.sampler.engine.proven_key_multiple(width)
+    actor.sampler.engine.rows(TurnLimits(width + 150, is_single=True))  # with its check
     before()
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(width // 2, width + 1, (4,), generator=generator)
@@ -111,19 +107,23 @@ def test_decoding_meets_one_length_of_keys_per_64_tokens_and_draws_the_same(widt
     (plain, as_they_come), (padded, few) = found[1], found[KEY_MULTIPLE]
     assert torch.equal(plain["responses"], padded["responses"])
     torch.testing.assert_close(plain["rollout_log_probs"], padded["rollout_log_probs"], rtol=0, atol=1e-11)
-    assert all(keys % KEY_MULTIPLE == 0 for _, _, keys in few)
-    lengths, batches = -(-(width + 150) // KEY_MULTIPLE), len({rows for _, rows, _ in few})
-    assert len(few) <= 2 * lengths + batches  # each time that rows leave, or a prefix is no longer shared
+    assert all(keys % KEY_MULTIPLE == 0 for _, keys in few)
+    lengths, batches = -(-(width + 150) // KEY_MULTIPLE), len({rows for rows, _ in few})
+    assert len(few) <= lengths + batches  # each time that rows leave
     assert len(few) < 0.2 * len(as_they_come)
 
 
 def test_lengths_that_change_numbers_are_not_used(monkeypatch, caplog):
-    shared = packed_attention.has_keys_behind
-    monkeypatch.setattr(packed_attention, "has_keys_behind", lambda asked: False)  # no mask: zeros are attended to
+    forward = SlotRows._forward
+
+    def forward_without_mask(rows, call, ids, positions, mask):  # zeros are attended to
+        return forward(rows, call, ids, positions, None if rows.key_multiple > 1 and ids.shape[1] == 1 else mask)
+
+    monkeypatch.setattr(SlotRows, "_forward", forward_without_mask)
     actor, rows = drawn(20, {}, monkeypatch, KEY_MULTIPLE)
     assert actor.sampler.engine.key_multiple == 1
     assert "Each new token uses its exact length of keys, without padding: log-probs differ by" in caplog.text
-    monkeypatch.setattr(packed_attention, "has_keys_behind", shared)
+    monkeypatch.setattr(SlotRows, "_forward", forward)
     _, plain = drawn(20, {}, monkeypatch, 1)
     assert torch.equal(plain["responses"], rows["responses"])
 

@@ -46,10 +46,10 @@ from verl.rollout.base import (
 )
 from verl.rollout.generation_group import GenerationGroup, SplitPrompts
 from verl.rollout.hf_rows import (
-    KEY_MULTIPLE,
     WORTH_SHARING,
     BatchRows,
     SlotRows,
+    key_multiple,
     num_slots,
     slots_distance,
     slots_fault,
@@ -97,8 +97,7 @@ class HFSampler(RolloutEngine):
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
         parallel_info = getattr(model, "parallel_info", None)
         self.group = GenerationGroup() if parallel_info is None else SplitPrompts(parallel_info)
-        # Lengths of keys that a single token attends to are multiples of it
-        self.key_multiple = 1 if self.device.type == "cpu" else KEY_MULTIPLE
+        self.key_multiple = key_multiple(self.device)
         self.keeps_slots: bool | None = None  # whether keys and values may be kept in slots; found with the first turns
         self.longest_compared = 0  # tokens of the longest row whose log-probs were compared
         self._open: set[HFTurns] = set()
@@ -364,7 +363,8 @@ class HFTurns(TurnQueue):
         is_limit = self._step == self._next_limit
         if is_limit or bool(is_stop.any()):
             self._is_over |= is_stop
-            if is_limit or int(self._is_over.sum()) >= self.rows.fewest_ended(len(self.live)):
+            fewest = self.rows.fewest_ended(len(self.live))
+            if is_limit or fewest == 1 or int(self._is_over.sum()) >= fewest:
                 return self._end(tokens)
         self._next = self.rows.read(tokens)
         return []

@@ -430,6 +430,11 @@ class BatchRows:
         return batch, n
 
 
+def key_multiple(device: torch.device) -> int:
+    """Multiple to which the lengths of keys that a single token attends to are padded on a device; 1 on a CPU."""
+    return 1 if device.type == "cpu" else KEY_MULTIPLE
+
+
 def slots_fault(config: Any, paths: ModelPaths) -> str | None:
     """Why keys and values cannot be kept in slots; None where they can, if `slots_distance` is small."""
     from verl.model_paths.kv_cache import keeps_all_tokens

@@ -35,7 +35,7 @@ class Checkpoint:
     """A checkpoint whose COMMIT matches its manifest.
 
     >>> checkpoint = open_checkpoint(FileSystem(), Path("checkpoints/global_step_100"))
-    >>> published.step, checkpoint.sequence
+    >>> checkpoint.step, checkpoint.sequence
     (100, 1)
     """
 
