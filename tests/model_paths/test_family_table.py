@@ -211,3 +211,14 @@ def test_the_length_of_a_record_is_an_entry_of_its_configuration():
 
 def test_a_model_loaded_by_a_run_takes_the_same_paths(dir32):
     assert paths_for(Pretrained(path=str(dir32)).load_causal_lm("cpu"), 30) == FAST
+
+
+def test_a_build_of_the_tried_versions_is_one_of_them(monkeypatch, caplog):
+    model = TinyModel(hidden_size=32, intermediate_size=64).load_causal_lm("cpu")
+    tried = check.family_table().versions
+    for build, is_told in (("+cpu", False), (".1", True)):
+        caplog.clear()
+        monkeypatch.setattr(check.importlib.metadata, "version", lambda name, build=build: tried[name] + build)
+        with caplog.at_level("INFO"):
+            check._tell(model, check.finding_for(model))
+        assert ("the checks of the first batch stand alone" in caplog.text) is is_told

@@ -258,7 +258,8 @@ def _states(model: Any, ids: Tensor) -> Tensor:
 def _tell(model: Any, finding: PathFinding) -> None:
     """Log once which execution paths are not used for a model."""
     kind, paths = type(model).__name__, finding.paths
-    versions = {name: importlib.metadata.version(name) for name in family_table().versions}
+    # Without the build, such as +cpu
+    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in family_table().versions}
     if versions != family_table().versions:
         _log.info(
             "Execution paths of %s were tried with %s, and %s is installed: the checks of the first batch stand alone.",
