@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
+from verl.cli import train
 from verl.cli.main import app
 
 
@@ -24,3 +25,27 @@ def test_a_file_in_its_place_is_refused(tmp_path):
     found = CliRunner().invoke(app, ["quickstart", "--out", str(tmp_path / "out")])
     assert found.exit_code == 2
     assert (tmp_path / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_shortened"),
+    [
+        ([], True),
+        (["trainer.seed=3"], True),
+        (["algorithm=grpo"], False),
+        (["debug=smoke"], False),
+        (["--smoke"], False),
+    ],
+)
+def test_it_is_shortened_unless_another_run_is_chosen(tmp_path, monkeypatch, words, is_shortened):
+    class Started(Exception):
+        pass
+
+    def run(root, directory, overrides):
+        if root == "ppo":
+            assert (overrides[2:4] == train.QUICKSTART) == is_shortened
+            raise Started
+        return {}
+
+    monkeypatch.setattr(train, "_run", run)
+    assert isinstance(CliRunner().invoke(app, ["quickstart", *words, "--out", str(tmp_path / "o")]).exception, Started)

@@ -135,7 +135,7 @@ def test_the_model_is_whole_again_after_its_head_was_left_out(loaded):
     assert torch.equal(loaded(**{name: micro.tensors[name] for name in names}).logits, before)
 
 
-def head_gradient(dtype, at_a_time, monkeypatch, *, autocast=None, tied=False, parallel_info=False):
+def head_gradient(dtype, at_a_time, monkeypatch, *, autocast=None, tied=False, is_sharded=False):
     """Of the output head of one small model, from 400 tokens with advantages that mostly agree."""
     config = Qwen2Config(
         vocab_size=64,
@@ -148,7 +148,7 @@ def head_gradient(dtype, at_a_time, monkeypatch, *, autocast=None, tied=False, p
     )
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).double().to(dtype)
-    if parallel_info:
+    if is_sharded:
         mesh = init_device_mesh("cpu", (1,))
         shard_fully(model, mesh, reshard=True, compute_dtype=autocast, offload=False, pin=False)
         autocast = None
@@ -159,7 +159,7 @@ def head_gradient(dtype, at_a_time, monkeypatch, *, autocast=None, tied=False, p
         found = token_log_probs(model, head, micro, entropy="grad")
         (found.log_probs.sum() + 0.1 * found.entropies.sum()).backward()
     gradient = model.lm_head.weight.grad
-    return (gradient.full_tensor() if parallel_info else gradient).double()
+    return (gradient.full_tensor() if is_sharded else gradient).double()
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ CASES = {
     "weights in bfloat16": {"dtype": torch.bfloat16},
     "tied": {"dtype": torch.bfloat16, "tied": True},
     "autocast": {"dtype": torch.float32, "autocast": torch.bfloat16},
-    "fsdp": {"dtype": torch.float32, "autocast": torch.bfloat16, "parallel_info": True},
+    "fsdp": {"dtype": torch.float32, "autocast": torch.bfloat16, "is_sharded": True},
 }
 
 

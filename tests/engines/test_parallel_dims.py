@@ -88,8 +88,8 @@ def test_the_factors_of_an_adapter_are_divided_as_the_layers_that_they_adapt(par
     model = LoRA(rank=2).apply(model64.load_causal_lm("cpu"), causal_lm=True)
     whole = {name: x.detach().clone() for name, x in model.named_parameters()}
     parallel.shard_model(model)
-    parallel_info, tensors = dict(model.named_parameters()), dict[str, list[int]]()
-    for name, x in parallel_info.items():
+    named, tensors = dict(model.named_parameters()), dict[str, list[int]]()
+    for name, x in named.items():
         tensors[name] = [axis for dim, axis in tensor_layout(x).splits if dim == "tensor"]
         assert x.requires_grad == ("lora_" in name)
         assert torch.equal(local(x), own_part(x, whole[name])), name

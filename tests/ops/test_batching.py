@@ -59,13 +59,13 @@ def test_a_worked_example_of_balance():
 @given(lengths, st.integers(1, 9))
 @settings(max_examples=100, deadline=None)
 def test_balance_divides_rows_evenly_in_count_and_in_length(sizes, parts):
-    parallel_info = as_lists(balance(sizes, parts))
-    assert len(parallel_info) == parts
-    assert sorted(row for part in parallel_info for row in part) == list(range(len(sizes)))
-    assert all(part == sorted(part) for part in parallel_info)
-    counts = [len(part) for part in parallel_info]
+    bins = as_lists(balance(sizes, parts))
+    assert len(bins) == parts
+    assert sorted(row for part in bins for row in part) == list(range(len(sizes)))
+    assert all(part == sorted(part) for part in bins)
+    counts = [len(part) for part in bins]
     assert max(counts) - min(counts) <= 1
-    totals = [sum(sizes[row] for row in part) for part in parallel_info]
+    totals = [sum(sizes[row] for row in part) for part in bins]
     assert max(totals) - min(totals) <= max(sizes, default=0)
 
 

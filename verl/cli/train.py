@@ -94,7 +94,8 @@ def quickstart(
     short += [] if config_dir is None else [f"--config-dir={config_dir}"]
     fine_tuning = _run("sft", out / "sft", ["trainer.experiment_name=quickstart_sft", *short])
     start = ["trainer.experiment_name=quickstart", f"actor.model.path={out / 'sft/actor'}"]
-    start += [] if smoke else QUICKSTART
+    chooses = any("." not in word.partition("=")[0] for word in overrides or ())  # another run, with its own defaults
+    start += [] if smoke or chooses else QUICKSTART
     training = _run("ppo", out / "ppo", [*start, *short, *(overrides or [])])
     evaluations = {int(step): metrics for step, metrics in training["evaluations"].items()}
     before, after = evaluations[0]["eval/accuracy"], evaluations[max(evaluations)]["eval/accuracy"]

@@ -240,8 +240,8 @@ def start_cluster(host: Any, settings: LoopSettings, context: BuildContext) -> W
     world_size = settings.n_gpus_per_node * settings.nnodes
     if settings.placement is not None:
         return settings.placement.start(host, context, world_size, torch.get_num_threads())
-    parallel_info = {role: sharding for role, sharding in host.shardings().items() if sharding.needs_processes}
-    if not parallel_info:
+    sharded = {role: sharding for role, sharding in host.shardings().items() if sharding.needs_processes}
+    if not sharded:
         return InlineWorkerGroup(host, context)
     if context.device.startswith("cuda") and torch.cuda.device_count() < settings.n_gpus_per_node:
         wanted, count = settings.n_gpus_per_node, torch.cuda.device_count()
@@ -249,10 +249,10 @@ def start_cluster(host: Any, settings: LoopSettings, context: BuildContext) -> W
             f"trainer.n_gpus_per_node is {wanted}: this machine has {count} GPUs. Set it lower, or trainer.device=cpu."
         )
     if world_size == 1:
-        names = ", ".join(dict.fromkeys(type(sharding).__name__ for sharding in parallel_info.values()))
+        names = ", ".join(dict.fromkeys(type(sharding).__name__ for sharding in sharded.values()))
         _log.warning("trainer.n_gpus_per_node is 1: %s has one process, so nothing is sharded.", names)
     num_threads = max(1, torch.get_num_threads() // settings.n_gpus_per_node)
-    timeout_s = min(sharding.call_timeout_s for sharding in parallel_info.values())
+    timeout_s = min(sharding.call_timeout_s for sharding in sharded.values())
     return LocalWorkerGroup(host, context, world_size, num_threads, call_timeout_s=timeout_s)
 
 
@@ -302,14 +302,16 @@ def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_pl
         return ["trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set sharding=none."]
     if len(whole) < len(roles) and ":" in settings.device:
         return [f"trainer.device is {settings.device!r}: each process needs its own GPU. Set it to cuda or auto."]
-    parallel_info = [role for role in roles if not is_placed or role.count > 1]
+    roles_in_processes = [role for role in roles if not is_placed or role.count > 1]
     sizes = [
-        f"{role.path}.{fault}" for role in parallel_info if (fault := role.sharding.size_fault(role.count)) is not None
+        f"{role.path}.{fault}"
+        for role in roles_in_processes
+        if (fault := role.sharding.size_fault(role.count)) is not None
     ]
     if sizes:
         return list(dict.fromkeys(sizes))
     heads: dict[str, str] = {}
-    for role in parallel_info:
+    for role in roles_in_processes:
         found = None if role.model is None else role.model.attention_heads()
         if found is not None and (fault := role.sharding.heads_fault(*found, role.count)) is not None:
             heads.setdefault(role.path, f"{role.path}.{fault} (heads of {role.model_path})")

@@ -233,8 +233,8 @@ def _load_parts(model: Any, component: str, source: CheckpointSelection) -> None
 def load_optimizer(engine: TrainingEngine, component: str, source: CheckpointSelection) -> None:
     """Load the optimizer's moments and the position in the learning rate schedule into an engine."""
     assert engine.optimizer is not None
-    prefix, parallel_info = f"{component}.", engine.parallel.divides_weights
-    found: Mapping[str, ReadableTensor] = source.saved("optimizer") if parallel_info else source.tensors("optimizer")
+    prefix, is_sharded = f"{component}.", engine.parallel.divides_weights
+    found: Mapping[str, ReadableTensor] = source.saved("optimizer") if is_sharded else source.tensors("optimizer")
     schedule = read_bytes(source.directory / "scheduler/state.json")
     engine.optimizer.state.clear()
     own = {name.removeprefix(prefix): found[name] for name in found if name.startswith(prefix)}

@@ -21,7 +21,7 @@ def rank(request):
     dist.destroy_process_group()
 
 
-def parallel_info(x, placements):
+def distributed(x, placements):
     """A tensor over shard and tensor, as FSDP of a tensor-parallel layer makes it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
@@ -40,7 +40,7 @@ def test_each_rank_holds_the_box_that_its_layout_says(rank):
         ((Shard(0), Shard(1)), (("shard", 0), ("tensor", 1))),
         ((Replicate(), Shard(1)), (("tensor", 1),)),
     ]:
-        x = parallel_info(whole, placements)
+        x = distributed(whole, placements)
         layout = tensor_layout(x)
         assert (layout.shape, layout.splits, layout.itemsize) == ((5, 6), splits, 4)
         box = layout.box(MESH, rank)
@@ -49,7 +49,7 @@ def test_each_rank_holds_the_box_that_its_layout_says(rank):
         again = read_slice_like(x, whole * 2)
         assert torch.equal(local(again), local(x) * 2)
         assert again.placements == x.placements
-    x = parallel_info(torch.zeros(8), (Shard(0), Shard(0)))
+    x = distributed(torch.zeros(8), (Shard(0), Shard(0)))
     strided = type(x).from_local(local(x), x.device_mesh, (_StridedShard(0, split_factor=2), Shard(0)), run_check=False)
     assert tensor_layout(strided).splits == (("tensor", 0), ("shard", 0))  # FSDP divides what tensor parallelism left
 

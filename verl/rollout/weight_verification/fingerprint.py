@@ -209,7 +209,7 @@ class FingerprintLog:
         transposed: Collection[str] = (),
     ):
         self.vectors, self.dtype, self.tied, self.transposed = vectors, dtype, tied or {}, transposed
-        self._marks: Fingerprints = {}
+        self._fingerprints: Fingerprints = {}
         self._copies = HostCopies()
         self.seconds = 0.0
 
@@ -217,7 +217,7 @@ class FingerprintLog:
     def fingerprints(self) -> Fingerprints:
         """Fingerprints so far, by name."""
         self._copies.finish()
-        return self._marks
+        return self._fingerprints
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same names and tensors, and compute their fingerprints."""
@@ -235,10 +235,10 @@ class FingerprintLog:
 
     def add(self, name: str, mark: WeightFingerprint) -> None:
         """Store a fingerprint under all names of the tensor."""
-        self._marks[name] = mark
+        self._fingerprints[name] = mark
         for alias, source in self.tied.items():
             if source == name:
-                self._marks[alias] = mark
+                self._fingerprints[alias] = mark
 
 
 def tied_names(model: Any) -> dict[str, str]:

@@ -431,8 +431,8 @@ def _refuse_unused(run: Any, ref_model: Any, critic_model: Any) -> None:
 
 def _refuse_objects_elsewhere(run: Any, given: Mapping[str, Description]) -> None:
     models = [item.argument for item in given.values() if isinstance(item, ModelObject)]
-    if models and (parallel_info := [sharding for sharding in run.shardings().values() if sharding.needs_processes]):
-        kind = type(parallel_info[0]).__name__.lower()
+    if models and (sharded := [sharding for sharding in run.shardings().values() if sharding.needs_processes]):
+        kind = type(sharded[0]).__name__.lower()
         raise ConfigError(
             f"sharding={kind} trains in processes of its own, and {' and '.join(models)} is an object of this one. "
             "Save it and give a path instead, or leave sharding=none."

@@ -118,8 +118,8 @@ def changes(
     has_place = run.trainer.placement is not None
     for count in counts if not smaller and not has_place else ():
         if count > max(1, run.trainer.n_gpus_per_node):
-            parallel_info = {"sharding": FSDP(), "trainer": replace(run.trainer, n_gpus_per_node=count)}
+            sharded = {"sharding": FSDP(), "trainer": replace(run.trainer, n_gpus_per_node=count)}
             yield (
                 f"sharding=fsdp trainer.n_gpus_per_node={count}",
-                lambda parallel_info=parallel_info: replace(run, **parallel_info),
+                lambda sharded=sharded: replace(run, **sharded),
             )

@@ -521,5 +521,5 @@ class GroupVLLMClient(VLLMClient):
         return proof
 
     def add_fingerprint(self, name: str, tensor: Any) -> None:
-        """Take the mark of a whole tensor on its way."""
+        """Compute the fingerprint of a whole tensor on its way."""
         self._verifier.add_fingerprint(name, tensor)
