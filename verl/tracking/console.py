@@ -237,9 +237,7 @@ def sample_line(head: str, row: Mapping[str, Any], width: int) -> str:
     texts = {key: _text(value) for key, value in row.items()}
     label = {key: key.removesuffix("_text") for key in texts}
     room = width - len(head) - sum(len(label[key]) + 3 for key in texts)
-    share = max(map(len, texts.values()), default=0)
-    while share > 8 and sum(min(len(text), share) for text in texts.values()) > room:
-        share -= 1
+    share = equal_share([len(text) for text in texts.values()], room, 8)
     cut = {key: (middle_cut if key in _FROM_BOTH_ENDS else end_cut)(text, share) for key, text in texts.items()}
     return end_cut("  ".join([head, *(f"{label[key]}={text}" for key, text in cut.items())]), width)
 
@@ -362,6 +360,12 @@ def middle_cut(text: str, width: int) -> str:
 def end_cut(text: str, width: int) -> str:
     """Truncate to `width` characters at the end."""
     return text if len(text) <= width else text[: max(0, width - len(_CUT))] + _CUT
+
+
+def equal_share(widths: Sequence[int], room: int, least: int) -> int:
+    """The most characters that each text may have so that texts of these widths fit in `room`; at least `least`."""
+    shares = range(max(widths, default=0), least, -1)
+    return next((share for share in shares if sum(min(width, share) for width in widths) <= room), least)
 
 
 def fitting_columns(widths: Sequence[int], width: int, drop: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,6 @@ from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.read.lazy_tensors import DeviceMap
 from verl.component import Description, as_plain, field_types
-from verl.compose.build_trainer import build_trainer
 from verl.compose.from_yaml import (
     ComposedConfig,
     compose_over_default,
@@ -28,6 +28,7 @@ from verl.compose.from_yaml import (
     rollout_kind,
 )
 from verl.compose.overrides import flatten
+from verl.compose.run_start import RunStart
 from verl.compose.suggestions import described, key_faults
 from verl.data.arithmetic import ArithmeticPrompts
 from verl.data.base import PromptOptions
@@ -184,12 +185,22 @@ class Trainer:
         tokenizer: Any = None,
         choices: Mapping[str, str | None] | None = None,
     ) -> None:
-        """Build a checked run; see `build_trainer`."""
+        """Build a checked run; nothing is left on the disk if this machine cannot run it."""
         import rich
 
-        self.config = composed.config
-        built = build_trainer(run, composed.config, overrides, rich.get_console(), tokenizer, choices)
-        self.run, self.run_dir, self.trainer, self._closing = built
+        now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f")
+        run_dir = Path("outputs").resolve() / run.trainer.project_name / run.trainer.experiment_name / now
+        start = RunStart(composed.config, "ppo", choices, run_dir, rich.get_console(), overrides=list(overrides))
+        try:
+            self.trainer = start.build(run, tokenizer)
+        except BaseException as error:
+            start.closing.close()
+            if isinstance(error, ConfigError):
+                start.withdraw()
+            raise
+        start.closing.callback(self.trainer.close)
+        self.config, self.run, self.run_dir = composed.config, self.trainer.description, run_dir
+        self._closing = start.closing
 
     @property
     def steps(self) -> int:
