@@ -96,14 +96,13 @@ def begun_apart(path: str, config: dict) -> dict:
     actor = HybridActor.from_pretrained(path, hybrid_config=config, lora={"rank": 2}, device="cpu")
     first = {name: x for name, x in actor.named_parameters() if "lora_A" in name}
     sums = [float((x.full_tensor() if hasattr(x, "full_tensor") else x).abs().sum()) for x in first.values()]
-    own = torch.rand(())
+    drawn = torch.rand(())
     model = HybridActor.from_pretrained(path, device="cpu").model
+    before = model.lm_head.weight.detach().clone()
     model.lm_head.weight.data[rank] += 1
-    try:
-        HybridActor(model, hybrid_config=config)
-    except ConfigError as error:
-        return {"adapter": sums, "drew": float(own), "other": str(error)}
-    return {"adapter": sums, "drew": float(own)}
+    head = HybridActor(model, hybrid_config=config).model.lm_head.weight.detach()
+    changed = (head.full_tensor() if hasattr(head, "full_tensor") else head) != before
+    return {"adapter": sums, "drew": float(drawn), "changed_rows": changed.any(dim=1).nonzero().flatten().tolist()}
 
 
 if __name__ == "__main__":

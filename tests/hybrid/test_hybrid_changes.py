@@ -367,7 +367,7 @@ REFUSED = [
     (quantize, VLLM, "model is quantized"),
     (inject, VLLM, "but is not a PeftModel: set actor.model"),
     (dora, VLLM, "is not plain LoRA"),
-    (whole_modules, VLLM, "modules_to_save"),
+    (whole_modules, VLLM, r"is not plain LoRA \(ModulesToSaveWrapper\)"),
     (merge_and_disable, VLLM, "is merged into .* and disabled"),
     (merge_what_is_sent, ADAPTER, "is merged into .* and sent to the engine as well"),
     (wrap_and_disable, ADAPTER, "has its adapter disabled, and rollout.lora=adapter"),

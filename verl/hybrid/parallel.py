@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -110,10 +108,10 @@ def sizes_of(config: HybridConfig, processes: int) -> tuple[int, int, int]:
     """
     tensors, groups = config.tp_size, config.dp_size or max(1, processes // config.tp_size)
     if tensors * groups != processes:
-        wanted = f"a multiple of {tensors}" if config.dp_size is None else str(tensors * groups)
+        needed = f"a multiple of {tensors}" if config.dp_size is None else str(tensors * groups)
         name, size = ("tp_size", tensors) if tensors > 1 else ("dp_size", groups)
         raise ConfigError(
-            f"hybrid_config.{name} is {size}: it needs {wanted} processes, and there "
+            f"hybrid_config.{name} is {size}: it needs {needed} processes, and there "
             f"{'is' if processes == 1 else 'are'} {processes}. "
             f"Start them with `torchrun --nproc_per_node={tensors * groups} SCRIPT.py`, or leave it out."
         )
@@ -202,39 +200,23 @@ class HybridParallelism(ShardedParallelism):
         part /= self.groups
         return mean
 
-    @contextmanager
-    def same_random_numbers(self) -> Iterator[None]:
-        """Inside this context all processes have the generator state of the first; on exit each has its own again.
-
-        Processes that had the state of the first before also have it afterwards.
-        """
-        own = torch.get_rng_state()
-        shared = own.clone().to(self.device)
-        self.dist.broadcast(shared, src=0)
-        first = shared.cpu()
-        torch.set_rng_state(first)
-        try:
-            yield
-        finally:
-            if not torch.equal(own, first):
-                torch.set_rng_state(own)
-
-    def refuse_other_weights(self, model: Any) -> None:
-        """Check that all replicas have equal weights; only gradients are synchronised later.
+    def begin_alike(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give all processes the weights of the first, as torch's DistributedDataParallel does.
 
         Raises:
-            ConfigError: in all processes, if the weights of one differ from those of the first.
+            ConfigError: in all processes, if there are other parameters in one than in the first.
         """
-        norms = {name: float(torch.linalg.vector_norm(p.detach().double())) for name, p in model.named_parameters()}
-        found: list[Any] = [None] * self.world_size
-        self.dist.all_gather_object(found, norms)
-        for rank, other in enumerate(found):
-            differing = [name for name in found[0] if not _are_close(found[0][name], other.get(name))]
-            if differing:
+        weights = [parameter.detach() for parameter in parameters]
+        shapes: list[Any] = [None] * self.world_size
+        self.dist.all_gather_object(shapes, [tuple(weight.shape) for weight in weights])
+        for rank, other in enumerate(shapes):
+            if other != shapes[0]:
                 raise ConfigError(
-                    f"model has other weights in process {rank} than in process 0: {differing[0]} and "
-                    f"{len(differing) - 1} more. Load it from one place, or create it with one seed in all processes."
+                    f"model has parameters of other shapes in process {rank} than in process 0. Load the same model in "
+                    "all processes."
                 )
+        for weight in weights:
+            self.dist.broadcast(weight, src=0)
 
     def refuse_other_rows(self, ids: Any) -> None:
         """Check that tensor-parallel siblings have the same tokens.
@@ -267,21 +249,17 @@ class HybridParallelism(ShardedParallelism):
         self.dist.barrier()
 
 
-def _are_close(number: float, other: float | None) -> bool:
-    return other is not None and math.isclose(number, other, rel_tol=1e-9)
-
-
 def _completing(module: nn.Module, names: list[str], group: Any) -> Any:
     forward = module.forward
 
     def completed(*args: Any, **kwargs: Any) -> Any:
-        own = {name: module._parameters[name] for name in names}
+        weights = {name: module._parameters[name] for name in names}
         try:
-            for name, parameter in own.items():
+            for name, parameter in weights.items():
                 module._parameters[name] = _CompletedWeight.apply(parameter, group)  # type: ignore[assignment]
             return forward(*args, **kwargs)
         finally:
-            module._parameters.update(own)
+            module._parameters.update(weights)
 
     return completed
 
