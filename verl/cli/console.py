@@ -188,10 +188,10 @@ def parse_duration(text: str, where: str) -> float:
     Raises:
         ConfigError: it is none of these.
     """
-    found = _DURATION.fullmatch(text.strip())
-    if found is None:
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
         raise ConfigError(f"{where} is {text!r}: expected a duration such as 90s, 30m, 2h or 1d.")
-    return float(found[1]) * _UNITS_S[found[2]]
+    return float(match[1]) * _UNITS_S[match[2]]
 
 
 def counted(number: int, noun: str) -> str:

@@ -73,8 +73,8 @@ def generate(
     """Print responses of a saved policy to prompts, to the rows of a file, or to the evaluation data of its run."""
     if prompt and data is not None:
         raise typer.BadParameter("give --prompt or --data, not both", param_hint="--prompt")
-    given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    settings = [f"rollout.{key}={value}" for key, value in given.items() if value is not None]
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    settings = [f"rollout.{key}={value}" for key, value in options.items() if value is not None]
     with faults_reported(), TemporaryDirectory("verl-prompts-") as directory, located(path) as saved:
         if prompt:
             data = Path(directory) / "prompts.jsonl"

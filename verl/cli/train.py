@@ -106,7 +106,7 @@ def quickstart(
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     written = {"curves": "ppo/curves.png", "actor": "ppo/actor", "samples": "ppo/samples"}
     written |= {"metrics": "ppo/metrics.jsonl", "summary": "summary.json"}
-    lines = [f"  {name:<8} {out / place}" for name, place in written.items() if (out / place).exists()]
+    lines = [f"  {name:<8} {out / file}" for name, file in written.items() if (out / file).exists()]
     echo(
         f"\nGreedy accuracy on held-out problems: {before:.1%} after SFT ({fine_tuning['wall_s']:.0f} s),\n"
         f"{after:.1%} after {training['steps']} steps of PPO ({training['wall_s']:.0f} s, "

@@ -55,8 +55,8 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
     passed unchanged.
     """
     flags, words, faults = _flags(arguments)
-    own = _value_of(flags, _CONFIG_DIR)
-    set_own_conf_dirs([] if own is None else [Path(own).absolute()])
+    config_dir = _value_of(flags, _CONFIG_DIR)
+    set_own_conf_dirs([] if config_dir is None else [Path(config_dir).absolute()])
     sweeps = any(flag in _MULTIRUN for flag in flags) or any(word.startswith("sweep=") for word in words)
     for_hydra, pairs = [], []
     for word in words:
@@ -70,7 +70,7 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
             for_hydra.append(f"{match['prefix']}{match['key']}={value}")
         else:
             pairs.append((match["key"], match["value"]))
-    is_missing = own is not None and not Path(own).is_dir()  # reported by Hydra
+    is_missing = config_dir is not None and not Path(config_dir).is_dir()  # reported by Hydra
     is_searched = is_missing or any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
     assigned = assign(root, pairs, judge_options=not is_searched)
     assigned.is_sweep = sweeps
@@ -219,10 +219,10 @@ def _flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 def _value_of(flags: Sequence[str], names: Sequence[str]) -> str | None:
     """The value of the last flag with one of these names."""
-    for place in reversed(range(len(flags))):
-        name, sign, value = flags[place].partition("=")
+    for index in reversed(range(len(flags))):
+        name, sign, value = flags[index].partition("=")
         if name in names:
-            return value if sign else flags[place + 1]
+            return value if sign else flags[index + 1]
     return None
 
 
@@ -271,8 +271,8 @@ def swept_overrides(arguments: Sequence[str], sweeper: Any, overrides: Sequence[
         sweeper: configuration of the sweeper, whose `params` may have more.
         overrides: of the job.
     """
-    given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-    parsed = [_parsed(text) for text in (*arguments, *given) if not text.startswith("-")]
+    params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    parsed = [_parsed(text) for text in (*arguments, *params) if not text.startswith("-")]
     varied = {(x.key_or_group, x.package) for x in parsed if x is not None and x.is_sweep_override()}
     read = [(text, _parsed(text)) for text in overrides]
     return tuple(text for text, x in read if x is not None and (x.key_or_group, x.package) in varied)
@@ -323,10 +323,10 @@ def _value_fault(root: str, key: str, value: Any, sweeps: bool) -> str | None:
 
 def _twice(pairs: Sequence[tuple[str, Any]]) -> Iterator[str]:
     """Yield a fault for each key that is assigned several different values."""
-    given: dict[str, list[str]] = {}
+    by_key: dict[str, list[str]] = {}
     for key, value in pairs:
-        given.setdefault(key, []).append(str(value))
-    for key, values in given.items():
+        by_key.setdefault(key, []).append(str(value))
+    for key, values in by_key.items():
         if len(set(values)) > 1:
             yield f"{key} is given {len(values)} times: {values[-1]} counts, not {', '.join(values[:-1])}."
 
@@ -347,13 +347,13 @@ def _file_fault(file: Path, option: str, group: str) -> str | None:
 def composition_faults(root: str, error: Exception) -> Iterator[str]:
     """Faults found by Hydra or OmegaConf during composition, with clearer messages."""
     text = str(error).strip()
-    if (found := re.search(r"Could not find '([^']+)'", text)) is not None:
-        yield _no_option(found[1])
-    elif (found := re.search(r"Key '([^']+)' (?:is )?not in|Could not override '([^'@]+)'", text)) is not None:
-        yield _unknown(root, found[1] or found[2])
+    if (match := re.search(r"Could not find '([^']+)'", text)) is not None:
+        yield _no_option(match[1])
+    elif (match := re.search(r"Key '([^']+)' (?:is )?not in|Could not override '([^'@]+)'", text)) is not None:
+        yield _unknown(root, match[1] or match[2])
     else:
         matches = ((re.search(pattern, text, re.DOTALL), words) for pattern, words in _WORDS)
-        explanation = next((words.format(*found.groups()) for found, words in matches if found is not None), None)
+        explanation = next((words.format(*match.groups()) for match, words in matches if match is not None), None)
         other = _of_other_root(root, text)
         yield other or explanation or _in_brief(root, error)
 

@@ -208,9 +208,9 @@ def saved_model(saved: SavedPolicy) -> Mapping[str, Any]:
     return node if isinstance(node, dict) else {}
 
 
-def _model(saved: SavedPolicy, kept: Mapping[str, Any]) -> dict[str, Any]:
+def _model(saved: SavedPolicy, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The model component for the weights, with dtype and attention as in training."""
-    return {"_target_": f"{Pretrained.__module__}.{Pretrained.__name__}", **kept, "path": str(saved.actor)}
+    return {"_target_": f"{Pretrained.__module__}.{Pretrained.__name__}", **settings, "path": str(saved.actor)}
 
 
 def _model_faults(saved: SavedPolicy, named: Mapping[str, Any]) -> Iterator[str]:
@@ -252,9 +252,9 @@ def _is_cached(name: str) -> bool:
 def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]) -> dict[str, Any]:
     """The data component for a file, read like the former files, with the context length of the model as limit."""
     before: Any = OmegaConf.to_container(config.data, resolve=False)
-    own = ("train_files", "eval_files", "weights")
-    kept = (
-        {key: value for key, value in before.items() if key not in own} if before["_target_"] == OF_FILES[root] else {}
+    of_files = ("train_files", "eval_files", "weights")
+    settings = (
+        {key: value for key, value in before.items() if key not in of_files} if before["_target_"] == OF_FILES[root] else {}
     )
     context = Pretrained(path=config.actor.model.path).max_positions() or UNKNOWN_CONTEXT
     if root == "ppo":
@@ -262,10 +262,10 @@ def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]
         if config.get("environment") is not None and assigned.get("environment", "") is not None:
             episode = config.environment.get("max_tokens", EnvironmentDescription.max_tokens)
             after.append(assigned.get("environment.max_tokens", episode))
-        kept["max_prompt_length"] = max(1, context - max(number for number in (0, *after) if isinstance(number, int)))
+        settings["max_prompt_length"] = max(1, context - max(number for number in (0, *after) if isinstance(number, int)))
     else:
-        kept["max_length"] = context
-    return {**kept, "_target_": EVALUATED[root], "train_files": [str(file)], "eval_files": [str(file)]}
+        settings["max_length"] = context
+    return {**settings, "_target_": EVALUATED[root], "train_files": [str(file)], "eval_files": [str(file)]}
 
 
 def _is_model(directory: Path) -> bool:
@@ -275,12 +275,12 @@ def _is_model(directory: Path) -> bool:
 def _last_trained() -> Path:
     """The newest checkpoint below `checkpoints/`."""
     directories = [file.parent for file in Path("checkpoints").rglob(FORMAT)]
-    found = []
+    newest = []
     for directory in directories:
         try:
-            found.append(CheckpointDirectory(directory).newest().directory)
+            newest.append(CheckpointDirectory(directory).newest().directory)
         except CheckpointNotFound:
             continue
-    if not found:
+    if not newest:
         raise ConfigError("PATH is 'latest': there is no complete checkpoint below checkpoints/. Give a path.")
-    return max(found, key=lambda checkpoint: (checkpoint / MANIFEST).stat().st_mtime_ns).absolute()
+    return max(newest, key=lambda checkpoint: (checkpoint / MANIFEST).stat().st_mtime_ns).absolute()

@@ -79,26 +79,26 @@ def split_at_commas(text: str) -> list[str]:
     >>> split_at_commas("${processes:${sharding._target_},2},4")
     ['${processes:${sharding._target_},2}', '4']
     """
-    pieces, start, place = [], 0, 0
-    while place < len(text):
-        if text[place] == ",":
-            pieces.append(text[start:place])
-            start = place + 1
-        elif text[place] in _CLOSING:
-            place = _end_of_bracket(text, place) or place
-        elif text[place] in "'\"" and not text[start:place].strip():
-            place = max(place, text.find(text[place], place + 1))
-        place += 1
+    pieces, start, position = [], 0, 0
+    while position < len(text):
+        if text[position] == ",":
+            pieces.append(text[start:position])
+            start = position + 1
+        elif text[position] in _CLOSING:
+            position = _end_of_bracket(text, position) or position
+        elif text[position] in "'\"" and not text[start:position].strip():
+            position = max(position, text.find(text[position], position + 1))
+        position += 1
     return [*pieces, text[start:]]
 
 
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 
 
-def _end_of_bracket(text: str, place: int) -> int | None:
-    """The place of the bracket that closes the one at `place`; None if there is none."""
+def _end_of_bracket(text: str, position: int) -> int | None:
+    """The position of the bracket that closes the one at `position`; None if there is none."""
     awaited: list[str] = []
-    for i in range(place, len(text)):
+    for i in range(position, len(text)):
         if text[i] in _CLOSING:
             awaited.append(_CLOSING[text[i]])
         elif text[i] == awaited[-1]:

@@ -35,27 +35,27 @@ def print_start(
     """
     name = f"{config.trainer.project_name}/{config.trainer.experiment_name}"
     print_line(console, visible(redact(f"{name} writes to {shown_path(run_dir)}")), "bold", wraps=False)
-    found = differences(config, root, choices)
-    if found:
+    changed = differences(config, root, choices)
+    if changed:
         print_line(console, "differs from the defaults (--cfg job shows the whole configuration):")
-    names = {path: visible(f"{path}={_text(now)}") for path, (now, _) in found.items()}
+    names = {path: visible(f"{path}={_text(now)}") for path, (now, _) in changed.items()}
     column = min(max(map(len, names.values()), default=0), console.width // 2)
-    for path, (_, before) in found.items():
+    for path, (_, before) in changed.items():
         line = f"  {names[path]:<{column}}  was {visible(_text(before))}"
         print_line(console, line if len(line) <= console.width else end_cut(f"  {names[path]}", console.width))
-    return list(found)
+    return list(changed)
 
 
 def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]) -> dict[str, tuple[Any, Any]]:
     """(value, default) by group or path, redacted; without values that are references to others."""
     default, known = choices_of(root), group_options(conf_dir())
-    found: dict[str, tuple[Any, Any]] = {}
+    changed: dict[str, tuple[Any, Any]] = {}
     for group in dict.fromkeys([*default, *choices]):
         now, before = choices.get(group), default.get(group)
         is_list = group in LISTS and now is None  # Hydra does not report lists of options: compare their members
         if now != before and not is_list and not group.startswith("hydra/"):
-            found[group] = now, before
-    chosen = {group: _text(now) for group, (now, _) in found.items() if now is not None and group not in CHOOSERS}
+            changed[group] = now, before
+    chosen = {group: _text(now) for group, (now, _) in changed.items() if now is not None and group not in CHOOSERS}
     shown = {group: text for group, text in chosen.items() if {*options_in(text)} <= {*known.get(_name(group), [])}}
     options = [f"{'+' if '@' in group else ''}{group}={text}" for group, text in shown.items()]
     base = compose_root(root, options)
@@ -64,8 +64,8 @@ def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]
     for path in _differing(raw, raw_base, ()):
         value, former = _at(now, path), _at(before, path)
         if value != former:
-            found[".".join(path)] = value, former
-    return found
+            changed[".".join(path)] = value, former
+    return changed
 
 
 def _name(group: str) -> str:

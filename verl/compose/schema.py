@@ -55,11 +55,11 @@ def own_conf_dirs() -> tuple[Path, ...]:
 
 def group_options(directory: Path) -> dict[str, list[str]]:
     """All groups of a configuration directory and of `own_conf_dirs` with their options, without Hydra's groups."""
-    found: dict[str, set[str]] = {}
+    options: dict[str, set[str]] = {}
     for item in [item for conf in (directory, *_own_dirs) if conf.is_dir() for item in conf.iterdir()]:
         if item.is_dir() and item.name != "hydra":
-            found.setdefault(item.name, set()).update(file.stem for file in item.glob("*.yaml"))
-    return {group: sorted(found[group]) for group in sorted(found)}
+            options.setdefault(item.name, set()).update(file.stem for file in item.glob("*.yaml"))
+    return {group: sorted(options[group]) for group in sorted(options)}
 
 
 VALUES = ("resume",)  # root keys that are values, not components chosen from a group
@@ -110,8 +110,8 @@ ROOTS: dict[str, type] = {"ppo": PPORoot, "sft": SFTRoot}
 
 def root_keys(root: str) -> list[str]:
     """The keys of a root on the command line: components, values and choosers."""
-    own = (f.name for f in dataclasses.fields(ROOTS[root]))
-    return [*(name for name in own if name not in ("_target_", *VALUES)), *CHOOSERS]
+    keys = (f.name for f in dataclasses.fields(ROOTS[root]))
+    return [*(name for name in keys if name not in ("_target_", *VALUES)), *CHOOSERS]
 
 
 def register() -> None:
@@ -175,8 +175,8 @@ def _name_of_model(path: str) -> str:
 def _class(node: Any, key: str = "") -> str:
     """The class name of a component, or of the component at `key`; empty if there is none."""
     where = f"{key}._target_" if key else "_target_"
-    found = OmegaConf.select(node, where, throw_on_missing=False) if OmegaConf.is_config(node) else None
-    return str(found or "").rpartition(".")[2]
+    target = OmegaConf.select(node, where, throw_on_missing=False) if OmegaConf.is_config(node) else None
+    return str(target or "").rpartition(".")[2]
 
 
 # The JSON schema
@@ -196,8 +196,8 @@ def json_schema(root: str) -> dict[str, Any]:
     kinds, run = known_components(), _import(RUNS[root])
     schema = _component_schema(run)
     for group, options in group_options(conf_dir()).items():
-        place = schema["properties"].setdefault(group, {"anyOf": []})
-        place["anyOf"].append({"enum": options, "description": f"an option of conf/{group}/"})
+        property_schema = schema["properties"].setdefault(group, {"anyOf": []})
+        property_schema["anyOf"].append({"enum": options, "description": f"an option of conf/{group}/"})
     schema["properties"]["defaults"] = {"type": "array", "description": "Options of groups, in a file of Hydra."}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -258,8 +258,8 @@ def _any_of(base: str, kinds: Iterable[type[Description]]) -> dict[str, Any]:
 
 def _component_schema(kind: type[Description]) -> dict[str, Any]:
     descriptions, fields = _field_texts(kind), {}
-    own = _raw_schema(kind).get("properties", {})
-    for name, raw in own.items():
+    raw_fields = _raw_schema(kind).get("properties", {})
+    for name, raw in raw_fields.items():
         schema = _with_places({key: value for key, value in raw.items() if key not in ("title", "default")})
         fields[name] = {"anyOf": [*schema.get("anyOf", [schema]), {"$ref": "#/$defs/reference"}]}
         fields[name] |= {"description": descriptions[name]} if name in descriptions else {}
@@ -269,7 +269,7 @@ def _component_schema(kind: type[Description]) -> dict[str, Any]:
         "type": "object",
         "properties": {"_target_": {"const": _target(kind)}, **fields},
         "additionalProperties": kind.other_keys is not None
-        and _with_places(own[kind.other_keys]["additionalProperties"]),
+        and _with_places(raw_fields[kind.other_keys]["additionalProperties"]),
     }
 
 
@@ -285,11 +285,11 @@ def _with_places(schema: Any) -> Any:
 
 def _field_texts(kind: type[Description]) -> dict[str, str]:
     """Descriptions of the fields from `Args:` or `Attributes:` in the docstrings of a class and its bases."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         doc = inspect.cleandoc(base.__doc__ or "")
         section = re.search(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)+)", doc, re.M)
         entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n(?:     .*|))*)", section[1] if section else "", re.M)
         for names, text in entries:
-            found |= dict.fromkeys(names.split(", "), re.sub(r"\s+", " ", text).strip())
-    return found
+            texts |= dict.fromkeys(names.split(", "), re.sub(r"\s+", " ", text).strip())
+    return texts

@@ -29,35 +29,35 @@ def _likeness(path: str, candidate: str) -> float:
 Kind = TypeVar("Kind", bound=Description)
 
 
-def key_faults(argument: str, given: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
+def key_faults(argument: str, keys: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
     """Yield a sentence for each unknown key of a mapping; `argument` is its name.
 
     >>> list(key_faults("rollout_config", {"temprature": 1.0}, ["temperature", "top_p"]))
     ['rollout_config.temprature is not a known key. Did you mean temperature?']
     """
     known = list(known)
-    for key in given:
+    for key in keys:
         if key not in known:
             listed = f" Known: {', '.join(known)}."
             yield f"{argument}.{key} is not a known key.{hint(nearest(str(key), known)) or listed}"
 
 
-def described(kind: type[Kind], argument: str, given: Kind | Mapping[str, Any] | None) -> Kind:
+def described(kind: type[Kind], argument: str, values: Kind | Mapping[str, Any] | None) -> Kind:
     """Make a component from a mapping; a component is returned unchanged.
 
     Args:
         kind: class of the component.
         argument: name of the argument, for messages.
-        given: the mapping or component; None for the defaults.
+        values: the mapping or component; None for the defaults.
     Raises:
         ConfigError: unknown keys, with the nearest known one, and invalid values.
     """
-    if isinstance(given, kind):
-        return given
-    if given is not None and not isinstance(given, Mapping):
-        raise ConfigError(f"{argument} is {given!r}: expected a mapping of the keys of {kind.__name__}.")
-    given = dict(given or {})
-    if faults := list(key_faults(argument, given, field_types(kind))):
+    if isinstance(values, kind):
+        return values
+    if values is not None and not isinstance(values, Mapping):
+        raise ConfigError(f"{argument} is {values!r}: expected a mapping of the keys of {kind.__name__}.")
+    values = dict(values or {})
+    if faults := list(key_faults(argument, values, field_types(kind))):
         raise ConfigError(faults)
     with faults_below(argument):
-        return kind(**given)
+        return kind(**values)

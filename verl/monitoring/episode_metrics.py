@@ -47,11 +47,11 @@ def accuracy_by_calls(batch: DataProto, is_right: Sequence[bool]) -> dict[str, f
         return {}
     has_call = np.array([bool(calls_of(record)) for record in records])
     right = np.asarray(is_right, dtype=float)
-    found = {"eval/turns": _mean([len(record["turns"]) for record in records]), "eval/call_share": _mean(has_call)}
+    metrics = {"eval/turns": _mean([len(record["turns"]) for record in records]), "eval/call_share": _mean(has_call)}
     for name, chosen in (("with_call", has_call), ("without_call", ~has_call)):
         if chosen.any():
-            found[f"eval/accuracy_{name}"] = float(right[chosen].mean())
-    return found
+            metrics[f"eval/accuracy_{name}"] = float(right[chosen].mean())
+    return metrics
 
 
 def calls_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -158,8 +158,8 @@ class PPOLifecycle(ABC):
         }
         others = {name: model for name, model in needed.items() if model is not None and model != run.actor.model}
         faults = [tokenizer_fault(name, model, self.tokenizer) for name, model in others.items()]
-        if found := [fault for fault in faults if fault is not None]:
-            raise ConfigError(found)
+        if present := [fault for fault in faults if fault is not None]:
+            raise ConfigError(present)
 
     def _refuse_missing_columns(self, reward: RewardDescription) -> None:
         """Refuse data without the columns that the reward names, before any weight is loaded."""

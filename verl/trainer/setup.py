@@ -100,8 +100,8 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
         )
     device = settings.device
     with faults_below("trainer"):
-        if found := list(settings.machine_faults()):
-            raise ConfigError(found)
+        if faults := list(settings.machine_faults()):
+            raise ConfigError(faults)
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     run_dir = context.run_dir or Path("outputs") / settings.project_name / settings.experiment_name
@@ -154,13 +154,13 @@ def prepare_saving(
     identity = identity_of(config, context.tokenizer) if chosen is not None or run.resume is not None else {}
     run_id = new_run_id()
     job = job_name(context.job, context.swept)
-    place = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id).choose(run.resume)
-    point = place.resumed
-    saver = CheckpointSaver(chosen, place, config, identity, loss_key, uses, run_id)
+    save_directory = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id).choose(run.resume)
+    point = save_directory.resumed
+    saver = CheckpointSaver(chosen, save_directory, config, identity, loss_key, uses, run_id)
     if context.run_dir is not None:
         try:
             saver.run_dir_lock = lock_run_directory(context.run_dir)
-            if not is_restart and (faults := list(run_dir_faults(context.run_dir, run.resume, point, place.directory))):
+            if not is_restart and (faults := list(run_dir_faults(context.run_dir, run.resume, point, save_directory.directory))):
                 raise ConfigError(faults)
         except BaseException:
             saver.close()
@@ -244,9 +244,9 @@ def start_cluster(host: Any, settings: LoopSettings, context: BuildContext) -> W
     if not sharded:
         return InlineWorkerGroup(host, context)
     if context.device.startswith("cuda") and torch.cuda.device_count() < settings.n_gpus_per_node:
-        wanted, count = settings.n_gpus_per_node, torch.cuda.device_count()
+        needed, count = settings.n_gpus_per_node, torch.cuda.device_count()
         raise ConfigError(
-            f"trainer.n_gpus_per_node is {wanted}: this machine has {count} GPUs. Set it lower, or trainer.device=cpu."
+            f"trainer.n_gpus_per_node is {needed}: this machine has {count} GPUs. Set it lower, or trainer.device=cpu."
         )
     if world_size == 1:
         names = ", ".join(dict.fromkeys(type(sharding).__name__ for sharding in sharded.values()))
@@ -312,8 +312,8 @@ def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_pl
         return list(dict.fromkeys(sizes))
     heads: dict[str, str] = {}
     for role in roles_in_processes:
-        found = None if role.model is None else role.model.attention_heads()
-        if found is not None and (fault := role.sharding.heads_fault(*found, role.count)) is not None:
+        num_heads = None if role.model is None else role.model.attention_heads()
+        if num_heads is not None and (fault := role.sharding.heads_fault(*num_heads, role.count)) is not None:
             heads.setdefault(role.path, f"{role.path}.{fault} (heads of {role.model_path})")
         layers = None if role.model is None else role.model.layer_count()
         if layers is not None and (fault := role.sharding.layers_fault(layers, role.count)) is not None:
@@ -379,5 +379,5 @@ def last_checkpoint_of(saving: CheckpointSaver) -> str | None:
         complete = CheckpointDirectory(saving.directory).complete()
     except CheckpointNotFound:
         return None
-    own = [checkpoint for checkpoint in complete if checkpoint.manifest.run_id == saving.run_id]
-    return str(own[-1].directory) if own else None
+    of_run = [checkpoint for checkpoint in complete if checkpoint.manifest.run_id == saving.run_id]
+    return str(of_run[-1].directory) if of_run else None

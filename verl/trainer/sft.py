@@ -182,7 +182,7 @@ class SFTTrainer:
     def _blame(self, metric: str, batch: DataProto) -> Attribution:
         """Rows ranked by their loss under the current weights; costs a forward pass, only after a fault."""
         sums = [self.learner.evaluate(batch[row]).result() for row in range(len(batch))]
-        return Attribution("loss per token", torch.tensor([found["nll"] / max(1.0, found["tokens"]) for found in sums]))
+        return Attribution("loss per token", torch.tensor([sums_of_row["nll"] / max(1.0, sums_of_row["tokens"]) for sums_of_row in sums]))
 
     def save(self, directory: Path) -> list[Path]:
         """Write `actor/` as a Hugging Face directory below `directory`."""

@@ -496,8 +496,8 @@ def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
 
 def _errno_in(text: str) -> int:
     """The system's error number in a message, such as `(os error 28)`."""
-    found = re.search(r"os error (\d+)", text, re.IGNORECASE)
-    return int(found[1]) if found else errno.EIO
+    number = re.search(r"os error (\d+)", text, re.IGNORECASE)
+    return int(number[1]) if number else errno.EIO
 
 
 def _save(trainer: LoopTrainer, result: TrainResult) -> None:

@@ -264,9 +264,9 @@ def _disk(run: Any, memory: MemoryPlan, step_s: float, free: int | None, upload_
     every = saves.save_interval
     often = "" if every is None else f", one every {every} steps (about {_duration(every * step_s)})"
     if saves.keep_last_n is not None:
-        kept = saves.keep_last_n + 1
-        yield f"A checkpoint takes {size / GIB:.2f} GiB{often}; {saves.keep_last_n} stay: {kept * size / GIB:.2f} GiB."
-        if free is not None and kept * size > free:
+        count = saves.keep_last_n + 1
+        yield f"A checkpoint takes {size / GIB:.2f} GiB{often}; {saves.keep_last_n} stay: {count * size / GIB:.2f} GiB."
+        if free is not None and count * size > free:
             soon = f", in about {_duration((free // size + 1) * every * step_s)}" if every is not None else ""
             yield (
                 f"{free / GIB:.2f} GiB are free there, full with checkpoint {free // size + 1}{soon}: lower "

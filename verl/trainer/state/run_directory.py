@@ -44,7 +44,7 @@ def _is_resumed(run_dir: Path, resume: str, point: ResumePoint | None, save_dir:
         return False
     if point is None:
         return resume == LATEST and any(
-            os.path.realpath(place) == os.path.realpath(save_dir) for place in written.places(run_dir)[:2]
+            os.path.realpath(directory) == os.path.realpath(save_dir) for directory in written.places(run_dir)[:2]
         )
     return not {written.run_id, *written.ancestors, *written.earlier}.isdisjoint(ancestors_of(point))
 

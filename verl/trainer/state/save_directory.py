@@ -160,9 +160,9 @@ class SaveDirectoryChoice:
             point = self._seen_at(resume)
         else:
             verify = used.verify and not dry
-            found = find(resume, self.directory, used.strict, verify, self._tier, self._storage, self._is_own)
-            assert found is not None, "only `latest` may find none"
-            point = found
+            verified = find(resume, self.directory, used.strict, verify, self._tier, self._storage, self._is_own)
+            assert verified is not None, "only `latest` may find none"
+            point = verified
         self._refuse_other(point)
         return point
 

@@ -78,8 +78,8 @@ def reward_identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Files of functions and models of this machine are replaced by digests of their content, as in `identity_of`.
     """
-    own = {path: value for path, value in _flat(config) if REWARD_TRANSPORT_KEYS.isdisjoint(path.split("."))}
-    return {path: _rates_by(value) for path, value in own.items()}
+    settings = {path: value for path, value in _flat(config) if REWARD_TRANSPORT_KEYS.isdisjoint(path.split("."))}
+    return {path: _rates_by(value) for path, value in settings.items()}
 
 
 def _rates_by(value: Any) -> Any:
@@ -93,7 +93,7 @@ def sources_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
     A function (`file.py:function`, `module:function`) and a component's class stay under one name when they are edited.
     """
-    found: dict[str, Any] = {}
+    digests: dict[str, Any] = {}
     for path, value in _flat(config):
         if not isinstance(value, str) or value.startswith("verl."):
             continue
@@ -108,8 +108,8 @@ def sources_of(config: Mapping[str, Any]) -> dict[str, Any]:
         except (ImportError, OSError, KeyError):
             continue
         if file is not None and file.is_file():
-            found[path] = {DIGEST: _file_digest(file)}
-    return found
+            digests[path] = {DIGEST: _file_digest(file)}
+    return digests
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -121,15 +121,15 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     for path, value in DEFAULTS_OF_OLDER_CHECKPOINTS.items():
         if path in new and f"algorithm{KIND}" in old:
             old.setdefault(path, value)
-    found = {
+    differing = {
         path: [old.get(path, ABSENT), new.get(path, ABSENT)]
         for path in [*old, *(p for p in new if p not in old)]
         if old.get(path, ABSENT) != new.get(path, ABSENT)
     }
-    replaced = [path.removesuffix(KIND) for path in found if path.endswith(KIND)]
+    replaced = [path.removesuffix(KIND) for path in differing if path.endswith(KIND)]
     outermost = [path for path in replaced if not any(path.startswith(f"{other}.") for other in replaced)]
     kinds = {f"{path}{KIND}" for path in outermost}
-    return {path: values for path, values in found.items() if path in kinds or not _below(path, tuple(outermost))}
+    return {path: values for path, values in differing.items() if path in kinds or not _below(path, tuple(outermost))}
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -175,8 +175,8 @@ def _digest(data: bytes) -> str:
 
 
 def _file_digest(path: Path) -> str:
-    found = path.stat()
-    return _digest_of(str(path.absolute()), found.st_ino, found.st_size, found.st_mtime_ns)
+    stat = path.stat()
+    return _digest_of(str(path.absolute()), stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=4096)
