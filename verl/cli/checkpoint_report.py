@@ -228,7 +228,9 @@ def compat(
         checked = findings([where.directory / name], old, new)
     broken = [finding for finding in checked if finding.breaks]
     if json:
-        print_json({"formats": [row._asdict() for row in FORMATS], "checkpoints": list(map(dataclasses.asdict, checked))})
+        print_json(
+            {"formats": [row._asdict() for row in FORMATS], "checkpoints": list(map(dataclasses.asdict, checked))}
+        )
     else:
         _print(checked, old, new)
     raise typer.Exit(FOUND if broken else 0)

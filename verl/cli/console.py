@@ -140,14 +140,18 @@ def print_table(
     if drop:
         room = (output_width() or width) + 2  # each column has 2 characters behind it
         sizes = [max(cell_len(row[i]) for row in (columns, *cells)) + 2 for i in range(len(columns))]
-        least = [min(size, SHORTEST_CUT + 2) if name in cut else size for name, size in zip(columns, sizes, strict=True)]
+        least = [
+            min(size, SHORTEST_CUT + 2) if name in cut else size for name, size in zip(columns, sizes, strict=True)
+        ]
         shown = fitting_columns(least, room, [columns.index(column) for column in drop])
         left_out = [column for index, column in enumerate(columns) if index not in shown]
         columns, cells = [columns[i] for i in shown], [[row[i] for i in shown] for row in cells]
         texts = [sizes[i] - 2 for i, name in zip(shown, columns, strict=True) if name in cut]
         others = sum(sizes[i] for i, name in zip(shown, columns, strict=True) if name not in cut)
         most = equal_share(texts, room - others - 2 * len(texts), SHORTEST_CUT)
-        cells = [[end_cut(x, most) if name in cut else x for name, x in zip(columns, row, strict=True)] for row in cells]
+        cells = [
+            [end_cut(x, most) if name in cut else x for name, x in zip(columns, row, strict=True)] for row in cells
+        ]
         width = 10_000
     table = Table(box=None, pad_edge=False, header_style="bold" if is_terminal else "")
     for column in columns:

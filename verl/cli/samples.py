@@ -387,7 +387,7 @@ def without_shared_beginnings(prompts: Sequence[str]) -> list[str]:
     distinct = sorted(set(prompts))
     shared = dict.fromkeys(distinct, 0)
     for prompt, following in itertools.pairwise(distinct):
-        length = len(os.path.commonprefix([prompt, following]))
+        length = len(os.path.commonprefix([prompt, following]))  # noqa: RUF071 - texts, not paths
         shared[prompt], shared[following] = max(shared[prompt], length), max(shared[following], length)
     starts = {prompt: prompt.rfind(" ", 0, length) + 1 for prompt, length in shared.items() if length > LEAST}
     return [f"{CUT}{prompt[starts[prompt] :]}" if starts.get(prompt) else prompt for prompt in prompts]

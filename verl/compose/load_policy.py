@@ -254,7 +254,9 @@ def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]
     before: Any = OmegaConf.to_container(config.data, resolve=False)
     of_files = ("train_files", "eval_files", "weights")
     settings = (
-        {key: value for key, value in before.items() if key not in of_files} if before["_target_"] == OF_FILES[root] else {}
+        {key: value for key, value in before.items() if key not in of_files}
+        if before["_target_"] == OF_FILES[root]
+        else {}
     )
     context = Pretrained(path=config.actor.model.path).max_positions() or UNKNOWN_CONTEXT
     if root == "ppo":
@@ -262,7 +264,9 @@ def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]
         if config.get("environment") is not None and assigned.get("environment", "") is not None:
             episode = config.environment.get("max_tokens", EnvironmentDescription.max_tokens)
             after.append(assigned.get("environment.max_tokens", episode))
-        settings["max_prompt_length"] = max(1, context - max(number for number in (0, *after) if isinstance(number, int)))
+        settings["max_prompt_length"] = max(
+            1, context - max(number for number in (0, *after) if isinstance(number, int))
+        )
     else:
         settings["max_length"] = context
     return {**settings, "_target_": EVALUATED[root], "train_files": [str(file)], "eval_files": [str(file)]}

@@ -153,9 +153,7 @@ class NonFiniteGuard:
             return
         story = ", ".join(f"{role}/{key} is {x}" for key, x in metrics.items() if not math.isfinite(x))
         rows = batch()
-        dump = (
-            None if self._anomalies.is_full else self._dump(role, story, rows, [self._ranking(f"{role}/loss", rows)])
-        )
+        dump = None if self._anomalies.is_full else self._dump(role, story, rows, [self._ranking(f"{role}/loss", rows)])
         if not self._skips(role, story, dump):
             raise NonFiniteError(f"Step {self.step}: {story}. The weights are as they were before.{_at(dump)}")
 

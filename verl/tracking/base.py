@@ -149,7 +149,9 @@ class Trackers(Description):
 
     def _described(self) -> dict[str, TrackerDescription]:
         """Trackers by name in order of their start; those with `shows_others` last."""
-        by_name = {tracker.name: getattr(self, tracker.name) for tracker in fields(self) if tracker.name != "more"} | self.more
+        by_name = {
+            tracker.name: getattr(self, tracker.name) for tracker in fields(self) if tracker.name != "more"
+        } | self.more
         there = {name: kind for name, kind in by_name.items() if kind is not None}
         return dict(sorted(there.items(), key=lambda item: item[1].shows_others))
 

@@ -1,4 +1,5 @@
-"""Set-up and tear-down that all trainers share (device, seeds, threads, roles, restored state), and fault tolerance.
+"""LoopTrainer: set-up and tear-down that all trainers share (device, seeds, threads, roles, restored state), and fault
+tolerance.
 
 With `trainer=ray` a run that loses a worker, or one of whose workers hangs, restarts from its last checkpoint, at most
 `trainer.placement.max_restarts` times; otherwise it ends with `WorkerDied` or `WorkerHung`:
@@ -11,10 +12,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 
@@ -28,23 +30,30 @@ from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain, hint, nearest
 from verl.compose.print_config import lock_run_directory
+from verl.data.base import Dataset, DataSplits, named_source, report_counts
+from verl.data.sampler import EpochSampler
 from verl.engines.sharding import Sharding
 from verl.errors import CheckpointNotFound, ConfigError, WorkerDied, faults_below
 from verl.models.pretrained import WARM_START, ModelSource
+from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.ops.cpu_matmul import active_library, chosen_library, use_library
+from verl.protocol import DataProto
 from verl.storage.config import is_address
+from verl.tracking.base import TrackerSet
 from verl.trainer.config import LoopSettings
+from verl.trainer.plan.run_plan import RunPlan, log_plan
 from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
 from verl.trainer.state.distributed_save import RankWriters
+from verl.trainer.state.driver_state import WHEN_BUILT, PartStates, Stateful, load_parts, states_of
 from verl.trainer.state.resume import difference_messages
 from verl.trainer.state.run_directory import run_dir_faults
 from verl.trainer.state.save_directory import SaveDirectoryChoice, job_name
 from verl.trainer.state.training_identity import identity_of, paths_of_texts
-from verl.trainer.train_loop import TrainResult
+from verl.trainer.timers import StageTimers
 from verl.utils import torchrun
 from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
-from verl.workers.load_state import RestoreSource
+from verl.workers.load_state import RestoreSource, SavedRoleState
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +169,9 @@ def prepare_saving(
     if context.run_dir is not None:
         try:
             saver.run_dir_lock = lock_run_directory(context.run_dir)
-            if not is_restart and (faults := list(run_dir_faults(context.run_dir, run.resume, point, save_directory.directory))):
+            if not is_restart and (
+                faults := list(run_dir_faults(context.run_dir, run.resume, point, save_directory.directory))
+            ):
                 raise ConfigError(faults)
         except BaseException:
             saver.close()
@@ -324,21 +335,126 @@ def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_pl
     return list(heads.values())
 
 
-class Restartable(Protocol):
-    """Interface of a trainer that can be restarted.
+class LoopTrainer(ABC):
+    """A running trainer: roles in their processes, data, trackers and checkpoints. The training loop calls its steps.
+
+    Call `close` when done, or use it as a context manager.
 
     Attributes:
+        description: the run's description, written beside the results.
+        settings: those of the loop, and of the trainer's own kind.
+        cluster: the processes of the roles; None when they are closed.
+        saving: a `CheckpointSaver`; None before it is made.
         restarts: reason of each restart.
     """
 
     description: Any
-    saving: CheckpointSaver
-    restarts: list[str]
+    settings: Any
+    tracker: TrackerSet
+    stages: StageTimers
+    guard: NonFiniteGuard
+    train_data: Dataset
+    eval_data: Dataset | None
+    data_counts: dict[str, int]
+    sampler: EpochSampler
+    num_steps: int
+    run_dir: Path
+    cluster: WorkerGroup | None
+    saving: Any
 
-    def restart(self, resume: str | None, why: str) -> None: ...
+    def __init__(self, run: Any, context: BuildContext):
+        self.restarts: list[str] = []
+        self._context = context  # kept for a rebuild
+        self._start(run, context)
+
+    def _start(self, run: Any, context: BuildContext) -> None:
+        self.description, self.settings = run, run.trainer
+        self.cluster = self.saving = None
+        self._state = ProcessState(run.trainer)
+        try:
+            self._build(run, prepare_context(context, run.trainer))
+            if (point := self.saving.resumed) is not None:
+                load_parts(point, self.parts, WHEN_BUILT)
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _build(self, run: Any, context: BuildContext) -> None:
+        """Load data and weights, and start the processes of the roles; sets every attribute."""
+
+    @abstractmethod
+    def step(self, batch: DataProto, step: int) -> dict[str, float]:
+        """One training step, number `step` from 1; returns its metrics."""
+
+    @abstractmethod
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of the weights after `step` steps."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> dict[str, Any]:
+        """Handles of the roles whose weights are updated, by name."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> dict[str, Stateful]:
+        """The driver's parts of a checkpoint; see `verl.trainer.state.driver_state`."""
+
+    def _use_data(self, splits: DataSplits, batch_size: int, setting: str) -> None:
+        """Take over data sets; `setting` is the path of the batch size, for messages."""
+        self.train_data, self.eval_data = splits.train, splits.eval
+        self.data_counts = report_counts(splits)
+        seed, source = derive_seed(self.settings.seed, "data order"), named_source(self.description.data)
+        self.sampler = EpochSampler(len(splits.train), batch_size, seed, setting, splits.mixture, source)
+        self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
+
+    def _plan(self, context: BuildContext) -> RunPlan | None:
+        """Plan the run, with messages for its start."""
+        plan = log_plan(self.description, context, self.saving.directory)
+        self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
+        self.saving.messages += library_messages(context)
+        return plan
+
+    def save(self, directory: Path) -> list[Path]:
+        """Write the trained roles as Hugging Face directories below `directory`; returns these."""
+        paths = [directory / name for name in self.trained]
+        for path, role in zip(paths, self.trained.values(), strict=True):
+            path.mkdir(parents=True, exist_ok=True)  # transformers only logs that it cannot write
+            role.save(path).result()
+        return paths
+
+    def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
+        """State for a checkpoint: that of the roles by name, and that of the parts; see `TrainState.of`."""
+        assert self.cluster is not None
+        return self.saving.states_of(self.trained, self.cluster.shares_memory), states_of(self.parts)
+
+    def restart(self, resume: str | None, why: str) -> None:
+        """Rebuild everything and continue from a checkpoint, or from the beginning if `resume` is None."""
+        self.close()
+        self.restarts.append(why)
+        self._start(replace(self.description, resume=resume), self._context)
+
+    def close(self) -> None:
+        """Stop the workers, free the weights, and restore the process settings that the run changed."""
+        if self.saving is not None:
+            self.saving.close()
+        if self.cluster is not None:
+            self.cluster.close()
+            self.cluster = None
+        self._state.restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
-def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], max_restarts: int) -> TrainResult:
+Result = TypeVar("Result")
+
+
+def fit_with_restarts(trainer: LoopTrainer, fit: Callable[[bool], Result], max_restarts: int) -> Result:
     """Train to the end, with restarts after lost workers.
 
     Args:
@@ -364,7 +480,7 @@ def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], 
             _log.warning("Restart %d of at most %d, from %s: %s", number, max_restarts, where, why)
 
 
-def _restart_fault(trainer: Restartable, max_restarts: int) -> str | None:
+def _restart_fault(trainer: LoopTrainer, max_restarts: int) -> str | None:
     """Why the run cannot be restarted automatically; None if it can."""
     if trainer.saving.settings is None:
         return "The run keeps no checkpoints, so it cannot go on by itself. Set checkpoint=async."

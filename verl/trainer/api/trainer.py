@@ -150,10 +150,14 @@ class Trainer:
             replacements["critic.model"] = model_from_object("critic_model", critic_model, tokenizer)
         if lora is not None:
             replacements["actor.lora"] = described(LoRA, "lora", lora)
-        rollout_config, data_config = _with_lengths(replacements["actor.model"], rollout_config or {}, data_config or {})
+        rollout_config, data_config = _with_lengths(
+            replacements["actor.model"], rollout_config or {}, data_config or {}
+        )
         if train_dataset is not None:
             room = _room(replacements["actor.model"], rollout_config, data_config)
-            replacements["data"] = data_from_object(train_dataset, eval_dataset, described(PromptOptions, "data_config", room))
+            replacements["data"] = data_from_object(
+                train_dataset, eval_dataset, described(PromptOptions, "data_config", room)
+            )
         if isinstance(algorithm, Algorithm):
             replacements["algorithm"] = algorithm
         below = _defaults(replacements, checkpoint_config is not None, algorithm)
@@ -238,7 +242,7 @@ class Trainer:
         In Ray, a lost worker costs the steps since the last save: see `verl.trainer.setup`.
         """
         self._under_way()
-        return fit_with_restarts(self.trainer, self._fit_once, self.trainer.max_restarts)
+        return fit_with_restarts(self.trainer, self._fit_once, self.trainer.settings.max_restarts)
 
     def _fit_once(self, may_restart: bool) -> TrainResult:
         if self._loop.is_over:  # a worker was lost: the trainer is rebuilt

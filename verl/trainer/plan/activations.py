@@ -168,14 +168,17 @@ def _trace_or_count(
             for chosen in (1, 2)
         )
         return Activations(
-            *(int(a + (share - 1) * (b - a)) for a, b in zip(with_one.bytes, with_two.bytes, strict=True)), logits=logits
+            *(int(a + (share - 1) * (b - a)) for a, b in zip(with_one.bytes, with_two.bytes, strict=True)),
+            logits=logits,
         )
     except Exception as error:  # noqa: BLE001 - a model's own code on tensors without data may fail in any way
         sizes = model_stats(config)
         activation_bytes = sizes.activation_elements(tokens, recomputed) * dtype.itemsize // siblings
         scoring = sizes.layer_elements * tokens * dtype.itemsize // siblings
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return Activations(training=activation_bytes, kept=activation_bytes, scoring=scoring, logits=logits, why_counted=why)
+        return Activations(
+            training=activation_bytes, kept=activation_bytes, scoring=scoring, logits=logits, why_counted=why
+        )
     finally:
         log.setLevel(level)
 

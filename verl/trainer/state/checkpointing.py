@@ -263,7 +263,9 @@ class CheckpointSaver:
             self._looked_for.add(name)
             if key not in metrics:
                 suggestion = hint(nearest(key, metrics))
-                _log.warning("checkpoint.%s is %r: there is no such metric, so it has no effect.%s", name, key, suggestion)
+                _log.warning(
+                    "checkpoint.%s is %r: there is no such metric, so it has no effect.%s", name, key, suggestion
+                )
 
     def out_of_time(self) -> bool:
         """Whether the next step might exceed the time limit."""

@@ -264,7 +264,8 @@ class RewardStats:
         if changed:
             self._reward.reset_stats()
             _log.warning(
-                "The reward differs from the checkpoint's (%s): its score statistics start from zero.", ", ".join(changed)
+                "The reward differs from the checkpoint's (%s): its score statistics start from zero.",
+                ", ".join(changed),
             )
         else:
             self._reward.load_state_dict(learned)
