@@ -14,7 +14,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -42,6 +42,7 @@ from verl.storage.config import is_address
 from verl.tracking.base import TrackerSet
 from verl.trainer.config import LoopSettings
 from verl.trainer.plan.run_plan import RunPlan, log_plan
+from verl.trainer.plan.workload import role_processes
 from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
 from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.driver_state import WHEN_BUILT, PartStates, Stateful, load_parts, states_of
@@ -53,6 +54,7 @@ from verl.trainer.timers import StageTimers
 from verl.utils import torchrun
 from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
+from verl.workers.base import TrainedRole
 from verl.workers.load_state import RestoreSource, SavedRoleState
 
 _log = logging.getLogger(__name__)
@@ -281,58 +283,40 @@ def placement_faults(settings: LoopSettings, shardings: Mapping[str, Sharding]) 
         yield "trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Leave it null."
 
 
-@dataclass(frozen=True)
-class RoleSharding:
-    """Sharding of one role.
-
-    Attributes:
-        path: configuration path of the sharding.
-        sharding: its own, or that of the run.
-        count: number of its processes.
-        model: model whose heads and layers must be divisible, and its path; None if the model is not checked.
-    """
-
-    path: str
-    sharding: Sharding
-    count: int
-    model: ModelSource | None = None
-    model_path: str = ""
-
-
-def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_placed: bool = False) -> list[str]:
-    """Faults of the combination of shardings, number of processes and models; each fault is reported once.
-
-    Args:
-        is_placed: a placement determines the number of processes of each role, and checks it itself.
-    """
-    whole = [role for role in roles if not role.sharding.needs_processes]
-    if not is_placed and whole and whole[0].count > 1:
-        count, path = whole[0].count, whole[0].path
+def sharding_faults(run: Any) -> list[str]:
+    """Faults of the shardings of a run's roles with the number of processes and the models; each is reported once."""
+    settings, shardings, counts = run.trainer, run.shardings(), role_processes(run)
+    described = {role: getattr(run, role, None) for role in shardings}
+    has_own = {role: getattr(described[role], "sharding", None) is not None for role in shardings}
+    paths = {role: f"{role}.sharding" if has_own[role] else "sharding" for role in shardings}
+    whole = [role for role, sharding in shardings.items() if not sharding.needs_processes]
+    is_placed = settings.placement is not None  # it determines the number of processes of each role, and checks it
+    if not is_placed and whole and counts[whole[0]] > 1:
+        count, path = counts[whole[0]], paths[whole[0]]
         return [f"trainer.n_gpus_per_node is {count}: {path}=none runs in one process. Set it to 1, or {path}=fsdp."]
-    if len(whole) < len(roles) and settings.profile is not None:
+    if len(whole) < len(shardings) and settings.profile is not None:
         return ["trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set sharding=none."]
-    if len(whole) < len(roles) and ":" in settings.device:
+    if len(whole) < len(shardings) and ":" in settings.device:
         return [f"trainer.device is {settings.device!r}: each process needs its own GPU. Set it to cuda or auto."]
-    roles_in_processes = [role for role in roles if not is_placed or role.count > 1]
-    sizes = [
-        f"{role.path}.{fault}"
-        for role in roles_in_processes
-        if (fault := role.sharding.size_fault(role.count)) is not None
-    ]
-    if sizes:
-        return list(dict.fromkeys(sizes))
-    heads: dict[str, str] = {}
-    for role in roles_in_processes:
-        num_heads = None if role.model is None else role.model.attention_heads()
-        if num_heads is not None and (fault := role.sharding.heads_fault(*num_heads, role.count)) is not None:
-            heads.setdefault(role.path, f"{role.path}.{fault} (heads of {role.model_path})")
-        layers = None if role.model is None else role.model.layer_count()
-        if layers is not None and (fault := role.sharding.layers_fault(layers, role.count)) is not None:
-            heads.setdefault(role.path, f"{role.path}.{fault} (layers of {role.model_path})")
-        kind = None if role.model is None else role.model.experts()
-        if kind is not None and (fault := role.sharding.experts_fault(*kind, role.count)) is not None:
-            heads.setdefault(role.path, f"{role.path}.{fault} (experts of {role.model_path})")
-    return list(heads.values())
+    in_processes = {role: sharding for role, sharding in shardings.items() if not is_placed or counts[role] > 1}
+    sizes = {role: sharding.size_fault(counts[role]) for role, sharding in in_processes.items()}
+    if faults := [f"{paths[role]}.{fault}" for role, fault in sizes.items() if fault is not None]:
+        return list(dict.fromkeys(faults))
+    indivisible: dict[str, str] = {}
+    for role, sharding in in_processes.items():
+        if not isinstance(described[role], TrainedRole):
+            continue
+        model: ModelSource = described[role].model
+        layers = model.layer_count()
+        divided = {
+            "heads": (sharding.heads_fault, model.attention_heads()),
+            "layers": (sharding.layers_fault, None if layers is None else (layers,)),
+            "experts": (sharding.experts_fault, model.experts()),
+        }
+        for name, (fault_of, size) in divided.items():
+            if size is not None and (fault := fault_of(*size, counts[role])) is not None:
+                indivisible.setdefault(paths[role], f"{paths[role]}.{fault} ({name} of {role}.model)")
+    return list(indivisible.values())
 
 
 class LoopTrainer(ABC):

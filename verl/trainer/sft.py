@@ -21,10 +21,8 @@ from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import SFTSettings
 from verl.trainer.plan.unused_settings import unused_settings
-from verl.trainer.plan.workload import role_layouts
 from verl.trainer.setup import (
     LoopTrainer,
-    RoleSharding,
     fit_with_restarts,
     metric_faults,
     placement_faults,
@@ -61,10 +59,7 @@ class SFTRun(Description):
 
     def faults(self) -> Iterator[str]:
         """Faults between components, each with its full config path."""
-        path, placement = "sharding" if self.actor.sharding is None else "actor.sharding", self.trainer.placement
-        count = role_layouts(self)["actor"].processes
-        role = RoleSharding(path, self.shardings()["actor"], count, self.actor.model, "actor.model")
-        yield from sharding_faults([role], self.trainer, placement is not None)
+        yield from sharding_faults(self)
         yield from placement_faults(self.trainer, self.shardings())
         yield from metric_faults(self, ("eval/loss", "eval/token_accuracy"))
         if (fault := self.actor.model.policy_fault()) is not None:

@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +115,21 @@ class Activations:
         return self.training, self.kept, self.scoring
 
 
+def _cached(trace: Callable[..., Activations]) -> Callable[..., Activations]:
+    """A plan with its changes asks many times for the same micro-batch."""
+    known: dict[tuple[Any, ...], Activations] = {}
+
+    @functools.wraps(trace)
+    def traced(config: Any, *args: Any, **kwargs: Any) -> Activations:
+        key = (config.to_json_string(), *args, *sorted(kwargs.items()))
+        if key not in known:
+            known[key] = trace(config, *args, **kwargs)
+        return known[key]
+
+    return traced
+
+
+@_cached
 def trace_activations(
     config: Any,
     tokens: int,
@@ -134,25 +151,6 @@ def trace_activations(
         expert_load: of experts that are divided over processes, how many times its share of the tokens this one's get:
             1 where routing is balanced. None where each process has all experts, or there are none.
     """
-    key = (config.to_json_string(), tokens, dtype, recomputed, siblings, exact, device_type, expert_load)
-    if key not in _found:
-        _found[key] = _trace_or_count(config, tokens, dtype, recomputed, siblings, exact, device_type, expert_load)
-    return _found[key]
-
-
-_found: dict[tuple[Any, ...], Activations] = {}  # a plan with its changes asks many times for the same micro-batch
-
-
-def _trace_or_count(
-    config: Any,
-    tokens: int,
-    dtype: torch.dtype,
-    recomputed: bool,
-    siblings: int,
-    exact: bool,
-    device_type: str,
-    expert_load: float | None,
-) -> Activations:
     layers = config.get_text_config().num_hidden_layers
     logits = _logits(config, tokens, dtype, siblings, device_type)
     log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints tracebacks of what fails below
