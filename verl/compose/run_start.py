@@ -6,21 +6,27 @@ checks of this machine -> lock of the run directory -> differences from the defa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from verl.checkpoint.commit.fencing import RunLock
 from verl.component import BuildContext
-from verl.compose.print_config import lock_run_directory, print_start, remove_refused, save_config
-from verl.compose.validate import refuse_here
+from verl.compose.compose import choices_of, compose_root
+from verl.compose.overrides import options_in
+from verl.compose.schema import CHOOSERS, LISTS, conf_dir, group_options
+from verl.compose.validate import TARGET, refuse_here
 from verl.compose.warm_start import resolve_warm_starts
 from verl.errors import ConfigError
-from verl.tracking.console import print_line, shown_path
+from verl.tracking.console import end_cut, print_line, shown_path, visible
 from verl.tracking.logging_setup import setup_logging
+from verl.utils.external_input import write_text
+from verl.utils.redact import redact, redact_tree
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,3 +113,127 @@ class RunStart:
         """Remove the files of `record` and of a refused build, if the directory has no others."""
         if self.is_new:
             remove_refused(self.run_dir)
+
+
+def print_start(
+    config: DictConfig, root: str, choices: Mapping[str, str | None], run_dir: Path, console: Any
+) -> list[str]:
+    """Print the name of a run, its directory, and its differences from the defaults; returns the paths of these.
+
+    Args:
+        config: a composed and validated root.
+        root, choices: `ppo` or `sft`, and the option of every group.
+        run_dir: of the run.
+        console: a rich console.
+    """
+    name = f"{config.trainer.project_name}/{config.trainer.experiment_name}"
+    print_line(console, visible(redact(f"{name} writes to {shown_path(run_dir)}")), "bold", wraps=False)
+    changed = differences(config, root, choices)
+    if changed:
+        print_line(console, "differs from the defaults (--cfg job shows the whole configuration):")
+    names = {path: visible(f"{path}={_text(now)}") for path, (now, _) in changed.items()}
+    column = min(max(map(len, names.values()), default=0), console.width // 2)
+    for path, (_, before) in changed.items():
+        line = f"  {names[path]:<{column}}  was {visible(_text(before))}"
+        print_line(console, line if len(line) <= console.width else end_cut(f"  {names[path]}", console.width))
+    return list(changed)
+
+
+def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]) -> dict[str, tuple[Any, Any]]:
+    """(value, default) by group or path, redacted; without values that are references to others."""
+    default, known = choices_of(root), group_options(conf_dir())
+    changed: dict[str, tuple[Any, Any]] = {}
+    for group in dict.fromkeys([*default, *choices]):
+        now, before = choices.get(group), default.get(group)
+        is_list = group in LISTS and now is None  # Hydra does not report lists of options: compare their members
+        if now != before and not is_list and not group.startswith("hydra/"):
+            changed[group] = now, before
+    chosen = {group: _text(now) for group, (now, _) in changed.items() if now is not None and group not in CHOOSERS}
+    shown = {group: text for group, text in chosen.items() if {*options_in(text)} <= {*known.get(_name(group), [])}}
+    options = [f"{'+' if '@' in group else ''}{group}={text}" for group, text in shown.items()]
+    base = compose_root(root, options)
+    raw, raw_base = (OmegaConf.to_container(node, resolve=False) for node in (config, base))
+    now, before = (redact_tree(OmegaConf.to_container(node, resolve=True)) for node in (config, base))
+    for path in _differing(raw, raw_base, ()):
+        value, former = _at(now, path), _at(before, path)
+        if value != former:
+            changed[".".join(path)] = value, former
+    return changed
+
+
+def _name(group: str) -> str:
+    """`sharding` of `sharding@actor.sharding`."""
+    return group.partition("@")[0]
+
+
+def _differing(node: Any, other: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield paths of values that differ; a component of another class is one value."""
+    both = isinstance(node, dict) and isinstance(other, dict)
+    if both and node.get(TARGET) == other.get(TARGET):
+        for key in dict.fromkeys([*node, *other]):
+            yield from _differing(node.get(key), other.get(key), (*path, str(key)))
+    elif node != other:
+        yield path
+
+
+def _at(tree: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def _text(value: Any) -> str:
+    """A value as override text; a component as its class with its plain fields."""
+    if isinstance(value, dict):
+        fields = ", ".join(f"{key}={_text(item)}" for key, item in value.items() if key != TARGET)
+        return f"{value[TARGET].rpartition('.')[2]}({fields})" if TARGET in value else f"{{{fields}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    if value == "???":
+        return "not set"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def save_config(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
+    """Write `config.yaml`, with references unresolved, and `overrides.yaml`, the overrides of the command line."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    tree = redact_tree(OmegaConf.to_container(config, resolve=False))
+    write_text(run_dir / "config.yaml", redact(OmegaConf.to_yaml(OmegaConf.create(tree))))
+    write_text(run_dir / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create([redact(text) for text in overrides])))
+
+
+_BEFORE_THE_FIRST_STEP = {
+    "config.yaml",
+    "overrides.yaml",
+    "run.log",
+    "plan.txt",
+    "metrics.jsonl",
+    "tensorboard",
+}
+
+
+def lock_run_directory(run_dir: Path) -> RunLock | None:
+    """Lock a run directory until the lock is released or this process ends; None if this process holds it already.
+
+    Raises:
+        ConfigError: another process writes there.
+        CheckpointWriteFailed: the directory cannot be created or written.
+    """
+    if RunLock.is_held_here(run_dir):
+        return None
+    lock = RunLock(run_dir, "", {}, "hydra.run.dir")
+    if (holder := lock.acquire()) is not None:
+        raise ConfigError(
+            f"hydra.run.dir is {shown_path(run_dir)}: process {holder.pid} on {holder.host or '(unknown)'} writes "
+            f"there since {holder.since}, and the metrics, configuration and weights of two runs would mix. Wait for "
+            "its end, stop it, or give this run a directory of its own (hydra.run.dir=DIR; in Python, run_dir)."
+        )
+    return lock
+
+
+def remove_refused(run_dir: Path) -> None:
+    """Remove the files of a run that was refused, if the directory has no others."""
+    present = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
+    has_steps = any(path.stat().st_size for path in run_dir.glob("metrics.jsonl"))
+    if present <= _BEFORE_THE_FIRST_STEP and not has_steps:
+        shutil.rmtree(run_dir, ignore_errors=True)

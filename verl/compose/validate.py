@@ -7,8 +7,9 @@ It imports no large library and loads no weights.
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,6 @@ from verl.component import (
     set_fields,
 )
 from verl.compose.schema import LISTS, conf_dir, group_options
-from verl.compose.suggestions import nearest_path
 from verl.errors import ConfigError
 from verl.utils.component_exits import as_component_exit, raised_by_code
 
@@ -275,3 +275,19 @@ def _paths(node: Any, path: str) -> Iterator[str]:
         yield from (join(path, name) for name in names)
         for key, item in node.items():
             yield from _paths(item, join(path, key))
+
+
+def nearest_path(path: str, known: Iterable[str]) -> str | None:
+    """The known configuration path closest to `path`, mainly by its last key: `trainer.lr` gives
+    `actor.optimizer.lr`. The case of letters does not matter.
+    """
+    scored = ((_likeness(path.lower(), candidate.lower()), candidate) for candidate in known)
+    score, best = max(scored, key=lambda pair: (pair[0], -len(pair[1])), default=(0.0, ""))
+    return best if score >= 0.6 else None
+
+
+def _likeness(path: str, candidate: str) -> float:
+    whole = difflib.SequenceMatcher(None, path, candidate).ratio()
+    last = difflib.SequenceMatcher(None, path.rsplit(".", 1)[-1], candidate.rsplit(".", 1)[-1]).ratio()
+    same_parent = path.rpartition(".")[0] == candidate.rpartition(".")[0]
+    return 0.65 * last + 0.25 * whole + 0.1 * same_parent

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.component import BuildContext
-from verl.compose.from_yaml import load_rollout
-from verl.compose.suggestions import described
+from verl.compose.from_yaml import described, load_rollout
 from verl.errors import ConfigError, RolloutError, WeightSyncError, faults_below
 from verl.hybrid.engine_faults import is_quantized, modules_with_own_code, own_weights_fault, prompt_learning_fault
 from verl.hybrid.generation_config import (

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from verl import config
 from verl.component import BuildContext, Description, component
-from verl.compose.suggestions import described
+from verl.compose.from_yaml import described
 from verl.engines.fsdp import units_of
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import TENSOR, ShardedParallelism

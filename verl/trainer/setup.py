@@ -29,7 +29,7 @@ from verl.checkpoint.resume_point import find
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain, hint, nearest
-from verl.compose.print_config import lock_run_directory
+from verl.compose.run_start import lock_run_directory
 from verl.data.base import Dataset, DataSplits, named_source, report_counts
 from verl.data.sampler import EpochSampler
 from verl.engines.sharding import Sharding

@@ -105,7 +105,7 @@ def test_a_second_script_in_a_run_directory_is_refused_before_its_first_step(mod
     """Neither has trained yet, so that only a lock tells."""
     context = BuildContext(run_dir=tmp_path / "run")
     script = (
-        "import sys\nfrom pathlib import Path\nfrom verl.compose.print_config import lock_run_directory\n"
+        "import sys\nfrom pathlib import Path\nfrom verl.compose.run_start import lock_run_directory\n"
         "lock_run_directory(Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()\n"
     )
     first = subprocess.Popen(

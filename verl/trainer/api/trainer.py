@@ -23,13 +23,14 @@ from verl.component import Description, as_plain, field_types
 from verl.compose.from_yaml import (
     ComposedConfig,
     compose_over_default,
+    described,
+    key_faults,
     load_option,
     read_short_file,
     rollout_kind,
 )
 from verl.compose.overrides import flatten
 from verl.compose.run_start import RunStart
-from verl.compose.suggestions import described, key_faults
 from verl.data.arithmetic import ArithmeticPrompts
 from verl.data.base import PromptOptions
 from verl.errors import ConfigError
