@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import yaml
@@ -14,32 +13,13 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.component import hint, nearest
-from verl.compose.aliases import SHORT, TranslatedOverride, translate
+from verl.compose.aliases import SHORT, Overrides, translate
 from verl.compose.compose import compose_root, readable, references_above
 from verl.compose.schema import CHOOSERS, LISTS, VALUES, conf_dir, group_options, own_conf_dirs, root_keys
 
 _PARSER = OverridesParser.create()
 _PLAIN_OPTION = re.compile(r"^[\w,]*$")
 OWN_SHARDING = ".sharding"  # of a role: a key that takes an option of the group `sharding`
-
-
-@dataclass
-class Overrides:
-    """Overrides, with aliases translated.
-
-    Attributes:
-        options: `group=option` choices, in Hydra's syntax.
-        values: by path, in order; texts from a command line are still in Hydra's grammar.
-        notes: one line for each alias, with its translation.
-        faults: overrides that cannot be composed; they are left out and reported with all other faults.
-        is_sweep: whether these are the overrides of a sweep, of all of its jobs.
-    """
-
-    options: list[str] = field(default_factory=list)
-    values: list[tuple[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    is_sweep: bool = False
 
 
 def assign(root: str, pairs: Sequence[tuple[str, Any]], *, sweeps: bool = False) -> Overrides:
@@ -150,11 +130,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield path, value
 
 
-def _add(out: Overrides, alias: TranslatedOverride, pairs: Sequence[tuple[str, Any]], root: str, source: str) -> None:
+def _add(out: Overrides, alias: Overrides, pairs: Sequence[tuple[str, Any]], root: str, source: str) -> None:
     """Add the translation of an alias; an option that contradicts an explicit choice is a fault."""
     out.values += alias.values
-    out.notes += [alias.note] if alias.note else []
-    out.faults += [alias.fault] if alias.fault else []
+    out.notes += alias.notes
+    out.faults += alias.faults
     for option in alias.options:
         group = option.partition("=")[0]
         if group not in root_keys(root):
