@@ -13,7 +13,7 @@ OUTCOMES = ("ok", "tool_error", "timeout", "infra")
 ENDS = ("terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens")
 
 
-def episode_metrics(batch: DataProto, prefix: str = "episode") -> dict[str, float]:
+def episode_metrics(batch: DataProto) -> dict[str, float]:
     """Metrics of the episodes of a batch; none where its rows are single turns."""
     records: Any = batch.non_tensor_batch.get("episode")
     if records is None or not len(records):
@@ -37,7 +37,7 @@ def episode_metrics(batch: DataProto, prefix: str = "episode") -> dict[str, floa
         metrics |= {f"journal_{name}": float(sum(counts[name] for counts in journal)) for name in journal[0]}
     metrics |= {f"outcome_{name}": _mean([call["outcome"] == name for call in calls]) for name in OUTCOMES}
     metrics |= {f"end_{name}": _mean([record["end"] == name for record in records]) for name in ENDS}
-    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+    return {f"episode/{name}": value for name, value in metrics.items()}
 
 
 def accuracy_by_calls(batch: DataProto, is_right: Sequence[bool]) -> dict[str, float]:

@@ -32,8 +32,7 @@ from verl.errors import CheckpointFenced, ConfigError, NoSpaceForCheckpoint
 from verl.storage.config import LocalStorage, S3Storage
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.trainer.state.run_directory import run_dir_faults
-from verl.trainer.state.save_directory import job_name
+from verl.trainer.state.save_directory import job_name, run_dir_faults
 from verl.trainer.train_loop import TrainLoop
 
 OTHER = Prompts(train=("1+1=", "2+2=", "3+3=", "4+4="))

@@ -18,8 +18,7 @@ from verl.checkpoint.resume_point import ResumePoint, find
 from verl.component import as_plain
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.trainer.state.driver_state import load_parts
-from verl.trainer.state.resume import refuse_other_identity
-from verl.trainer.state.training_identity import identity_of
+from verl.trainer.state.training_identity import identity_of, refuse_other_identity
 from verl.trainer.train_loop import TrainLoop
 from verl.workers.load_state import CheckpointSelection
 

@@ -96,7 +96,7 @@ class Activations:
 
     Attributes:
         training: peak of forward and backward pass, without logits.
-        kept: at the end of the forward pass, when logits are added.
+        after_forward: at the end of the forward pass, when logits are added.
         scoring: peak of a forward pass without gradients.
         logits: of one chunk of tokens in the backward pass.
         why_counted: why the layers could not be traced, so that a formula for Llama layers was used; None if they were
@@ -104,7 +104,7 @@ class Activations:
     """
 
     training: int
-    kept: int
+    after_forward: int
     scoring: int
     logits: int
     why_counted: str | None = None
@@ -112,7 +112,7 @@ class Activations:
     @property
     def bytes(self) -> tuple[int, int, int]:
         """Bytes that depend on the number of experts of a token."""
-        return self.training, self.kept, self.scoring
+        return self.training, self.after_forward, self.scoring
 
 
 def _cached(trace: Callable[..., Activations]) -> Callable[..., Activations]:
@@ -175,7 +175,7 @@ def trace_activations(
         scoring = sizes.layer_elements * tokens * dtype.itemsize // siblings
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return Activations(
-            training=activation_bytes, kept=activation_bytes, scoring=scoring, logits=logits, why_counted=why
+            training=activation_bytes, after_forward=activation_bytes, scoring=scoring, logits=logits, why_counted=why
         )
     finally:
         log.setLevel(level)
@@ -197,7 +197,7 @@ def _trace(
     scored = [at(depth, False, False) for depth in depths]
     return Activations(
         training=_at([peak for peak, _ in trained], layers),
-        kept=_at([remaining for _, remaining in trained], layers),
+        after_forward=_at([remaining for _, remaining in trained], layers),
         scoring=_at([peak for peak, _ in scored], layers),
         logits=logits,
     )

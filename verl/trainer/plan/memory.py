@@ -129,7 +129,7 @@ class MemoryEstimate:
         processes: number of processes with roles on this machine.
         machines: number of machines with as many processes.
         saving: bytes of one checkpoint.
-        kept: checkpoints on disk at a time.
+        num_checkpoints: checkpoints on disk at a time.
         copied: bytes of host buffers on this machine for asynchronous saves.
         on_host: roles are in main memory, because there is no GPU.
         stays_awake: the engine keeps its GPU memory while the trainer works.
@@ -139,7 +139,7 @@ class MemoryEstimate:
     cache: int
     processes: int
     saving: int
-    kept: int
+    num_checkpoints: int
     copied: int = 0
     on_host: bool = True
     machines: int = 1
@@ -184,7 +184,7 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
         processes=-(-sum(count for _, count in groups) // settings.nnodes),
         machines=settings.nnodes,
         saving=saved,
-        kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
+        num_checkpoints=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
         on_host=not on_gpu,
         stays_awake=stays_awake,
@@ -256,8 +256,8 @@ def _role_plan(run: Any, memory: RoleMemory, step: Workload, device: DeviceRates
             replace(
                 traced,
                 scoring=int(more * traced.scoring),
-                training=int(traced.training + (under_way - 1) * traced.kept),
-                kept=int(under_way * traced.kept),
+                training=int(traced.training + (under_way - 1) * traced.after_forward),
+                after_forward=int(under_way * traced.after_forward),
                 logits=0 if memory.name in _HEADS else traced.logits,
             )
         )
@@ -428,7 +428,9 @@ def _phases(
         if not role.memory.gradients:
             continue
         activations = role.activations
-        on_top = max(0, activations.kept + activations.logits - activations.training)  # gone when layers are recomputed
+        on_top = max(
+            0, activations.after_forward + activations.logits - activations.training
+        )  # gone when layers are recomputed
         working = {
             "activations": activations.training,
             "logits": on_top if role.name == "actor" else 0,

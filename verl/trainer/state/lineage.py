@@ -14,7 +14,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -23,8 +23,9 @@ import verl
 from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.resume_point import ResumePoint
 from verl.errors import BadCheckpoint
-from verl.trainer.state.training_identity import DIGEST, differences
+from verl.trainer.state.training_identity import DIGEST, differences, training_differences
 from verl.utils.external_input import (
     ExternalInputError,
     checked_as,
@@ -55,6 +56,13 @@ class ParentCheckpoint:
     checkpoint: str
     step: int
     differences: dict[str, list[Any]]
+
+
+def parent_of(point: ResumePoint, config: Mapping[str, Any]) -> ParentCheckpoint:
+    """The checkpoint as the origin of a run with a configuration."""
+    differing = training_differences(point.state.get("config", {}), config)
+    manifest = point.checkpoint.manifest
+    return ParentCheckpoint(manifest.run_id, str(point.checkpoint.directory), point.step, differing)
 
 
 class Lineage:
