@@ -1,8 +1,8 @@
-"""The configuration directory, the root keys of a run as dataclasses, and the JSON schema of a run for editors.
+"""The configuration directory, the root keys of a run, and the JSON schema of a run for editors.
 
-The dataclasses make Hydra reject unknown root keys, so that a typing error or a forgotten `# @package _global_` in an
-experiment file is an error instead of an unused node. Everything below the root is validated against the components,
-in `compose/validate.py`.
+By the root keys Hydra rejects others, so that a typing error or a forgotten `# @package _global_` in an experiment file
+is an error instead of an unused node. Everything below the root is validated against the components, in
+`compose/validate.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,45 +66,22 @@ LISTS = ("tracker",)  # groups with several options per run: tracker=[console,js
 CHOOSERS = ("experiment", "sweep", "debug")  # groups that set other nodes and have no node of their own
 
 
-@dataclass
-class PPORoot:
-    """Root keys of ppo.yaml; a component that an algorithm may do without starts as null."""
-
-    _target_: str = MISSING
-    actor: Any = MISSING
-    critic: Any = None
-    reference: Any = None
-    sandbox: Any = None
-    reward: Any = MISSING
-    rollout: Any = MISSING
-    environment: Any = None
-    sharding: Any = MISSING
-    algorithm: Any = MISSING
-    data: Any = MISSING
-    trainer: Any = MISSING
-    tracker: Any = MISSING
-    checkpoint: Any = None
-    replay: Any = None
-    storage: Any = None
-    resume: Any = None
+# The keys of a root; one with a question mark starts as null, since a run may do without.
+_KEYS = {
+    "ppo": (
+        "actor critic? reference? sandbox? reward rollout environment? sharding algorithm data trainer tracker "
+        "checkpoint? replay? storage? resume?"
+    ),
+    "sft": "actor sharding data trainer tracker checkpoint? storage? resume?",
+}
 
 
-@dataclass
-class SFTRoot:
-    """Root keys of sft.yaml."""
-
-    _target_: str = MISSING
-    actor: Any = MISSING
-    sharding: Any = MISSING
-    data: Any = MISSING
-    trainer: Any = MISSING
-    tracker: Any = MISSING
-    checkpoint: Any = None
-    storage: Any = None
-    resume: Any = None
+def _root_schema(root: str) -> type:
+    fields = [(key.rstrip("?"), Any, None if key.endswith("?") else MISSING) for key in _KEYS[root].split()]
+    return dataclasses.make_dataclass(f"{root.upper()}Root", [("_target_", str, MISSING), *fields])
 
 
-ROOTS: dict[str, type] = {"ppo": PPORoot, "sft": SFTRoot}
+ROOTS: dict[str, type] = {root: _root_schema(root) for root in _KEYS}
 
 
 def root_keys(root: str) -> list[str]:
