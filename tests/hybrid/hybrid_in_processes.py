@@ -102,7 +102,11 @@ def begun_apart(path: str, config: dict) -> dict:
     model.lm_head.weight.data[rank] += 1
     head = HybridActor(model, hybrid_config=config).model.lm_head.weight.detach()
     changed = (head.full_tensor() if hasattr(head, "full_tensor") else head) != before
-    return {"adapter": sums, "drew": float(drawn), "changed_rows": changed.any(dim=1).nonzero().flatten().tolist()}
+    model = HybridActor.from_pretrained(path, device="cpu").model
+    if rank == 1:
+        model.lm_head = torch.nn.Linear(model.config.hidden_size, 7, bias=False)
+    rows, other = changed.any(dim=1).nonzero().flatten().tolist(), told(HybridActor, model, hybrid_config=config)
+    return {"adapter": sums, "drew": float(drawn), "changed_rows": rows, "other": other}
 
 
 if __name__ == "__main__":
