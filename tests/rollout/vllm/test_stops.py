@@ -82,7 +82,7 @@ def test_an_engine_that_is_stopped_while_it_starts_is_named_with_its_stage_and_e
 def stop_at(engine, monkeypatch, asked: str, *, before: bool = False, whom=lambda pid: [pid], number=signal.SIGSTOP):
     """Send a signal when the engine is next asked for something, or just before; gives the ids of those that got it."""
     struck: list[int] = []
-    process, send = engine.process, engine.process.send_message
+    process, send = engine.process, engine.process.send
 
     def strike() -> None:
         if not struck:
@@ -90,14 +90,14 @@ def stop_at(engine, monkeypatch, asked: str, *, before: bool = False, whom=lambd
             for pid in struck:
                 os.kill(pid, number)
 
-    def sending(method, message):
+    def sending(method, *args):
         if method == asked and before:
             strike()
-        send(method, message)
+        send(method, *args)
         if method == asked:
             strike()
 
-    monkeypatch.setattr(process, "send_message", sending)
+    monkeypatch.setattr(process, "send", sending)
     return struck
 
 
@@ -216,14 +216,14 @@ def test_work_that_takes_longer_than_the_limit_and_goes_on_is_waited_for(source,
 def test_a_second_stop_in_a_row_ends_the_run_in_words(pair, monkeypatch):
     vllm, _, _ = pair
     vllm.sync()
-    process, send = vllm.process, vllm.process.send_message
+    process, send = vllm.process, vllm.process.send
 
-    def sending(method, message):
+    def sending(method, *args):
         if method in ("advance_turns", "load"):
             os.kill(process.process_id, signal.SIGSTOP)
-        send(method, message)
+        send(method, *args)
 
-    monkeypatch.setattr(process, "send_message", sending)
+    monkeypatch.setattr(process, "send", sending)
     with pytest.raises(RolloutError) as caught:
         generate(vllm, random_prompts(), GenerationRequest(0))
     last = str(caught.value).splitlines()[-1]
