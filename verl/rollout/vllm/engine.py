@@ -75,6 +75,7 @@ class VLLMEngine(RolloutEngine):
     """The running engine of `VLLMRollout`, seen from one of the processes that hold the model.
 
     Attributes:
+        is_alone: this process holds the whole model.
         process: that this process leads; None where another one leads the engine.
         weights: of that process.
     Raises:
@@ -91,6 +92,7 @@ class VLLMEngine(RolloutEngine):
         self.experts = _experts_shape(model, options)
         whole, self._num_failures = parallel_info_of(model), 0
         self.parallel_info = with_engine_group(whole, options.num_workers)
+        self.is_alone = self.parallel_info.mesh.size == 1
         self.group = OneGenerates(
             self.parallel_info,
             len(whole.siblings),  # ranks in a row that have the same prompts
@@ -142,8 +144,7 @@ class VLLMEngine(RolloutEngine):
         assert self.weights is not None
         limit = f"the engine holds {self.info.max_model_len} (rollout.max_model_len, or the model's own limit)"
         limits.refuse_above(self.info.max_model_len, self.options.max_new_tokens, limit)
-        is_alone = self.parallel_info.mesh.size == 1
-        if is_alone:  # several processes have done so together, in `group`
+        if self.is_alone:  # several processes have done so together, in `group`
             self._sync_if_needed()
         self._turns = VLLMTurns(
             self.process,
@@ -152,14 +153,17 @@ class VLLMEngine(RolloutEngine):
             is_single=limits.is_single,
             experts=self.experts,
             num_threads=self.weights.num_threads if limits.while_training else None,
-            restart=self._restart if is_alone and not limits.while_training else None,
+            restart=self._restart if self.is_alone and not limits.while_training else None,
         )
         return self._turns
 
     def sync(self) -> SyncResult:
         """Load the current weights into all engines according to the plan, and verify them; all keys and values are
         dropped."""
-        return self._sync(self._refuse_open_turns)
+        synced = self._sync(self._refuse_open_turns)
+        if self.is_alone:  # a group counts on, since it repeats a whole generation after the sync
+            self._num_failures = 0
+        return synced
 
     def rest(self) -> None:
         """Free GPU memory until the next sync; on a CPU there is nothing to do."""
@@ -205,7 +209,7 @@ class VLLMEngine(RolloutEngine):
 
     def _gpus(self, context: BuildContext, is_one_machine: bool) -> Sequence[str] | None:
         """Names of the GPUs of the engine of several processes; None for those of this process alone."""
-        if self.parallel_info.mesh.size == 1 or self.parallel_info.device.type != "cuda":
+        if self.is_alone or self.parallel_info.device.type != "cuda":
             return None
         size = self.options.num_workers
         if size > 1 and not is_one_machine:
@@ -216,10 +220,10 @@ class VLLMEngine(RolloutEngine):
         return among_siblings(self.parallel_info, gpu_name(context.device))[:size]
 
     def _start(self) -> None:
-        """Start the engine that this process leads, in place of one that has ended."""
-        if self.process is None:
+        """Start the engine that this process leads, if it is not running."""
+        if self.process is None or self.process.is_alive():
             return
-        self.process.kill()
+        self.process.kill()  # what is left of one that has ended
         try:
             self.info = self.process.start(self.options.start_timeout_s)
         except EngineError as error:
@@ -237,8 +241,7 @@ class VLLMEngine(RolloutEngine):
     def _sync(self, check: Callable[[], None]) -> SyncResult:
         def prepare() -> None:
             check()
-            if self.process is not None and not self.process.is_alive():
-                self._start()
+            self._start()
 
         return self._with_retry(lambda: self.weight_sync.run(prepare))
 
