@@ -5,12 +5,10 @@ It imports the user's function by its path, never the driver's main script, and 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import faulthandler
 import hashlib
 import importlib
-import inspect
 import math
 import os
 import pickle
@@ -66,44 +64,35 @@ def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
         return
     kwargs = dict(setting.kwargs)
     channel.send(("ready", (source_of(function), signature_of(function, kwargs))))
-    rated = _rated_batch if setting.whole_batch else _rated
     faulthandler.register(signal.SIGUSR2, file=setting.trace)
     while True:
         message: bytes = channel.receive()
         progress.advance("scoring a sample")
         # The driver ends a late sample. Without a driver faulthandler does, also in code that never releases the GIL.
         faulthandler.dump_traceback_later(ORPHAN_FACTOR * setting.timeout_s, exit=True, file=setting.trace)
-        answer = rated(function, message, kwargs)
+        answer = _rated(function, message, kwargs, setting.whole_batch)
         faulthandler.cancel_dump_traceback_later()
         progress.advance("waiting for a sample")
         channel.send(answer)
 
 
-def _rated(function: Callable, message: bytes, kwargs: dict[str, Any]) -> tuple[str, float | str]:
-    try:
-        given = pickle.loads(message)
-        seed_by_content(given)
-        result = function(**{**given, **kwargs})
-        if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
-        number = plain_number(result)
-    except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
-        return "error", f"{type(error).__name__}: {error}{own_line(error, function)}"
-    return ("error", number) if isinstance(number, str) else ("score", number)
-
-
-def _rated_batch(function: Callable, message: bytes, kwargs: dict[str, Any]) -> tuple[str, bytes | str]:
+def _rated(
+    function: Callable, message: bytes, kwargs: dict[str, Any], whole_batch: bool
+) -> tuple[str, float | bytes | str]:
+    """`score` and the number, or the pickled result for a whole batch; else `error` and a description."""
     try:
         given = pickle.loads(message)
         seed_by_content(given)
         result = awaited(function(**{**given, **kwargs}) if isinstance(given, dict) else function(given, **kwargs))
+        number = 0.0 if whole_batch else plain_number(result)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
         return "error", f"{type(error).__name__}: {error}{own_line(error, function)}"
+    if not whole_batch:
+        return "error" if isinstance(number, str) else "score", number
     try:
         return "score", pickle.dumps(result)
     except Exception:  # noqa: BLE001 - pickling runs user code
-        text = repr(result)
-        return "error", f"{text if len(text) <= 120 else text[:110] + ' ...'} of type {type(result).__name__}"
+        return "error", _shown(result)
 
 
 def seed_by_content(given: Any) -> None:
@@ -130,10 +119,6 @@ def seed_by_content(given: Any) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
-
-
 def plain_number(result: Any) -> float | str:
     """A number as a float, also from a list, array or tensor of one element; else a description of the value."""
     found = result
@@ -146,6 +131,10 @@ def plain_number(result: Any) -> float | str:
         found = found.item()
     if isinstance(found, (bool, int, float)):
         return float(found)
+    return _shown(result)
+
+
+def _shown(result: Any) -> str:
     text = repr(result)
     return f"{text if len(text) <= 120 else text[:110] + ' ...'} of type {type(result).__name__}"
 

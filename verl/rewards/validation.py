@@ -154,13 +154,26 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"
 
 
+def refuse_missing_arguments(
+    accepted: Mapping[str, bool] | None, names: Sequence[str], function: Callable | Source
+) -> None:
+    """Check that a function takes the arguments that it is always called with; see `check_columns`.
+
+    Raises:
+        RewardError: it does not take one of them.
+    """
+    for name in names:
+        if accepted is not None and name not in accepted:
+            raise reward_error(f"a function that takes `{name}`", f"it takes {', '.join(accepted)}", function)
+
+
 def check_columns(
     accepted: Mapping[str, bool] | None, columns: Mapping[str, list], given: Sequence[str], function: Callable | Source
 ) -> None:
     """Check that the data has the columns that a function requires.
 
     Args:
-        accepted: keyword arguments of the function, see `named_parameters`.
+        accepted: keyword arguments of the function, see `Signature`.
         columns: columns of the data.
         given: arguments that are passed besides columns.
         function: the function, for the message.

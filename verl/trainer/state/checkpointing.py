@@ -430,8 +430,6 @@ class CheckpointSaver:
                 self._contents.checkpoint()
                 pruned = list(outcome.pruned)
                 self.lineage.add("checkpoint", checkpoint=outcome.name, step=outcome.step, pruned=pruned)
-                if self._uploader is not None:
-                    self._uploader.look()
         if self._uploader is not None:
             self._record_uploads(self._uploader.heard())
         return outcomes
