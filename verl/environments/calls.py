@@ -93,35 +93,19 @@ def as_step_result(found: Any) -> StepResult:
     return StepResult(**as_step(found), calls=calls)
 
 
+@dataclass(slots=True)
 class _Call:
-    """An environment call that has not begun."""
+    """An environment call that has not begun; see `CallResult`."""
 
-    __slots__ = (
-        "arguments",
-        "attempt",
-        "begin",
-        "call_id",
-        "environment",
-        "episode",
-        "name",
-        "play",
-        "timeout_s",
-    )
-
-    def __init__(
-        self,
-        play: int,
-        episode: int,
-        attempt: int,
-        call_id: str,
-        name: Literal["reset", "step"],
-        environment: Any,
-        arguments: tuple[Any, ...],
-        timeout_s: float,
-    ):
-        self.play, self.episode, self.attempt, self.call_id, self.name = play, episode, attempt, call_id, name
-        self.environment, self.arguments, self.timeout_s = environment, arguments, timeout_s
-        self.begin = 0.0
+    play: int
+    episode: int
+    attempt: int
+    call_id: str
+    name: Literal["reset", "step"]
+    environment: Any
+    arguments: tuple[Any, ...]
+    timeout_s: float
+    begin: float = 0.0
 
     @property
     def method(self) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Backends over fsspec: memory, S3 (s3fs), OSS (ossfs), GCS (gcsfs). The only module that imports any of them.
+"""Backends over fsspec: S3 (s3fs), OSS (ossfs), GCS (gcsfs). The only module that imports any of them.
 
 Each is made from its component of `verl.storage.config`. For S3, single requests are sent through the client that s3fs
 creates, so that time-outs, retries, conditional puts and multipart uploads are controlled here; the others use the
@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-import fsspec
 from fsspec.asyn import sync
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, VerlError
@@ -167,7 +166,7 @@ class FsspecBackend(Backend):
     Args:
         fs: the file system.
         root: bucket and prefix.
-        timeout_s: time-out of one request, besides those of the file system; None for none.
+        timeout_s: time-out of one request, besides those of the file system.
         create: atomically puts an object unless one exists, else raises FileExistsError; None if the store cannot.
         page: reads a page of the listing of all paths that begin with its argument; the token is that of the page
             before. Its keys are paths.
@@ -179,7 +178,7 @@ class FsspecBackend(Backend):
         root: str,
         create: Callable[[str, bytes], None] | None,
         page: Callable[[str, str | None], Page],
-        timeout_s: float | None = None,
+        timeout_s: float,
     ):
         self.fs, self._root, self._create, self._page, self._timeout_s = fs, root, create, page, timeout_s
         self.is_conditional = create is not None
@@ -231,7 +230,7 @@ class FsspecBackend(Backend):
         path = f"{self._root}/{key}".rstrip("/")
         self.fs.invalidate_cache()  # other processes write there too
         try:
-            return _within(None if self._timeout_s is None else num_parts * self._timeout_s, lambda: request(path))
+            return _within(num_parts * self._timeout_s, lambda: request(path))
         except (VerlError, TransientError, AlreadyExists):  # raised by the iterator of pieces
             raise
         except FileExistsError as error:
@@ -301,14 +300,12 @@ def _too_long(url: object) -> ObjectDamaged:
     return ObjectDamaged(f"{redact(str(url))}: the store's answer has more than {ANSWER_BYTES} bytes")
 
 
-def _within(timeout_s: float | None, call: Callable[[], Any]) -> Any:
+def _within(timeout_s: float, call: Callable[[], Any]) -> Any:
     """Return the result of a call; a call that takes longer is abandoned in its thread.
 
     Raises:
         TimeoutError: the call took longer.
     """
-    if timeout_s is None:
-        return call()
     answer: Future[Any] = Future()
 
     def run() -> None:
@@ -327,20 +324,6 @@ def _within(timeout_s: float | None, call: Callable[[], Any]) -> Any:
 def _temporary_file() -> Any:
     """A file that is deleted when closed; unnamed where files can be opened by descriptor."""
     return tempfile.TemporaryFile() if os.path.isdir("/proc/self/fd") else tempfile.NamedTemporaryFile()
-
-
-def memory_backend(storage: Any) -> Backend:
-    """Memory of this process, shared by all storages with one prefix."""
-    fs = fsspec.filesystem("memory")
-
-    def create(path: str, data: bytes) -> None:
-        with _MEMORY_LOCK:
-            fs.pipe_file(path, data, mode="create")
-
-    def page(path: str, token: str | None) -> Page:
-        return [(name, found.size) for name, found in list(fs.store.items()) if name.startswith(path)], None
-
-    return FsspecBackend(fs, f"/{storage.prefix}".rstrip("/"), create, page)
 
 
 def oss_backend(storage: Any) -> Backend:
@@ -493,9 +476,6 @@ def _bounded_session() -> Any:
             return answer
 
     return BoundedSession
-
-
-_MEMORY_LOCK = threading.Lock()
 
 
 def _root(storage: Any) -> str:

@@ -24,7 +24,7 @@ from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import open_verified
 from verl.checkpoint.remote.commit_log import LogRecord
-from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore, object_key, regrouped
+from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore
 from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, ObjectDamaged, ObjectNotFound
 
 
@@ -96,8 +96,7 @@ def _fetch(
             if duplicate(disk, checkpoint.path(path), target):
                 return
     try:
-        pieces = regrouped(tier.store.pieces(object_key(entry), 0, entry.size), entry)
-        leaves = write_file(disk, target, published.checked_leaves(entry, pieces, " of its object"))
+        leaves = write_file(disk, target, published.checked_leaves(entry, tier.leaves(entry), " of its object"))
     except ObjectNotFound as error:
         fault = published.fault(entry.path, "its object is missing")
         raise CheckpointIncomplete(published.directory, [fault]) from error

@@ -110,7 +110,7 @@ def tier_of(
         own = dict(settings.cold_storage)
         interval, interval_s = own.pop("upload_every", interval), own.pop("upload_interval", interval_s)
         storage = storage_from(own)
-    if storage is None or storage.kind == "memory":  # what is in the memory of a process is no second place
+    if storage is None:
         return None
     below = "/".join(part for part in ("checkpoints", project, experiment, job) if part)
     return CheckpointTier(

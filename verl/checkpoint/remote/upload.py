@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import MANIFEST, FileEntry
 from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
-from verl.checkpoint.remote.remote_store import MANIFESTS, object_key
+from verl.checkpoint.remote.remote_store import MANIFESTS, object_key, regrouped
 from verl.errors import CheckpointCorrupt, CheckpointIncomplete
 from verl.storage.store import ObjectStore
 
@@ -98,21 +99,8 @@ class CheckpointUpload:
 
 
 def checked_pieces(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry, length: int) -> Iterator[bytes]:
-    """A file in pieces, each given once it is known to be what was written; a leaf that is a piece is not copied."""
-    missing = length  # bytes up to the end of the piece
-    held: list[memoryview] = []
-    for data in checkpoint.checked_leaves(entry, _leaves(disk, checkpoint, entry)):
-        if missing == length == len(data):
-            yield data
-            continue
-        rest = memoryview(data)
-        while len(rest) >= missing:
-            yield b"".join([*held, rest[:missing]])
-            rest, held, missing = rest[missing:], [], length
-        held.append(rest)
-        missing -= len(rest)
-    if missing < length:
-        yield b"".join(held)
+    """A file in pieces of a length, each given once it is known to be what was written."""
+    return regrouped(checkpoint.checked_leaves(entry, _leaves(disk, checkpoint, entry)), repeat(length))
 
 
 def _leaves(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> Iterator[bytes]:
