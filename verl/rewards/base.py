@@ -84,7 +84,7 @@ class Reward:
     @property
     def producer(self) -> Callable:
         """The function that error messages name as the source of the scores."""
-        return self.rate
+        return self.rate_batch if type(self).rate is Reward.rate else self.rate
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """Score every response of a batch, without placing scores on tokens."""

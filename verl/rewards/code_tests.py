@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -114,10 +114,6 @@ class CodeReward(Reward):
     def __init__(self, described: CodeTests, runner: CodeRunner):
         self.described, self._runner = described, runner
         self._needs_object: dict[str, str] = {}  # of tests that were tried, why values are not enough
-
-    @property
-    def producer(self) -> Callable:
-        return self.rate_batch
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Read all tests, and try the unit tests without a program.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -64,10 +64,6 @@ class SumOfRewards(Reward):
 
     def __init__(self, parts: Mapping[str, Reward], weights: Mapping[str, float]):
         self.parts, self.weights = dict(parts), dict(weights)
-
-    @property
-    def producer(self) -> Callable:
-        return self.rate_batch
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """The weighted sum; `parts` has the scores of each part, and the parts of a part as `NAME_...`."""
