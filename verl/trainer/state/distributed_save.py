@@ -27,7 +27,7 @@ from verl.checkpoint.save.save_request import (
     abandon_missing,
     open_report_directory,
 )
-from verl.checkpoint.save.writer_client import START_TIMEOUT_S
+from verl.checkpoint.save.writer_process import START_TIMEOUT_S
 from verl.errors import CheckpointError, CheckpointWriteFailed
 from verl.workers.load_state import RemoteRoleState
 from verl.workers.rank_checkpoint import RankInfo, RankSaveSettings
