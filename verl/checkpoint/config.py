@@ -110,8 +110,8 @@ class Checkpointing(Description):
     def _cold_faults(self) -> Iterator[str]:
         if self.cold_storage is None:
             return
-        own = dict(self.cold_storage)
-        seconds, count = own.pop("upload_interval", None), own.pop("upload_every", 1)
+        settings = dict(self.cold_storage)
+        seconds, count = settings.pop("upload_interval", None), settings.pop("upload_every", 1)
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if seconds is not None and not (is_number and 0 < seconds < math.inf):
             yield (
@@ -121,8 +121,7 @@ class Checkpointing(Description):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             yield f"cold_storage.upload_every is {count!r}: every how many checkpoints, at least 1."
         try:
-            if storage_from(own).kind == "memory":
-                yield "cold_storage.type is 'memory': it ends with the process. Take local, s3, oss or gcs."
+            storage_from(settings)
         except ConfigError as error:
             yield from (f"cold_storage.{fault}" for fault in error.faults)
 

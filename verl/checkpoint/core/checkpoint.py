@@ -65,11 +65,11 @@ class Checkpoint:
     @cached_property
     def slices_by_file(self) -> dict[str, list[tuple[LogicalTensor, SavedSlice]]]:
         """The slices in each file."""
-        found: dict[str, list[tuple[LogicalTensor, SavedSlice]]] = {}
+        slices: dict[str, list[tuple[LogicalTensor, SavedSlice]]] = {}
         for tensor in self.manifest.tensors:
             for part in tensor.slices:
-                found.setdefault(part.file, []).append((tensor, part))
-        return found
+                slices.setdefault(part.file, []).append((tensor, part))
+        return slices
 
     def tensors_in(self, file: str, begin: int = 0, end: float = math.inf) -> tuple[str, ...]:
         """Full names of the tensors with bytes in a range of a file."""

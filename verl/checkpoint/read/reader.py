@@ -118,7 +118,7 @@ class CheckpointReader:
             without: components to leave out, such as `rng`, which differs between processes.
         """
         digests = []
-        for tensor in (one for one in self.checkpoint.manifest.tensors if one.component not in without):
+        for tensor in (saved for saved in self.checkpoint.manifest.tensors if saved.component not in without):
             content = digest_of(self.tensor(tensor.component, tensor.name))
             digests.append(f"{tensor.full_name} {tensor.dtype} {list(tensor.shape)} {content}\n")
         return digest_of("".join(digests).encode())

@@ -75,8 +75,11 @@ def local_copy(directory: CheckpointDirectory, manifest: str) -> Checkpoint | No
 
 def _files_by_content(directory: CheckpointDirectory) -> dict[tuple[str, int], tuple[Checkpoint, str]]:
     """The files of the directory's checkpoints, by digest and size."""
-    checkpoints = directory.complete()
-    return {(entry.blake3, entry.size): (one, entry.path) for one in checkpoints for entry in one.manifest.files}
+    return {
+        (entry.blake3, entry.size): (checkpoint, entry.path)
+        for checkpoint in directory.complete()
+        for entry in checkpoint.manifest.files
+    }
 
 
 def _fetch(

@@ -63,8 +63,8 @@ class RemoteStore:
 
     def records(self) -> list[LogRecord]:
         """Records of all checkpoints, the newest last, without duplicates."""
-        found = {record.manifest: record for record in self.log.records() if record.kind == "checkpoint"}
-        return sorted(found.values(), key=lambda record: (record.sequence, record.number))
+        records = {record.manifest: record for record in self.log.records() if record.kind == "checkpoint"}
+        return sorted(records.values(), key=lambda record: (record.sequence, record.number))
 
     def highest_sequence(self) -> int:
         """The highest sequence number; 0 if there is none."""
@@ -109,11 +109,11 @@ class RemoteStore:
         checkpoint = self.open(record)
         missing, others = [], list(tiling_faults(checkpoint))
         for entry in checkpoint.manifest.files:
-            found = self.store.find(object_key(entry)) if entry.size else None
-            if entry.size and found is None:
+            stored = self.store.find(object_key(entry)) if entry.size else None
+            if entry.size and stored is None:
                 missing.append(checkpoint.fault(entry.path, "its object is missing"))
-            elif found is not None and found.size != entry.size:
-                others.append(checkpoint.fault(entry.path, f"its object has {found.size} bytes, not {entry.size}"))
+            elif stored is not None and stored.size != entry.size:
+                others.append(checkpoint.fault(entry.path, f"its object has {stored.size} bytes, not {entry.size}"))
             elif level == "full":
                 pieces = self.leaves(entry)
                 others += content_faults(checkpoint, entry, lambda begin, size, pieces=pieces: next(pieces))

@@ -73,8 +73,8 @@ class CheckpointUpload:
     def put_objects(self, checkpoint: Checkpoint) -> list[FileEntry]:
         """Upload small files concurrently, since each costs a round trip, and large ones one by one in parts."""
         entries = {object_key(entry): entry for entry in checkpoint.manifest.files if entry.size}
-        wanted = [entry for key, entry in entries.items() if key not in self._there]
-        small = [entry for entry in wanted if entry.size <= SMALL_BYTES]
+        unsent = [entry for key, entry in entries.items() if key not in self._there]
+        small = [entry for entry in unsent if entry.size <= SMALL_BYTES]
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="push") as threads:
             futures = [threads.submit(self._put, checkpoint, entry) for entry in small]
             try:
@@ -82,14 +82,14 @@ class CheckpointUpload:
             except BaseException:
                 threads.shutdown(cancel_futures=True)
                 raise
-        sent += [self._put(checkpoint, entry) for entry in wanted if entry.size > SMALL_BYTES]
+        sent += [self._put(checkpoint, entry) for entry in unsent if entry.size > SMALL_BYTES]
         return [entry for entry in sent if entry is not None]
 
     def _put(self, checkpoint: Checkpoint, entry: FileEntry) -> FileEntry | None:
         """Put a file unless it is there."""
         key = object_key(entry)
-        found = self.store.find(key)
-        if found is not None and found.size == entry.size:
+        stored = self.store.find(key)
+        if stored is not None and stored.size == entry.size:
             self._there.add(key)
             return None
         length = self.store.part_bytes(entry.size)

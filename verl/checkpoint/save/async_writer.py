@@ -217,8 +217,8 @@ class CheckpointWriter:
         return True
 
     def _stands_still(self) -> CheckpointWriteFailed:
-        found = self._watch().describe(self.process_id)
-        return CheckpointWriteFailed(f"a save in {self.store.directory} {found}. Does the disk answer?")
+        description = self._watch().describe(self.process_id)
+        return CheckpointWriteFailed(f"a save in {self.store.directory} {description}. Does the disk answer?")
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Finish the saves under way, end the process, give the memory back. Called again, it does nothing.
