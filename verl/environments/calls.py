@@ -5,7 +5,7 @@ through a queue. The result of a call that returns after its deadline is dropped
 the loop next takes results. An environment that `answers_at_once` is called in the episode loop's thread.
 
 Whatever an environment returns or raises becomes a `CallResult`: values are checked here, and in the process of the
-environment (`adapters.host_main`), where file and line are known.
+environment (`hosts.host_main`), where file and line are known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.environments.adapters.host_main import BadAnswer, as_observation, as_step, failure
 from verl.environments.base import (
     CallRecord,
     Environment,
@@ -31,6 +30,7 @@ from verl.environments.base import (
     Outcome,
     StepResult,
 )
+from verl.environments.hosts.host_main import BadAnswer, as_observation, as_step, failure
 from verl.errors import RolloutError
 from verl.http_client.client import EventLoopThread
 from verl.utils.deadline import MAX_ERROR, DeadlinePassed, within

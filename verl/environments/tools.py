@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.environments.adapters.python_tools import PythonTool, as_text
 from verl.environments.base import Action, CallRecord, Environment, Fault, InfraError, Outcome, StepResult, ToolError
+from verl.environments.hosts.python_tools import PythonTool, as_text
 from verl.environments.tool_calls import ParseFault, ToolCall
 from verl.utils.deadline import MAX_ERROR, within
 
