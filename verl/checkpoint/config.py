@@ -11,7 +11,6 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.retention import Retention
-from verl.checkpoint.save.save_request import IncrementalSettings
 from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.storage.config import storage_from
@@ -135,12 +134,10 @@ class Checkpointing(Description):
         return (stable / job if job else stable).absolute()
 
     @property
-    def increment(self) -> IncrementalSettings | None:
-        """Settings of incremental saves; None if every checkpoint is stored whole."""
-        if not self.incremental_save:
-            return None
-        base = None if self.incremental_base is None else Path(self.incremental_base).absolute()
-        return IncrementalSettings(base=base)
+    def increment(self) -> bool | Path:
+        """`SaveRequest.increment` of every save."""
+        has_base = self.incremental_save and self.incremental_base is not None
+        return Path(str(self.incremental_base)).absolute() if has_base else self.incremental_save
 
     @property
     def retention(self) -> Retention:

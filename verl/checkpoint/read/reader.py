@@ -143,8 +143,7 @@ class CheckpointReader:
         return data
 
     def _open_file(self, entry: FileEntry) -> memoryview:
-        open_file = self._disk.map_private if self.writable else self._disk.map
-        return open_file(self.checkpoint.path(entry.path))
+        return self._disk.map(self.checkpoint.path(entry.path), self.writable)
 
     def _verify(self, entry: FileEntry, data: memoryview, begin: int, end: int) -> None:
         ends, checked = self._ends[entry.path], self._checked[entry.path]
