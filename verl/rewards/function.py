@@ -184,13 +184,13 @@ class CallableReward(Reward):
         if not self._takes_batch or not len(batch):
             return super().rate_batch(batch)
         prompts, responses, _ = texts_of(batch)
-        own = DataProto.from_dict(
+        copied = DataProto.from_dict(
             tensors={name: tensor.clone() for name, tensor in batch.batch.items()},
             non_tensors={name: values.copy() for name, values in batch.non_tensor_batch.items()},
             meta_info=dict(batch.meta_info),
         )
         try:
-            result = self._invoke(own)
+            result = self._invoke(copied)
         except BaseException as error:  # whatever user code raises is reported with its place
             if not raised_by_code(error):
                 raise

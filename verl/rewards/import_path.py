@@ -77,11 +77,11 @@ def source_signature(path: str) -> inspect.Signature | None:
     node = _parsed(path)[1].get(path.rpartition(":")[2])
     if not isinstance(node, _Function) or node.decorator_list:
         return None
-    given, none = node.args, ast.Constant(None)
-    given.defaults = [none for _ in given.defaults]
-    given.kw_defaults = [default and none for default in given.kw_defaults]
+    arguments, none = node.args, ast.Constant(None)
+    arguments.defaults = [none for _ in arguments.defaults]
+    arguments.kw_defaults = [default and none for default in arguments.kw_defaults]
     scope: dict[str, Any] = {}
-    exec(f"from __future__ import annotations\ndef empty({ast.unparse(given)}): ...", scope)
+    exec(f"from __future__ import annotations\ndef empty({ast.unparse(arguments)}): ...", scope)
     return inspect.signature(scope["empty"])
 
 
@@ -117,8 +117,8 @@ def load_function(path: str) -> Callable:
         raise RewardError(f"path is {path!r}: importing it raised {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        found = "defines no such name" if function is None else f"{name} is {function!r}, which is not callable"
-        raise RewardError(f"path is {path!r}: {module_name} {found}.")
+        fault = "defines no such name" if function is None else f"{name} is {function!r}, which is not callable"
+        raise RewardError(f"path is {path!r}: {module_name} {fault}.")
     return function
 
 
@@ -165,8 +165,8 @@ def _takes_batch(parameters: Sequence[inspect.Parameter]) -> bool:
 
 def awaited(result: Any) -> Any:
     """Await a coroutine, or a list of coroutines concurrently; anything else is returned unchanged."""
-    one = inspect.isawaitable(result)
-    items: list = [result] if one else list(result) if isinstance(result, (list, tuple)) else []
+    is_single = inspect.isawaitable(result)
+    items: list = [result] if is_single else list(result) if isinstance(result, (list, tuple)) else []
     if not any(map(inspect.isawaitable, items)):
         return result
 
@@ -175,7 +175,7 @@ def awaited(result: Any) -> Any:
 
     async def every() -> Any:
         values = await asyncio.gather(*map(value, items))
-        return values[0] if one else values
+        return values[0] if is_single else values
 
     try:
         asyncio.get_running_loop()
@@ -187,8 +187,8 @@ def awaited(result: Any) -> Any:
 def own_line(error: BaseException, function: Callable) -> str:
     """The innermost line of the user's file in the traceback of an error, to append to a message."""
     file = source_of(function).file
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"\n  Raised at line {own[-1].lineno}: {own[-1].line}".rstrip(": ") if own else ""
+    user_frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"\n  Raised at line {user_frames[-1].lineno}: {user_frames[-1].line}".rstrip(": ") if user_frames else ""
 
 
 def source_file(module: str) -> tuple[Path | None, str | None]:

@@ -59,8 +59,8 @@ def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
         for name in setting.preloaded:
             importlib.import_module(name)
     except BaseException as error:  # noqa: BLE001 - reported to the driver
-        own = str(error).removeprefix(f"path is {setting.path!r}: ") if isinstance(error, RewardError) else None
-        channel.send(("error", own.rstrip(".") if own else f"{type(error).__name__}: {error}"))
+        reason = str(error).removeprefix(f"path is {setting.path!r}: ") if isinstance(error, RewardError) else None
+        channel.send(("error", reason.rstrip(".") if reason else f"{type(error).__name__}: {error}"))
         return
     kwargs = dict(setting.kwargs)
     channel.send(("ready", (source_of(function), signature_of(function, kwargs))))
@@ -81,9 +81,9 @@ def _rated(
 ) -> tuple[str, float | bytes | str]:
     """`score` and the number, or the pickled result for a whole batch; else `error` and a description."""
     try:
-        given = pickle.loads(message)
-        seed_by_content(given)
-        result = awaited(function(**{**given, **kwargs}) if isinstance(given, dict) else function(given, **kwargs))
+        sample = pickle.loads(message)
+        seed_by_content(sample)
+        result = awaited(function(**{**sample, **kwargs}) if isinstance(sample, dict) else function(sample, **kwargs))
         number = 0.0 if whole_batch else plain_number(result)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
         return "error", f"{type(error).__name__}: {error}{own_line(error, function)}"
@@ -121,16 +121,16 @@ def seed_by_content(given: Any) -> None:
 
 def plain_number(result: Any) -> float | str:
     """A number as a float, also from a list, array or tensor of one element; else a description of the value."""
-    found = result
+    number = result
     if isinstance(result, (list, tuple)) or getattr(result, "ndim", 0):
         size = len(result) if isinstance(result, (list, tuple)) else math.prod(result.shape)
         if size != 1:
             return f"a {type(result).__name__} of {size} items"
-        found = result[0] if isinstance(result, (list, tuple)) else result.reshape(-1)[0]
-    if not isinstance(found, (bool, int, float)) and getattr(found, "ndim", None) == 0 and hasattr(found, "item"):
-        found = found.item()
-    if isinstance(found, (bool, int, float)):
-        return float(found)
+        number = result[0] if isinstance(result, (list, tuple)) else result.reshape(-1)[0]
+    if not isinstance(number, (bool, int, float)) and getattr(number, "ndim", None) == 0 and hasattr(number, "item"):
+        number = number.item()
+    if isinstance(number, (bool, int, float)):
+        return float(number)
     return _shown(result)
 
 

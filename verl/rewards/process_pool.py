@@ -263,8 +263,8 @@ class _PoolProcess:
 
     def state(self) -> str:
         """State of the process by the operating system, to append to a message."""
-        found = self._child.state()
-        return f" ({found})" if found else ""
+        state = self._child.state()
+        return f" ({state})" if state else ""
 
     @property
     def has_taken(self) -> bool:
@@ -324,8 +324,8 @@ def _packed(
         try:
             message = pickle.dumps(sample)
         except Exception as error:  # noqa: BLE001 - pickling runs user code
-            found = f"a column cannot be sent to a worker process ({type(error).__name__}: {error})"
-            outcomes[index] = PoolResult(failure=found)
+            fault = f"a column cannot be sent to a worker process ({type(error).__name__}: {error})"
+            outcomes[index] = PoolResult(failure=fault)
             if stop_at_failure:
                 return
             continue
@@ -403,7 +403,7 @@ class SampleReward(Reward):
             for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
         ]
         outcomes = self.pool.rate(samples, stop_at_failure=self.error_score is None)
-        failures = {index: found for index, outcome in enumerate(outcomes) if (found := _failure(outcome)) is not None}
+        failures = {index: fault for index, outcome in enumerate(outcomes) if (fault := _failure(outcome)) is not None}
         if failures:
             numbers = [index for index in failures if (o := outcomes[index]) is not None and o.failure is None]
             self._report(failures, prompts, responses, numbers)

@@ -139,10 +139,10 @@ class RewardTokenizer:
         assert self.max_length is not None
         for row in np.flatnonzero(was_cut):
             opening = int(ids[row][0] in (self.tokenizer.cls_token_id, self.tokenizer.bos_token_id))
-            kept = [*range(opening), *range(len(ids[row]) - self.max_length + opening, len(ids[row]))]
-            ids[row] = [ids[row][place] for place in kept]
+            positions = [*range(opening), *range(len(ids[row]) - self.max_length + opening, len(ids[row]))]
+            ids[row] = [ids[row][position] for position in positions]
             if types is not None:
-                types[row] = [types[row][place] for place in kept]
+                types[row] = [types[row][position] for position in positions]
 
     def _rendered(self, row: int, prompts: list, responses: list, messages: Any, producer: Callable) -> str:
         turns = [*(messages or [{"role": "user", "content": prompts[row]}])]
@@ -157,7 +157,7 @@ class RewardTokenizer:
 
 def _tokens_of(batch: DataProto) -> list[list[int]]:
     mask = batch.batch["attention_mask"].bool()
-    return [row[kept].tolist() for row, kept in zip(batch.batch["input_ids"].cpu(), mask.cpu(), strict=True)]
+    return [row[selected].tolist() for row, selected in zip(batch.batch["input_ids"].cpu(), mask.cpu(), strict=True)]
 
 
 def _plain(prompt: str, messages: Any) -> str:

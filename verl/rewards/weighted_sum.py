@@ -81,17 +81,17 @@ class SumOfRewards(Reward):
         if all(rating.token_scores is None for rating in ratings.values()):
             return None
         mask = batch.batch["response_mask"]
-        found = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        total = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         for name, rating in ratings.items():
-            found += self.weights[name] * token_scores_of(rating, mask)
-        return found
+            total += self.weights[name] * token_scores_of(rating, mask)
+        return total
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        found = []
+        messages = []
         for part, reward in self.parts.items():
             with faults_below(f"parts.{part}"):
-                found += reward.check_rows(name, rows)
-        return found
+                messages += reward.check_rows(name, rows)
+        return messages
 
     def take(self) -> dict[str, float]:
         return {f"{name}_{inner}": x for name, reward in self.parts.items() for inner, x in reward.take().items()}

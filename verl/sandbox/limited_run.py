@@ -45,10 +45,10 @@ def run_limited(files, stdin, timeout_s, memory_mib, most_bytes, channel=None):
         fds = () if channel is None else (channel.fileno(),)
         limits = [(memory_mib + SPACE_MIB) * 2**20, most_bytes + 1, *(fds or (-1,))]
         command = [sys.executable, "-I", "-X", "utf8", "-c", LIMITED, *map(str, limits)]
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            given.write(stdin)
-            given.seek(0)
-            streams = {"stdin": given, "stdout": out, "stderr": err}
+        with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            source.write(stdin)
+            source.seek(0)
+            streams = {"stdin": source, "stdout": out, "stderr": err}
             child = subprocess.Popen(command, cwd=directory, start_new_session=True, pass_fds=fds, **streams)
             if channel is not None:
                 channel.close()

@@ -110,8 +110,8 @@ class _ExecuteRequest(Request):
 
     def read(self, answer: Any) -> None:
         text = "".join(event.get("text", "") for event in answer if event.get("type") == "stdout")
-        _, found, rest = text.rpartition(self._mark)
-        if not found:
+        _, mark, rest = text.rpartition(self._mark)
+        if not mark:
             errors = [f"{event.get('name')}: {event.get('value')}" for event in answer if event.get("type") == "error"]
             raise RetryableAnswer(f"the server did not finish the program ({'; '.join(errors) or 'no error reported'})")
         status, *texts = json.loads(rest)

@@ -69,9 +69,9 @@ class LLMJudge(RemoteDescription):
 
     def _reader_faults(self) -> Iterator[str]:
         ways = {name: getattr(self, name) for name in ("score_pattern", "score_path", "score_function")}
-        given = [name for name, value in ways.items() if value is not None]
-        if len(given) != 1:
-            yield f"{', '.join(ways)}: exactly one must be set, not {', '.join(given) or 'none'}."
+        chosen = [name for name, value in ways.items() if value is not None]
+        if len(chosen) != 1:
+            yield f"{', '.join(ways)}: exactly one must be set, not {', '.join(chosen) or 'none'}."
         if self.score_pattern is not None:
             try:
                 re.compile(self.score_pattern)

@@ -94,14 +94,14 @@ class TrainState:
 
 def _frozen_models(config: Mapping[str, Any], uses: Collection[str]) -> dict[str, str]:
     """The models that a run reads and never trains: component -> path or name."""
-    found: dict[str, str] = {}
+    frozen: dict[str, str] = {}
     if "ref_log_probs" in uses:
         model = (config.get("reference") or {}).get("model") or config["actor"]["model"]
-        found["reference_model"] = model.get("path") or model.get("_target_")
+        frozen["reference_model"] = model.get("path") or model.get("_target_")
     reward = config.get("reward") or {}
     described = [part.get("model") for part in _parts_of(reward)]
     models = [model["path"] for model in described if isinstance(model, Mapping)]  # of a remote judge it is a name
-    return found | {f"reward_model{f'_{i}' if i else ''}": path for i, path in enumerate(models)}
+    return frozen | {f"reward_model{f'_{i}' if i else ''}": path for i, path in enumerate(models)}
 
 
 def _parts_of(reward: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
