@@ -284,8 +284,8 @@ def _read_listing(url: str, page: Callable[[str | None], Page]) -> list[StoredOb
             return sorted(listed)
         if size_bytes > LISTING_BYTES or following == token:
             raise ObjectDamaged(
-                f"{url}: the store's listing has no end, or more than {LISTING_BYTES // MIB} MiB ({len(listed)} objects so "
-                "far). Use a prefix (storage.prefix) with fewer objects, or delete what is no longer needed there."
+                f"{url}: the store's listing has no end, or more than {LISTING_BYTES // MIB} MiB ({len(listed)} "
+                "objects so far). Use a prefix (storage.prefix) with fewer objects, or delete what is not needed there."
             )
         token = following
 
