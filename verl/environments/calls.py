@@ -61,8 +61,8 @@ class CallResult:
 
 async def called(method: Callable[..., Any], *args: Any) -> Any:
     """Call a function or coroutine function and return its result."""
-    found = method(*args)
-    return await found if inspect.isawaitable(found) else found
+    result = method(*args)
+    return await result if inspect.isawaitable(result) else result
 
 
 def _at_once(found: Any) -> Any:
@@ -206,14 +206,14 @@ class CallRunner:
             RolloutError: an environment blocks the event loop, so deadlines cannot be enforced.
         """
         self.hand_over()
-        found = []
+        results = []
         with contextlib.suppress(queue.Empty):
-            found.append(self.results.get(timeout=timeout_s) if timeout_s else self.results.get_nowait())
+            results.append(self.results.get(timeout=timeout_s) if timeout_s else self.results.get_nowait())
             while True:
-                found.append(self.results.get_nowait())
-        found = [result for result in found if result.play == self._play]
-        self._pending -= len(found)
-        return found
+                results.append(self.results.get_nowait())
+        results = [result for result in results if result.play == self._play]
+        self._pending -= len(results)
+        return results
 
     def _begin(self, call: _Call) -> None:
         self._pending += 1

@@ -198,7 +198,7 @@ def _ask_verifiers(options: str, described: VerifiersEnvironment, count: int) ->
 class _ToolPool(HostPool):
     def __init__(self, options: PythonTools):
         super().__init__(options)
-        self.tools: dict[str, Tool] = {}
+        self.suffix, self.tools = options.suffix, dict[str, Tool]()
 
     async def start(self) -> None:
         await super().start()
@@ -226,26 +226,17 @@ class _ToolPool(HostPool):
         return {tool.name: tool for tool in tools}
 
     def make(self) -> ToolEnvironment:
-        return self._environment(ToolEnvironment(self.tools, self.options.step_timeout_s, self.suffix))
+        return ToolEnvironment(self.tools, self.options.step_timeout_s, self.suffix, self.recovery)
 
     def make_alone(self) -> ToolEnvironment:
-        return self._environment(_ToolsAlone(self))
-
-    @property
-    def suffix(self) -> str:
-        assert isinstance(self.options, PythonTools)
-        return self.options.suffix
-
-    def _environment(self, made: ToolEnvironment) -> ToolEnvironment:
-        made.recovery = self.recovery
-        return made
+        return _ToolsAlone(self)
 
 
 class _ToolsAlone(ToolEnvironment):
     """An episode whose tools have a process of their own."""
 
     def __init__(self, pool: _ToolPool):
-        super().__init__(pool.tools_of(self.own_host), pool.options.step_timeout_s, pool.suffix)
+        super().__init__(pool.tools_of(self.own_host), pool.options.step_timeout_s, pool.suffix, pool.recovery)
         self.pool = pool
         self.host: Host | None = None
 
@@ -288,8 +279,8 @@ class PythonTools(HostedDescription):
             yield f"path is {self.path!r}: there is no such file."
 
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
-        found = self.ask(f"path is {self.path!r}")
-        return tuple({"type": "function", "function": schema} for schema in found)
+        schemas = self.ask(f"path is {self.path!r}")
+        return tuple({"type": "function", "function": schema} for schema in schemas)
 
     def host_options(self) -> dict[str, Any]:
         return {"kind": "tools", "path": self.path}

@@ -58,14 +58,14 @@ class HostPool(EnvironmentFactory):
     async def host(self) -> Host:
         """The next host that accepts new environments (round robin)."""
         async with self._starting:
-            place = self._next % len(self._hosts)
+            number = self._next % len(self._hosts)
             self._next += 1
-            host = self._hosts[place]
+            host = self._hosts[number]
             if host is None or host.is_over or host.hung:
                 if host is not None:
                     self._others.add(host)
                     self._end_if_idle(host)
-                host = self._hosts[place] = await self._started()
+                host = self._hosts[number] = await self._started()
             return host
 
     async def own_host(self) -> Host:
@@ -143,11 +143,11 @@ class HostedEnvironment(Environment):
 
     async def step(self, action: Action) -> StepResult:
         calls = [dict(vars(call)) for call in action.calls]
-        given = {"text": action.text, "calls": calls, "call_id": action.call_id}
-        found = await self._request("step", self.pool.options.step_timeout_s, action=given)
-        if not isinstance(found, dict):
-            raise InfraError(f"a reply of the environment is {str(found)[:80]}: expected an object")
-        return StepResult(**found)
+        turn = {"text": action.text, "calls": calls, "call_id": action.call_id}
+        result = await self._request("step", self.pool.options.step_timeout_s, action=turn)
+        if not isinstance(result, dict):
+            raise InfraError(f"a reply of the environment is {str(result)[:80]}: expected an object")
+        return StepResult(**result)
 
     async def close(self) -> None:
         host, self.host, self.is_closed = self.host, None, True

@@ -260,14 +260,14 @@ class Host:
 
 def _thread_seconds(pid: int) -> dict[str, float]:
     """Processor time of each named thread of a process; empty where the system does not tell."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     tick = os.sysconf("SC_CLK_TCK")
     for task in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
             name, _, rest = task.read_text().partition("(")[2].rpartition(")")
             fields = rest.split()
-            found[name] = found.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / tick
-    return found
+            seconds[name] = seconds.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / tick
+    return seconds
 
 
 class _PrintedLines:
