@@ -257,21 +257,16 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             checksum, _, text = line.rstrip(b"\n").partition(b" ")
             if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
                 return
-            records = json.loads(text)
-            yield from records if isinstance(records, list) else (records,)  # one alone: written by earlier versions
+            yield from json.loads(text)
 
 
 def _entry(record: Mapping[str, Any]) -> JournalEntry:
     value: Any = record.get("reset")
     if "step" in record:
         observation, reward, terminated, truncated, calls = record["step"]
-        value = StepResult(observation, reward, terminated, truncated, calls=tuple(map(_record, calls)))
-    return JournalEntry(_record(record["record"]), value)
+        value = StepResult(observation, reward, terminated, truncated, calls=tuple(CallRecord(*x) for x in calls))
+    return JournalEntry(CallRecord(*record["record"]), value)
 
 
 def _fields(record: CallRecord) -> list[Any]:
     return [record.call_id, record.name, record.outcome, record.seconds, record.error, record.fault]
-
-
-def _record(found: Any) -> CallRecord:
-    return CallRecord(*found) if isinstance(found, list) else CallRecord(**found)  # by name: of earlier versions

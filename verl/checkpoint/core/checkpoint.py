@@ -200,9 +200,8 @@ def parse_state(directory: Path, data: bytes | memoryview) -> dict[str, Any]:
 def loss_points(state: Mapping[str, Any]) -> list[tuple[int, float]]:
     """The loss curve of `trainer_state.json`: (step, loss), each loss a number.
 
-    Supports every version of the file: an entry is `[step, loss]` or `{"step": ..., "loss": ...}`, and a non-finite
-        loss
-    may be the text "nan", "inf" or "-inf". Invalid entries are skipped.
+    An entry is `[step, loss]` or `{"step": ..., "loss": ...}`; a loss that is not finite may be the text "nan", "inf"
+    or "-inf". Invalid entries are skipped.
     """
     points = []
     for entry in state.get("loss_history") or ():
