@@ -83,12 +83,14 @@ class RewardNormalization(RewardDescription):
 class ScaledReward(Reward):
     """A reward whose scores are normalised by running statistics; `close` also closes the reward itself.
 
+    Args:
+        has_state: whether the reward itself has statistics, which are saved beside those of the scores.
     Attributes:
         norm: the statistics.
     """
 
-    def __init__(self, reward: Reward):
-        self.reward, self.norm, self._learns = reward, RunningStats(), True
+    def __init__(self, reward: Reward, has_state: bool = True):
+        self.reward, self.norm, self._learns, self._has_state = reward, RunningStats(), True, has_state
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """Score every row; the part `raw` has the scores before normalisation."""
@@ -125,10 +127,11 @@ class ScaledReward(Reward):
         self.reward.reset_stats()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"norm": self.norm.state_dict(), "reward": self.reward.state_dict()}
+        norm = self.norm.state_dict()
+        return {"norm": norm, "reward": self.reward.state_dict()} if self._has_state else dict(norm)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        norm = state.get("norm", state)  # reward models saved it without the level above
+        norm = state.get("norm", {}) if self._has_state else state
         if self.norm.state_dict().keys() <= norm.keys():  # else of another reward
             self.norm.load_state_dict(norm)
         self.reward.load_state_dict(state.get("reward", {}))

@@ -204,7 +204,7 @@ class RewardModel(RewardDescription):
 
     def scaled(self, reward: Reward) -> Reward:
         """This reward, as it is built or as the handle of a role, normalised if `normalize` says so."""
-        return ScaledReward(reward) if self.normalize == "running" else reward
+        return ScaledReward(reward, has_state=False) if self.normalize == "running" else reward
 
     def build_unscaled(self, context: BuildContext) -> ModelReward:
         """The reward without normalisation."""
