@@ -48,8 +48,9 @@ def run_limited(files, stdin, timeout_s, memory_mib, most_bytes, channel=None):
         with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             source.write(stdin)
             source.seek(0)
-            streams = {"stdin": source, "stdout": out, "stderr": err}
-            child = subprocess.Popen(command, cwd=directory, start_new_session=True, pass_fds=fds, **streams)
+            child = subprocess.Popen(
+                command, cwd=directory, stdin=source, stdout=out, stderr=err, start_new_session=True, pass_fds=fds
+            )
             if channel is not None:
                 channel.close()
             status = None
