@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -14,11 +14,19 @@ def short_where(cases: Iterable[Any], is_short: Callable[[Any], bool]) -> list[A
     return [case if is_short(case) else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
 
 
-def each_value_once(*axes: Sequence[Any]) -> list[Any]:
-    """All combinations of the axes; `make test` runs the fewest in which each value of each axis occurs."""
-    places = [range(len(axis)) for axis in axes]
-    shown = {tuple(n % len(axis) for axis in axes) for n in range(max(map(len, axes)))}
+def each_value_once(*axes: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
+    """All combinations of the axes; `make test` runs the fewest in which each value of each axis occurs.
+
+    Args:
+        axes: the values of each; a mapping gives them names.
+    """
+    named = [axis if isinstance(axis, Mapping) else {str(value): value for value in axis} for axis in axes]
+    shown = {tuple(list(axis)[n % len(axis)] for axis in named) for n in range(max(map(len, named)))}
     return [
-        pytest.param(*(axis[n] for axis, n in zip(axes, at)), marks=[] if at in shown else [pytest.mark.exhaustive])
-        for at in product(*places)
+        pytest.param(
+            *(axis[name] for axis, name in zip(named, names)),
+            id=" ".join(names) if all(isinstance(axis, Mapping) for axis in axes) else None,
+            marks=[] if names in shown else [pytest.mark.exhaustive],
+        )
+        for names in product(*named)
     ]

@@ -154,6 +154,21 @@ def fork_server() -> Iterator[ForkServer]:
         yield started
 
 
+@pytest.fixture
+def ray_here() -> None:
+    """Ray is up, from the first test of the group `ray` that needs it to the last test of the group."""
+    from cluster import ray_here
+
+    ray_here.start()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    group = nextitem and nextitem.get_closest_marker("xdist_group")
+    if "cluster.ray_here" in sys.modules and (group is None or "ray" not in group.args):
+        sys.modules["cluster.ray_here"].end()
+
+
 @pytest.fixture(scope="session")
 def s3_url() -> Iterator[str]:
     """The address of an S3 server with a bucket."""

@@ -28,10 +28,10 @@ import torch
 import yaml
 from cli.small_runs import small_run
 from random_models import save_random_classifier, save_random_model
+from trainer.runs import fit
 from typer.testing import CliRunner
 
 from verl.cli.main import app
-from verl.component import BuildContext
 from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
@@ -208,8 +208,7 @@ def finished(model32, tmp_path_factory) -> Path:
         for name, more in (("outputs/quickstart/ppo", []), ("outputs/nan", ["debug=nan", "checkpoint=off"])):
             arguments, assigned = command_line("ppo", [*words, *more])
             run = validate(compose_root("ppo", arguments), assigned.faults)
-            with run.build(BuildContext(run_dir=directory / name)) as trainer:
-                trainer.fit()
+            fit(run, directory / name)
     (directory / "outputs/nan/anomalies").rename(directory / "outputs/quickstart/ppo/anomalies")
     return directory
 

@@ -7,15 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, JSONL, PPO_ALGORITHM, fit, ppo_run, read_lines
 
 from verl.algorithms.dynamic_sampling import DynamicSampling
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.kl import AdaptiveKLInReward
-from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,9 +49,8 @@ SELECTING = dataclasses.replace(GRPO_ALGORITHM, selection=DynamicSampling(on_non
     ids=["ppo", "grpo", "adaptive and corrected", "selecting"],
 )
 def test_every_metric_of_a_run_is_explained(algorithm, dir32, tmp_path):
-    run = ppo_run(Pretrained(path=str(dir32)), algorithm, total_steps=1, tracker=Trackers(jsonl=JsonLines()))
-    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
-        trainer.fit()
+    run = ppo_run(Pretrained(path=str(dir32)), algorithm, total_steps=1, tracker=JSONL)
+    fit(run, tmp_path)
     logged = {key for line in read_lines(tmp_path / "metrics.jsonl") for key in line} - {"step", "time_s"}
     known = documented_keys()
     assert logged

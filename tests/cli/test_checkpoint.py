@@ -16,7 +16,8 @@ import torch
 from golden_run import as_of_format, flip_bit, golden_run
 from golden_run import save as save_golden
 from refusals import refusal
-from trainer.saved_runs import course, fit
+from same_training import course
+from trainer.runs import fit
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run
+from trainer.runs import GRPO_ALGORITHM, JSONL, PPO_ALGORITHM, Prompts, ppo_run
 from trainer.test_sft import sft_run
 from typer.testing import CliRunner
 
@@ -19,8 +19,6 @@ from verl.cli.main import app
 from verl.component import BuildContext
 from verl.models.lora import LoRA
 from verl.rewards.rules import ExactMatch
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 runner = CliRunner()
 OWN = ("data._target_=trainer.runs.Prompts", "reward._target_=trainer.runs.Arbitrary")  # code that is not verl's
@@ -29,7 +27,7 @@ ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}, {"
 
 def trained(model, directory: Path, algorithm=PPO_ALGORITHM, lora=None) -> dict:
     """The evaluation after the last of two steps."""
-    run = ppo_run(model, algorithm, total_steps=2, eval_interval=1, tracker=Trackers(jsonl=JsonLines()), lr=0.02)
+    run = ppo_run(model, algorithm, total_steps=2, eval_interval=1, tracker=JSONL, lr=0.02)
     run = dataclasses.replace(run, data=Prompts(eval=("5+5=", "7", "what is 6*7? ")))
     run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=lora))
     saving = Checkpointing(save_dir=str(directory / "checkpoints"), save_interval=1, save_async=False)

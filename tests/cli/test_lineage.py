@@ -9,32 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer.runs import GRPO_ALGORITHM, ppo_run
+from trainer.runs import BRIEF, BRIEF_GRPO, fit, ppo_run
 from typer.testing import CliRunner
 
 from verl.checkpoint.config import Checkpointing
 from verl.cli.main import app
-from verl.component import BuildContext
 from verl.trainer.state.lineage import FILE, Lineage, forest, read_events, walk
 
 runner = CliRunner()
 
 
-def fit(model, directory: Path, name: str, resume: str | None = None, lr: float = 3e-3, **settings) -> None:
-    run = ppo_run(model, GRPO_ALGORITHM, total_steps=4, lr=lr, save_final=False, **settings)
+def train(model, directory: Path, name: str, resume: str | None = None, lr: float = 3e-3, **settings) -> None:
+    run = ppo_run(model, BRIEF_GRPO, total_steps=4, lr=lr, save_final=False, **BRIEF, **settings)
     saving = Checkpointing(save_dir=str(directory / "saved"), save_interval=1, keep_last_n=2, save_async=False)
-    run = dataclasses.replace(run, checkpoint=saving, resume=resume)
-    with run.build(BuildContext(run_dir=directory / name)) as trainer:
-        trainer.fit()
+    fit(dataclasses.replace(run, checkpoint=saving, resume=resume), directory / name)
 
 
 @pytest.fixture(scope="module")
 def family(model32, tmp_path_factory) -> Path:
     """A run stopped after three steps, one that went on from its second at another rate, and one after that."""
     directory = tmp_path_factory.mktemp("family")
-    fit(model32, directory, "first", stop_after=3)
-    fit(model32, directory, "second", resume=str(directory / "saved/global_step_2"), lr=1e-3)
-    fit(model32, directory, "third", resume="latest", stop_after=4)
+    train(model32, directory, "first", stop_after=3)
+    train(model32, directory, "second", resume=str(directory / "saved/global_step_2"), lr=1e-3)
+    train(model32, directory, "third", resume="latest", stop_after=4)
     return directory
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +27,27 @@ runner = CliRunner()
 
 def check(*arguments, **small):
     return runner.invoke(app, ["resume-check", *arguments, *small_run(**small)])
+
+
+@pytest.fixture
+def forked(fork_server, monkeypatch):
+    """Runs start without the seconds that their imports take."""
+
+    class Run:
+        def __init__(self, words, **_):
+            root, *arguments = words[len(resume_check.COMMAND) :]
+            run_dir = Path(next(text for text in arguments if text.startswith("hydra.run.dir=")).partition("=")[2])
+            self.child = fork_server.start(run_dir.parent, run_dir.name, arguments, f"main_{root}.py")
+            self.pid = self.child.pid
+
+        def wait(self, timeout):
+            return self.child.wait()
+
+        def kill(self):
+            self.child.kill()
+
+    names = {"Popen": Run, "STDOUT": subprocess.STDOUT, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(resume_check, "subprocess", SimpleNamespace(**names))
 
 
 @pytest.mark.exhaustive
@@ -50,7 +74,7 @@ def flip_a_bit(checkpoint, name):
         data.write(bytes([byte ^ 1 << 5]))
 
 
-def test_a_flipped_bit_is_found_with_its_step_its_tensor_and_its_size(model32, tmp_path, monkeypatch):
+def test_a_flipped_bit_is_found_with_its_step_its_tensor_and_its_size(forked, model32, tmp_path, monkeypatch):
     run = RunLauncher.run
 
     def run_from_a_damaged_checkpoint(launcher, name, saved_in, overrides, *rest):

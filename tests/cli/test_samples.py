@@ -11,15 +11,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from trainer.runs import GRPO_ALGORITHM, ppo_run
+from trainer.runs import GRPO_ALGORITHM, JSONL, fit, ppo_run
 from typer.testing import CliRunner
 
 from verl.cli.main import app
 from verl.cli.samples import OF_BUFFER, DumpedSample, page, read_samples, short_prompts
-from verl.component import BuildContext
 from verl.replay.config import TieredReplay
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 runner = CliRunner()
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -31,11 +28,10 @@ def finished(model32, tmp_path_factory) -> Path:
     """A run of three steps, which evaluated and kept its rows."""
     directory = tmp_path_factory.mktemp("samples") / "run"
     run = ppo_run(
-        model32, GRPO_ALGORITHM, total_steps=3, eval_interval=1, save_final=False, tracker=Trackers(jsonl=JsonLines()),
+        model32, GRPO_ALGORITHM, total_steps=3, eval_interval=1, save_final=False, tracker=JSONL,
         replay=TieredReplay(memory_mib=8, shard_mib=1),
     )  # fmt: skip
-    with run.build(BuildContext(run_dir=directory)) as trainer:
-        trainer.fit()
+    fit(run, directory)
     return directory
 
 

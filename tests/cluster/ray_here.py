@@ -1,26 +1,30 @@
-"""Ray on this machine for the tests of a module: started once, small, and without what tests do not need."""
+"""Ray on this machine for tests: started once for the whole group `ray`, small, without what tests do not need."""
 
 from __future__ import annotations
 
-import pytest
 from cluster.processes_of import wait_until_gone
 
 from verl.cluster.ray.ray_init import RaySession, RaySettings
 from verl.cluster.ray.ray_placement import RayPlacement
 
 SMALL = {"num_cpus": 0.5, "object_store_mib": 80, "start_timeout_s": 60.0}
+_sessions: list[RaySession] = []
 
 
 def small_session() -> RaySession:
     return RaySession(RaySettings(None, 4, 0, 80, 60.0))
 
 
-@pytest.fixture(scope="module")
-def ray_here():
-    """Keeps Ray up between the tests of a module."""
-    session = small_session()
-    yield session
-    session.close()
+def start() -> None:
+    """Start Ray, unless it is up."""
+    if not _sessions:
+        _sessions.append(small_session())
+
+
+def end() -> None:
+    """End what `start` started."""
+    while _sessions:
+        _sessions.pop().close()
 
 
 def placed(**options) -> RayPlacement:

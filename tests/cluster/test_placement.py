@@ -6,9 +6,9 @@ import os
 
 import pytest
 from cluster.processes_of import wait_until_gone, workers_of
-from equivalence.courses import assert_same, run_course
 from random_models import save_random_classifier
 from rewards.rated import described
+from same_training import run_course, same_training
 from trainer.runs import PPO_ALGORITHM, ppo_run
 
 import verl
@@ -82,7 +82,7 @@ def test_roles_on_devices_of_their_own_train_what_one_process_does(model64, tmp_
     mesh = DeviceMesh(devices=TWO, sub_meshes={"critic": ["cpu:1"], "rm": ["cpu:1"]})
     run = ppo_run(model64, PPO_ALGORITHM, reward=judge, placement=mesh)
     together = run_course(run, prompts, tmp_path / "mesh")
-    assert_same(alone, together, tolerance=0.0)
+    same_training(alone, together)
     assert wait_until_gone(workers_of(os.getpid())) == []
     assert {file.parent.name for file in (tmp_path / "mesh/workers").rglob("*.log")} == {"actor_reference", "critic_rm"}
 

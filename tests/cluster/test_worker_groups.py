@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 from cluster.processes_of import temporary_directories, wait_until_gone
-from cluster.ray_here import all_gone, ray_here  # noqa: F401 - a fixture
+from cluster.ray_here import all_gone
 from cluster.test_local_worker_group import rows
 from cluster.toy_roles import ToyHost
 from refusals import refusal

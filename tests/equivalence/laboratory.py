@@ -22,8 +22,8 @@ import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as distributed_c10d
 from cluster.processes_of import LABORATORY
 from collective_bytes import bytes_of_update
-from equivalence.courses import Course, run_course
 from equivalence.one_update import one_update
+from same_training import Training, run_course
 from torch import Tensor, nn
 from torch.distributed import ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -135,7 +135,7 @@ class Bench:
         self.context, self.group = context, DataParallelism(context, timeout_s=120.0)
 
     @on_all
-    def course(self, run: PPORun, prompts: Sequence[Sequence[int]], directory: Path) -> Course | None:
+    def course(self, run: PPORun, prompts: Sequence[Sequence[int]], directory: Path) -> Training | None:
         """`run_course`, among all processes."""
         before, ppo_lifecycle.start_cluster = ppo_lifecycle.start_cluster, self._start
         try:

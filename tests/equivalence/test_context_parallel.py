@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence.courses import assert_same, run_course
 from equivalence.laboratory import laboratory
 from equivalence.one_update import one_update, rows_with_holes
 from random_models import save_random_model
+from same_training import ROUNDING, run_course, same_training
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
 from verl.component import BuildContext
@@ -71,7 +71,7 @@ def test_steps_of_ppo_and_grpo_are_those_of_one_process(style, bench, model64, t
     ):
         alone = run_course(ppo_run(model64, algorithm, group_size=group), prompts, tmp_path / name / "one")
         run = ppo_run(model64, algorithm, group_size=group, sharding=sharding, n_gpus_per_node=2, micro_batch_tokens=40)
-        assert_same(alone, bench.course(run, prompts, tmp_path / name / "two").result(timeout=120))
+        same_training(alone, bench.course(run, prompts, tmp_path / name / "two").result(timeout=120), ROUNDING)
 
 
 @pytest.mark.exhaustive
@@ -136,4 +136,4 @@ def test_four_processes_of_several_kinds_train_the_same(sharding, four_processes
         assert_equal_updates(four_processes, model64, rows, sharding, tokens=30)
     alone = run_course(ppo_run(model64, PPO_ALGORITHM, group_size=1), [[0, 1, 2], [3]], tmp_path / "one")
     run = ppo_run(model64, PPO_ALGORITHM, group_size=1, sharding=sharding, n_gpus_per_node=4, micro_batch_tokens=40)
-    assert_same(alone, four_processes.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120))
+    same_training(alone, four_processes.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120), ROUNDING)

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from equivalence.courses import assert_same, run_course
 from equivalence.laboratory import laboratory
 from equivalence.one_update import one_update, rows_with_holes
 from random_models import save_random_model
 from safetensors.torch import load_file
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
+from same_training import ROUNDING, run_course, same_training
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit, ppo_run
 
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import open_checkpoint
@@ -87,7 +87,7 @@ def test_steps_of_ppo_and_grpo_are_those_of_one_process(bench, tmp_path):
         run = ppo_run(
             model, algorithm, group_size=group, sharding=Parallel(ep=2), n_gpus_per_node=2, micro_batch_tokens=40
         )
-        assert_same(alone, bench.course(run, prompts, tmp_path / name / "two").result(timeout=120))
+        same_training(alone, bench.course(run, prompts, tmp_path / name / "two").result(timeout=120), ROUNDING)
 
 
 @pytest.mark.parametrize("family", sorted(PROVEN))
@@ -119,19 +119,19 @@ def test_four_processes_of_several_kinds_train_the_same(sharding, four, tmp_path
         assert_equal_updates(four, model, rows, sharding, tokens=30)
     alone = run_course(ppo_run(model, PPO_ALGORITHM, group_size=1), [[0, 1, 2], [3]], tmp_path / "one")
     if sharding.pp > 1:  # a stage does not see what all routers choose
-        alone.metrics = [
-            {k: x for k, x in step.items() if "/expert_" not in k and "/router_" not in k} for step in alone.metrics
-        ]
+        alone.metrics = {
+            step: {k: x for k, x in line.items() if "/expert_" not in k and "/router_" not in k}
+            for step, line in alone.metrics.items()
+        }
     run = ppo_run(model, PPO_ALGORITHM, group_size=1, sharding=sharding, n_gpus_per_node=4, micro_batch_tokens=40)
-    assert_same(alone, four.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120))
+    same_training(alone, four.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120), ROUNDING)
 
 
 def test_what_one_process_saves_is_loaded_bit_by_bit_and_given_away_whole(bench, tmp_path):
     model = made(tmp_path, "qwen3_moe")
     checkpoint = Checkpointing(save_dir=str(tmp_path / "checkpoints"), save_interval=1, save_async=False)
     run = dataclasses.replace(ppo_run(model, PPO_ALGORITHM, total_steps=1, save_final=False), checkpoint=checkpoint)
-    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        trainer.fit()
+    fit(run, tmp_path / "run")
     spread = dataclasses.replace(
         run, sharding=Parallel(ep=2), trainer=dataclasses.replace(run.trainer, n_gpus_per_node=2)
     )
@@ -171,8 +171,8 @@ def test_sampled_tokens_have_the_experts_again_that_they_were_sampled_with(bench
     options = {"sharding": Parallel(ep=2), "n_gpus_per_node": 2, "micro_batch_tokens": 40}
     run = ppo_run(model, PPO_ALGORITHM, group_size=2, rollout=rollout, **options)
     found = bench.course(run, [[2, 0], [1]], tmp_path / "two").result(timeout=120)
-    assert all(metrics["rollout/log_prob_gap_nats"] < 1e-6 for metrics in found.metrics)
-    assert_same(alone, found, 1e-6)  # weights of experts are made of logits in float32, and so is the sampled gap
+    assert all(metrics["rollout/log_prob_gap_nats"] < 1e-6 for metrics in found.metrics.values())
+    same_training(alone, found, 1e-6)  # weights of experts are made of logits in float32, and so is the sampled gap
 
 
 def test_what_a_process_of_a_stage_holds_of_experts_is_what_the_cost_model_tells(four, tmp_path):

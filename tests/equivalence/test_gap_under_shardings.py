@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 from random_models import save_random_model
-from trainer.runs import GRPO_ALGORITHM, Prompts, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, JSONL, Prompts, ppo_run, read_lines, step_lines
 
 from verl.component import BuildContext, component
 from verl.engines.sharding import DDP, FSDP, TP, Parallel, Sharding
 from verl.errors import LogProbGapError
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout, HFSampler
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive]
 SHARDINGS: dict[str, Sharding] = {
@@ -43,7 +41,7 @@ def run_of(directory, sharding: Sharding, rollout: HFRollout) -> Any:
         sharding=sharding,
         n_gpus_per_node=2,
         total_steps=2,
-        tracker=Trackers(jsonl=JsonLines()),
+        tracker=JSONL,
         **options,
     )
 
@@ -74,4 +72,4 @@ def test_a_faulty_engine_stops_before_the_first_update(name, tmp_path):
     described = run_of(tmp_path, SHARDINGS[name], HotRollout(max_new_tokens=7))
     with described.build(BuildContext(run_dir=tmp_path)) as run, pytest.raises(LogProbGapError, match="Step 1"):
         run.fit()
-    assert not [line for line in read_lines(tmp_path / "metrics.jsonl") if "actor/loss" in line]
+    assert not step_lines(tmp_path)

@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from same_training import course as saved_course
+from same_training import newest
 from trainer.runs import PPO_ALGORITHM, ppo_run
-from trainer.saved_runs import course as saved_course
-from trainer.saved_runs import newest
 
 from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem

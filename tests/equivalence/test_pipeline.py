@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from equivalence.courses import assert_same, run_course
 from equivalence.laboratory import laboratory
 from equivalence.one_update import one_update, rows_with_holes
 from random_models import save_random_model
+from same_training import ROUNDING, run_course, same_training
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
 from verl.component import BuildContext
@@ -79,7 +79,7 @@ def alone(deep64, tmp_path_factory):
 @pytest.mark.parametrize("name", in_short("pp2 dp2"))
 def test_ppo_through_stages_is_that_of_one_process(name, bench, alone, deep64, tmp_path):
     run = ppo_run(deep64, PPO_ALGORITHM, group_size=1, sharding=LAYOUTS[name], n_gpus_per_node=4, micro_batch_tokens=40)
-    assert_same(alone, bench.course(run, PROMPTS, tmp_path).result(timeout=120))
+    same_training(alone, bench.course(run, PROMPTS, tmp_path).result(timeout=120), ROUNDING)
 
 
 @pytest.mark.parametrize("name", in_short("pp2 dp2"))
@@ -95,7 +95,7 @@ def test_grpo_of_a_tied_model_through_stages_is_that_of_one_process(family, name
     assert not any("lm_head" in key for key in alone.weights)
     together = run(sharding=LAYOUTS[name], n_gpus_per_node=4)
     # norms of transformers pass through float32
-    assert_same(alone, bench.course(together, prompts, tmp_path).result(), 1e-6 if family == "qwen3" else 1e-9)
+    same_training(alone, bench.course(together, prompts, tmp_path).result(), 1e-6 if family == "qwen3" else 1e-9)
 
 
 @pytest.mark.exhaustive
@@ -109,7 +109,9 @@ def test_an_adapter_learns_the_same_through_stages(name, bench, deep64, tmp_path
 
     prompts = [[2, 0, 5], [1]]
     together = run(sharding=LAYOUTS[name], n_gpus_per_node=4)
-    assert_same(run_course(run(), prompts, tmp_path / "one"), bench.course(together, prompts, tmp_path).result())
+    same_training(
+        run_course(run(), prompts, tmp_path / "one"), bench.course(together, prompts, tmp_path).result(), ROUNDING
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,4 +172,4 @@ def test_eight_processes_of_stages_tensors_and_shards_train_as_one_does(name, ei
     ):
         one = run_course(ppo_run(model, algorithm, group_size=group), prompts, tmp_path / kind / "one")
         run = ppo_run(model, algorithm, group_size=group, sharding=OF_EIGHT[name], n_gpus_per_node=8)
-        assert_same(one, eight.course(run, prompts, tmp_path / kind / "eight").result(timeout=600))
+        same_training(one, eight.course(run, prompts, tmp_path / kind / "eight").result(timeout=600), ROUNDING)

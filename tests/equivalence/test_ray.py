@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cluster.ray_here import all_gone, placed, ray_here  # noqa: F401 - a fixture
-from equivalence.courses import assert_rounding_alone, assert_same, run_course
-from trainer.runs import PPO_ALGORITHM, ppo_run
-from trainer.saved_runs import STEPS, course, digest, fit, newest
-from trainer.saved_runs import numbers as all_numbers
+from cluster.ray_here import all_gone, placed
+from same_training import ROUNDING, STEPS, course, digest, newest, run_course, same_but_for_rounding, same_training
+from same_training import numbers as all_numbers
+from trainer.runs import PPO_ALGORITHM, fit, ppo_run
 
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
@@ -31,7 +30,7 @@ def numbers(run_dir):
 def test_one_worker_trains_bit_by_bit(model64, tmp_path):
     alone = run_course(ppo_run(model64, PPO_ALGORITHM), PROMPTS, tmp_path / "local")
     one = ppo_run(model64, PPO_ALGORITHM, placement=placed())
-    assert_same(alone, run_course(one, PROMPTS, tmp_path / "one"), tolerance=0.0)
+    same_training(alone, run_course(one, PROMPTS, tmp_path / "one"))
 
 
 def test_two_workers_train_to_rounding_and_roles_may_live_apart(model64, tmp_path):
@@ -45,7 +44,7 @@ def test_two_workers_train_to_rounding_and_roles_may_live_apart(model64, tmp_pat
         placement=placed(pools={"values": ("critic",)}, workers={"values": 1}, in_driver=("reference",)),
     )
     own = replace(two, actor=replace(two.actor, sharding=FSDP(timeout_s=60.0)))
-    assert_same(alone, run_course(own, PROMPTS, tmp_path / "two"))
+    same_training(alone, run_course(own, PROMPTS, tmp_path / "two"), ROUNDING)
 
 
 @pytest.mark.exhaustive
@@ -56,7 +55,7 @@ def test_in_float32_losses_and_gradients_differ_by_rounding_alone(model32, tmp_p
 
     alone = run_course(run(), PROMPTS, tmp_path / "one")
     two = run(sharding=DDP(timeout_s=60.0), n_gpus_per_node=2, placement=placed())
-    assert_rounding_alone(alone, run_course(two, PROMPTS, tmp_path / "two"))
+    same_but_for_rounding(alone, run_course(two, PROMPTS, tmp_path / "two"))
 
 
 @pytest.mark.exhaustive

@@ -5,18 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from trainer.runs import ppo_run, read_lines, weights, without_times
+from trainer.runs import JSONL, fit, ppo_run, read_lines, weights, without_times
 
-from verl.component import BuildContext
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 from verl.trainer.ppo_config import PPORun
 
 
 def run_to_the_end(run: PPORun, directory: Path) -> tuple[list, dict, dict]:
     """Lines of metrics.jsonl without times, weights, and sample tables by file."""
-    with run.build(BuildContext(run_dir=directory)) as trainer:
-        trainer.fit()
+    fit(run, directory)
     lines = [without_times(line) for line in read_lines(directory / "metrics.jsonl")]
     samples = {file.name: file.read_text() for file in sorted((directory / "samples").iterdir())}
     return lines, weights(directory), samples
@@ -24,7 +20,7 @@ def run_to_the_end(run: PPORun, directory: Path) -> tuple[list, dict, dict]:
 
 def test_the_same_seed_gives_the_same_run_bit_for_bit_and_another_seed_another(model32, tmp_path):
     def run(seed: int) -> PPORun:
-        return ppo_run(model32, seed=seed, total_steps=3, eval_interval=2, tracker=Trackers(jsonl=JsonLines()))
+        return ppo_run(model32, seed=seed, total_steps=3, eval_interval=2, tracker=JSONL)
 
     torch.manual_seed(1)
     lines, tensors, samples = run_to_the_end(run(5), tmp_path / "first")

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 from cases import short_where
-from equivalence.courses import assert_rounding_alone, assert_same, run_course
 from equivalence.one_update import one_update, rows_with_holes
 from random_models import save_random_model
 from safetensors.torch import load_file
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
+from same_training import ROUNDING, run_course, same_but_for_rounding, same_training
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit, ppo_run
 
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import open_checkpoint
@@ -71,7 +71,7 @@ def test_four_processes_train_as_one_does(name, bench, alone, model64, tmp_path)
     run = ppo_run(
         model64, PPO_ALGORITHM, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40
     )
-    assert_same(alone, bench.course(run, PROMPTS, tmp_path).result(timeout=120))
+    same_training(alone, bench.course(run, PROMPTS, tmp_path).result(timeout=120), ROUNDING)
 
 
 @names("tp", "hsdp", "tp_fsdp", short=("tp",))
@@ -111,7 +111,9 @@ def test_roles_that_are_each_divided_in_their_own_way_train_as_one_process_does(
     parts = {
         role: dataclasses.replace(getattr(run, role), sharding=SHARDINGS[name]) for role, name in own.items() if name
     }
-    assert_same(alone, bench.course(dataclasses.replace(run, **parts), PROMPTS, tmp_path).result(timeout=120))
+    same_training(
+        alone, bench.course(dataclasses.replace(run, **parts), PROMPTS, tmp_path).result(timeout=120), ROUNDING
+    )
 
 
 @names("fsdp", "hsdp", "tp", "tp_fsdp", "ddp", short=("fsdp", "tp"))
@@ -133,7 +135,7 @@ def test_in_float32_losses_and_gradients_differ_by_rounding_alone(name, bench, m
 
     alone = run_course(run(), PROMPTS, tmp_path / "one")
     found = bench.course(run(sharding=SHARDINGS[name], n_gpus_per_node=4), PROMPTS, tmp_path / "four").result()
-    assert_rounding_alone(alone, found)
+    same_but_for_rounding(alone, found)
 
 
 def test_gradients_are_added_up_whatever_their_size(bench):
@@ -155,7 +157,9 @@ def test_an_adapter_learns_the_same_and_its_frozen_model_is_the_reference(name, 
 
     prompts = [[2, 0, 5], [1]]
     together = run(sharding=SHARDINGS[name], n_gpus_per_node=4)
-    assert_same(run_course(run(), prompts, tmp_path / "one"), bench.course(together, prompts, tmp_path).result())
+    same_training(
+        run_course(run(), prompts, tmp_path / "one"), bench.course(together, prompts, tmp_path).result(), ROUNDING
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,8 +182,10 @@ def test_a_mixture_of_experts_is_divided_expert_by_expert_and_learns_the_same(fa
     together = ppo_run(model, PPO_ALGORITHM, group_size=1, sharding=sharding, n_gpus_per_node=4, micro_batch_tokens=40)
     found = bench.course(together, PROMPTS, tmp_path / "four").result()
     if name.startswith("tp"):  # a process does not see what all routers choose
-        alone.metrics = [{key: x for key, x in step.items() if key in found.metrics[0]} for step in alone.metrics]
-    assert_same(alone, found)
+        alone.metrics = {
+            n: {k: x for k, x in line.items() if k in found.metrics[n]} for n, line in alone.metrics.items()
+        }
+    same_training(alone, found, ROUNDING)
     for key, x in load_file(path / "model.safetensors").items():
         moved = (alone.weights[f"actor/model.safetensors:{key}"] - x).abs().max()
         assert moved > 1e-3 or "experts" not in key, key
@@ -205,7 +211,7 @@ def test_adapters_of_some_layers_of_actor_and_critic_learn_the_same(name, bench,
     for course in (alone, found):  # peft may add the frozen weights under an adapted head
         course.weights = {key: x for key, x in course.weights.items() if ".base_layer." not in key}
     assert any("lm_head.lora_B" in key for key in alone.weights)
-    assert_same(alone, found)
+    same_training(alone, found, ROUNDING)
 
 
 @names("tp", "tp_fsdp", short=("tp",))
@@ -233,7 +239,7 @@ def test_tied_weights_stay_tied_and_recomputed_activations_change_nothing(name, 
     alone = run_course(run(), prompts, tmp_path / "one")
     assert not any("lm_head" in key for key in alone.weights)
     together = run(sharding=SHARDINGS[name], n_gpus_per_node=4)
-    assert_same(alone, bench.course(together, prompts, tmp_path).result())
+    same_training(alone, bench.course(together, prompts, tmp_path).result(), ROUNDING)
 
 
 @names("tp", "tp_fsdp", short=())
@@ -248,7 +254,7 @@ def test_norms_over_the_heads_of_one_process_get_the_gradient_of_all_heads(name,
 
     alone = run_course(run(), prompts, tmp_path / "one")
     found = bench.course(run(sharding=SHARDINGS[name], n_gpus_per_node=4), prompts, tmp_path).result()
-    assert_same(alone, found, 1e-6)  # its other norms pass through float32
+    same_training(alone, found, 1e-6)  # its other norms pass through float32
 
 
 @pytest.mark.exhaustive
@@ -264,8 +270,8 @@ def test_computing_in_bfloat16_means_the_same(name, bench, model32, tmp_path):
     wide, alone = (run_course(run(kind), prompts, tmp_path / str(kind)) for kind in (None, "bfloat16"))
     found = bench.course(run(sharding=SHARDINGS[name], n_gpus_per_node=4), prompts, tmp_path).result()
     for key in ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "rollout/entropy_nats"):
-        assert found.metrics[0][key] == pytest.approx(alone.metrics[0][key], rel=0.05, abs=0.01), key
-    entropies = [course.metrics[0]["rollout/entropy_nats"] for course in (found, wide)]
+        assert found.metrics[1][key] == pytest.approx(alone.metrics[1][key], rel=0.05, abs=0.01), key
+    entropies = [course.metrics[1]["rollout/entropy_nats"] for course in (found, wide)]
     assert abs(entropies[0] - entropies[1]) > 1e-5  # it was not computed in float32
     assert all(x.dtype == torch.float32 for x in found.weights.values())
 
@@ -278,8 +284,7 @@ def saved(request, model64, tmp_path_factory):
     run = dataclasses.replace(ppo_run(model64, PPO_ALGORITHM, total_steps=2, save_final=False), checkpoint=checkpoint)
     if request.param == "adapter":
         run = dataclasses.replace(with_actor(run, lora=LoRA()), critic=dataclasses.replace(run.critic, lora=LoRA()))
-    with run.build(BuildContext(run_dir=directory / "run")) as trainer:
-        trainer.fit()
+    fit(run, directory / "run")
     return run, directory / "checkpoints/global_step_2"
 
 

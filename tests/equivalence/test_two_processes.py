@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import short_where
 from cluster.processes_of import wait_until_gone, workers_of
-from equivalence.courses import assert_same, run_course
+from same_training import ROUNDING, run_course, same_training
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
 from verl.engines.sharding import DDP, FSDP, TP
@@ -40,7 +40,7 @@ def test_two_processes_train_as_one_does(case, model64, dir64, tmp_path):
         shared = replace(shared, critic=replace(shared.critic, sharding=TP()))
         shared = replace(shared, reference=replace(shared.reference, sharding=DDP()))
     together = run_course(shared, prompts, tmp_path / "two")
-    assert_same(alone, together)
+    same_training(alone, together, ROUNDING)
     assert wait_until_gone(workers_of(os.getpid())) == []
 
     start = Pretrained(path=str(dir64), dtype="float64").load_causal_lm("cpu").state_dict()

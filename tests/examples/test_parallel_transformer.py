@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from equivalence.courses import assert_same, run_course
 from equivalence.laboratory import laboratory
 from equivalence.one_update import one_update, rows_with_holes
 from equivalence.test_sharding_chain import tensors_of
 from refusals import refusal
+from same_training import ROUNDING, run_course, same_training
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
 from verl.checkpoint.config import Checkpointing
@@ -102,7 +102,7 @@ def test_processes_that_share_its_layers_learn_what_one_process_learns(sharding,
     prompts = [[2, 0, 5], [1]]
     alone = run_course(ppo_run(MODEL, GRPO_ALGORITHM, group_size=3), prompts, tmp_path / "one")
     together = ppo_run(MODEL, GRPO_ALGORITHM, group_size=3, sharding=sharding, n_gpus_per_node=2)
-    assert_same(alone, bench.course(together, prompts, tmp_path / "two").result(timeout=120))
+    same_training(alone, bench.course(together, prompts, tmp_path / "two").result(timeout=120), ROUNDING)
 
 
 @pytest.mark.exhaustive

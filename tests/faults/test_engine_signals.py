@@ -21,7 +21,7 @@ import pytest
 from cli.small_runs import small_run
 from cluster.processes_of import engines_of, is_running, wait_until_gone
 from rollout.engines import save_family
-from trainer.saved_runs import numbers
+from same_training import numbers
 
 from verl.compose.schema import conf_dir
 from verl.utils.progress import Progress

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 from faults.test_hostile_input import signed_state
-from trainer.runs import ppo_run
+from trainer.runs import fit, ppo_run
 from typer.testing import CliRunner
 
 from verl.checkpoint.config import Checkpointing
 from verl.cli.main import app
-from verl.component import BuildContext, as_plain
+from verl.component import as_plain
 from verl.compose.compose import compose_root
 from verl.compose.load_policy import locate_policy, policy_run
 from verl.compose.saved_config import allowed_config
@@ -202,8 +202,7 @@ def trained(model32, tmp_path_factory) -> Path:
     data = ArithmeticPrompts(held_out=2, train_size=4, digits=1)
     run = ppo_run(model32, total_steps=1, data=data, reward=ExactMatch())
     run = dataclasses.replace(run, checkpoint=saving)
-    with run.build(BuildContext(run_dir=directory / "run")) as trainer:
-        trainer.fit()
+    fit(run, directory / "run")
     return directory / "checkpoints/global_step_1"
 
 

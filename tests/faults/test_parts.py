@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from cluster.processes_of import workers_of
+from same_training import course as saved_course
 from trainer.runs import GRPO_ALGORITHM
-from trainer.saved_runs import course as saved_course
 
 import verl.trainer.state.distributed_save as joint
 from verl.checkpoint.core.filesystem import FileSystem

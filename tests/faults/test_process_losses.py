@@ -11,8 +11,8 @@ from cluster.processes_of import wait_until_gone, workers_of
 from faults.exchange_losses import StruckInExchange
 from random_models import save_random_classifier, save_random_model
 from rewards.rated import described
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM
-from trainer.saved_runs import course, fit, newest
+from same_training import course, newest
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit
 
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.placement import DeviceMesh

@@ -8,12 +8,12 @@ import os
 import signal
 
 import pytest
-from cluster.ray_here import all_gone, placed, ray_here  # noqa: F401 - a fixture
+from cluster.ray_here import all_gone, placed
 from equivalence.test_ray import numbers
 from random_models import save_random_classifier
 from rewards.rated import described
-from trainer.runs import PPO_ALGORITHM
-from trainer.saved_runs import course, fit, newest
+from same_training import course, newest
+from trainer.runs import PPO_ALGORITHM, fit
 
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.cluster.ray.ray_worker_group import RayWorkerGroup

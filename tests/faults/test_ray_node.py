@@ -16,7 +16,8 @@ import ray
 from cluster.ray_here import all_gone, placed
 from cluster.toy_roles import ToyHost
 from ray.cluster_utils import Cluster
-from trainer.saved_runs import course, fit
+from same_training import course
+from trainer.runs import fit
 
 from verl.cluster.ray.ray_init import RaySession, RaySettings
 from verl.cluster.ray.ray_placement import RayPlacement

@@ -8,15 +8,13 @@ import pytest
 import torch
 from gpu.needs import GIB, gpus, vllm
 from rollout.engines import agreement, generate, random_prompts, save_family, shake
-from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, JSONL, fit, ppo_run, step_lines
 
 from verl.component import BuildContext
 from verl.engines.sharding import FSDP
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.config import VLLMRollout
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 pytestmark = [*gpus(), vllm()]
 
@@ -82,12 +80,11 @@ def test_it_starts_beside_a_trainer_that_holds_15_gib(tmp_path):
 def test_two_processes_over_nccl_train_beside_engines_in_bfloat16(workers, tmp_path):
     source = save_family(tmp_path / "model", "qwen2_tied")
     settings = {"device": "cuda", "n_gpus_per_node": 2, "sharding": FSDP(timeout_s=120.0), "total_steps": 2}
-    run = ppo_run(source, GRPO_ALGORITHM, tracker=Trackers(jsonl=JsonLines()), **settings)
+    run = ppo_run(source, GRPO_ALGORITHM, tracker=JSONL, **settings)
     rollout = VLLMRollout(max_new_tokens=7, kv_cache_gib=0.5, max_num_seqs=16, **workers)
     run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, autocast="bfloat16"), rollout=rollout)
-    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        trainer.fit()
-    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "actor/loss" in line]
+    fit(run, tmp_path / "run")
+    lines = step_lines(tmp_path / "run")
     assert len(lines) == 2
     assert all(line["sync/probe_gap_nats"] < 0.3 for line in lines)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from trainer.runs import Echo, Prompts, ppo_run, read_lines
+from trainer.runs import JSONL, Echo, Prompts, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
@@ -11,8 +11,6 @@ from verl.compose.schema import conf_dir, group_options
 from verl.compose.validate import validate
 from verl.models.tiny import TinyModel
 from verl.rollout.hf import HFRollout
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 IN_SHORT = ("ppo", "grpo")  # with a critic, and without one; the others: make exhaustive
 ALGORITHMS = [
@@ -43,7 +41,7 @@ def test_a_random_model_learns_to_repeat_the_letter_that_it_is_given(name, tmp_p
         group_size=needs["group_size"],
         total_steps=needs["total_steps"],
         save_final=False,
-        tracker=Trackers(jsonl=JsonLines()),
+        tracker=JSONL,
     )
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         result = trainer.fit()

@@ -11,17 +11,14 @@ import statistics
 from pathlib import Path
 
 import pytest
-from trainer.runs import Echo, Prompts, ppo_run, read_lines
+from trainer.runs import JSONL, Echo, Prompts, fit, ppo_run, read_lines
 
 from verl.algorithms.advantages import GRPO
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.losses import PPOClip
-from verl.component import BuildContext
 from verl.models.tiny import TinyModel
 from verl.replay.config import TieredReplay
 from verl.rollout.hf import HFRollout
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 LETTERS = ("a", "b", "c", "d")
 MODEL = TinyModel(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
@@ -41,12 +38,11 @@ def drawn_until_learned(course: str, seed: int, directory: Path) -> int:
     run = ppo_run(
         MODEL, algorithm, lr=1e-2, reward=Echo(), rollout=HFRollout(max_new_tokens=5, min_new_tokens=3),
         data=Prompts(train=LETTERS, eval=()), prompts_per_step=4, group_size=16, total_steps=STEPS, seed=seed,
-        save_final=False, tracker=Trackers(jsonl=JsonLines()),
+        save_final=False, tracker=JSONL,
         replay=TieredReplay(memory_mib=8, shard_mib=1) if algorithm.replay_fraction else None,
     )  # fmt: skip
     run = dataclasses.replace(run, critic=None, reference=None)
-    with run.build(BuildContext(run_dir=directory)) as trainer:
-        trainer.fit()
+    fit(run, directory)
     lines = [line for line in read_lines(directory / "metrics.jsonl") if "reward/mean" in line]
     rewards, drawn = [line["reward/mean"] for line in lines], [line["perf/samples"] for line in lines]
     for step in range(3, len(lines) + 1):

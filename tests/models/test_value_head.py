@@ -9,9 +9,9 @@ import pytest
 import torch
 from roles import largest_difference, weights
 from safetensors.torch import load_file
+from same_training import course, digest, newest
 from torch import Tensor
-from trainer.runs import PPO_ALGORITHM
-from trainer.saved_runs import course, digest, fit, newest
+from trainer.runs import PPO_ALGORITHM, fit
 from transformers import AutoModel
 
 from verl.engines.optimizer import AdamW

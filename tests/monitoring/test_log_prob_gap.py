@@ -11,11 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from cases import each_value_once
 from http_client.servers import serving
 from monitoring.faulty_engine import FaultyRollout
 from refusals import refusal
 from rollout.speaking import Speaker
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run, read_lines, without_times
+from trainer.runs import (
+    GRPO_ALGORITHM,
+    JSONL,
+    PPO_ALGORITHM,
+    Prompts,
+    fit,
+    ppo_run,
+    read_lines,
+    step_lines,
+    without_times,
+)
 
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.checkpoint.config import Checkpointing
@@ -33,8 +44,6 @@ from verl.replay.config import TieredReplay
 from verl.rollout.hf import HFRollout
 from verl.rollout.scripted import ScriptedRollout
 from verl.rollout.server.config import ServerRollout
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 GAP, LARGEST, OFF_POLICY = "rollout/log_prob_gap_nats", "rollout/log_prob_gap_max_nats", "rollout/off_policy_gap_nats"
 ONE_UPDATE = dataclasses.replace(
@@ -45,19 +54,10 @@ QUICK: dict[str, Any] = {
     "eval_before": False,
     "save_final": False,
     "data": Prompts(eval=()),
-    "tracker": Trackers(jsonl=JsonLines()),
+    "tracker": JSONL,
     "critic": None,
     "total_steps": 3,
 }
-
-
-def fit(run, directory):
-    with run.build(BuildContext(run_dir=directory)) as trainer:
-        return trainer.fit()
-
-
-def steps_of(directory):
-    return [line for line in read_lines(directory / "metrics.jsonl") if "actor/loss" in line]
 
 
 def faulty(model, fault, algorithm=ONE_UPDATE, says=None, **options):
@@ -87,7 +87,7 @@ def test_an_engine_that_draws_from_another_policy_stops_the_run_with_the_likely_
     assert f"Likely causes, the likeliest first: {likeliest}" in str(caught.value)
     assert "trainer.safety.log_prob_gap.on_excess=warn" in str(caught.value)
     assert caught.value.gap_nats > caught.value.limit_nats == LIMITS["float32"]
-    assert len(steps_of(tmp_path)) == step - 1
+    assert len(step_lines(tmp_path)) == step - 1
     assert f"step_{step}_log_prob_gap" in str(caught.value)
     rows = DataProto.load(tmp_path / f"anomalies/step_{step}_log_prob_gap/batch.safetensors")
     assert 1 < len(rows) <= 6
@@ -116,7 +116,7 @@ def test_two_processes_come_to_the_gap_of_one(algorithm, model32, tmp_path):
     two = {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2}
     for name, options in (("one", {}), ("two", two)):
         fit(faulty(model32, "temperature", algorithm, safety=warn, total_steps=1, **options), tmp_path / name)
-    (one,), (two,) = steps_of(tmp_path / "one"), steps_of(tmp_path / "two")
+    (one,), (two,) = step_lines(tmp_path / "one"), step_lines(tmp_path / "two")
     for key in (GAP, LARGEST):
         assert one[key] > 0.1
         assert two[key] == pytest.approx(one[key], rel=1e-5)
@@ -159,7 +159,7 @@ def test_a_warning_is_told_once_and_a_wrong_start_is_never_the_measure(model32, 
     told = [record.getMessage() for record in caplog.records if GAP in record.getMessage()]
     assert len(told) == 1
     assert told[0].startswith(f"Step 1: {GAP} is")
-    assert [line["safety/log_prob_gaps"] for line in steps_of(tmp_path)] == [1.0] * 4
+    assert [line["safety/log_prob_gaps"] for line in step_lines(tmp_path)] == [1.0] * 4
 
 
 def test_a_warning_comes_before_the_first_update(model32, tmp_path, caplog):
@@ -177,25 +177,27 @@ def test_a_warning_comes_before_the_first_update(model32, tmp_path, caplog):
 # Runs that are sound
 
 
+SOUND = {
+    "hf": {"rollout": HFRollout(max_new_tokens=7)},
+    "low temperature": {"rollout": HFRollout(max_new_tokens=7, temperature=0.3, top_k=5)},
+    "own weights": {"rollout": FaultyRollout(max_new_tokens=7)},
+    "scripted": {"rollout": ScriptedRollout(texts=("12", "7"), max_new_tokens=7)},
+    "bfloat16": {"autocast": "bfloat16"},
+    "adapter": {"lora": LoRA(rank=2)},
+}
+
+
 @pytest.mark.parametrize(
-    ("options", "limit"),
-    [
-        ({"rollout": HFRollout(max_new_tokens=7)}, 1e-5),
-        ({"rollout": HFRollout(max_new_tokens=7, temperature=0.3, top_k=5)}, 1e-5),
-        ({"rollout": FaultyRollout(max_new_tokens=7)}, 1e-5),
-        ({"rollout": ScriptedRollout(texts=("12", "7"), max_new_tokens=7)}, 1e-5),
-        ({"autocast": "bfloat16"}, LIMITS["bfloat16"]),
-        ({"lora": LoRA(rank=2)}, 1e-5),
-    ],
-    ids=["hf", "low temperature", "own weights", "scripted", "bfloat16", "adapter"],
+    ("algorithm", "options"),
+    each_value_once({"told by the update": ONE_UPDATE, "known before": PPO_ALGORITHM}, SOUND),
 )
-@pytest.mark.parametrize("algorithm", [ONE_UPDATE, PPO_ALGORITHM], ids=["told by the update", "known before"])
-def test_a_sound_run_is_silent(algorithm, options, limit, model32, tmp_path, caplog):
+def test_a_sound_run_is_silent(algorithm, options, model32, tmp_path, caplog):
+    limit = LIMITS["bfloat16"] if "autocast" in options else 1e-5
     options = dict(options)
     actor = {name: options.pop(name) for name in ("autocast", "lora") if name in options}
     run = ppo_run(model32, algorithm, **{**QUICK, **options, "critic": ppo_run(model32).critic})
     fit(dataclasses.replace(run, actor=dataclasses.replace(run.actor, **actor)), tmp_path)
-    lines = steps_of(tmp_path)
+    lines = step_lines(tmp_path)
     assert len(lines) == 3
     for line in lines:
         assert 0 <= line[GAP] <= line[LARGEST]
@@ -206,21 +208,21 @@ def test_a_sound_run_is_silent(algorithm, options, limit, model32, tmp_path, cap
 
 def test_an_engine_in_a_narrower_type_that_says_so_is_sound(model32, tmp_path):
     fit(faulty(model32, "narrow", says="bfloat16"), tmp_path)
-    assert all(line[GAP] > LIMITS["float32"] / 5 for line in steps_of(tmp_path))
+    assert all(line[GAP] > LIMITS["float32"] / 5 for line in step_lines(tmp_path))
 
 
 def test_rows_of_the_replay_buffer_are_not_compared(model32, tmp_path):
     algorithm = dataclasses.replace(ONE_UPDATE, replay_fraction=0.5)
     run = ppo_run(model32, algorithm, lr=0.02, replay=TieredReplay(), **{**QUICK, "total_steps": 4})
     fit(run, tmp_path)
-    lines = steps_of(tmp_path)
+    lines = step_lines(tmp_path)
     assert lines[-1]["replay/old_rows"] > 0
     assert all(line[GAP] < 1e-5 and OFF_POLICY not in line for line in lines)
 
 
 def test_rows_drawn_ahead_by_earlier_weights_are_told_apart(model32, tmp_path):
     fit(faulty(model32, "none", CORRECTED, rollout_ahead=1, lr=0.02), tmp_path)
-    first, *later = steps_of(tmp_path)
+    first, *later = step_lines(tmp_path)
     assert first[GAP] < 1e-5
     assert OFF_POLICY not in first
     assert all(GAP not in line and LARGEST not in line for line in later)
@@ -238,7 +240,7 @@ def test_a_server_that_keeps_its_weights_is_compared_until_the_first_update(algo
     with serving(speaker.post, speaker.page) as server:
         rollout = ServerRollout(endpoint=server.endpoint(), max_new_tokens=7, weights="fixed")
         fit(ppo_run(model32, algorithm, rollout=rollout, lr=0.02, **QUICK), tmp_path)
-    first, *later = steps_of(tmp_path)
+    first, *later = step_lines(tmp_path)
     assert first[GAP] < 1e-5
     assert all(GAP not in line and line[OFF_POLICY] > LIMITS["float32"] for line in later)
 
@@ -254,7 +256,7 @@ def test_a_server_of_weights_that_the_actor_has_left_behind_is_not_compared(dir3
 
         rollout = ServerRollout(endpoint=server.endpoint(), max_new_tokens=7, weights="fixed")
         fit(ppo_run(Pretrained(path=str(moved)), ONE_UPDATE, rollout=rollout, **QUICK), tmp_path / "run")
-    assert all(GAP not in line and line[OFF_POLICY] > LIMITS["float32"] for line in steps_of(tmp_path / "run"))
+    assert all(GAP not in line and line[OFF_POLICY] > LIMITS["float32"] for line in step_lines(tmp_path / "run"))
 
 
 # Resume
@@ -266,14 +268,14 @@ def test_a_resumed_run_keeps_the_first_gap_bit_for_bit_and_an_older_checkpoint_g
         return dataclasses.replace(faulty(model32, "none"), checkpoint=saved, resume=resume)
 
     fit(course(tmp_path / "whole"), tmp_path / "whole")
-    (first, *_), point = steps_of(tmp_path / "whole"), tmp_path / "whole/checkpoints/global_step_1"
+    (first, *_), point = step_lines(tmp_path / "whole"), tmp_path / "whole/checkpoints/global_step_1"
     with course(tmp_path / "again", str(point)).build(BuildContext(run_dir=tmp_path / "again")) as trainer:
         trainer.fit()
         of = ["float32", "float32", "FaultySampler", 1.0]
         state = {"first_nats": first[GAP], "of": of, "is_beyond": False}
         assert trainer.guard.state_dict()["log_prob_gap"] == state
-    again = [without_times(line) for line in steps_of(tmp_path / "again")]
-    assert again == [without_times(line) for line in steps_of(tmp_path / "whole")[1:]]
+    again = [without_times(line) for line in step_lines(tmp_path / "again")]
+    assert again == [without_times(line) for line in step_lines(tmp_path / "whole")[1:]]
 
 
 def test_what_an_older_checkpoint_does_not_hold_begins_anew():

@@ -15,7 +15,18 @@ import pytest
 import torch
 from cases import short_where
 from safetensors.torch import load_file, save_file
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Arbitrary, Prompts, ppo_run, read_lines, weights, without_times
+from trainer.runs import (
+    GRPO_ALGORITHM,
+    JSONL,
+    PPO_ALGORITHM,
+    Arbitrary,
+    Prompts,
+    fit,
+    ppo_run,
+    read_lines,
+    weights,
+    without_times,
+)
 from trainer.test_sft import sft_run
 
 from verl.algorithms.advantages import AdvantageEstimator
@@ -31,12 +42,9 @@ from verl.monitoring.nonfinite import StepSkipped
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult
 from verl.rollout.base import GenerationRequest
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 from verl.workers.critic import Critic
 
 pytestmark = pytest.mark.xdist_group("two processes")
-JSONL = Trackers(jsonl=JsonLines())
 QUICK: dict[str, Any] = {"eval_before": False, "save_final": False, "data": Prompts(eval=()), "tracker": JSONL}
 
 SHARDINGS: dict[str, dict[str, Any]] = {"none": {}, "ddp": {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2}}
@@ -73,11 +81,6 @@ class WrongReward(Reward):
         if self.options.checked:
             return super().rate_batch(batch)
         return RewardResult(np.array(self.rate(list(batch["prompt_text"]), list(batch["response_text"]))))
-
-
-def fit(run: Any, directory: Path) -> Any:
-    with run.build(BuildContext(run_dir=directory)) as trainer:
-        return trainer.fit()
 
 
 def steps_of(directory: Path) -> list[dict]:

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from trainer.runs import Prompts
-from trainer.saved_runs import course, fit
+from same_training import course
+from trainer.runs import Prompts, fit
 
 from verl.component import component
 from verl.errors import RewardError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trainer.runs import Arbitrary, Echo, ppo_run, read_lines
+from trainer.runs import JSONL, Arbitrary, Echo, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
@@ -13,8 +13,6 @@ from verl.protocol import DataProto
 from verl.rewards.function import RewardFunction
 from verl.rewards.rules import ExactMatch, Overlong
 from verl.rewards.weighted_sum import WeightedSum
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 
 @pytest.fixture
@@ -78,7 +76,7 @@ def test_a_run_logs_each_part_and_shows_it_with_its_samples_and_closes_the_rewar
     judge = RewardFunction(path=f"{tmp_path / 'rule.py'}:score", per_sample=True, num_workers=1, timeout_s=20.0)
     parts = {"echo": Echo(), "other": Arbitrary(), "judge": judge}
     reward = WeightedSum(parts=parts, weights={"echo": 1.0, "other": 0.5, "judge": 0.0})
-    tracker = Trackers(jsonl=JsonLines())
+    tracker = JSONL
     run = ppo_run(Pretrained(path=str(dir32)), reward=reward, total_steps=1, tracker=tracker)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         trainer.fit()

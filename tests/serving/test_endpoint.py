@@ -13,12 +13,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from trainer.runs import GRPO_ALGORITHM, ppo_run
+from trainer.runs import GRPO_ALGORITHM, fit, ppo_run
 
 from verl.checkpoint.config import Checkpointing
 from verl.cli.generate import located, running
 from verl.cli.serve_policy import one_prompt, served, server_of
-from verl.component import BuildContext
 from verl.compose.load_policy import trained_on_texts
 from verl.data.calculator import CalculatorPrompts
 from verl.environments.calculator import Calculator
@@ -360,8 +359,7 @@ def with_calculator(model32, tmp_path_factory):
         algorithm=GRPO_ALGORITHM,
         trainer=dataclasses.replace(run.trainer, group_size=3, eval_without_tools=True),
     )
-    with run.build(BuildContext(run_dir=directory / "run")) as trainer:
-        trainer.fit()
+    fit(run, directory / "run")
     return directory / "checkpoints"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from verl.models.pretrained import ModelSource
 from verl.rewards.base import Reward, RewardDescription
 from verl.rollout.hf import HFRollout
 from verl.tracking.base import Trackers
+from verl.tracking.jsonl import JsonLines
 from verl.trainer.config import PPOSettings
 from verl.trainer.ppo_config import PPORun
 from verl.trainer.state.compare_runs import TIMES
@@ -29,6 +31,8 @@ from verl.workers.critic import Critic
 from verl.workers.reference import Reference
 
 PROMPTS = ("1+2=", "34+5=", "what is 6*7? ", "9-", "77+1=", "a", "0*0*0*0=", "12+")  # of many lengths
+
+JSONL = Trackers(jsonl=JsonLines())
 
 PPO_ALGORITHM = Algorithm(
     advantage=GAE(lam=0.9), policy_loss=PPOClip(), kl=KLInReward(coef=0.1), entropy_coef=0.01, epochs=2, mini_batches=1
@@ -85,6 +89,11 @@ class Echo(RewardDescription, Reward):
         return [text.count(prompt[0]) / max(1, len(text)) for prompt, text in zip(prompts, responses, strict=True)]
 
 
+# The least work of a step, where the subject is not what is trained
+BRIEF_GRPO = replace(GRPO_ALGORITHM, mini_batches=1)
+BRIEF = {"prompts_per_step": 1, "rollout": HFRollout(max_new_tokens=2), "data": Prompts(eval=())}
+
+
 def ppo_run(
     model: ModelSource,
     algorithm: Algorithm = PPO_ALGORITHM,
@@ -111,9 +120,20 @@ def ppo_run(
     return PPORun(**described, algorithm=algorithm, trainer=PPOSettings(**(settings | parts)))
 
 
+def fit(run: Any, run_dir: Path) -> Any:
+    """Train to the end; returns the result."""
+    with run.build(BuildContext(run_dir=run_dir)) as trainer:
+        return trainer.fit()
+
+
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file, each line of which must be valid."""
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def step_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl about steps of PPO."""
+    return [line for line in read_lines(run_dir / "metrics.jsonl") if "actor/loss" in line]
 
 
 def without_times(record: dict[str, Any]) -> dict[str, Any]:

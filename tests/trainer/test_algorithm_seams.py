@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Arbitrary, Prompts, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, JSONL, PPO_ALGORITHM, Arbitrary, Prompts, fit, ppo_run, read_lines, step_lines
 
 from verl.algorithms.critic_free_advantages import ReMax
 from verl.algorithms.dynamic_sampling import DynamicSampling
@@ -17,8 +17,6 @@ from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription
 from verl.rollout.base import GenerationRequest
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 REMAX = dataclasses.replace(PPO_ALGORITHM, advantage=ReMax(), epochs=1)
 TEXTS = ("a", "9-", "1+2=", "12+", "34+5=", "77+1=")  # of 1, 2, 4, 3, 5 and 5 characters
@@ -84,7 +82,7 @@ def test_without_a_mixed_group_a_run_skips_its_steps_or_ends_in_words(model32, t
         lengths=(),
         total_steps=2,
         save_final=False,
-        tracker=Trackers(jsonl=JsonLines()),
+        tracker=JSONL,
     )
     with skipping.build(BuildContext(run_dir=tmp_path / "skipping")) as trainer:
         result = trainer.fit()
@@ -132,8 +130,7 @@ def test_the_coefficient_of_an_adaptive_kl_moves_from_step_to_step(model32, tmp_
 def test_every_update_of_a_run_with_an_entropy_bonus_has_its_entropy(mini_batches, coefs, model32, tmp_path):
     bonus = dict(zip(("entropy_coef", "final_entropy_coef"), coefs, strict=True))
     algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=mini_batches, **bonus)
-    tracker = Trackers(jsonl=JsonLines())
-    with ppo_run(model32, algorithm, tracker=tracker, total_steps=2).build(BuildContext(run_dir=tmp_path)) as trainer:
-        trainer.fit()
-    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "actor/loss" in line]
+    tracker = JSONL
+    fit(ppo_run(model32, algorithm, tracker=tracker, total_steps=2), tmp_path)
+    lines = step_lines(tmp_path)
     assert ["actor/entropy" in line for line in lines] == [True, True]

@@ -6,14 +6,12 @@ import json
 
 import torch
 from random_models import save_random_model
-from trainer.runs import ppo_run, read_lines
+from trainer.runs import JSONL, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.engines.optimizer import AdamW
 from verl.models.heads import ValueHeadModel
 from verl.models.pretrained import Pretrained
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 from verl.workers.critic import Critic
 
 
@@ -24,7 +22,7 @@ def test_a_critic_of_another_family_with_the_tokenizer_of_the_actor_trains(tmp_p
         Pretrained(path=str(actor)),
         critic=Critic(model=Pretrained(path=str(critic)), optimizer=AdamW(lr=1e-2)),
         total_steps=3,
-        tracker=Trackers(jsonl=JsonLines()),
+        tracker=JSONL,
     )
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         assert trainer.fit().status == "finished"

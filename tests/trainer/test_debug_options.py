@@ -8,18 +8,14 @@ import json
 import pytest
 import torch
 from refusals import refusal
-from trainer.runs import GRPO_ALGORITHM, Prompts, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, JSONL, Prompts, fit, ppo_run, read_lines
 from trainer.test_sft import sft_run
 
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.engines.sharding import DDP
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 from verl.trainer.timers import Profile
-
-JSONL = Trackers(jsonl=JsonLines())
 
 
 def settings_of(debug: str, root: str = "ppo"):
@@ -31,11 +27,6 @@ def in_small(model, debug: str, **changes):
     names = ("total_steps", "eval_before", "eval_interval", "save_final", "repeat_first_batch", "profile", "safety")
     settings = {name: getattr(settings_of(debug), name) for name in names}
     return ppo_run(model, GRPO_ALGORITHM, critic=None, data=Prompts(eval=()), tracker=JSONL, **(settings | changes))
-
-
-def fit(run, directory):
-    with run.build(BuildContext(run_dir=directory)) as trainer:
-        return trainer.fit()
 
 
 def test_a_planted_nan_is_skipped_told_and_kept(model32, tmp_path):

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 import rich
-from trainer.saved_runs import course, fit
+from same_training import course
+from trainer.runs import fit
 
 from verl.component import BuildContext, as_plain
 from verl.errors import WorkerDied

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from refusals import refusal
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, JSONL, PPO_ALGORITHM, Prompts, ppo_run, read_lines
 from transformers import AutoTokenizer
 
 from verl import config
@@ -31,8 +31,6 @@ from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription
 from verl.rewards.function import CallableReward, RewardFunction
 from verl.rollout.hf import HFRollout
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 from verl.trainer.config import PPOSettings
 from verl.trainer.setup import ProcessState
 from verl.workers.actor import Actor
@@ -238,7 +236,7 @@ class FailsAtCall(RewardDescription):
 )
 def test_a_reward_that_goes_wrong_ends_the_run_and_keeps_what_was_written(model32, tmp_path, way, found):
     reward = FailsAtCall(way=way, call=3)
-    run = ppo_run(model32, reward=reward, total_steps=4, eval_before=False, tracker=Trackers(jsonl=JsonLines()))
+    run = ppo_run(model32, reward=reward, total_steps=4, eval_before=False, tracker=JSONL)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer, pytest.raises(RewardError) as caught:
         trainer.fit()
     assert "my_reward()" in str(caught.value)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 from refusals import refusal
-from trainer.runs import GRPO_ALGORITHM, PROMPTS, Prompts, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, JSONL, PROMPTS, Prompts, fit, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.data.arithmetic import ArithmeticSFT
@@ -18,20 +16,10 @@ from verl.engines.optimizer import AdamW
 from verl.engines.sharding import NoSharding
 from verl.errors import CheckpointWriteFailed
 from verl.models.pretrained import Pretrained
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 from verl.tracking.logging_setup import setup_logging
 from verl.trainer.config import SFTSettings
-from verl.trainer.ppo_config import PPORun
 from verl.trainer.sft import SFTRun
 from verl.workers.actor import Actor
-
-JSONL = Trackers(jsonl=JsonLines())
-
-
-def fit(run: PPORun | SFTRun, directory: Path) -> Any:
-    with run.build(BuildContext(run_dir=directory)) as trainer:
-        return trainer.fit()
 
 
 def test_a_run_evaluates_before_during_and_after_and_says_what_it_did(model32, tmp_path):

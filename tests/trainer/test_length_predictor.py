@@ -6,7 +6,8 @@ import json
 
 import pytest
 import torch
-from trainer.saved_runs import course, digest, fit, newest
+from same_training import course, digest, newest
+from trainer.runs import fit
 
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.cluster.batch_partition import BatchPartition

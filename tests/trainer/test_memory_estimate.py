@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from random_models import save_random_classifier, save_random_model
-from trainer.saved_runs import course, fit
+from same_training import course
+from trainer.runs import fit
 
 from verl.compose.compose import compose_root
 from verl.compose.schema import conf_dir

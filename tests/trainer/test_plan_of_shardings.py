@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 from random_models import save_random_model
+from trainer.runs import fit
 
-from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.trainer.plan.devices import device_named
@@ -35,8 +35,7 @@ def test_an_update_in_two_processes_takes_what_the_plan_says(tmp_path, family, s
     two = [*layout, "trainer.n_gpus_per_node=2", f"+actor.place={tmp_path}", "tracker=[jsonl]"]
     several = ["actor.micro_batch_tokens=300"] if "reduce_gradients" in sharding else []  # micro-batches of an update
     run = validate(compose_root("ppo", [*actor, *two, *GRPO, *ROWS, *LONG, *SHORT, *several]))
-    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        trainer.fit()
+    fit(run, tmp_path / "run")
     plan = plan_run(run, device_named("cpu"))
     planned = next(phase for phase in plan.memory.phases if phase.name == "update actor").total
     measured = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]

@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from cluster.ray_here import all_gone, ray_here  # noqa: F401 - a fixture
+from cluster.ray_here import all_gone
 
 from verl.cluster.local_worker_group import InlineWorkerGroup
 from verl.cluster.ray.ray_worker_group import RayWorkerGroup

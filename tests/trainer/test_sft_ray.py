@@ -7,7 +7,7 @@ import signal
 from dataclasses import replace
 
 import pytest
-from cluster.ray_here import all_gone, placed, ray_here  # noqa: F401 - a fixture
+from cluster.ray_here import all_gone, placed
 from trainer.test_sft import sft_run
 
 from verl.checkpoint.config import Checkpointing

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import ray
-from cluster.ray_here import all_gone, ray_here  # noqa: F401 - a fixture
 from cluster.toy_roles import ToyHost
 from refusals import refusal
 

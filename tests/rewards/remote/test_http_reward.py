@@ -8,7 +8,7 @@ import pytest
 import torch
 from http_client.servers import Say, in_turn, serving
 from refusals import refusal
-from trainer.runs import ppo_run, read_lines
+from trainer.runs import JSONL, fit, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, NonFiniteRewardError, RewardError
@@ -16,8 +16,6 @@ from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rewards.remote.http_reward import HTTPReward
 from verl.rewards.weighted_sum import WeightedSum
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 RESPONSES = ["0", "1", "2", "3", "4"]
 KEY = "sk-abcdef0123456789abcdef"
@@ -269,10 +267,9 @@ def test_a_run_asks_logs_and_shows_its_samples_without_the_key(dir32, tmp_path, 
             Pretrained(path=str(dir32)),
             reward=WeightedSum(parts={"judge": judge}, weights={"judge": 2.0}),
             total_steps=1,
-            tracker=Trackers(jsonl=JsonLines()),
+            tracker=JSONL,
         )
-        with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-            trainer.fit()
+        fit(run, tmp_path / "run")
     line = next(line for line in read_lines(tmp_path / "run/metrics.jsonl") if "reward/mean" in line)
     assert line["reward/mean"] == 2 * line["reward/judge"]
     assert line["reward/judge_remote_requests"] + line["reward/judge_remote_cache_hits"] > 0

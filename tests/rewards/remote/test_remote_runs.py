@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from http_client.servers import serving
-from trainer.saved_runs import course, digest, fit, numbers
+from same_training import course, digest, numbers
+from trainer.runs import fit
 
 from verl.rewards.remote.llm_judge import LLMJudge
 from verl.rewards.weighted_sum import WeightedSum

@@ -19,9 +19,8 @@ import torch
 from random_models import save_random_model
 from roles import experience, start_actor
 from rollout.speaking import gap
-from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, JSONL, fit, ppo_run, read_lines
 
-from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.http_client.endpoint import Endpoint
 from verl.models.lora import LoRA
@@ -30,8 +29,6 @@ from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.server.config import ServerRollout
 from verl.rollout.vllm.client.engine_process import EngineFiles
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 from verl.utils.orphan_cleanup import CLEANUP
 
 pytestmark = [
@@ -153,10 +150,9 @@ def test_a_run_trains_on_what_it_draws(address, model, tmp_path):
         GRPO_ALGORITHM,
         rollout=ServerRollout(endpoint=Endpoint(base_url=address), max_new_tokens=7),
         total_steps=2,
-        tracker=Trackers(jsonl=JsonLines()),
+        tracker=JSONL,
     )
-    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
-        trainer.fit()
+    fit(run, tmp_path)
     lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "reward/mean" in line]
     assert len(lines) == 2
     assert all(line["rollout/log_prob_gap_nats"] < 1e-4 for line in lines)

@@ -12,7 +12,7 @@ from http_client.servers import Say, serving
 from refusals import refusal
 from roles import experience
 from rollout.speaking import gap
-from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, JSONL, fit, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP, TP, Parallel
@@ -22,8 +22,6 @@ from verl.models.pretrained import Pretrained
 from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.base import GenerationRequest
 from verl.rollout.server.config import ServerRollout
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 
 def train(actor, prompts):
@@ -133,11 +131,10 @@ def test_a_run_trains_on_what_the_server_draws(num_processes, sharding, speaker,
             GRPO_ALGORITHM,
             rollout=ServerRollout(endpoint=server.endpoint(), max_new_tokens=7),
             total_steps=2,
-            tracker=Trackers(jsonl=JsonLines()),
+            tracker=JSONL,
             **spread,
         )
-        with run.build(BuildContext(run_dir=tmp_path)) as trainer:
-            trainer.fit()
+        fit(run, tmp_path)
     lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "reward/mean" in line]
     assert len(lines) == 2
     assert all(line["sync/probe_gap_nats"] < 1e-4 for line in lines)
@@ -162,14 +159,13 @@ def test_one_of_the_processes_with_the_same_rows_plays_their_episodes(sharding, 
             GRPO_ALGORITHM,
             rollout=ServerRollout(endpoint=server.endpoint(), max_new_tokens=7, stop_token_ids=tuple(range(20, 60))),
             total_steps=1,
-            tracker=Trackers(jsonl=JsonLines()),
+            tracker=JSONL,
             sharding=sharding,
             n_gpus_per_node=2,
         )
         episodes = Scripted(answer=long_turns, max_tokens=40)
         run = dataclasses.replace(run, environment=episodes, reward=EpisodeReward())
-        with run.build(BuildContext(run_dir=tmp_path)) as trainer:
-            trainer.fit()
+        fit(run, tmp_path)
     (line,) = [line for line in read_lines(tmp_path / "metrics.jsonl") if "reward/mean" in line]
     assert line["rollout/log_prob_gap_nats"] < 1e-4
     assert line["episode/turns"] > 1

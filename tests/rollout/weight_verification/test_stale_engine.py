@@ -8,14 +8,12 @@ import pytest
 import torch
 from random_models import save_random_model
 from rollout.weight_verification.copied_engine import CopyRollout
-from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, JSONL, ppo_run, step_lines
 
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.component import BuildContext
 from verl.errors import WeightSyncError
 from verl.models.pretrained import Pretrained
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 ONE_UPDATE = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)  # no log-probs before the update
 CORRECTED = dataclasses.replace(ONE_UPDATE, correction=TruncatedIS())
@@ -35,14 +33,14 @@ def fit(model, tmp_path, algorithm=ONE_UPDATE, **options):
         lr=1e-5,
         total_steps=3,
         rollout=CopyRollout(max_new_tokens=5, **options),
-        tracker=Trackers(jsonl=JsonLines()),
+        tracker=JSONL,
     )
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         trainer.fit()
 
 
 def steps(tmp_path):
-    return [line for line in read_lines(tmp_path / "metrics.jsonl") if "actor/loss" in line]
+    return step_lines(tmp_path)
 
 
 def test_an_engine_that_stops_following_stops_the_run(model, tmp_path):

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from random_models import save_random_model
-from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, JSONL, ppo_run, step_lines
 
 from verl.component import BuildContext, component
 from verl.errors import WeightSyncError
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import SyncResult
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 
 pytest.importorskip("verl.rollout.vllm")
 from verl.rollout.vllm.client.client import VLLMClient
@@ -60,11 +58,11 @@ def test_a_sync_that_brings_nothing_stops_the_run(tmp_path):
         lr=1e-5,
         total_steps=3,
         rollout=rollout,
-        tracker=Trackers(jsonl=JsonLines()),
+        tracker=JSONL,
     )
     with run.build(BuildContext(run_dir=tmp_path)) as trainer, pytest.raises(WeightSyncError) as caught:
         trainer.fit()
-    steps = [line for line in read_lines(tmp_path / "metrics.jsonl") if "actor/loss" in line]
+    steps = step_lines(tmp_path)
     assert len(steps) == 1
     assert float(steps[0]["sync/probe_gap_nats"]) < 1e-4
     assert {"lm_head.weight", "model.layers.1.mlp.down_proj.weight"} <= set(caught.value.names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from trainer.runs import ppo_run
+from trainer.runs import BRIEF, BRIEF_GRPO, fit, ppo_run
 
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.manager import CheckpointManager
@@ -27,18 +27,17 @@ def test_it_is_saved_after_the_step_under_way(tag, named, model32, tmp_path, mon
 
     monkeypatch.setattr(PPOTrainer, "step", step)
     checkpoint = Checkpointing(save_dir=str(tmp_path / "saved"), save_interval=None)
-    run = dataclasses.replace(ppo_run(model32, total_steps=4, eval_before=False), checkpoint=checkpoint)
-    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        trainer.fit()
+    run = dataclasses.replace(ppo_run(model32, BRIEF_GRPO, total_steps=3, **BRIEF), checkpoint=checkpoint)
+    fit(run, tmp_path / "run")
     names = [published.name for published in CheckpointDirectory(tmp_path / "saved").complete()]
-    assert names == [named, "global_step_4"]
+    assert names == [named, "global_step_3"]
     assert not (tmp_path / "run/save").exists()
     assert ("no name" in caplog.text or "names a directory" in caplog.text) is (tag == "../x")
 
 
 def test_a_save_that_fails_costs_itself_and_is_told_and_the_last_one_ends_the_run(model32, tmp_path, caplog):
     checkpoint = Checkpointing(save_dir=str(tmp_path / "saved"), save_interval=1, save_async=False)
-    run = dataclasses.replace(ppo_run(model32, total_steps=3, eval_before=False), checkpoint=checkpoint)
+    run = dataclasses.replace(ppo_run(model32, BRIEF_GRPO, total_steps=3, **BRIEF), checkpoint=checkpoint)
     plain, steps = PPOTrainer.step, []
 
     def step(self, batch, number):
@@ -62,8 +61,7 @@ def test_a_save_that_fails_costs_itself_and_is_told_and_the_last_one_ends_the_ru
 
 def test_the_directory_of_a_run_leads_to_its_checkpoints(model32, tmp_path):
     checkpoint = Checkpointing(save_dir=str(tmp_path / "saved"))
-    run = dataclasses.replace(ppo_run(model32, total_steps=1, eval_before=False), checkpoint=checkpoint)
-    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        trainer.fit()
+    run = dataclasses.replace(ppo_run(model32, BRIEF_GRPO, total_steps=1, **BRIEF), checkpoint=checkpoint)
+    fit(run, tmp_path / "run")
     assert resolve_path(tmp_path / "run") == ResolvedPath(tmp_path / "saved")
     assert CheckpointManager(tmp_path / "run").step == 1

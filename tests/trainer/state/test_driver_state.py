@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from same_training import course, digest, newest, numbers
 from torch import Tensor
-from trainer.runs import GRPO_ALGORITHM
-from trainer.saved_runs import course, digest, fit, newest, numbers
+from trainer.runs import GRPO_ALGORITHM, fit
 
 from verl.algorithms.kl import KLControl
 from verl.checkpoint.resume_point import find

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from same_training import course
 from storage.s3_server import BUCKET, Fault, Request
-from trainer.saved_runs import course, fit
+from trainer.runs import fit
 
 from verl.component import BuildContext, component
 from verl.errors import StorageUnreachable

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from refusals import refusal
-from trainer.runs import PPO_ALGORITHM, Prompts
-from trainer.saved_runs import STEPS, course, digest, fit, newest, numbers
+from same_training import STEPS, course, digest, newest, numbers
+from trainer.runs import PPO_ALGORITHM, Prompts, fit
 from typer.testing import CliRunner
 
 from verl.checkpoint.core.hashing import digest_of

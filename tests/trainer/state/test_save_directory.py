@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from refusals import refusal
 from storage.s3_server import Fault
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run
+from trainer.runs import BRIEF, BRIEF_GRPO, JSONL, PPO_ALGORITHM, Prompts, ppo_run
 from typer.testing import CliRunner
 
 from verl.checkpoint.commit.fencing import RunLock
@@ -30,13 +30,11 @@ from verl.cli.checkpoint import app as checkpoint_commands
 from verl.component import BuildContext
 from verl.errors import CheckpointFenced, ConfigError, NoSpaceForCheckpoint
 from verl.storage.config import LocalStorage, S3Storage
-from verl.tracking.base import Trackers
-from verl.tracking.jsonl import JsonLines
 from verl.trainer.state.run_directory import run_dir_faults
 from verl.trainer.state.save_directory import job_name
 from verl.trainer.train_loop import TrainLoop
 
-OTHER = Prompts(train=("1+1=", "2+2=", "3+3=", "4+4="))
+OTHER = Prompts(train=("1+1=", "2+2=", "3+3=", "4+4="), eval=())
 TESTS = Path(__file__).resolve().parents[2]
 
 
@@ -48,9 +46,9 @@ def _in_a_directory_of_its_own(tmp_path, monkeypatch):
 def run(model: Any, resume: str | None = None, save: dict[str, Any] | None = None, **options: Any) -> Any:
     """Two steps, each saved, two kept; in `checkpoints/verl/default` unless `save` says otherwise."""
     saving = {"save_interval": 1, "keep_last_n": 2, "save_async": False}
-    settings = {"total_steps": 2, "save_final": False, "eval_before": False, "project_name": "verl"}
+    settings = {"total_steps": 2, "save_final": False, "project_name": "verl", **BRIEF}
     storage = options.pop("storage", None)
-    made = ppo_run(model, **{"algorithm": GRPO_ALGORITHM, **settings, **options})
+    made = ppo_run(model, **{"algorithm": BRIEF_GRPO, **settings, **options})
     return dataclasses.replace(made, checkpoint=Checkpointing(**saving | (save or {})), resume=resume, storage=storage)
 
 
@@ -74,7 +72,7 @@ def run_of(directory: Path | str, name: str) -> str:
 
 def test_a_run_directory_in_which_another_run_trained_is_refused_before_anything_is_written(model32, tmp_path):
     context = BuildContext(run_dir=tmp_path / "run")
-    jsonl = Trackers(jsonl=JsonLines())
+    jsonl = JSONL
 
     def fit_here(**options: Any) -> None:
         with run(model32, tracker=jsonl, **options).build(context) as trainer:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from cases import short_where
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM
-from trainer.saved_runs import course, fit
+from same_training import course
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit
 
 from verl.checkpoint.manager import CheckpointManager
 from verl.engines.sharding import DDP, FSDP

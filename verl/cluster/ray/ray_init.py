@@ -37,9 +37,13 @@ LONGEST_SOCKET_PATH = 103  # bytes; Linux allows 107
 RAYS_OWN = 62  # bytes that Ray adds to its directory
 KNOCK_TIMEOUT_S = 5.0
 SESSION_VARIABLE = "VERL_RAY_SESSION"
-# Ray gives memory back by the hundred objects, or once a second. Until then the next batch goes to memory that nobody
-# has touched yet, and that takes several times what copying it does.
-AT_ONCE = {"free_objects_batch_size": 1}
+SYSTEM_CONFIG = {
+    # Ray gives memory back by the hundred objects, or once a second. Until then the next batch goes to memory that
+    # nobody has touched yet, and that takes several times what copying it does.
+    "free_objects_batch_size": 1,
+    # Ray starts a process for each core in advance. None is ever used: those of roles have an environment of their own.
+    "prestart_worker_first_driver": False,
+}
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class RaySession:
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, int(wanted.num_cpus + 0.999)),
                 include_dashboard=False,
-                _system_config=AT_ONCE,
+                _system_config=SYSTEM_CONFIG,
                 _temp_dir=RaySession._held.name,
                 **options,
                 **quiet,
