@@ -73,7 +73,8 @@ class UploadEvent:
     """Message of the upload process.
 
     Args:
-        kind: `uploaded` with the name of a checkpoint, `failed` with an error, `fenced`, or `done` after FINISH.
+        kind: `started`, `uploaded` with the name of a checkpoint, `failed` with an error, `fenced`, or `done` after
+            FINISH.
         waiting: checkpoints that the store is to get and has not confirmed.
         is_refused: the store answered, and asking again would not help.
     """
@@ -197,6 +198,7 @@ def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None
         with contextlib.suppress(ChannelClosed):
             channel.send(event)
 
+    tell(UploadEvent(kind="started"))
     worker, pause_s = UploadWorker(setting, setting.storage.connect(), tell), setting.shortest_pause_s
     before: object = None
     while True:
@@ -251,7 +253,7 @@ def _count(worker: UploadWorker) -> int:
 log = logging.getLogger(__name__)
 
 MOST_STARTS = 20
-END_TIMEOUT_S = 5.0
+START_TIMEOUT_S, END_TIMEOUT_S = 60.0, 5.0
 SETTING = "checkpoint.upload_timeout_s"
 
 
@@ -354,10 +356,13 @@ class Uploader:
 
     def _receive_until_end(self, child: ChildProcess) -> str:
         """Record the events of a process until it ends or hangs; returns which, as a clause."""
-        watch = ProgressWatch(self._progress, self._timeout_s)
+        watch = ProgressWatch(self._progress, max(self._timeout_s, START_TIMEOUT_S))
         try:
             while True:
                 event: UploadEvent = child.channel.receive(watch=watch)
+                if event.kind == "started":
+                    watch.restart(self._timeout_s)
+                    continue
                 with self._changed:
                     self.is_done |= event.kind == "done"
                     self.is_fenced |= event.kind == "fenced"
