@@ -27,7 +27,7 @@ from verl.checkpoint.save.save_request import (
     abandon_missing,
     open_report_directory,
 )
-from verl.checkpoint.save.writer_client import START_TIMEOUT_S
+from verl.checkpoint.save.writer_process import START_TIMEOUT_S
 from verl.errors import CheckpointError, CheckpointWriteFailed
 from verl.workers.load_state import RemoteRoleState
 from verl.workers.rank_checkpoint import RankInfo, RankSaveSettings
@@ -94,8 +94,8 @@ class RankWriters:
 
     def states(self) -> dict[str, RemoteRoleState]:
         """Description of each role in the trainer state."""
-        by_name = {name: state for group in self._groups for name, state in group.lead.remote_states().result().items()}
-        return {name: by_name[name] for name in self._trained}
+        states = {name: state for group in self._groups for name, state in group.lead.remote_states().result().items()}
+        return {name: states[name] for name in self._trained}
 
     def prepare(self, store: CheckpointStore, is_async: bool) -> None:
         """Have every process allocate the memory for saves in the background."""
@@ -128,7 +128,7 @@ class RankWriters:
                 raise
             writer.note(SaveOutcome(step=step, tag=tag, error=error))
             return
-        self._under_way = [*(other for other in self._under_way if other.directory.exists()), multi_writer]
+        self._under_way = [*(earlier for earlier in self._under_way if earlier.directory.exists()), multi_writer]
         writer.save(replace(request, multi_writer=multi_writer), transaction, began)
 
     def wait_copied(self) -> None:

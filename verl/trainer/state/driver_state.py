@@ -194,8 +194,8 @@ class RngFiles(PartPlace):
 
     def references(self, num_ranks: int) -> dict[str, str]:
         """Locations of the generator states, for `trainer_state.json`."""
-        of_driver = {"torch": f"rng/{self.tensors}", **{name: f"rng/{name}.json" for name in self.plain}}
-        return of_driver | {f"rank_{rank}": f"rng/rank_{rank}.json" for rank in range(num_ranks)}
+        references = {"torch": f"rng/{self.tensors}", **{name: f"rng/{name}.json" for name in self.plain}}
+        return references | {f"rank_{rank}": f"rng/rank_{rank}.json" for rank in range(num_ranks)}
 
     def write(self, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
         tensors, plain = dict(state["driver"][0]), state["driver"][1]
@@ -258,14 +258,13 @@ class RewardStats:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """One of a version that did not say whose statistics it holds is trusted. Another reward begins anew, and that
         is logged."""
-        learned, changed = state["reward"], dict[str, Any]()
+        learned, keys = state["reward"], dict[str, Any]()
         if learned and self._reward.state_dict() and "reward_of" in state:
-            changed = differences({"reward": state["reward_of"]}, {"reward": self._identity})
-        if changed:
+            keys = differences({"reward": state["reward_of"]}, {"reward": self._identity})
+        if keys:
             self._reward.reset_stats()
             _log.warning(
-                "The reward differs from the checkpoint's (%s): its score statistics start from zero.",
-                ", ".join(changed),
+                "The reward differs from the checkpoint's (%s): its score statistics start from zero.", ", ".join(keys)
             )
         else:
             self._reward.load_state_dict(learned)
