@@ -96,17 +96,14 @@ def begun_apart(path: str, config: dict) -> dict:
     actor = HybridActor.from_pretrained(path, hybrid_config=config, lora={"rank": 2}, device="cpu")
     first = {name: x for name, x in actor.named_parameters() if "lora_A" in name}
     sums = [float((x.full_tensor() if hasattr(x, "full_tensor") else x).abs().sum()) for x in first.values()]
-    drawn = torch.rand(())
+    own = torch.rand(())
     model = HybridActor.from_pretrained(path, device="cpu").model
-    before = model.lm_head.weight.detach().clone()
     model.lm_head.weight.data[rank] += 1
-    head = HybridActor(model, hybrid_config=config).model.lm_head.weight.detach()
-    changed = (head.full_tensor() if hasattr(head, "full_tensor") else head) != before
-    model = HybridActor.from_pretrained(path, device="cpu").model
-    if rank == 1:
-        model.lm_head = torch.nn.Linear(model.config.hidden_size, 7, bias=False)
-    rows, other = changed.any(dim=1).nonzero().flatten().tolist(), told(HybridActor, model, hybrid_config=config)
-    return {"adapter": sums, "drew": float(drawn), "changed_rows": rows, "other": other}
+    try:
+        HybridActor(model, hybrid_config=config)
+    except ConfigError as error:
+        return {"adapter": sums, "drew": float(own), "other": str(error)}
+    return {"adapter": sums, "drew": float(own)}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import copy
 import logging
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +108,7 @@ class HybridActor:
         _refuse_no_actor(model)
         parallelism = hybrid_parallelism(self.hybrid_config, str(model.device))
         if parallelism is not None:
-            parallelism.begin_alike(model.parameters())
+            parallelism.refuse_other_weights(model)
         self._start(model, tokenizer, rollout, lora, seed, parallelism)
 
     def _start(
@@ -117,9 +117,8 @@ class HybridActor:
         self._lock = threading.RLock()
         self._rollout = load_rollout(rollout)
         adapter = None if lora is None else described(LoRA, "lora", lora)
-        self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
-        if adapter is not None and parallelism is not None:
-            parallelism.begin_alike(p for p in self._model.parameters() if p.requires_grad)
+        with nullcontext() if parallelism is None else parallelism.same_random_numbers():
+            self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
         self.tokenizer, self.seed, self._parallelism = tokenizer, seed, parallelism
         self._engine: tuple[Any, Any] | None = None  # with the settings that it was attached for
         self._settings_reported = ""

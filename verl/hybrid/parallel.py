@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,23 +170,39 @@ class HybridParallelism(ShardedParallelism):
         part /= self.groups
         return mean
 
-    def begin_alike(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give all processes the weights of the first, as torch's DistributedDataParallel does.
+    @contextmanager
+    def same_random_numbers(self) -> Iterator[None]:
+        """Inside this context all processes have the generator state of the first; on exit each has its own again.
+
+        Processes that had the state of the first before also have it afterwards.
+        """
+        own = torch.get_rng_state()
+        shared = own.clone().to(self.device)
+        self.dist.broadcast(shared, src=0)
+        first = shared.cpu()
+        torch.set_rng_state(first)
+        try:
+            yield
+        finally:
+            if not torch.equal(own, first):
+                torch.set_rng_state(own)
+
+    def refuse_other_weights(self, model: Any) -> None:
+        """Check that all replicas have equal weights; only gradients are synchronised later.
 
         Raises:
-            ConfigError: in all processes, if there are other parameters in one than in the first.
+            ConfigError: in all processes, if the weights of one differ from those of the first.
         """
-        weights = [parameter.detach() for parameter in parameters]
-        shapes: list[Any] = [None] * self.world_size
-        self.dist.all_gather_object(shapes, [tuple(weight.shape) for weight in weights])
-        for rank, other in enumerate(shapes):
-            if other != shapes[0]:
+        norms = {name: float(torch.linalg.vector_norm(p.detach().double())) for name, p in model.named_parameters()}
+        found: list[Any] = [None] * self.world_size
+        self.dist.all_gather_object(found, norms)
+        for rank, other in enumerate(found):
+            differing = [name for name in found[0] if not _are_close(found[0][name], other.get(name))]
+            if differing:
                 raise ConfigError(
-                    f"model has parameters of other shapes in process {rank} than in process 0. Load the same model in "
-                    "all processes."
+                    f"model has other weights in process {rank} than in process 0: {differing[0]} and "
+                    f"{len(differing) - 1} more. Load it from one place, or create it with one seed in all processes."
                 )
-        for weight in weights:
-            self.dist.broadcast(weight, src=0)
 
     def refuse_other_rows(self, ids: Any) -> None:
         """Check that tensor-parallel siblings have the same tokens.
@@ -215,6 +233,10 @@ class HybridParallelism(ShardedParallelism):
             if tokenizer is not None:
                 tokenizer.save_pretrained(directory)
         self.dist.barrier()
+
+
+def _are_close(number: float, other: float | None) -> bool:
+    return other is not None and math.isclose(number, other, rel_tol=1e-9)
 
 
 def _completing(module: nn.Module, names: list[str], group: Any) -> Any:
