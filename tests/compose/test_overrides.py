@@ -45,12 +45,16 @@ def test_an_unknown_root_key_is_told_with_the_nearest():
     ]
 
 
-def test_a_directory_of_groups_that_is_not_there_and_other_ways_to_give_one_are_refused():
+def test_groups_are_also_looked_for_in_the_directories_of_the_user(tmp_path):
     with pytest.raises(ConfigError, match="--config-dir is mine: no such directory"):
         command_line("ppo", ["--config-dir=mine", "actor=my_actor"])
-    for argument in ("--config-path=mine", "hydra.searchpath=[file://mine]"):
-        (fault,) = command_line("ppo", [argument])[1].faults
-        assert "--config-dir" in fault
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor/my_actor.yaml").write_text("defaults: [tiny]\n")
+    for argument in (f"--config-dir={tmp_path}", f"--config-path={tmp_path}", f"hydra.searchpath=[file://{tmp_path}]"):
+        arguments, assigned = command_line("ppo", [argument, "actor=my_actor", "--config-name=my_run"])
+        assert not assigned.faults
+        assert "actor=my_actor" in arguments
+    assert command_line("ppo", ["actor=my_actor"])[1].faults
 
 
 @pytest.mark.parametrize(

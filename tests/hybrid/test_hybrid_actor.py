@@ -271,7 +271,8 @@ def test_the_cache_setting_of_the_process_holds_where_the_actor_has_none(loaded,
         assert len(released) == count
 
 
-def test_parameters_that_are_views_are_refused_or_laid_out_anew(model32, encoded, caplog):
+@pytest.mark.parametrize("setting", [{"contiguous": True}, {"hybrid_config": {"contiguous": True}}])
+def test_parameters_that_are_views_are_refused_or_laid_out_anew(model32, encoded, caplog, setting):
     def made():
         model = model32.load_causal_lm("cpu")
         head = model.lm_head.weight
@@ -280,7 +281,7 @@ def test_parameters_that_are_views_are_refused_or_laid_out_anew(model32, encoded
 
     assert "not contiguous in memory: lm_head.weight. Give contiguous=True to" in faults_of(HybridActor, made())
     with caplog.at_level(logging.INFO):
-        mended = HybridActor(made(), contiguous=True)
+        mended = HybridActor(made(), **setting)
     assert "made contiguous: lm_head.weight" in caplog.text
     assert mended.model.lm_head.weight.is_contiguous()
     whole = HybridActor(model32.load_causal_lm("cpu"))

@@ -74,7 +74,7 @@ ALIASES: dict[str, Alias] = {
         )
     },
     "storage.type": Alias(
-        choices={**_OFF, **{name: f"storage={name}" for name in ("local", "memory", "s3", "oss", "gcs")}},
+        choices={**_OFF, **{name: f"storage={name}" for name in ("local", "s3", "oss", "gcs")}},
         refusal="names a kind of storage that this version does not have; conf/storage/ lists those that it has.",
     ),
     "trainer.test_freq": Alias(path="trainer.eval_interval"),

@@ -37,13 +37,14 @@ _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[^\W\d]\w*(\.\w+)*)=(?P<v
 _LOOSE = re.compile(r"^(?P<dashes>-*)(?P<prefix>[+~]{0,2})(?P<key>[^=]*)(?P<sign>=?)(?P<value>.*)$", re.DOTALL)
 _OF_A_PACKAGE = re.compile(r"^\+?[\w/]+@[\w./:]*=|^\+?[\w/]+/[\w/@]+=")  # group@package=option, hydra/launcher=basic
 _CONFIG_DIR = ("--config-dir", "-cd")
+_CONFIG_PATH = ("--config-path", "-cp")
 _PATH = re.compile(r"(^|[._])(path|paths|dir|dirs|directory|file|files|root|resume)$")
 QUOTES = "'\""
 _NO_PATH = ("", "null", "???")
 
 SWITCHES = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m",
             "--shell-completion", "-sc", "--info", "-i")  # fmt: skip
-WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd")
+WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
 _INFORMED_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _MULTIRUN = ("-m", "--multirun")
 SHOWS_ONLY = ("--cfg", "-c", "--info", "-i")  # these print and never reach the run's own check
@@ -62,7 +63,7 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
     config_dir = _value_of(flags, _CONFIG_DIR)
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError([*faults, f"--config-dir is {config_dir}: no such directory."])
-    set_own_conf_dirs([] if config_dir is None else [Path(config_dir).absolute()])
+    directories = [directory for directory in (config_dir, _value_of(flags, _CONFIG_PATH)) if directory is not None]
     sweeps = any(flag in _MULTIRUN for flag in flags) or any(word.startswith("sweep=") for word in words)
     for_hydra, pairs = [], []
     for word in words:
@@ -71,13 +72,14 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
             fault = _not_assigned(root, word)
             faults += [fault] if fault else []
             for_hydra += [] if fault else [word]
-        elif match["key"] == "hydra.searchpath":
-            faults.append(f"{word}: groups of your own are in the directory of --config-dir DIR. Leave it out.")
         elif match["key"].split(".")[0] == "hydra":
+            if match["key"] == "hydra.searchpath":
+                directories += re.findall(r"file://([^,\]'\"]+)", match["value"])
             value = in_grammar(match["key"], match["value"], sweeps=sweeps)
             for_hydra.append(f"{match['prefix']}{match['key']}={value}")
         else:
             pairs.append((match["key"], match["value"]))
+    set_own_conf_dirs(Path(directory).absolute() for directory in directories)
     assigned = assign(root, pairs, sweeps=sweeps)
     assigned.values = [(key, in_grammar(key, value, sweeps=sweeps)) for key, value in assigned.values]
     of_values = [_value_fault(root, key, value, sweeps) for key, value in assigned.values]
@@ -376,6 +378,8 @@ _WORDS = (  # message of Hydra, replacement
         r"raised while resolving interpolation: (.*?)\s+full_key: (\S+)",
         "the reference in {1} cannot be resolved ({0}). `--cfg job` shows the whole configuration.",
     ),
+    (r"Cannot find primary config '([^']+)'", "--config-name is {0}: there is no such file. Leave it out."),
+    (r"Primary config directory not found", "--config-path names no directory. Leave it out."),
     (r"An item is already at '([^']+)'", "{0} exists already: write {0}=VALUE or ++{0}=VALUE, not +{0}=VALUE."),
     (
         r"no viable alternative at input '([^']*)'",

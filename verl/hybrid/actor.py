@@ -103,13 +103,16 @@ class HybridActor:
         contiguous: bool = False,
         auto_cache_clear: bool | None = None,
     ):
-        self.hybrid_config = described(HybridConfig, "hybrid_config", hybrid_config)
-        self.contiguous, self.auto_cache_clear = contiguous, auto_cache_clear
+        self._configure(described(HybridConfig, "hybrid_config", hybrid_config), contiguous, auto_cache_clear)
         _refuse_no_actor(model)
         parallelism = hybrid_parallelism(self.hybrid_config, str(model.device))
         if parallelism is not None:
             parallelism.refuse_other_weights(model)
         self._start(model, tokenizer, rollout, lora, seed, parallelism)
+
+    def _configure(self, hybrid_config: HybridConfig, contiguous: bool, auto_cache_clear: bool | None) -> None:
+        self.hybrid_config, self.contiguous = hybrid_config, contiguous or hybrid_config.contiguous
+        self.auto_cache_clear = hybrid_config.auto_cache_clear if auto_cache_clear is None else auto_cache_clear
 
     def _start(
         self, model: Any, tokenizer: Any, rollout: Any, lora: Any, seed: int, parallelism: HybridParallelism | None
@@ -154,7 +157,7 @@ class HybridActor:
         pretrained = described(Pretrained, "from_pretrained", {"path": str(name_or_path), **source})
         device = own_device() if device == "auto" else device
         parallelism, actor = hybrid_parallelism(config, device), cls.__new__(cls)
-        actor.hybrid_config, actor.contiguous, actor.auto_cache_clear = config, contiguous, auto_cache_clear
+        actor._configure(config, contiguous, auto_cache_clear)
         with faults_below("from_pretrained"):
             if parallelism is None:
                 model = pretrained.load_causal_lm(device)

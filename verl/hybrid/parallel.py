@@ -41,11 +41,14 @@ class HybridConfig(Description):
         fsdp_sharding: shard weights, gradients and optimizer state over the groups: FULL_SHARD, SHARD_GRAD_OP (weights
             stay gathered from the forward to the backward pass) or HYBRID_SHARD (within each machine). Null or NO_SHARD
             for no sharding.
+        contiguous, auto_cache_clear: arguments of `HybridActor`, which may stand here too.
     """
 
     tp_size: PositiveInt = 1
     dp_size: PositiveInt | None = None
     fsdp_sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = None
+    contiguous: bool = False
+    auto_cache_clear: bool | None = None
 
     @property
     def shards(self) -> bool:
