@@ -52,7 +52,7 @@ def run(scenario: Scenario, stride: int) -> int:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_a_kill_leaves_the_old_or_the_new_checkpoint(scenario, record_property):
-    record_property("fault_cases", run(scenario, stride=17))
+    record_property("fault_cases", run(scenario, stride=41))
 
 
 @pytest.mark.exhaustive

@@ -64,7 +64,7 @@ def run(scenario: Scenario, codes: list[int], stride: int) -> int:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_a_refusal_is_raised_and_does_no_harm(scenario, record_property):
-    record_property("fault_cases", run(scenario, CODES, stride=83))
+    record_property("fault_cases", run(scenario, CODES, stride=211))
 
 
 @pytest.mark.exhaustive

@@ -13,7 +13,15 @@ from verl.data.chat_template import ChatTemplate
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import character_tokenizer
+from verl.utils.child_process import trial
 from verl.utils.child_process.trial import pattern_fault, template_fault
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    """What does not end within a second does not end."""
+    monkeypatch.setattr(trial, "PROCESSOR_S", 1)
+
 
 RANGES = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = "{% set n = namespace(x='ab') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
