@@ -252,7 +252,7 @@ def test_settings_that_cannot_be_are_faults(options, fault):
 def test_log_probs_are_right_whatever_the_server_means_by_them(mode, options, source, attached, dir32, prompts):
     actor = attached(Speaker(dir32, mode), **options)
     assert actor.sampler.engine.parts.source == source
-    for request in (GenerationRequest(0, 4), GenerationRequest(0, greedy=True)):
+    for request in (GenerationRequest(0, 2), GenerationRequest(0, greedy=True)):
         rows = actor.generate(prompts(), request)
         assert rows["rollout_log_probs"].dtype == torch.float32
         assert gap(actor, rows) < 1e-5
