@@ -7,7 +7,6 @@ import torch
 
 from verl.algorithms.advantages import GAE, GRPO, AdvantageEstimator
 from verl.algorithms.critic_free_advantages import OPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
-from verl.errors import ConfigError
 from verl.protocol import DataProto
 
 ESTIMATORS = [
@@ -334,19 +333,3 @@ def test_estimators_say_what_they_need():
     assert all(estimator.needs_groups and not estimator.needs_values for estimator in GROUPED)
     assert (ReinforcePlusPlus.needs_groups, ReinforcePlusPlus.needs_greedy_baseline) == (False, False)
     assert (ReMax.needs_groups, ReMax.needs_greedy_baseline) == (False, True)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: GAE(gamma=1.5), "gamma is 1.5: must lie in"),
-        (lambda: GAE(lam=-0.1), "lam is -0.1: must lie in"),
-        (lambda: GAE(lam=float("nan")), "lam is nan"),
-        (lambda: GRPO(epsilon=0.0), "epsilon is 0.0: must be above 0"),
-        (lambda: ReinforcePlusPlus(gamma=1.5), "gamma is 1.5: must lie in"),
-        (lambda: ReMax(gamma=1.5), "gamma is 1.5: must lie in"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()
