@@ -1,4 +1,4 @@
-"""Settings that no component of a kind can have, with the message that refuses each: one table for all packages."""
+"""Settings that no component of a kind can have, and parts that no run can have together, with what refuses each."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from verl.algorithms.losses import CISPO, GSPO, ClippedValueLoss, PPOClip
 from verl.checkpoint.retention import Retention
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.ray.ray_placement import RayPlacement
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, Parallel
 from verl.errors import ConfigError
@@ -181,3 +183,50 @@ def test_settings_that_cannot_be_are_refused_by_name(kind, settings, message):
         kind(**settings)
     (fault,) = refused.value.faults
     assert message in fault
+
+
+TWO_PROCESSES = ["trainer.n_gpus_per_node=2"]
+ADAPTER = ["rollout=vllm", "rollout.lora=adapter"]
+LORA = "actor.lora={{_target_:verl.models.lora.LoRA,rank:{}}}"
+AHEAD = ["trainer.rollout_ahead=1"]
+CORRECTED = [*AHEAD, "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"]
+TOOLS = ["environment=calculator", "data=calculator", "critic=none", "algorithm=grpo"]
+TOOLS += ["actor=tiny_scratch", "actor.model.context_length=160"]
+REFUSED_RUNS = [  # overrides, and a part of the message
+    # an engine and the actor
+    ([*ADAPTER, LORA.format(8), "sharding=fsdp", *TWO_PROCESSES], "lora is adapter, and the actor is divided"),
+    ([*ADAPTER, LORA.format(8), "sharding=tp", *TWO_PROCESSES], "lora is adapter, and the actor is divided"),
+    ([*ADAPTER, LORA.format(600)], "actor.lora.rank is 600: vLLM takes adapters of at most rank 512"),
+    (
+        ["rollout=vllm", "rollout.call_timeout_s=600", "sharding=fsdp", *TWO_PROCESSES],
+        "give it up after sharding.timeout_s 600. Set rollout.call_time",
+    ),
+    # drawing one step ahead
+    (CORRECTED, "HFRollout generates with the tensors that are being trained"),
+    (AHEAD, "requires importance weights"),
+    ([*CORRECTED, "algorithm=dapo"], "selection draws further batches"),
+    ([*CORRECTED, "algorithm=remax"], "greedy baseline"),
+    ([*CORRECTED, "trainer.repeat_first_batch=true"], "every batch is the first"),
+    ([*CORRECTED, "trainer.rollout_ahead=2"], "must lie in [0, 1]"),
+    # episodes
+    ([*TOOLS, "rollout=scripted"], "ScriptedRollout draws no turns"),
+    ([*TOOLS, "trainer.rollout_ahead=1"], "trainer.rollout_ahead is 1, and episodes are not drawn ahead"),
+    ([*TOOLS, "replay=tiered"], "the replay buffer does not keep the masks of episodes"),
+    ([*TOOLS, "algorithm=remax"], "the greedy baseline of algorithm=remax was not tried"),
+    ([*TOOLS, "algorithm=dapo"], "algorithm.selection was not tried with episodes"),
+    ([*TOOLS, "rollout.min_new_tokens=2"], "a turn has no minimum"),
+    ([*TOOLS, "environment=guess_number"], "the rows of data have no column 'secret'"),
+    ([*TOOLS, "environment=none", "reward=environment"], "environment is null"),
+    (
+        [*TOOLS, "environment=none", "trainer.eval_without_tools=true"],
+        "eval_without_tools is true, and environment",
+    ),
+    ([*TOOLS, "environment.max_tokens=500"], "with environment.max_tokens 500 that makes 516 tokens"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED_RUNS)
+def test_what_does_not_go_together_is_refused_by_name(overrides, message):
+    with pytest.raises(ConfigError) as refused:
+        validate(compose_root("ppo", overrides))
+    assert message in str(refused.value)
