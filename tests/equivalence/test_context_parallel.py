@@ -43,19 +43,6 @@ def test_loss_gradients_and_scores_are_those_of_one_process(style, two_processes
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("style", STYLES)
-def test_steps_of_ppo_and_grpo_are_those_of_one_process(style, two_processes, model64, tmp_path):
-    sharding = Parallel(cp=2, cp_style=style)
-    for name, algorithm, group, prompts in (
-        ("ppo", PPO_ALGORITHM, 1, [[0, 1, 2, 3, 4], [3]]),
-        ("grpo", GRPO_ALGORITHM, 3, [[2, 0, 5], [1]]),
-    ):
-        alone = run_course(ppo_run(model64, algorithm, group_size=group), prompts, tmp_path / name / "one")
-        run = ppo_run(model64, algorithm, group_size=group, sharding=sharding, n_gpus_per_node=2, micro_batch_tokens=40)
-        same_training(alone, two_processes.course(run, prompts, tmp_path / name / "two").result(timeout=120), ROUNDING)
-
-
-@pytest.mark.exhaustive
 def test_processes_that_share_tokens_divide_the_rows_that_they_generate(four_processes, model64, tmp_path):
     rollout = HFRollout(max_new_tokens=5)
     run = ppo_run(model64, GRPO_ALGORITHM, rollout=rollout, group_size=2, sharding=Parallel(cp=4), n_gpus_per_node=4)

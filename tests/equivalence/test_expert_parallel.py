@@ -55,19 +55,6 @@ def test_the_balance_loss_is_that_of_all_processes_together(two_processes, tmp_p
         same(two_processes, model, SHARED, Parallel(ep=2), tolerance, router_aux_loss_coef=0.5, **options)
 
 
-def test_steps_of_ppo_and_grpo_are_those_of_one_process(two_processes, tmp_path):
-    model = made(tmp_path, "qwen3_moe")
-    for name, algorithm, group, prompts in (
-        ("ppo", PPO_ALGORITHM, 1, [[0, 1, 2, 3, 4], [3]]),
-        ("grpo", GRPO_ALGORITHM, 3, [[2, 0, 5], [1]]),
-    ):
-        alone = run_course(ppo_run(model, algorithm, group_size=group), prompts, tmp_path / name / "one")
-        run = ppo_run(
-            model, algorithm, group_size=group, sharding=Parallel(ep=2), n_gpus_per_node=2, micro_batch_tokens=40
-        )
-        same_training(alone, two_processes.course(run, prompts, tmp_path / name / "two").result(timeout=120), ROUNDING)
-
-
 @pytest.mark.parametrize("family", sorted(PROVEN))
 def test_models_of_every_family_that_is_not_refused_train_the_same(family, two_processes, tmp_path):
     model = made(tmp_path, family)
