@@ -30,11 +30,11 @@ import torch
 from _progress import Progress
 
 CASES = {
-    "fixed": {"lengths": "fixed", "prompt_length": 16, "micro": 1280, "target": 1.25},
-    "fixed_bf16": {"lengths": "fixed", "prompt_length": 16, "micro": 2048, "bf16": True, "target": 1.5},
-    "longtail": {"lengths": "longtail", "prompt_length": 64, "micro": 2048, "target": 3.0},
-    "longtail_vllm": {"lengths": "longtail", "prompt_length": 64, "micro": 2048, "target": 3.0, "vllm": True},
-    "long_prompt": {"lengths": "fixed", "prompt_length": 128, "micro": 1280, "target": 2.5},
+    "fixed": {"lengths": "fixed", "prompt_length": 16, "micro": 1280, "target": 1.5},
+    "fixed_bf16": {"lengths": "fixed", "prompt_length": 16, "micro": 2048, "bf16": True, "target": 1.7},
+    "longtail": {"lengths": "longtail", "prompt_length": 64, "micro": 2048, "target": 4.3},
+    "longtail_vllm": {"lengths": "longtail", "prompt_length": 64, "micro": 2048, "target": 3.5, "vllm": True},
+    "long_prompt": {"lengths": "fixed", "prompt_length": 128, "micro": 1280, "target": 3.5},
 }
 PLAIN_CASES = tuple(name for name, case in CASES.items() if not case.get("vllm"))
 

@@ -110,9 +110,9 @@ def component(kind: Kind) -> Kind:
     Traceback (most recent call last):
     verl.errors.ConfigError: gamma is 2: must lie in [0, 1].
     """
-    made: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_CONFIG)(kind)
-    made.__init__ = _init
-    return made
+    dataclass_type: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_CONFIG)(kind)
+    dataclass_type.__init__ = _init
+    return dataclass_type
 
 
 def _init(self: Description, /, **values: Any) -> None:
@@ -228,8 +228,8 @@ def field_types(kind: type[Description]) -> dict[str, Any]:
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word closest to `word`, whatever the case of their letters; None if none is close."""
     of_lower = {one.lower(): one for one in known}
-    found = difflib.get_close_matches(word.lower(), of_lower, n=1, cutoff=0.6)
-    return of_lower[found[0]] if found else None
+    matches = difflib.get_close_matches(word.lower(), of_lower, n=1, cutoff=0.6)
+    return of_lower[matches[0]] if matches else None
 
 
 def hint(found: str | None) -> str:
@@ -299,14 +299,16 @@ def _dataclass_of(kind: type) -> type:
 
 @functools.cache
 def _validator(kind: type) -> SchemaValidator:
-    made: Any = _dataclass_of(kind)
-    if not _is_checked(made):  # made by `dataclasses.dataclass`: an equal class for pydantic
-        made = component(
-            types.new_class(made.__name__, (made,), {}, lambda names: names.update(__module__=kind.__module__))
+    dataclass_type: Any = _dataclass_of(kind)
+    if not _is_checked(dataclass_type):  # made by `dataclasses.dataclass`: an equal class for pydantic
+        dataclass_type = component(
+            types.new_class(
+                dataclass_type.__name__, (dataclass_type,), {}, lambda names: names.update(__module__=kind.__module__)
+            )
         )
-    pydantic.dataclasses.rebuild_dataclass(made)
-    made.__init__ = _init  # building the validator replaced it
-    return made.__pydantic_validator__
+    pydantic.dataclasses.rebuild_dataclass(dataclass_type)
+    dataclass_type.__init__ = _init  # building the validator replaced it
+    return dataclass_type.__pydantic_validator__
 
 
 def _unless_invalid(value: Any, check: Any) -> Any:
@@ -406,19 +408,19 @@ _WORDS_OF_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "bel
 
 def _bounds(annotation: Any) -> str:
     """The bounds of a number as text: `lie in [0, 1)`, `be at least 1`."""
-    found: dict[str, Any] = {}
+    bounds: dict[str, Any] = {}
     for item in _metadata(annotation):
-        found |= {
+        bounds |= {
             name: getattr(item, name) for name in ("gt", "ge", "lt", "le") if getattr(item, name, None) is not None
         }
-    if _bare(annotation) is int and "gt" in found:
-        found["ge"] = found.pop("gt") + 1
-    low, high = found.get("ge", found.get("gt")), found.get("le", found.get("lt"))
-    if low is not None and high is not None and ("ge" in found or "le" in found):
-        return f"lie in {'[' if 'ge' in found else '('}{low:g}, {high:g}{']' if 'le' in found else ')'}"
-    if found in ({}, {"ge": 0}):
-        return "not be negative" if found else ""
-    return "be " + " and ".join(f"{_WORDS_OF_BOUNDS[name]} {bound:g}" for name, bound in found.items())
+    if _bare(annotation) is int and "gt" in bounds:
+        bounds["ge"] = bounds.pop("gt") + 1
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    if low is not None and high is not None and ("ge" in bounds or "le" in bounds):
+        return f"lie in {'[' if 'ge' in bounds else '('}{low:g}, {high:g}{']' if 'le' in bounds else ')'}"
+    if bounds in ({}, {"ge": 0}):
+        return "not be negative" if bounds else ""
+    return "be " + " and ".join(f"{_WORDS_OF_BOUNDS[name]} {bound:g}" for name, bound in bounds.items())
 
 
 def _metadata(annotation: Any) -> Iterator[Any]:

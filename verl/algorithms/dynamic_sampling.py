@@ -53,11 +53,11 @@ def kept_groups(drawn: Sequence[DataProto], selection: DynamicSampling) -> list[
         drawn: rows of each round, with `score` and `group_ids`.
         selection: the rule.
     """
-    kept = []
+    informative = []
     for rows in drawn:
         chosen = rows[selection(_scores(rows), rows["group_ids"])]
-        kept += [chosen[chosen["group_ids"] == label] for label in chosen["group_ids"].unique().tolist()]
-    return kept
+        informative += [chosen[chosen["group_ids"] == label] for label in chosen["group_ids"].unique().tolist()]
+    return informative
 
 
 def concat_groups(groups: Sequence[DataProto]) -> DataProto:

@@ -80,7 +80,7 @@ class TruncatedIS(Description):
             log_weights = log_weights.sum(dim=-1, keepdim=True).expand_as(log_weights)
         weights = torch.where(mask, log_weights.clamp(-_MAX_LOG_WEIGHT, _MAX_LOG_WEIGHT).exp(), 0.0)
         is_cut = mask & ((weights > self.cap) | (weights < self.floor))
-        kept = weights.clamp(max=self.cap) if self.mode == "truncate" else weights.masked_fill(is_cut, 0.0)
+        bounded = weights.clamp(max=self.cap) if self.mode == "truncate" else weights.masked_fill(is_cut, 0.0)
         mean, square = (float(masked_mean(weights.double() ** power, mask)) for power in (1, 2))
         metrics = {
             "importance/weight_mean": mean,
@@ -88,7 +88,7 @@ class TruncatedIS(Description):
             "importance/effective_share": mean**2 / square if square else 0.0,
             "importance/cut_share": float(masked_mean(is_cut.double(), mask)),
         }
-        return kept, metrics
+        return bounded, metrics
 
 
 def weight_advantages(credit: DataProto, weights: Tensor) -> DataProto:

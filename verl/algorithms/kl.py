@@ -242,5 +242,5 @@ class KLInLoss(_WeightedKL):
 
 def _estimate(estimator: Estimator, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
     """[B, T] nats, 0 and without gradient off the mask."""
-    kept, kept_ref = torch.where(mask, log_probs, 0.0), torch.where(mask, ref_log_probs, 0.0)
-    return ESTIMATORS[estimator](kept, kept_ref)
+    masked, kept_ref = torch.where(mask, log_probs, 0.0), torch.where(mask, ref_log_probs, 0.0)
+    return ESTIMATORS[estimator](masked, kept_ref)

@@ -31,11 +31,11 @@ def state_fault(part: Any, name: str) -> str | None:
     kinds = [kind for kind in type(part).__mro__ if not kind.__module__.startswith(_OURS)]
     if not kinds:
         return None
-    found = _by_calls(part, name, kinds) or _by_methods(kinds)
-    if found is None:
+    fault = _by_calls(part, name, kinds) or _by_methods(kinds)
+    if fault is None:
         return None
     return (
-        f"{name} is {type(part).__name__}: {found}. A checkpoint does not hold that, so that a resumed run would go on "
+        f"{name} is {type(part).__name__}: {fault}. A checkpoint does not hold that, so that a resumed run would go on "
         "with other numbers. Compute everything from the batch that each call gets."
     )
 
@@ -85,8 +85,8 @@ def _variables(part: Any, kinds: list[type]) -> dict[str, bytes]:
         values |= {f"{kind.__name__}.{key}": value for key, value in vars(kind).items() if not key.startswith("__")}
         functions = list(_functions(kind))
         for function in functions:  # and those of the same file that it calls
-            found = inspect.getclosurevars(function)
-            named = {**found.globals, **found.nonlocals}
+            variables = inspect.getclosurevars(function)
+            named = {**variables.globals, **variables.nonlocals}
             values |= named
             called = (x for x in named.values() if inspect.isfunction(x) and x.__module__ == kind.__module__)
             functions += [x for x in called if x not in functions]
@@ -107,8 +107,8 @@ def _tensors() -> dict[str, torch.Tensor]:
     mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)
     mask[1, 4:] = False
     numbers = ("token_level_rewards", "values", "returns", "advantages", "old_log_probs", "ref_log_probs")
-    made = {name: torch.randn(ROWS, TOKENS, generator=generator) * mask for name in numbers}
-    return {**made, "rollout_log_probs": made["old_log_probs"] - 0.01 * mask, "response_mask": mask}
+    tensors = {name: torch.randn(ROWS, TOKENS, generator=generator) * mask for name in numbers}
+    return {**tensors, "rollout_log_probs": tensors["old_log_probs"] - 0.01 * mask, "response_mask": mask}
 
 
 @torch.random.fork_rng(devices=[])

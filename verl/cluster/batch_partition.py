@@ -37,15 +37,15 @@ class BatchPartition:
         Args:
             empty: memory for the fields of the whole, by shape and dtype; None for new memory.
         """
-        given = [(rows, answer) for rows, answer in zip(self.rows, answers, strict=True) if len(rows)]
-        if not given:
+        answered = [(rows, answer) for rows, answer in zip(self.rows, answers, strict=True) if len(rows)]
+        if not answered:
             return answers[0]
-        each = [len(answer) // len(rows) for rows, answer in given]
-        counts = torch.zeros(sum(len(rows) for rows, _ in given), dtype=torch.int64)
-        for (rows, _), count in zip(given, each, strict=True):
+        each = [len(answer) // len(rows) for rows, answer in answered]
+        counts = torch.zeros(sum(len(rows) for rows, _ in answered), dtype=torch.int64)
+        for (rows, _), count in zip(answered, each, strict=True):
             counts[rows] = count
-        places = [answer_rows(rows, counts, count) for (rows, _), count in zip(given, each, strict=True)]
-        return DataProto.concat([answer for _, answer in given], places, empty)
+        places = [answer_rows(rows, counts, count) for (rows, _), count in zip(answered, each, strict=True)]
+        return DataProto.concat([answer for _, answer in answered], places, empty)
 
 
 def answer_rows(rows: Tensor, counts: Tensor, each: int) -> Tensor:

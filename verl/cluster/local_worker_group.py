@@ -193,7 +193,7 @@ class LocalTransport:
         self._packer.close()
 
     def _spawn(self, rank: int, rendezvous: BinaryIO) -> ChildProcess:
-        own = {
+        variables = {
             "RANK": str(rank),
             "WORLD_SIZE": str(len(self._devices)),
             "LOCAL_RANK": str(rank),
@@ -201,12 +201,12 @@ class LocalTransport:
             "VERL_RENDEZVOUS": f"file:///dev/fd/{rendezvous.fileno()}",
         }
         if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-            own["GLOO_SOCKET_IFNAME"] = "lo"  # all on this machine: no need to resolve its name
+            variables["GLOO_SOCKET_IFNAME"] = "lo"  # all on this machine: no need to resolve its name
         return ChildProcess(
             "verl.cluster.worker",
             self.progress,
             slot=rank,
-            environment=own,
+            environment=variables,
             output=self._logs[rank].file,
             files=[rendezvous.fileno()],
             is_in_own_session=True,

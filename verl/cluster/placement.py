@@ -196,10 +196,10 @@ class DeviceMesh(Placement):
         """Devices -> the roles that live on just these."""
         taken = {name for role, names in self.sub_meshes.items() if role in roles for name in names}
         free = tuple(name for name in self.devices if name not in taken) or self.devices
-        found: dict[tuple[str, ...], list[str]] = {}
+        roles_by_devices: dict[tuple[str, ...], list[str]] = {}
         for role in roles:
-            found.setdefault(self.sub_meshes.get(role, free), []).append(role)
-        return {devices: tuple(members) for devices, members in found.items()}
+            roles_by_devices.setdefault(self.sub_meshes.get(role, free), []).append(role)
+        return {devices: tuple(members) for devices, members in roles_by_devices.items()}
 
     def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> WorkerGroup:
         groups = self.groups(host.worker_types())
@@ -265,21 +265,21 @@ def check_process_groups(roles: Mapping[str, Any] | None = None, **named: Any) -
     Raises:
         ConfigError: size, ranks or backend differ, or this process is not in a role's group.
     """
-    given = {**(roles or {}), **named}
-    if not given:
+    by_role = {**(roles or {}), **named}
+    if not by_role:
         raise ConfigError("roles is empty: give at least one role by its name, such as actor=actor.")
-    groups = {name: group_of(name, role) for name, role in given.items()}
-    first, wanted = next(iter(groups.items()))
-    others = {name: group for name, group in groups.items() if group != wanted}
+    groups = {name: group_of(name, role) for name, role in by_role.items()}
+    first, expected = next(iter(groups.items()))
+    others = {name: group for name, group in groups.items() if group != expected}
     if others:
         raise ConfigError(
             [
-                f"{name} has {group}, {first} has {wanted}, so rows that one divides the other cannot join: other "
-                f"{_difference(group, wanted)}. Make both in the same group."
+                f"{name} has {group}, {first} has {expected}, so rows that one divides the other cannot join: other "
+                f"{_difference(group, expected)}. Make both in the same group."
                 for name, group in others.items()
             ]
         )
-    return wanted
+    return expected
 
 
 def group_of(name: str, role: Any) -> ProcessGroup:
@@ -297,7 +297,7 @@ def group_of(name: str, role: Any) -> ProcessGroup:
 
 
 def _difference(one: ProcessGroup, other: ProcessGroup) -> str:
-    found = [
+    differences = [
         name
         for name, differs in (
             ("size", len(one.ranks) != len(other.ranks)),
@@ -306,4 +306,4 @@ def _difference(one: ProcessGroup, other: ProcessGroup) -> str:
         )
         if differs
     ]
-    return " and ".join(found)
+    return " and ".join(differences)

@@ -42,11 +42,11 @@ class RowSelection(NamedTuple):
         """Copy the rows into memory of this size."""
         shape = (len(self.rows), *self.tensor.shape[1:])
         tensor, rows = self.tensor.detach().resolve_conj().resolve_neg(), self.rows.to(self.tensor.device)
-        place = torch.frombuffer(into, dtype=self.tensor.dtype).view(shape)
+        target = torch.frombuffer(into, dtype=self.tensor.dtype).view(shape)
         if tensor.device.type == "cpu":
-            taken(tensor, rows, place)
+            taken(tensor, rows, target)
         else:
-            place.copy_(taken(tensor, rows))
+            target.copy_(taken(tensor, rows))
 
 
 class Serialized(NamedTuple):
@@ -62,9 +62,9 @@ class Serialized(NamedTuple):
 
 def serialize(value: Any) -> Serialized:
     """A value as a pickle and the memory of its tensors, which is not copied: it must not change until it is sent."""
-    head, kept = io.BytesIO(), _KeptBuffers()
-    _BatchPickler(head, kept).dump(value)
-    return Serialized(head.getvalue(), kept.buffers)
+    head, buffers = io.BytesIO(), _KeptBuffers()
+    _BatchPickler(head, buffers).dump(value)
+    return Serialized(head.getvalue(), buffers.buffers)
 
 
 def deserialize(serialized: Serialized | tuple[bytes, Sequence[Any]]) -> Any:

@@ -71,11 +71,11 @@ def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
     try:
         try:
             with rare_garbage_collection():
-                host, found = _build(start), _versions()
+                host, versions = _build(start), _versions()
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             messages.send(post.pack(WorkerReply(start.number, error=traceback.format_exc())))
             return
-        messages.send(post.pack(WorkerReply(start.number, found)))
+        messages.send(post.pack(WorkerReply(start.number, versions)))
         report("idle")
         while (call := messages.receive()) is not None:
             report(f"{call.role}.{call.method}")

@@ -155,7 +155,7 @@ def permutation(total: int, seed: int) -> Iterator[int]:
     versions of Python.
     """
     draw, moved = random.Random(seed), {}
-    for place in range(total):
-        other = place + int(draw.random() * (total - place))
+    for index in range(total):
+        other = index + int(draw.random() * (total - index))
         yield moved.get(other, other)
-        moved[other] = moved.pop(place, place)
+        moved[other] = moved.pop(index, index)

@@ -73,16 +73,16 @@ def data_counts(splits: DataSplits) -> dict[str, int]:
 
 def duplicates_sentence(counts: Mapping[str, int]) -> str | None:
     """A warning about duplicates and overlap in the counts of `data_counts`; None if there are none."""
-    found = []
+    sentences = []
     for name, words in (("train", "training"), ("eval", "evaluation")):
         if number := counts.get(f"{name}_duplicates"):
-            found.append(f"{number} of {counts[f'{name}_rows']} {words} rows repeat another one")
+            sentences.append(f"{number} of {counts[f'{name}_rows']} {words} rows repeat another one")
     if number := counts.get("eval_rows_in_train"):
-        found.append(
+        sentences.append(
             f"{number} of {counts['eval_rows']} evaluation rows are also training rows, so evaluation scores are too "
             "high"
         )
-    return f"Data: {'; '.join(found)}." if found else None
+    return f"Data: {'; '.join(sentences)}." if sentences else None
 
 
 def report_counts(splits: DataSplits) -> dict[str, int]:

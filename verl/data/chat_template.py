@@ -63,10 +63,10 @@ class ChatTemplate:
         if tools is None or tools == "" or (not isinstance(tools, str) and len(tools) == 0):
             return None
         try:
-            found = json.loads(tools) if isinstance(tools, str) else list(tools)
+            parsed = json.loads(tools) if isinstance(tools, str) else list(tools)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"tools is {shortened(tools)} at {place}: not valid JSON ({error}).") from error
-        if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+        if not isinstance(parsed, list) or not all(isinstance(tool, Mapping) for tool in parsed):
             raise ConfigError(f"tools is {shortened(tools)} at {place}: expected a list of JSON schemas.")
         if not self.reads_tools:
             raise ConfigError(
@@ -74,7 +74,7 @@ class ChatTemplate:
                 "Choose a "
                 "chat_template that does, or rename the column."
             )
-        return [_without_nulls(tool) for tool in found] or None
+        return [_without_nulls(tool) for tool in parsed] or None
 
     def messages_of(self, prompt: str | Messages) -> list[Mapping[str, Any]] | None:
         """The messages of a prompt; None for a text prompt without a system prompt."""
@@ -302,9 +302,11 @@ def _tokens(texts: list[str], is_chat: list[bool], tokenizer: Any) -> list[list[
     for special in (True, False):
         chosen = [index for index, text in enumerate(texts) if text and is_chat[index] is not special]
         if chosen:
-            given = [texts[index] for index in chosen]
+            chosen_texts = [texts[index] for index in chosen]
             encoded = (
-                text_tokens(given, tokenizer) if special else tokenizer(given, add_special_tokens=False)["input_ids"]
+                text_tokens(chosen_texts, tokenizer)
+                if special
+                else tokenizer(chosen_texts, add_special_tokens=False)["input_ids"]
             )
             for index, ids in zip(chosen, encoded, strict=True):
                 tokens[index] = list(ids)

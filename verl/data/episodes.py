@@ -54,19 +54,19 @@ class EpisodePrompts(PromptSource):
         return DataSplits(train=made(0, size), eval=evaluation)
 
     def _prompts(self, context: BuildContext) -> Sequence[Any]:
-        wanted = self.train_size + self.held_out
+        count = self.train_size + self.held_out
         if self.prompt is not None:
-            return [self.prompt] * wanted
-        found = () if context.prompts is None else context.prompts(wanted)
-        if not found:
+            return [self.prompt] * count
+        rows = () if context.prompts is None else context.prompts(count)
+        if not rows:
             raise ConfigError("prompt is null, and the environment has no prompts of its own. Set data.prompt.")
-        if len(found) <= self.held_out:
+        if len(rows) <= self.held_out:
             raise ConfigError(
-                f"held_out is {self.held_out}, and the environment has only {len(found)} tasks: none is left to train "
+                f"held_out is {self.held_out}, and the environment has only {len(rows)} tasks: none is left to train "
                 "on."
             )
         is_chat = self.chat_template is not None or getattr(context.tokenizer, "chat_template", None) is not None
-        return found if is_chat else [lines_of(messages) for messages in found]
+        return rows if is_chat else [lines_of(messages) for messages in rows]
 
 
 def lines_of(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -177,20 +177,20 @@ def columns_of(files: Sequence[str | Path]) -> frozenset[str] | None:
 
     None if a file is larger or cannot be read, which `read_rows` reports.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for path in map(Path, files):
         try:
             if path.suffix == ".parquet":
                 import pyarrow.parquet
 
-                found.update(pyarrow.parquet.read_schema(path).names)
+                names.update(pyarrow.parquet.read_schema(path).names)
             elif path.stat().st_size > READ_AHEAD_BYTES:
                 return None
             else:
-                found.update(key for _, row in _read_jsonl(path) if isinstance(row, dict) for key in row)
+                names.update(key for _, row in _read_jsonl(path) if isinstance(row, dict) for key in row)
         except (OSError, ValueError):  # ArrowInvalid is a ValueError
             return None
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _read_parquet(path: Path, seen: str) -> Iterator[tuple[int, dict[str, Any] | str]]:

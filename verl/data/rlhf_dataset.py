@@ -77,8 +77,8 @@ class RLHFDataset:
         if not len(rows) and not len(bad):
             raise ConfigError("rows is []: the data set is empty.")
         dataset = cls.__new__(cls)
-        found = rows if isinstance(rows, DataRows) else DataRows(list(rows))
-        dataset._prepare(found, tokenizer, options, bad, tuple(tools))
+        source = rows if isinstance(rows, DataRows) else DataRows(list(rows))
+        dataset._prepare(source, tokenizer, options, bad, tuple(tools))
         return dataset
 
     def _prepare(
@@ -103,17 +103,17 @@ class RLHFDataset:
         fitting = fit_lengths(
             lengths, limit, "max_prompt_length", options.truncation, lambda place: rows.place(usable[place])
         )
-        kept = [usable[place] for place in fitting]
-        for index in kept:
+        remaining = [usable[place] for place in fitting]
+        for index in remaining:
             if len(tokens[index]) > limit:
                 tokens[index] = cut(tokens[index], limit, options.truncation)
                 texts[index] = tokenizer.decode(tokens[index])
-        rows = rows.only(kept)
+        rows = rows.only(remaining)
         self.sources = rows.sources
-        self.tokens = RaggedTokens([tokens[index] for index in kept])
+        self.tokens = RaggedTokens([tokens[index] for index in remaining])
         self._prompt_ids = torch.tensor([rows.number(index) for index in range(len(rows))], dtype=torch.int64)
         self._columns = {name: column for name in columns if (column := _column(rows, name)) is not None}
-        self._columns["prompt_text"] = object_array([texts[index] for index in kept])
+        self._columns["prompt_text"] = object_array([texts[index] for index in remaining])
         messages = [chat.messages_of(row[options.prompt_key]) for row in rows.values]
         if any(found is not None for found in messages):
             self._columns["prompt_messages"] = object_array(messages)
@@ -138,9 +138,9 @@ class RLHFDataset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """A row without padding: `prompts` [P] int64, `prompt_ids` (an int), `prompt_text` and the other columns."""
-        place = range(len(self))[index]
-        row = {"prompts": self.tokens[place], "prompt_ids": int(self._prompt_ids[place])}
-        return row | {name: values[place] for name, values in self._columns.items()}
+        number = range(len(self))[index]
+        row = {"prompts": self.tokens[number], "prompt_ids": int(self._prompt_ids[number])}
+        return row | {name: values[number] for name, values in self._columns.items()}
 
     def collate(self, indices: Sequence[int] | Tensor) -> DataProto:
         """A batch of the rows at `indices`, padded on the left to the longest of them.

@@ -110,7 +110,7 @@ def from_conversations(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErr
         raise ConfigError(
             "messages_key needs a fast tokenizer: this one does not give the character offsets of its tokens."
         )
-    found = {}
+    conversations = {}
     for index in range(len(rows)):
         fault = rows.column_fault(key, "messages_key", index)
         if fault is None and (expected := messages_fault(messages := rows.values[index][key])) is not None:
@@ -122,10 +122,10 @@ def from_conversations(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErr
             tokens, learned = conversation_tokens(
                 chat, rows.values[index][key], rows.place(index), rows.values[index].get("tools")
             )
-            found[index] = LossMaskedTokens(tokens, learned)
+            conversations[index] = LossMaskedTokens(tokens, learned)
         except ConfigError as error:
             bad.add(str(error))
-    return found
+    return conversations
 
 
 def _completion_fault(rows: DataRows, key: str, index: int) -> str | None:
@@ -191,7 +191,7 @@ class SFTDataset:
             texts = from_conversations(rows, options.messages_key, chat, bad)
         bad.settle(num_rows)
         usable = list(texts)
-        kept = fit_lengths(
+        fitting = fit_lengths(
             [len(texts[index]) for index in usable],
             options.max_length,
             "max_length",
@@ -199,14 +199,14 @@ class SFTDataset:
             lambda place: rows.place(usable[place]),
         )
         cuts = []
-        for index in (usable[place] for place in kept):
+        for index in (usable[place] for place in fitting):
             cuts.append(texts[index].cut(options.max_length, options.truncation))
             if not cuts[-1].can_be_learned:
                 raise ConfigError(
                     f"max_length is {options.max_length}: truncating {rows.place(index)} on the {options.truncation} "
                     "leaves no prompt or nothing to learn. Raise max_length, or set truncation to drop."
                 )
-        self.sources = rows.only([usable[place] for place in kept]).sources
+        self.sources = rows.only([usable[place] for place in fitting]).sources
         self._tokens = RaggedTokens([text.tokens for text in cuts])
         self._learned = RaggedTokens([[False, *text.learned[1:]] for text in cuts], dtype=torch.bool)
 
@@ -225,8 +225,8 @@ class SFTDataset:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """A row without padding: `input_ids` [S] int64 and `loss_mask` [S] bool."""
-        place = range(len(self))[index]
-        return {"input_ids": self._tokens[place], "loss_mask": self._learned[place]}
+        number = range(len(self))[index]
+        return {"input_ids": self._tokens[number], "loss_mask": self._learned[number]}
 
     def collate(self, indices: Sequence[int] | Tensor) -> DataProto:
         """A batch of the rows at `indices`, padded on the right to the longest of them.
@@ -237,12 +237,12 @@ class SFTDataset:
         """
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         input_ids, mask = self._tokens.padded(chosen, self._pad_id, left=False)
-        place = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        column = torch.arange(input_ids.shape[1]).expand_as(input_ids)
         return DataProto.from_dict(
             tensors={
                 "input_ids": input_ids,
                 "attention_mask": mask.long(),
-                "position_ids": place.masked_fill(~mask, 0),
+                "position_ids": column.masked_fill(~mask, 0),
                 "loss_mask": self._learned.padded(chosen, False, left=False)[0],
             },
             meta_info={"pad_token_id": self._pad_id},

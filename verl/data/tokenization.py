@@ -42,12 +42,12 @@ class RaggedTokens:
         """The rows at `indices` [B], padded to the longest on one side: tokens [B S] and mask [B S] bool."""
         lengths = self.lengths[indices]
         longest = int(lengths.max()) if len(lengths) else 0
-        place = torch.arange(longest).expand(len(indices), longest)
+        column = torch.arange(longest).expand(len(indices), longest)
         if left:
-            place = place - (longest - lengths).unsqueeze(1)
-        mask = (place >= 0) & (place < lengths.unsqueeze(1))
+            column = column - (longest - lengths).unsqueeze(1)
+        mask = (column >= 0) & (column < lengths.unsqueeze(1))
         tokens = torch.full((len(indices), longest), pad_id, dtype=self._flat.dtype)
-        tokens[mask] = self._flat[(self._starts[indices].unsqueeze(1) + place)[mask]]
+        tokens[mask] = self._flat[(self._starts[indices].unsqueeze(1) + column)[mask]]
         return tokens, mask
 
 

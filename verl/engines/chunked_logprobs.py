@@ -151,8 +151,8 @@ class HeadGradients:
                 if weight is None or not weight.requires_grad or not _is_narrow(weight):
                     continue
                 if id(weight) not in sources:
-                    own = _Float32Sum()
-                    sources[id(weight)] = _Source.apply(weight, own), own
+                    total = _Float32Sum()
+                    sources[id(weight)] = _Source.apply(weight, total), total
                 self._places.append((module._parameters, name, *sources[id(weight)]))
 
     @contextlib.contextmanager
@@ -160,8 +160,8 @@ class HeadGradients:
         """Inside this context the head computes with aliases of its weights."""
         before = [(parameters, name, parameters[name]) for parameters, name, _, _ in self._places]
         try:
-            for parameters, name, source, own in self._places:
-                parameters[name] = _Part.apply(source, own)
+            for parameters, name, source, total in self._places:
+                parameters[name] = _Part.apply(source, total)
             yield
         finally:
             for parameters, name, weight in before:
@@ -236,12 +236,12 @@ def plain_log_probs(model: Any, micro: MicroBatch, temperature: float = 1.0) -> 
 def _score_chunk(
     logits: Tensor, tokens: Tensor, temperature: float, entropy: Entropy, rank: bool
 ) -> tuple[Tensor, ...]:
-    found = [log_probs_of(logits, tokens, temperature)]
+    columns = [log_probs_of(logits, tokens, temperature)]
     if entropy:
-        found.append(entropy_of(logits if entropy == "grad" else logits.detach(), temperature))
+        columns.append(entropy_of(logits if entropy == "grad" else logits.detach(), temperature))
     if rank:
-        found.append(logits.argmax(dim=-1) == tokens)
-    return tuple(found)
+        columns.append(logits.argmax(dim=-1) == tokens)
+    return tuple(columns)
 
 
 def _place(found: tuple[Tensor, ...], micro: MicroBatch, entropy: Entropy, rank: bool) -> TokenLogProbs:

@@ -112,9 +112,9 @@ class TrainingEngine:
         def infer_one(micro: MicroBatch) -> None:
             if self.routing is not None:
                 self.routing.begin(micro, replays=self.replays_routing if replays is None else replays)
-            found = compute(self.model, micro)
+            scores = compute(self.model, micro)
             rows = micro.rows.to(self.device, non_blocking=True)
-            for name, x in found.items():  # together on the device until the last: none waits for the one before
+            for name, x in scores.items():  # together on the device until the last: none waits for the one before
                 x = x.masked_fill(~micro.tensors["response_mask"], 0.0)
                 whole = results.setdefault(name, x.new_zeros(mask.shape))
                 if len(rows):
@@ -165,8 +165,8 @@ class TrainingEngine:
             self.micro_batches(batch), loss_of_one, self._computing, model=self.model, trains=True
         )
         self.parallel.sum_gradients(self.parameters.values())
-        own = torch.stack(list(shares.values())).tolist() if shares else []  # one transfer from the device
-        metrics = self.parallel.sums(dict(zip(shares, own, strict=True)))
+        local = torch.stack(list(shares.values())).tolist() if shares else []  # one transfer from the device
+        metrics = self.parallel.sums(dict(zip(shares, local, strict=True)))
         metrics["grad_norm"] = float(self.parallel.clip(self.parameters.values(), self.optimizer_config.max_grad_norm))
         if self.routing is not None:
             load = self.parallel.sum_of_tokens(self.routing.end(self.device).tensors())
@@ -197,20 +197,20 @@ class TrainingEngine:
         The state of parameters that other pipeline stages hold is present as tensors without data.
         """
         assert self.optimizer is not None
-        found = {
+        tensors = {
             f"{name}.{key}": at_stage_of(parameter, value)
             for name, parameter in self.parameters.items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
-        if not self._elsewhere or not found:
-            return found
-        keys = {name.rpartition(".")[2]: x for name, x in found.items()}
+        if not self._elsewhere or not tensors:
+            return tensors
+        keys = {name.rpartition(".")[2]: x for name, x in tensors.items()}
         for name, parameter in self._elsewhere.items():
             if parameter.requires_grad:
                 for key, x in keys.items():
                     held = torch.empty_like(parameter) if x.ndim else torch.empty((), dtype=x.dtype, device="meta")
-                    found[f"{name}.{key}"] = at_stage_of(parameter, held)
-        return found
+                    tensors[f"{name}.{key}"] = at_stage_of(parameter, held)
+        return tensors
 
     def load_optimizer(self, tensors: Mapping[str, ReadableTensor], updates: int) -> None:
         """Restore the state that `optimizer_tensors` returned.
@@ -234,8 +234,8 @@ class TrainingEngine:
             parameter, key = trained[name.rpartition(".")[0]], name.rpartition(".")[2]
             ndim = len(tensor.shape)
             if ndim and tensor.shape != parameter.shape:
-                found, wanted = list(tensor.shape), list(parameter.shape)
-                raise ValueError(f"the optimizer's state {name} has shape {found}, its parameter has {wanted}")
+                saved_shape, shape = list(tensor.shape), list(parameter.shape)
+                raise ValueError(f"the optimizer's state {name} has shape {saved_shape}, its parameter has {shape}")
             self.optimizer.state[parameter][key] = (
                 read_slice_like(parameter, tensor) if ndim else tensor[()].to(parameter.device, copy=True)
             )
@@ -247,11 +247,11 @@ class TrainingEngine:
         batch = batch.to("cpu")  # reading the lengths must not wait for the device
         budget, paths = (1, PLAIN) if alone else (self._token_budget(batch), self.paths(batch))
         multiple = 1 if self.device.type == "cpu" else BLOCK_MULTIPLE
-        made = cut_into_micro_batches(batch, budget, paths, None if alone else self.parallel.context, multiple)
+        cuts = cut_into_micro_batches(batch, budget, paths, None if alone else self.parallel.context, multiple)
         if not self.parallel.needs_equal_micro_batches:
-            yield from (micro.to(self.device) for micro in made)
+            yield from (micro.to(self.device) for micro in cuts)
             return
-        cut = list(made)
+        cut = list(cuts)
         most = self.parallel.most(len(cut))  # a collective, so before the first micro-batch
         yield from (micro.to(self.device) for micro in cut)
         yield from (empty_micro_batch(batch).to(self.device) for _ in range(most - len(cut)))
@@ -335,6 +335,6 @@ class TrainingEngine:
         return computing_in(self.autocast, self.model)
 
     def _totals(self, batch: DataProto) -> LossTotals:
-        own = LossTotals.of(batch.batch["response_mask"], batch.batch.get("episode_tokens"))
-        summed = self.parallel.sums({"tokens": own.tokens, "sequences": own.sequences})
+        local = LossTotals.of(batch.batch["response_mask"], batch.batch.get("episode_tokens"))
+        summed = self.parallel.sums({"tokens": local.tokens, "sequences": local.sequences})
         return LossTotals(tokens=summed["tokens"], sequences=summed["sequences"])

@@ -48,22 +48,22 @@ def divide_experts(model: Any, mesh: Any) -> list[nn.Module]:
     from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    config, found = base.config.get_text_config(), expert_layers(base)
-    counts = {module.num_experts for module in found.values()}
+    config, layers = base.config.get_text_config(), expert_layers(base)
+    counts = {module.num_experts for module in layers.values()}
     fault = experts_fault(config.model_type, max(counts, default=None), mesh.size())
     plan = {name: style for name, style in (base.ep_plan or {}).items() if style in (DISPATCH, DIVIDED)}
     if fault is None and DISPATCH not in plan.values():
         fault = f"is {mesh.size()}: transformers has no plan for the experts of a {type(base).__name__}."
     if fault is not None:
         raise ConfigError(f"sharding.ep {fault} Set sharding.ep=1.")
-    if any("base_layer" in name for name in found):
+    if any("base_layer" in name for name in layers):
         raise ConfigError(
             f"lora.target_modules includes experts, and sharding.ep is {mesh.size()}: adapters of experts cannot be "
             "sharded. Name layers of attention, such as [q_proj,k_proj,v_proj,o_proj], or set "
             "sharding.ep=1."
         )
     apply_expert_parallelism(base, mesh, None, plan)  # type: ignore[arg-type]
-    return list(found.values())
+    return list(layers.values())
 
 
 @contextlib.contextmanager

@@ -48,8 +48,8 @@ def shard_fully(
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    own = next(model.parameters()).dtype
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=own if compute_dtype else None)
+    dtype = next(model.parameters()).dtype
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=dtype if compute_dtype else None)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,
@@ -137,9 +137,9 @@ def read_slices(model: nn.Module, files: SafetensorsReader) -> None:
     for name, parameter in model.named_parameters():
         if is_on_other_stage(parameter):
             continue
-        own = local(parameter)
-        if own.numel():
-            own.copy_(files.read(name, own_box(parameter)).view_as(own))
+        shard = local(parameter)
+        if shard.numel():
+            shard.copy_(files.read(name, own_box(parameter)).view_as(shard))
         report()
     transient = {
         f"{place}.{name}".lstrip(".") for place, x in model.named_modules() for name in x._non_persistent_buffers_set

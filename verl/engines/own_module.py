@@ -40,9 +40,9 @@ class OwnModuleParts:
         self._parameters: dict[int, nn.Parameter] = {}
         self.summed: list[nn.Parameter] = []
         names = {id(p): name for name, p in model.named_parameters()}
-        made: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         for module in model.modules():
-            for own, p in module._parameters.items():
+            for key, p in module._parameters.items():
                 if p is None:
                     continue
                 part = model.part_of(names[id(p)])
@@ -50,15 +50,15 @@ class OwnModuleParts:
                     self.summed += [p] if all(p is not other for other in self.summed) else []
                 if part.dim is None:
                     continue
-                if id(p) not in made:
+                if id(p) not in parameters:
                     laid_out = DTensor.from_local(p.detach(), mesh, [Shard(part.dim)], run_check=False)
-                    made[id(p)] = nn.Parameter(laid_out, requires_grad=p.requires_grad)
-                whole = made[id(p)]
-                self._places.setdefault(id(whole), []).append((module, own))
+                    parameters[id(p)] = nn.Parameter(laid_out, requires_grad=p.requires_grad)
+                whole = parameters[id(p)]
+                self._places.setdefault(id(whole), []).append((module, key))
                 self._parameters[id(whole)] = whole
         for number, places in self._places.items():
-            for module, own in places:
-                module._parameters[own] = self._parameters[number]
+            for module, key in places:
+                module._parameters[key] = self._parameters[number]
 
     @contextlib.contextmanager
     def running(self, trains: bool = False) -> Iterator[None]:
@@ -69,16 +69,16 @@ class OwnModuleParts:
         }
         try:
             for number, places in self._places.items():
-                for module, own in places:
-                    module._parameters[own] = plain[number]
+                for module, key in places:
+                    module._parameters[key] = plain[number]
             yield
             for number, p in self._parameters.items():
                 if (grad := plain[number].grad) is not None:
                     _add_gradient(p, grad)
         finally:
             for number, places in self._places.items():
-                for module, own in places:
-                    module._parameters[own] = self._parameters[number]
+                for module, key in places:
+                    module._parameters[key] = self._parameters[number]
 
 
 @torch.no_grad()

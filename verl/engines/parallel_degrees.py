@@ -68,8 +68,8 @@ class ParallelDegrees:
 
     def overrides(self, prefix: str = "") -> str:
         """Sizes above 1 as command-line overrides."""
-        wanted = [f"{prefix}{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != 1]
-        return " ".join(wanted) or f"{prefix}dp_shard=1"
+        assignments = [f"{prefix}{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != 1]
+        return " ".join(assignments) or f"{prefix}dp_shard=1"
 
 
 def layouts(world_size: int) -> Iterator[ParallelDegrees]:

@@ -192,9 +192,9 @@ class DataParallelism(Parallelism):
         return total
 
     def most(self, count: int) -> int:
-        found = torch.tensor([count], device=self.device)
-        self.dist.all_reduce(found, op=self.dist.ReduceOp.MAX)
-        return int(found)
+        largest = torch.tensor([count], device=self.device)
+        self.dist.all_reduce(largest, op=self.dist.ReduceOp.MAX)
+        return int(largest)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         self.sum_over(parameters, self.gradient_group)
@@ -471,6 +471,6 @@ class ShardedParallelism(DataParallelism):
             return True
         flat = x.reshape(-1).to(self.device, torch.int64)
         digest = (flat * torch.arange(1, len(flat) + 1, device=self.device)).sum().reshape(1)
-        found = [torch.empty_like(digest) for _ in range(self.degrees.siblings)]
-        self.dist.all_gather(found, digest, group=self._sibling_group)
-        return all(torch.equal(other, digest) for other in found)
+        digests = [torch.empty_like(digest) for _ in range(self.degrees.siblings)]
+        self.dist.all_gather(digests, digest, group=self._sibling_group)
+        return all(torch.equal(other, digest) for other in digests)

@@ -131,7 +131,7 @@ class StageCut:
         outside the stack (a value head).
         """
         everywhere = tuple(range(self.num_stages))
-        found: dict[int, set[int]] = {}
+        stages: dict[int, set[int]] = {}
         head = output_head(model)
         places: list[tuple[Any, int]] = [(self.stack.embedding, 0), (self.stack.norm, self.num_stages - 1)]
         places += [(head, self.num_stages - 1)] if head is not None else []
@@ -139,8 +139,8 @@ class StageCut:
             places += [(layer, stage) for layer in self.stack.layers[self.bounds[stage] : self.bounds[stage + 1]]]
         for module, stage in places:
             for parameter in module.parameters():
-                found.setdefault(id(parameter), set()).add(stage)
-        return {id(p): tuple(sorted(found.get(id(p), everywhere))) for p in model.parameters()}
+                stages.setdefault(id(parameter), set()).add(stage)
+        return {id(p): tuple(sorted(stages.get(id(p), everywhere))) for p in model.parameters()}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -175,13 +175,13 @@ class StageCut:
         """
         self._received = received
         try:
-            found = forward()
+            output = forward()
         except _StageEnd as end:
             return end.states
         finally:
             self._received = None
         assert self.is_last, "the forward pass did not reach the final norm of the model"
-        return found
+        return output
 
     def take_received(self) -> Tensor:
         """The hidden states from the previous stage; they can be taken once."""
@@ -276,12 +276,12 @@ class PipelineRunner:
         )
         self.times.clear()
         kind = Schedule1F1B if self.schedule == "1f1b" and trains and count >= cut.num_stages else ScheduleGPipe
-        made = kind(stage, count, loss_fn=_as_it_is if trains else None, scale_grads=False)
+        schedule = kind(stage, count, loss_fn=_as_it_is if trains else None, scale_grads=False)
         numbers = torch.arange(count)
         inputs = (torch.zeros(count, 1),) if cut.stage == 0 else ()
         with cut.running():
             try:
-                made.step(
+                schedule.step(
                     *inputs, number=numbers, target=numbers if trains and cut.is_last else None, return_outputs=False
                 )
             except RuntimeError as error:
@@ -308,12 +308,12 @@ class _StageModule(nn.Module):
 
     def forward(self, states: Tensor, number: Tensor) -> Tensor:
         micro = self.micros[int(number)]
-        found = self.cut.run(lambda: self.function(micro), states[0] if self.cut.stage else None)
+        output = self.cut.run(lambda: self.function(micro), states[0] if self.cut.stage else None)
         report()
         if self.cut.is_last:
-            return found if found is not None else torch.zeros((), dtype=self.dtype)
-        assert found is not None
-        line = found.reshape(-1, found.shape[-1]).to(self.dtype)
+            return output if output is not None else torch.zeros((), dtype=self.dtype)
+        assert output is not None
+        line = output.reshape(-1, output.shape[-1]).to(self.dtype)
         padded = torch.cat([line, line.new_zeros(self.shape[1] - len(line), line.shape[1])])[None]
         return padded.requires_grad_() if self.trains and not padded.requires_grad else padded
 
@@ -329,9 +329,9 @@ def _timed_stage(times: list[ChunkTime]) -> Any:
     class TimedStage(PipelineStage):
         def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            found = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             times.append(ChunkTime("forward", fwd_chunk_id, start, time.perf_counter()))
-            return found
+            return output
 
         def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
             start = time.perf_counter()
@@ -402,22 +402,22 @@ class WholeWeights:
             for name, x in moves:
                 if name in missing:
                     whole = _like(missing[name], x)
-                    for module, own in places[id(missing[name])]:
-                        module._parameters[own] = whole
+                    for module, key in places[id(missing[name])]:
+                        module._parameters[key] = whole
             yield
         finally:
             for parameter in missing.values():
-                for module, own in places[id(parameter)]:
-                    module._parameters[own] = parameter
+                for module, key in places[id(parameter)]:
+                    module._parameters[key] = parameter
 
     def _make_plan(self, named: Mapping[str, Tensor]) -> Plan:
-        held, wanted = {}, {}
+        held, needed = {}, {}
         for name, x in named.items():
             stage, shape = getattr(x, "pipeline_stage", None), tuple(local(x).shape)
             held[name] = TensorLayout(shape, stage=stage, itemsize=x.element_size())
-            wanted[name] = TensorLayout(shape, itemsize=x.element_size())
+            needed[name] = TensorLayout(shape, itemsize=x.element_size())
         mesh = Mesh((("pp", self.cut.num_stages),))
-        return reshard_plan(Layout(mesh, held), Layout(mesh, wanted))
+        return reshard_plan(Layout(mesh, held), Layout(mesh, needed))
 
 
 def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

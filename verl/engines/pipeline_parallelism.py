@@ -133,14 +133,14 @@ class PipelineParallelism(ShardedParallelism):
 
         A head on the core (a critic's) is small and is not sharded.
         """
-        made: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         sharded = {id(p) for p in core.parameters() if p.ndim} if self.mesh.extent(SHARD) > 1 else set()
         everywhere = tuple(range(self.num_stages))
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                if id(parameter) not in made:
+                if id(parameter) not in parameters:
                     held = stages[id(parameter)]
                     if id(parameter) in sharded:
                         is_own = self.stage in held
@@ -155,10 +155,10 @@ class PipelineParallelism(ShardedParallelism):
                     trains = parameter.requires_grad
                     own = data if isinstance(data, nn.Parameter) else nn.Parameter(data, requires_grad=trains)
                     at_stage(own, None if held == everywhere else held[0])
-                    made[id(parameter)] = own
+                    parameters[id(parameter)] = own
                     self._stages[id(own)] = held
-                module._parameters[name] = made[id(parameter)]
-        self._kept.append(made)
+                module._parameters[name] = parameters[id(parameter)]
+        self._kept.append(parameters)
 
     def _mesh_of(self, x: Tensor) -> Any:
         """Over which a tensor is divided by FSDP; its last dimension is that over which it is divided already."""
@@ -177,11 +177,11 @@ class PipelineParallelism(ShardedParallelism):
         trains: bool = False,
     ) -> None:
         """See `Parallelism.run_micro_batches`; without micro-batches all stages return at once."""
-        (runner, dtype, shards), made = self._models[id(model)], list(micros)
+        (runner, dtype, shards), batches = self._models[id(model)], list(micros)
         with _whole(shards, trains):
-            if made:
+            if batches:
                 with computing():
-                    runner.run(made, forward, dtype, trains=trains)
+                    runner.run(batches, forward, dtype, trains=trains)
 
     def _through_stages(self, model: nn.Module, ids: Tensor, function: Callable[[], Tensor]) -> Tensor:
         """See `ParallelInfo.through_stages`."""
@@ -195,12 +195,12 @@ class PipelineParallelism(ShardedParallelism):
 
     def from_last_stage(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
         named = self._broadcast_from_last([(name, x.shape, x.dtype) for name, x in results.items()])
-        found = {}
+        received = {}
         for name, shape, dtype in named:
             x = results[name] if self._is_last else torch.empty(shape, dtype=dtype, device=self.device)
-            found[name] = x = x.to(self.device).contiguous()
+            received[name] = x = x.to(self.device).contiguous()
             self.dist.broadcast(x, src=self._last, group=self.stage_group)
-        return found
+        return received
 
     def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
         """See `Parallelism.of_each`; the numbers are those of the last stage."""
@@ -218,9 +218,9 @@ class PipelineParallelism(ShardedParallelism):
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallelism.sum_gradients`."""
-        own = [p for p in parameters if not is_on_other_stage(p)]
-        super().sum_gradients(own)
-        trained = [p for p in own if p.requires_grad]
+        local = [p for p in parameters if not is_on_other_stage(p)]
+        super().sum_gradients(local)
+        trained = [p for p in local if p.requires_grad]
         if self.mesh.extent(SHARD) > 1 and self.mesh.extent(REPLICATE) > 1:
             replicas = self._device_mesh[REPLICATE].get_group()
             self.sum_over([p for p in trained if {SHARD, EXPERT_SHARD} & set(mesh_dims(p))], replicas)

@@ -406,17 +406,17 @@ class Parallel(FSDP):
             yield f"ep is {self.ep}: cannot be combined with tensor parallelism (tp is {self.tp}). Set ep=1 or tp=1."
 
     def size_fault(self, world_size: int) -> str | None:
-        wanted, others = self._wanted(), self._product()
+        sizes, others = self._wanted(), self._product()
         if self.dp_shard == -1 and world_size % others == 0:
             return self._ep_fault(self.degrees(world_size))
         if self.dp_shard != -1 and others * self.dp_shard == world_size:
             return self._ep_fault(self.degrees(world_size))
-        product = " x ".join(f"{name} {size}" for name, size in wanted.items())
-        first = next((name for name, size in wanted.items() if size > 1), "dp_shard")
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        first = next((name for name, size in sizes.items() if size > 1), "dp_shard")
         count = others if self.dp_shard == -1 else others * self.dp_shard
         why = "does not divide" if self.dp_shard == -1 else "is not"
         return (
-            f"{first} is {wanted[first]}: {product} is {count}, which {why} the {world_size} processes of "
+            f"{first} is {sizes[first]}: {product} is {count}, which {why} the {world_size} processes of "
             f"trainer.n_gpus_per_node x trainer.nnodes. {self._nearest(world_size)}"
         )
 
@@ -531,17 +531,17 @@ class Parallel(FSDP):
     ) -> ShardingCost:
         """The cost of FSDP, except that experts are gathered only over the processes that have the same experts."""
         degrees, twice = self.degrees(world_size), self.strategy == "FULL_SHARD"
-        whole, own = sizes.expert_elements, sizes.expert_elements // self.ep
-        spared = (whole - own) // (sizes.expert_layers if twice else 1)
+        whole, local = sizes.expert_elements, sizes.expert_elements // self.ep
+        spared = (whole - local) // (sizes.expert_layers if twice else 1)
         once, all_train = self.reduce_gradients == "update", trains and sizes.trained == sizes.parameters
-        fewer = _part(degrees.shards) * whole - _part(degrees.expert_shards) * own
+        fewer = _part(degrees.shards) * whole - _part(degrees.expert_shards) * local
         reduced = int(fewer * weight_bytes) if all_train else 0
         sent += int(self.expert_exchange_elements(sizes, tokens, trains) * compute)
         sent -= int(fewer * (1 + (twice and trains)) * compute) + (0 if once else reduced)
         return replace(
             cost,
             gathered=cost.gathered - spared * compute,
-            whole_gradients=cost.whole_gradients - ((whole - own) * weight_bytes if once and all_train else 0),
+            whole_gradients=cost.whole_gradients - ((whole - local) * weight_bytes if once and all_train else 0),
             per_micro_batch=cost.per_micro_batch + sent,
             per_update=cost.per_update - (reduced if once else 0),
         )
@@ -618,8 +618,8 @@ class Parallel(FSDP):
         return self.pp * self.dp_replicate * self.cp * self.tp
 
     def _nearest(self, world_size: int, fits: Callable[[ParallelDegrees], bool] = lambda degrees: True) -> str:
-        found = nearest_layout(world_size, self._wanted(), fits)
-        return "" if found is None else f"The nearest layout that fits: {found.overrides('sharding.')}."
+        layout = nearest_layout(world_size, self._wanted(), fits)
+        return "" if layout is None else f"The nearest layout that fits: {layout.overrides('sharding.')}."
 
 
 def _division_fault(name: str, size: int, world_size: int) -> str | None:
@@ -635,13 +635,13 @@ def _division_fault(name: str, size: int, world_size: int) -> str | None:
 def usual(world_size: int, per_machine: int = 8) -> dict[str, Sharding]:
     """Shardings that are possible on `world_size` devices, by name, for tables."""
     together = min(per_machine, world_size)
-    found: dict[str, Sharding] = {"fsdp": FSDP(), "fsdp, SHARD_GRAD_OP": FSDP(strategy="SHARD_GRAD_OP")}
+    shardings: dict[str, Sharding] = {"fsdp": FSDP(), "fsdp, SHARD_GRAD_OP": FSDP(strategy="SHARD_GRAD_OP")}
     if world_size > per_machine:
-        found["hsdp"] = HSDP(replicas=world_size // per_machine)
-    found["tp"] = TP(tensor_parallel=together)
+        shardings["hsdp"] = HSDP(replicas=world_size // per_machine)
+    shardings["tp"] = TP(tensor_parallel=together)
     if world_size > together:
-        found["tp_fsdp"] = TPFSDP(tensor_parallel=together)
-    return found
+        shardings["tp_fsdp"] = TPFSDP(tensor_parallel=together)
+    return shardings
 
 
 def _held(sizes: ModelStats, siblings: int, stages: int = 1) -> int:

@@ -27,10 +27,10 @@ def stage_bounds(costs: Sequence[float], num_stages: int, last: float = 0.0) -> 
     cut = [[0] * (count + 1) for _ in range(num_stages + 1)]
     best[0][0] = 0.0
     for stage in range(1, num_stages + 1):
-        own = last if stage == num_stages else 0.0
+        head = last if stage == num_stages else 0.0
         for stop in range(stage, count + 1):
             for start in range(stage - 1, stop):
-                worst = max(best[stage - 1][start], prefix[stop] - prefix[start] + own)
+                worst = max(best[stage - 1][start], prefix[stop] - prefix[start] + head)
                 if worst < best[stage][stop]:
                     best[stage][stop], cut[stage][stop] = worst, start
     bounds = [count]

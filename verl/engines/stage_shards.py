@@ -66,16 +66,16 @@ def shard_rows(data: Tensor, mesh: Any, device: torch.device | str) -> Tensor:
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    own, rest = local(data), list(getattr(data, "placements", ()))
+    shard, rest = local(data), list(getattr(data, "placements", ()))
     assert mesh.ndim == 1 + len(rest), (mesh, rest)
     count, rank = mesh.size(0), mesh.get_local_rank(0)
-    rows = -(-own.shape[0] // count)
-    first = min(rank * rows, own.shape[0])
-    own = own[first : min(first + rows, own.shape[0])].detach()
-    own = torch.empty_like(own, device=device) if own.is_meta else own.to(device, copy=True).contiguous()
+    rows = -(-shard.shape[0] // count)
+    first = min(rank * rows, shard.shape[0])
+    shard = shard[first : min(first + rows, shard.shape[0])].detach()
+    shard = torch.empty_like(shard, device=device) if shard.is_meta else shard.to(device, copy=True).contiguous()
     # A slice's rows are cut again: the mesh's first dimension then divides what its second has left.
     by_rows = _StridedShard(0, split_factor=mesh.size(1)) if rest and rest[0] == Shard(0) else Shard(0)
-    return DTensor.from_local(own, mesh, [by_rows, *rest], run_check=False, shape=data.shape, stride=data.stride())
+    return DTensor.from_local(shard, mesh, [by_rows, *rest], run_check=False, shape=data.shape, stride=data.stride())
 
 
 class StageShards:
@@ -90,13 +90,13 @@ class StageShards:
     def __init__(self, model: nn.Module, mesh: Any, divided_mesh: Any):
         self._group, self._size, self._divided_mesh = mesh.get_group(), mesh.size(), divided_mesh
         (dimension,) = mesh.mesh_dim_names
-        found: dict[int, _ShardedWeight] = {}
+        weights: dict[int, _ShardedWeight] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and dimension in mesh_dims(parameter):
-                    weight = found.setdefault(id(parameter), _ShardedWeight(parameter, []))
+                    weight = weights.setdefault(id(parameter), _ShardedWeight(parameter, []))
                     weight.places.append((module, name))
-        self._weights = list(found.values())
+        self._weights = list(weights.values())
 
     @contextlib.contextmanager
     def whole(self, trains: bool = False) -> Iterator[None]:
@@ -105,20 +105,20 @@ class StageShards:
         Args:
             trains: on exit gradients are reduce-scattered, so that every process has its shard of their sum.
         """
-        own = [weight for weight in self._weights if not is_on_other_stage(weight.parameter)]
-        made = dict(zip(map(id, own), self._gather([weight.parameter for weight in own]), strict=True))
+        local = [weight for weight in self._weights if not is_on_other_stage(weight.parameter)]
+        gathered = dict(zip(map(id, local), self._gather([weight.parameter for weight in local]), strict=True))
         wholes: list[tuple[_ShardedWeight, nn.Parameter]] = []
         try:
             for weight in self._weights:
                 p = weight.parameter
-                data = made.get(id(weight))
+                data = gathered.get(id(weight))
                 data = torch.empty(weight.shape, dtype=p.dtype, device="meta") if data is None else data
                 whole = nn.Parameter(self._as_divided(p, data), requires_grad=p.requires_grad and trains)
                 at_stage_of(p, whole)
                 wholes.append((weight, whole))
                 for module, name in weight.places:
                     module._parameters[name] = whole
-            made.clear()
+            gathered.clear()
             yield
             if trains:
                 self._reduce([(w.parameter, x) for w, x in wholes if not is_on_other_stage(x) and x.requires_grad])
@@ -143,9 +143,9 @@ class StageShards:
         for bucket in _buckets(parameters):
             weights = [_ShardedWeight(parameter, []) for parameter in bucket]
             sent = torch.cat([_padded(local(w.parameter), w.part_numel) for w in weights])
-            found = sent.new_empty(self._size * len(sent))
-            dist.all_gather_single(found, sent, group=self._group)
-            parts = found.view(self._size, -1).split([w.part_numel for w in weights], dim=1)
+            received = sent.new_empty(self._size * len(sent))
+            dist.all_gather_single(received, sent, group=self._group)
+            parts = received.view(self._size, -1).split([w.part_numel for w in weights], dim=1)
             for weight, x in zip(weights, parts, strict=True):
                 shape = weight.shape
                 yield x.reshape(self._size * weight.rows, *shape[1:])[: shape[0]].contiguous()
@@ -166,9 +166,9 @@ class StageShards:
                 grad = local(grad)
                 columns.append(_padded(grad, self._size * weight.part_numel).view(self._size, -1))
             sent = torch.cat(columns, dim=1).flatten()
-            own = sent.new_empty(len(sent) // self._size)
-            dist.reduce_scatter_single(own, sent, group=self._group)
-            for weight, x in zip(weights, own.split([w.part_numel for w in weights]), strict=True):
+            shard = sent.new_empty(len(sent) // self._size)
+            dist.reduce_scatter_single(shard, sent, group=self._group)
+            for weight, x in zip(weights, shard.split([w.part_numel for w in weights]), strict=True):
                 _add_gradient(weight.parameter, x)
             report()
 
@@ -196,5 +196,5 @@ def _add_gradient(parameter: nn.Parameter, part: Tensor) -> None:
     """Add this process's shard of a gradient, which may be padded, to the parameter."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    own = local(parameter.grad)
-    own += part[: own.numel()].view_as(own)
+    shard = local(parameter.grad)
+    shard += part[: shard.numel()].view_as(shard)

@@ -48,15 +48,15 @@ def exchanged_elements(
 def with_experts(model: Any, plan: dict[str, str], size: int) -> dict[str, str]:
     """The plan with whole experts distributed over `size` processes, or replicated where they cannot be."""
     places = {general(name): name for name, module in model.named_modules() if _holds_experts(module)}
-    for place, name in places.items():
+    for pattern, name in places.items():
         experts, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
-        plan = {at: style for at, style in plan.items() if at != place and not at.startswith(f"{place}.")}
+        plan = {at: style for at, style in plan.items() if at != pattern and not at.startswith(f"{pattern}.")}
         router, count = _router_of(parent, experts.num_experts), experts.num_experts
         if router is None or count % size or model.config.get_text_config()._experts_implementation == "eager":
-            _log.info("tensor parallelism: the %d experts of %s are replicated", count, place)
+            _log.info("tensor parallelism: the %d experts of %s are replicated", count, pattern)
             continue
-        plan |= {f"{place}.{weight}": "grouped_gemm" for weight in experts._parameters}
-        plan |= {place: "moe_tp_experts", f"{place.rpartition('.')[0]}.{router}": "ep_router"}
+        plan |= {f"{pattern}.{weight}": "grouped_gemm" for weight in experts._parameters}
+        plan |= {pattern: "moe_tp_experts", f"{pattern.rpartition('.')[0]}.{router}": "ep_router"}
     return plan
 
 
@@ -112,8 +112,8 @@ def shard_over(model: Any, mesh: Any) -> list[str]:
     tied = head is not None and head.weight is embedding.weight
     apply_tensor_parallelism(base, mesh, {n: style for n, style in plan.items() if n not in partial | adapted})
     for name, layer in list(base.named_modules()):
-        if (place := general(name)) in adapted:
-            apply_tensor_parallelism(layer, mesh, _plan_of_layer(layer, plan[place]))
+        if (pattern := general(name)) in adapted:
+            apply_tensor_parallelism(layer, mesh, _plan_of_layer(layer, plan[pattern]))
     if tied and head is not None and head.weight is not embedding.weight:
         head.weight = embedding.weight
     summed = {id(p) for name, p in base.named_parameters() if general(name.rpartition(".")[0]) in partial}

@@ -151,30 +151,30 @@ class _ToTokens(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, line: ContextLine) -> Tensor:
-    size, sizes, own = line.context.size, line.shard.sizes, x.shape[0]
+    size, sizes, length = line.context.size, line.shard.sizes, x.shape[0]
     parts = x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()  # [size n h D]
-    found = x.new_empty(sum(sizes), *parts.shape[2:])
-    dist.all_to_all_single(found, parts.flatten(0, 1), list(sizes), [own] * size, group=line.context.group)
-    return found.index_select(0, line.shard.dense)
+    received = x.new_empty(sum(sizes), *parts.shape[2:])
+    dist.all_to_all_single(received, parts.flatten(0, 1), list(sizes), [length] * size, group=line.context.group)
+    return received.index_select(0, line.shard.dense)
 
 
 def _to_tokens(x: Tensor, line: ContextLine) -> Tensor:
     size, sizes = line.context.size, line.shard.sizes
-    own = sizes[line.context.rank]
+    length = sizes[line.context.rank]
     sent = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, line.shard.dense, x)
-    found = x.new_empty(size * own, *x.shape[1:])
-    dist.all_to_all_single(found, sent, [own] * size, list(sizes), group=line.context.group)
-    return found.unflatten(0, (size, own)).transpose(0, 1).flatten(1, 2)
+    received = x.new_empty(size * length, *x.shape[1:])
+    dist.all_to_all_single(received, sent, [length] * size, list(sizes), group=line.context.group)
+    return received.unflatten(0, (size, length)).transpose(0, 1).flatten(1, 2)
 
 
 def _gather(own: Tensor, most: int, context: ContextGroup) -> Tensor:
     """[size * most ...] from [n ...] of each process."""
     if own.shape[0] < most:
         own = torch.cat([own, own.new_zeros(most - own.shape[0], *own.shape[1:])])
-    found = own.new_empty(context.size * most, *own.shape[1:])
+    gathered = own.new_empty(context.size * most, *own.shape[1:])
     if most:
-        dist.all_gather_single(found, own.contiguous(), group=context.group)
-    return found
+        dist.all_gather_single(gathered, own.contiguous(), group=context.group)
+    return gathered
 
 
 class _GatheredAttention(torch.autograd.Function):
@@ -193,38 +193,38 @@ class _GatheredAttention(torch.autograd.Function):
         for block in line.shard.blocks:
             q, k, v = query[block.queries], keys[block.entries], values[block.entries]
             if keeps_sums(query, value):
-                found, of_block = _attend_with_sums(block, q, k, v, *how)
+                output, of_block = _attend_with_sums(block, q, k, v, *how)
                 sums = query.new_zeros(query.shape[:2], dtype=of_block.dtype) if sums is None else sums
                 sums[block.real_queries] = of_block.flatten(0, 1)[block.real_slots]
             else:
-                found = _attend_block(block, q, k, v, *how)
-            out[block.real_queries] = found.flatten(0, 1)[block.real_slots]
+                output = _attend_block(block, q, k, v, *how)
+            out[block.real_queries] = output.flatten(0, 1)[block.real_slots]
         ctx.save_for_backward(query, key, value, *([] if sums is None else [out, sums]))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        query, key, value, *kept = ctx.saved_tensors
+        query, key, value, *saved = ctx.saved_tensors
         line, (grad,) = ctx.line, grads
         keys, values = _gather_line(key, value, line)
         if takes_varlen(query, value):
             layout = _layout(line, ctx.how[0], query.device)
-            (out, sums), (k, v) = kept, (gathered_keys(layout, x) for x in (keys, values))
+            (out, sums), (k, v) = saved, (gathered_keys(layout, x) for x in (keys, values))
             into_query, *into = backward_parts(grad, query, k, v, out, sums, layout, ctx.how[1])
             if layout.gathered is not None:
                 into = [sum_rows(x, layout.gathered) for x in into]
             return into_query, *_scatter_line(into[0], into[1], line), None, None, None
         into_query, into = torch.zeros_like(query), [torch.zeros_like(keys), torch.zeros_like(values)]
         for block in line.shard.blocks:
-            given = [query[block.queries], keys[block.entries], values[block.entries]]
+            inputs = [query[block.queries], keys[block.entries], values[block.entries]]
             above = grad[block.queries].masked_fill(~block.is_query[:, :, None, None], 0.0)
-            if kept:
-                out, sums = (x[block.queries] for x in kept)
-                of_query, *of_line = _backward_with_sums(block, *given, out, sums, above, *ctx.how)
+            if saved:
+                out, sums = (x[block.queries] for x in saved)
+                of_query, *of_line = _backward_with_sums(block, *inputs, out, sums, above, *ctx.how)
             else:
                 with torch.enable_grad():
-                    given = [x.detach().requires_grad_() for x in given]
-                    of_query, *of_line = torch.autograd.grad(_attend_block(block, *given, *ctx.how), given, above)
+                    inputs = [x.detach().requires_grad_() for x in inputs]
+                    of_query, *of_line = torch.autograd.grad(_attend_block(block, *inputs, *ctx.how), inputs, above)
             into_query[block.real_queries] = of_query.flatten(0, 1)[block.real_slots]
             for whole, part in zip(into, of_line, strict=True):
                 whole[block.entries] += part  # each entry once
@@ -266,14 +266,14 @@ def _attend_with_sums(
     k, v = (_by_heads(block, x, q.shape[1]) for x in (keys, values))
     out, sums = None, None
     for part, is_causal, mask in _parts(block, window, q.dtype):
-        found, of_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        output, of_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k[:, :, part], v[:, :, part], 0.0, is_causal, attn_mask=mask, scale=scaling
         )
         if out is None or sums is None:
-            out, sums = found, of_part
+            out, sums = output, of_part
         else:
             total = torch.logaddexp(sums, of_part)
-            out = (out * (sums - total).exp()[..., None] + found * (of_part - total).exp()[..., None]).to(q.dtype)
+            out = (out * (sums - total).exp()[..., None] + output * (of_part - total).exp()[..., None]).to(q.dtype)
             sums = total
     assert out is not None
     assert sums is not None
@@ -292,11 +292,11 @@ def _backward_with_sums(
     k, v = (x.detach() for x in pieces)
     of_query, of_pieces = torch.zeros_like(q), [torch.zeros_like(k), torch.zeros_like(v)]
     for part, is_causal, mask in _parts(block, window, q.dtype):
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k[:, :, part], v[:, :, part], out, sums, 0.0, is_causal, attn_mask=mask, scale=scaling
         )
-        of_query += found[0]
-        for whole, x in zip(of_pieces, found[1:], strict=True):
+        of_query += gradients[0]
+        for whole, x in zip(of_pieces, gradients[1:], strict=True):
             whole[:, :, part] += x
     of_keys, of_values = torch.autograd.grad(pieces, entries, of_pieces)
     return of_query.transpose(1, 2), of_keys, of_values
@@ -305,8 +305,8 @@ def _backward_with_sums(
 def _gather_line(key: Tensor, value: Tensor, line: ContextLine) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole line, [N K D], in one exchange."""
     both = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
-    found = _gather(both, max(line.shard.sizes), line.context).index_select(0, line.shard.place)
-    keys, values = found.split([key[0].numel(), value[0].numel()], dim=1)
+    line_states = _gather(both, max(line.shard.sizes), line.context).index_select(0, line.shard.place)
+    keys, values = line_states.split([key[0].numel(), value[0].numel()], dim=1)
     return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
 
 

@@ -82,12 +82,12 @@ class BatchReader:
             from verl.model_paths.kv_cache import growing_cache  # brings transformers
 
             self.cache = growing_cache(self.model.config)
-        found = self._forward(tokens, self._positions())
+        following = self._forward(tokens, self._positions())
         if self.repeats and n > 1:
-            found = found.select(repeat)
+            following = following.select(repeat)
             self._select(repeat)
         self.position = self.attention.sum(dim=1)
-        return found
+        return following
 
     def read(self, token: Tensor) -> NextToken:
         """Read one further token [r] of each row."""
@@ -95,9 +95,9 @@ class BatchReader:
         if self.paths.cache == "none":
             self.tokens = torch.cat([self.tokens, token[:, None]], dim=1)
             return self._forward(self.tokens, self._positions())
-        found = self._forward(token[:, None], self.position[:, None])
+        following = self._forward(token[:, None], self.position[:, None])
         self.position = self.position + 1
-        return found
+        return following
 
     def keep(self, rows: Tensor) -> None:
         """Go on with some rows; the others leave the batch."""

@@ -48,10 +48,10 @@ class RouterWeights:
 
     def of(self, logits: Tensor, experts: Tensor) -> Tensor:
         """Weights [n k] of experts [n k]."""
-        found = self.score(logits.float()).gather(-1, experts)  # as models do, whatever their type
+        weights = self.score(logits.float()).gather(-1, experts)  # as models do, whatever their type
         if self.normalised:
-            found = found / found.sum(dim=-1, keepdim=True)
-        return found * self.scale
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights * self.scale
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -157,8 +157,8 @@ class ExpertRouting:
     def last_chosen(self, rows: int) -> Tensor:
         """Experts of the last token of each row of the last forward pass, [rows layers k] int16."""
         assert self._records is not None
-        found = [record.view(rows, -1, self.top_k)[:, -1] for record in self._records if record is not None]
-        return torch.stack(found, dim=1).to(torch.int16)
+        experts = [record.view(rows, -1, self.top_k)[:, -1] for record in self._records if record is not None]
+        return torch.stack(experts, dim=1).to(torch.int16)
 
     def begin(self, micro: MicroBatch, *, replays: bool = False, counts: bool = False) -> None:
         """Start the forward pass of a micro-batch, which its backward pass may repeat in part.
@@ -195,12 +195,12 @@ class ExpertRouting:
     def _routed(self, layer: int, output: Any) -> Any:
         logits, weights, experts, *others = output
         if self.forced is not None:
-            wanted = self.forced[:, layer].to(experts.dtype)
-            known = wanted[:, :1] != UNKNOWN
-            wanted = torch.where(known, wanted, experts)
+            forced = self.forced[:, layer].to(experts.dtype)
+            known = forced[:, :1] != UNKNOWN
+            forced = torch.where(known, forced, experts)
             assert self._weights is not None
-            weights = torch.where(known, self._weights.of(logits, wanted).to(weights.dtype), weights)
-            experts = wanted
+            weights = torch.where(known, self._weights.of(logits, forced).to(weights.dtype), weights)
+            experts = forced
         if self._records is not None:
             self._records[layer] = experts
         if self._predicted is not None:
@@ -241,9 +241,9 @@ def routing_of(model: Any) -> ExpertRouting | None:
     """The routers of a model, watched from the first call on; None for one without routers of a known form."""
     base = unwrapped(model)
     if "_verl_routing" not in vars(base):
-        found = routers(base)
-        is_known = bool(found) and all(_tried(router) is not None for router in found)
-        is_even = len({(router.num_experts, router.top_k) for router in found}) == 1
+        modules = routers(base)
+        is_known = bool(modules) and all(_tried(router) is not None for router in modules)
+        is_even = len({(router.num_experts, router.top_k) for router in modules}) == 1
         vars(base)["_verl_routing"] = ExpertRouting(base) if is_known and is_even else None
     return vars(base)["_verl_routing"]
 

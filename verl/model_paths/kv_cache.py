@@ -79,17 +79,17 @@ class StoredRows:
 
     def _grow(self, rows: int, length: int, states: Sequence[Tensor]) -> None:
         before = self.tensors[0].shape if self.tensors else (0, 0, 0)
-        kept, are_few = min(rows, before[0]), 2 * rows <= before[0]
+        num_kept, are_few = min(rows, before[0]), 2 * rows <= before[0]
         if not are_few:
             rows = max(rows, min(before[0] * 3 // 2, self.max_rows), before[0])
         length = max(length, min(max(FIRST_LENGTH, before[2] * 3 // 2), self.max_length), before[2])
-        made = [new.new_empty(rows, new.shape[1], length, new.shape[3]) for new in states]
-        for place, larger in enumerate(made):  # what no token was written to is masked, and must be finite
-            larger[:kept, :, before[2] :] = 0.0
-            larger[kept:] = 0.0
-            if kept:
-                larger[:kept, :, : before[2]] = self.tensors[place][:kept]
-        self.tensors = made
+        grown = [new.new_empty(rows, new.shape[1], length, new.shape[3]) for new in states]
+        for index, larger in enumerate(grown):  # what no token was written to is masked, and must be finite
+            larger[:num_kept, :, before[2] :] = 0.0
+            larger[num_kept:] = 0.0
+            if num_kept:
+                larger[:num_kept, :, : before[2]] = self.tensors[index][:num_kept]
+        self.tensors = grown
 
 
 class SlotLayer(DynamicLayer):

@@ -104,22 +104,22 @@ class MicroBatch:
             return self._predict_left_aligned(call)
         names = ("input_ids",) if self.is_unpadded else ("input_ids", "attention_mask", "position_ids")
         inputs = {name: x[name] for name in names}
-        found = call(**inputs, logits_to_keep=self.response_width + 1)
-        return response_positions(found, self.response_width)[self.on_mask]
+        states = call(**inputs, logits_to_keep=self.response_width + 1)
+        return response_positions(states, self.response_width)[self.on_mask]
 
     def targets(self, name: str = "responses") -> Tensor:
         """Values of a field [b t] for the tokens predicted by `predict`, [n]."""
-        found = self.chosen(name)
-        return found[self.packing.shard.predicted] if isinstance(self.packing, ContextLine) else found
+        tokens = self.chosen(name)
+        return tokens[self.packing.shard.predicted] if isinstance(self.packing, ContextLine) else tokens
 
-    def place(self, *found: Tensor) -> tuple[Tensor, ...]:
+    def place(self, *columns: Tensor) -> tuple[Tensor, ...]:
         """Each [n] of the predicted tokens as [b t], 0 off the mask; of all processes that share them."""
         if isinstance(self.packing, ContextLine):
-            line, kinds = self.packing, [x.dtype for x in found]
+            line, kinds = self.packing, [x.dtype for x in columns]
             wide = max((kind for kind in kinds if kind.is_floating_point), key=lambda kind: torch.finfo(kind).bits)
-            joined = line.join(torch.stack([x.to(wide) for x in found], dim=1)).unbind(dim=1)
-            found = tuple(x.to(kind) for x, kind in zip(joined, kinds, strict=True))
-        return tuple(self.placed(x) for x in found)
+            joined = line.join(torch.stack([x.to(wide) for x in columns], dim=1)).unbind(dim=1)
+            columns = tuple(x.to(kind) for x, kind in zip(joined, kinds, strict=True))
+        return tuple(self.placed(x) for x in columns)
 
     def model_tokens(self) -> tuple[Tensor, Tensor]:
         """Index [n], in the flattened rows [b * S], of each token that the model runs on, and how many response
@@ -142,19 +142,19 @@ class MicroBatch:
         """Columns [b S] that rows without padding on the left are made of, their mask, and that padding [b 1]."""
         attention = self.tensors["attention_mask"]
         padding = attention.long().argmax(dim=1, keepdim=True)  # of the prompt
-        place = torch.arange(attention.shape[1], device=attention.device)
-        source = (place + padding).clamp(max=attention.shape[1] - 1)
-        return source, attention.gather(1, source) * (place + padding < attention.shape[1]), padding
+        column = torch.arange(attention.shape[1], device=attention.device)
+        source = (column + padding).clamp(max=attention.shape[1] - 1)
+        return source, attention.gather(1, source) * (column + padding < attention.shape[1]), padding
 
     def _predict_left_aligned(self, call: Callable[..., Tensor]) -> Tensor:
         x = self.tensors
         attention = x["attention_mask"]
         source, mask, padding = self._left_aligned()
         ids = x["input_ids"].gather(1, source) * mask
-        found = call(input_ids=ids, attention_mask=mask)
+        states = call(input_ids=ids, attention_mask=mask)
         row, t = self.on_mask
         prompt_width = attention.shape[1] - self.response_width
-        return found[row, prompt_width - padding[row, 0] + t - 1]
+        return states[row, prompt_width - padding[row, 0] + t - 1]
 
 
 def cut_into_micro_batches(
@@ -235,17 +235,17 @@ def _packed(
     width = batch.batch["attention_mask"].shape[1] - batch.batch["responses"].shape[1]
     text = torch.cat([batch.batch["input_ids"][:, :width].cpu(), prompts[:, None]], dim=1)
     prompt_of = torch.unique(text, dim=0, return_inverse=True)[1]
-    own = own_tokens(responses)
-    separate = int((own + prompts).sum())
+    counts = own_tokens(responses)
+    separate = int((counts + prompts).sum())
     of_prompt = torch.zeros(int(prompt_of.max()) + 1, dtype=torch.int64).scatter_(0, prompt_of, prompts)
-    shared = int(own.sum()) + int(of_prompt.sum())
+    shared = int(counts.sum()) + int(of_prompt.sum())
     share = may_share and shared <= WORTH_IT * separate
     if (min(shared, separate) if may_share else separate) > WORTH_IT * padded:
         return None
     if share:
-        return micro_batches_of_groups(own, prompts, prompt_of, token_budget), prompt_of, True
-    alone = torch.arange(len(own))
-    return micro_batches_of_groups(own + prompts, torch.zeros_like(own), alone, token_budget), prompt_of, False
+        return micro_batches_of_groups(counts, prompts, prompt_of, token_budget), prompt_of, True
+    alone = torch.arange(len(counts))
+    return micro_batches_of_groups(counts + prompts, torch.zeros_like(counts), alone, token_budget), prompt_of, False
 
 
 def _cut(name: str, x: Tensor, rows: Tensor, windows: dict[str, slice]) -> Tensor:

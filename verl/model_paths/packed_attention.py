@@ -314,15 +314,15 @@ def make_block_mask(block: AttentionBlock, window: int | None, device: torch.dev
     """Mask of the keys that each query sees, [count or 1, 1, queries, keys]; None for a causal block."""
     if not block.prefix and (window is None or block.queries <= window):
         return None
-    own = block.keys - block.prefix  # made where it is needed: it is large, and made of a few numbers
+    width = block.keys - block.prefix  # made where it is needed: it is large, and made of a few numbers
     query = torch.arange(block.queries, device=device)[:, None]
-    sees_own = query >= torch.arange(own, device=device)
+    sees_own = query >= torch.arange(width, device=device)
     lengths = block.prefix_lengths.unique() if have_equal_lengths(block) else block.prefix_lengths
     lengths = lengths.to(device, non_blocking=True)[:, None, None]
     column = torch.arange(block.prefix, device=device)
     sees_prefix = (column < lengths).expand(-1, block.queries, -1)
     if window is not None:
-        sees_own = sees_own & (query - torch.arange(own, device=device) < window)
+        sees_own = sees_own & (query - torch.arange(width, device=device) < window)
         sees_prefix = sees_prefix & (lengths + query - column < window)
     mask = torch.cat([sees_prefix, sees_own.expand(len(lengths), -1, -1)], dim=2)
     return mask[:, None]

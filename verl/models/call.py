@@ -33,10 +33,10 @@ def has_lm_head(model: Any) -> bool:
 
 def layers_around(model: Any) -> list[Any]:
     """A model and the modules that it wraps (peft, torch.compile), down to the Hugging Face model."""
-    found = [model]
-    while (base := unwrapped_once(found[-1])) is not found[-1]:
-        found.append(base)
-    return found
+    layers = [model]
+    while (base := unwrapped_once(layers[-1])) is not layers[-1]:
+        layers.append(base)
+    return layers
 
 
 def unwrapped(model: Any) -> Any:

@@ -24,10 +24,10 @@ def expert_count(config: dict[str, Any]) -> int | None:
 
 def routers(model: Any) -> list[Any]:
     """The routers of a model in order of layers; each returns (logits, weights, expert indices)."""
-    found = []
+    modules = []
     for name, experts in expert_layers(model).items():
         parent = model.get_submodule(name.partition(".experts")[0])
-        own = [
+        inner = [
             child
             for child in parent.children()
             if child is not experts
@@ -35,5 +35,5 @@ def routers(model: Any) -> list[Any]:
             and hasattr(child, "weight")
             and hasattr(child, "num_experts")
         ]
-        found += own[:1]
-    return found
+        modules += inner[:1]
+    return modules

@@ -85,8 +85,8 @@ class ModelHead(nn.Module):
             directory: of the backbone.
             tensors: unsharded tensors of the head, for a sharded model; None for those of this model.
         """
-        own = self.split(self.state_dict())[1] if tensors is None else tensors
-        for name, data in self.files(own).items():
+        saved = self.split(self.state_dict())[1] if tensors is None else tensors
+        for name, data in self.files(saved).items():
             (Path(directory) / name).write_bytes(data)
 
     def load(self, directory: Path) -> None:
@@ -96,11 +96,11 @@ class ModelHead(nn.Module):
             ConfigError: the file is the head of another model.
         """
         saved = load_file(directory / self.file)
-        own = [name for name in self.state_dict() if not name.startswith(_BELOW)]
-        missing = {name.removeprefix(_OWN) for name in own} ^ saved.keys()
+        names = [name for name in self.state_dict() if not name.startswith(_BELOW)]
+        missing = {name.removeprefix(_OWN) for name in names} ^ saved.keys()
         if missing:
             raise ConfigError(f"{directory / self.file} is the head of another model ({', '.join(sorted(missing))}).")
-        self.load_state_dict({name: saved[name.removeprefix(_OWN)] for name in own}, strict=False)
+        self.load_state_dict({name: saved[name.removeprefix(_OWN)] for name in names}, strict=False)
 
     def save_pretrained(self, directory: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
         """Write the backbone as a Hugging Face directory, and the head to a file in it.
@@ -210,8 +210,8 @@ class ValueHeadModel(ModelHead):
                 not depend on them.
             others: further inputs of the backbone.
         """
-        given = {"attention_mask": attention_mask, "position_ids": position_ids}
-        others |= {name: x for name, x in given.items() if x is not None}
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids}
+        others |= {name: x for name, x in inputs.items() if x is not None}
         hidden = call_model(self.backbone, input_ids=input_ids, use_cache=False, **others).last_hidden_state
         hidden = hidden.to(self.head.weight.dtype)
         return ValueHeadOutput(values=_probed(hidden) if probe else self.head(hidden).squeeze(-1))

@@ -44,8 +44,8 @@ def live_tensors(model: Any) -> dict[str, Tensor]:
     head = head_of(model)
     if not hasattr(head.backbone, "peft_config"):
         return tensors
-    backbone, own = head.split(tensors)
-    return {**head.joined({name: x for name, x in backbone.items() if "lora_" in name}), **own}
+    backbone, of_head = head.split(tensors)
+    return {**head.joined({name: x for name, x in backbone.items() if "lora_" in name}), **of_head}
 
 
 def hf_state_dict(model: Any, tensors: Mapping[str, Tensor] | None = None) -> HFStateDict:
@@ -56,8 +56,8 @@ def hf_state_dict(model: Any, tensors: Mapping[str, Tensor] | None = None) -> HF
         tensors: `live_tensors` unsharded, for a sharded model.
     """
     tensors = live_tensors(model) if tensors is None else tensors
-    found = saved_tensors(model, tensors)
-    return HFStateDict({name: found[name] for name in sorted(found)}, saved_file(model), small_files(model, tensors))
+    saved = saved_tensors(model, tensors)
+    return HFStateDict({name: saved[name] for name in sorted(saved)}, saved_file(model), small_files(model, tensors))
 
 
 def saved_file(model: Any) -> str | None:
@@ -68,13 +68,13 @@ def saved_file(model: Any) -> str | None:
 def saved_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename tensors of `live_tensors` to their names in the files; those of a custom head are left out."""
     head = head_of(model)
-    core, own = head.backbone, head.split(tensors)[0]
+    core, of_core = head.backbone, head.split(tensors)[0]
     if hasattr(core, "peft_config"):
         from peft import get_peft_model_state_dict
 
-        adapter = get_peft_model_state_dict(core, state_dict=own)
+        adapter = get_peft_model_state_dict(core, state_dict=of_core)
         return {name: x.detach() for name, x in adapter.items()}
-    return _weights(core, own)
+    return _weights(core, of_core)
 
 
 def names_in_files(model: Any) -> dict[str, str] | None:
@@ -91,8 +91,8 @@ def names_in_files(model: Any) -> dict[str, str] | None:
         return None
     if any(x.ndim or x.dtype != torch.int64 for x in saved.values()):
         return None
-    found = {name: numbers[int(x)] for name, x in saved.items()}
-    return found if len(set(found.values())) == len(found) else None
+    names = {name: numbers[int(x)] for name, x in saved.items()}
+    return names if len(set(names.values())) == len(names) else None
 
 
 def small_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:

@@ -65,12 +65,12 @@ def check_interface(role: Role, model: Any, name: str | None = None) -> None:
             f"{name} is a {kind}, which has no generate: an actor needs forward and generate. Give a causal language "
             "model, such as AutoModelForCausalLM loads."
         )
-    found = _tried(model, name)
-    answer = getattr(found, RETURNS[role], None)
+    output = _tried(model, name)
+    answer = getattr(output, RETURNS[role], None)
     expected = {"actor": (1, PROBE, None), "reward": (1,), "critic": (1, PROBE)}[role]
     if not isinstance(answer, Tensor) or not _has_shape(answer, expected):
         raise ConfigError(
-            f"{name} is a {kind}, which returns {_describe_output(found)} for one text of {PROBE} tokens: "
+            f"{name} is a {kind}, which returns {_describe_output(output)} for one text of {PROBE} tokens: "
             f"expected {MEANT[role]}."
         )
 

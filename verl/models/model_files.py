@@ -46,16 +46,16 @@ def file_fault(file: Path) -> str | None:
             beginning = stream.read(len(LFS_POINTER))
         if beginning == LFS_POINTER:
             return f"{file} is a pointer of git-lfs, not the file itself. Run `git lfs pull` in {file.parent}."
-        found = _safetensors_fault(file) if file.suffix == ".safetensors" else None
+        fault = _safetensors_fault(file) if file.suffix == ".safetensors" else None
         if file.suffix == ".bin" and file.stat().st_size and not beginning.startswith(b"\x80"):
-            found = None if zipfile.is_zipfile(file) else "its end is missing"
+            fault = None if zipfile.is_zipfile(file) else "its end is missing"
         if file.stat().st_size == 0 and (is_weights or file.name in JSON):
-            found = "it is empty"
+            fault = "it is empty"
         elif file.name in JSON:
-            found = _json_fault(file)
+            fault = _json_fault(file)
     except OSError as error:
         return f"{file} cannot be read ({error.strerror})."
-    return None if found is None else f"{file} is damaged: {found}. {DOWNLOAD}."
+    return None if fault is None else f"{file} is damaged: {fault}. {DOWNLOAD}."
 
 
 def _json_fault(file: Path) -> str | None:
@@ -95,12 +95,12 @@ def _safetensors_fault(file: Path) -> str | None:
 
 
 def _shard_faults(directory: Path, index: str) -> Iterator[str]:
-    found = parse_mapping((directory / index).read_bytes()).get("weight_map")
-    if not isinstance(found, dict) or not found:
+    weight_map = parse_mapping((directory / index).read_bytes()).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         yield f"{directory / index} is damaged: it lists no weights. {DOWNLOAD}."
         return
     try:
-        shards = sorted({checked_path(shard) for shard in found.values()})
+        shards = sorted({checked_path(shard) for shard in weight_map.values()})
     except (ExternalInputError, TypeError) as error:
         yield f"{directory / index} is damaged: {error}. {DOWNLOAD}."
         return

@@ -95,9 +95,9 @@ def _count(config: Any, lora: LoRA | None, kind: str) -> ModelStats:
     from verl.models.pretrained import quiet_transformers
 
     with torch.device("meta"), quiet_transformers():
-        wanted = {"causal_lm": AutoModelForCausalLM, "classifier": AutoModelForSequenceClassification}
+        classes = {"causal_lm": AutoModelForCausalLM, "classifier": AutoModelForSequenceClassification}
         try:
-            model: Any = wanted.get(kind, AutoModel).from_config(config)
+            model: Any = classes.get(kind, AutoModel).from_config(config)
         except ValueError:  # no such head for this family
             model = AutoModel.from_config(config)
         mixtures = list(expert_layers(model).values())

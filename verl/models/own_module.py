@@ -103,8 +103,8 @@ class OwnModule(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        found = self.module(input_ids, mask)
-        return SimpleNamespace(logits=found) if isinstance(found, Tensor) else found
+        output = self.module(input_ids, mask)
+        return SimpleNamespace(logits=output) if isinstance(output, Tensor) else output
 
     def get_output_embeddings(self) -> None:
         """None: the head cannot be called separately."""
@@ -138,12 +138,12 @@ class OwnModule(nn.Module):
         """Write `model.safetensors` and `config.json`; only the latter if `state_dict` is empty."""
         from safetensors.torch import save_file
 
-        (place := Path(directory)).mkdir(parents=True, exist_ok=True)
-        (place / "config.json").write_text(json.dumps({"model_type": "own_module", **self.sizes}, indent=2) + "\n")
+        (folder := Path(directory)).mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({"model_type": "own_module", **self.sizes}, indent=2) + "\n")
         tensors = self.saved(self.state_dict(keep_vars=True) if state_dict is None else state_dict)
         if tensors:
             whole = {name: tensors[name].cpu().contiguous() for name in sorted(tensors)}
-            save_file(whole, place / "model.safetensors", metadata={"format": "pt"})
+            save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @component
@@ -186,11 +186,11 @@ class ModuleModel(ModelSource):
                 for name, x in model.named_parameters():
                     if reader.name_of(name) is None:
                         raise ConfigError(f"path is {self.path!r}: it has no tensor {name.removeprefix(PREFIX)}.")
-                    found = reader.read(name, model.box_of(name, x))
-                    if found.shape != x.shape:
-                        want, has = list(x.shape), list(found.shape)
+                    part = reader.read(name, model.box_of(name, x))
+                    if part.shape != x.shape:
+                        want, has = list(x.shape), list(part.shape)
                         raise ConfigError(f"path is {self.path!r}: {name.removeprefix(PREFIX)} is {has}, not {want}.")
-                    x.copy_(found)
+                    x.copy_(part)
         return model
 
     def load_causal_lm(self, device: str) -> Any:

@@ -171,8 +171,8 @@ def compute_type(model: nn.Module, autocast: Autocast = None) -> str:
     """
     if autocast is not None:
         return autocast
-    found = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
-    name = str(max(found, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
+    name = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
     if name == "float32":
         return {"highest": "float32", "high": "tf32"}.get(torch.get_float32_matmul_precision(), "bfloat16")
     return name

@@ -398,8 +398,8 @@ class Pretrained(ModelSource):
     def max_positions(self) -> int | None:
         config = self._config()
         texts = (config, config.get("text_config"))
-        found = (_count(text.get(key)) for text in texts if isinstance(text, Mapping) for key in CONTEXT_KEYS)
-        return next(filter(None, found), None)
+        counts = (_count(text.get(key)) for text in texts if isinstance(text, Mapping) for key in CONTEXT_KEYS)
+        return next(filter(None, counts), None)
 
     def attention_heads(self) -> tuple[int, int] | None:
         config = self._config()
@@ -631,8 +631,8 @@ def _path_faults(field: str, path: str) -> Iterator[str]:
     if not directory.is_dir():
         yield f"{field} is {path!r}: no such directory. Give a directory made by save_pretrained, or a hub name."
     elif not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
-        found = ", ".join(sorted(item.name for item in directory.iterdir())[:5]) or "nothing"
-        yield f"{field} is {path!r}: not a model directory, it has no config.json (found: {found})."
+        content = ", ".join(sorted(item.name for item in directory.iterdir())[:5]) or "nothing"
+        yield f"{field} is {path!r}: not a model directory, it has no config.json (found: {content})."
     else:
         yield from (f"{field} is {path!r}: {fault}" for fault in directory_faults(directory, needs_weights=False))
 

@@ -92,12 +92,12 @@ def attend_behind_prompts(
     """
     if value.shape[1::2] != prompt_value.shape[1::2] or key.shape[1::2] != prompt_key.shape[1::2]:
         raise NotImplementedError("the keys and values of this layer are not those of its cache")
-    own = query.reshape(len(query), key.shape[1], -1, query.shape[3])
-    own = own * (query.shape[3] ** -0.5 if scaling is None else scaling)
-    together = own[groups.rows].transpose(1, 2)  # [p K n h D]
+    queries = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    queries = queries * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    together = queries[groups.rows].transpose(1, 2)  # [p K n h D]
     joined = _summed(together.flatten(2, 3), prompt_key, prompt_value, groups.mask)
     cells = joined.unflatten(2, together.shape[2:4]).transpose(1, 2).flatten(0, 1)
-    parts = [cells[groups.cells], _summed(own, key, value, mask)]  # [b K h D + 2]
+    parts = [cells[groups.cells], _summed(queries, key, value, mask)]  # [b K h D + 2]
     largest = torch.maximum(parts[0][..., :1], parts[1][..., :1])
     prompt, rest = ((part[..., :1] - largest).exp() * part[..., 1:] for part in parts)
     summed = prompt + rest

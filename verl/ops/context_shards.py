@@ -114,9 +114,9 @@ def shard_line(packing: PackedRows, size: int, rank: int) -> ContextShard:
     ranges = [_ranges(length, size, r) for r in range(size)]
     owned = [torch.cat([torch.arange(*ends) for ends in of_rank]) for of_rank in ranges]
     sizes = tuple(len(own) for own in owned)
-    place = _places(owned, length)
-    holder, counted = place // max(sizes), torch.tensor(sizes)
-    dense = (counted.cumsum(0) - counted)[holder] + place % max(sizes)
+    positions = _places(owned, length)
+    holder, counted = positions // max(sizes), torch.tensor(sizes)
+    dense = (counted.cumsum(0) - counted)[holder] + positions % max(sizes)
     predicting = [(holder[packing.predictors.index] == r).nonzero()[:, 0] for r in range(size)]
     counts, own = tuple(len(found) for found in predicting), owned[rank]
     local = torch.full((length,), -1)
@@ -124,7 +124,7 @@ def shard_line(packing: PackedRows, size: int, rank: int) -> ContextShard:
     return ContextShard(
         own,
         sizes,
-        place,
+        positions,
         dense,
         tuple(_blocks(packing, own)),
         gather_index(local[packing.predictors.index[predicting[rank]]], len(own)),
@@ -144,10 +144,10 @@ def _ranges(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
 
 def _places(owned: list[Tensor], length: int) -> Tensor:
     """Index of each of `length` entries in the concatenation over ranks, each padded to the largest."""
-    most, place = max(max(len(own) for own in owned), 1), torch.zeros(length, dtype=torch.int64)
+    most, positions = max(max(len(own) for own in owned), 1), torch.zeros(length, dtype=torch.int64)
     for rank in reversed(range(len(owned))):  # an entry of two ranks counts for the first
-        place[owned[rank]] = rank * most + torch.arange(len(owned[rank]))
-    return place
+        positions[owned[rank]] = rank * most + torch.arange(len(owned[rank]))
+    return positions
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ class LossTotals:
         """
         if episode_tokens is None:
             return cls(tokens=float(mask.sum()), sequences=float(mask.any(dim=-1).sum()))
-        own = mask.sum(dim=-1).double()
-        return cls(tokens=float(own.sum()), sequences=float((own / episode_tokens.clamp(min=1)).sum()))
+        counts = mask.sum(dim=-1).double()
+        return cls(tokens=float(counts.sum()), sequences=float((counts / episode_tokens.clamp(min=1)).sum()))
 
 
 def aggregate(

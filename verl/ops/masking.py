@@ -18,8 +18,8 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         mask: bool, the same shape.
         dim: the dim to sum over; None sums all of them to a scalar.
     """
-    kept = torch.where(mask, x, x.new_zeros(()))
-    return kept.sum() if dim is None else kept.sum(dim)
+    masked = torch.where(mask, x, x.new_zeros(()))
+    return masked.sum() if dim is None else masked.sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

@@ -166,25 +166,25 @@ def pack(
         prompt_of = rank_of[prompt_of]  # number prompts by their order in the line
         prefixes = prompt_lengths[owner]
         order = order[torch.argsort(prompt_of[order], stable=True)]
-        own = own_tokens(response_lengths)[order]
-        first = prompt_width + torch.zeros_like(own)
+        counts = own_tokens(response_lengths)[order]
+        first = prompt_width + torch.zeros_like(counts)
     else:
         owner = prefixes = torch.zeros(0, dtype=torch.int64)
-        own = (prompt_lengths + own_tokens(response_lengths))[order]
+        counts = (prompt_lengths + own_tokens(response_lengths))[order]
         first = (prompt_width - prompt_lengths)[order]
-    lengths = torch.cat([prefixes, own])
+    lengths = torch.cat([prefixes, counts])
     starts = lengths.cumsum(0) - lengths
     stride = prompt_width + width
     within = _ragged_arange(lengths)
     source = torch.cat([owner * stride + prompt_width - prefixes, order * stride + first])
-    before = torch.cat([torch.zeros_like(prefixes), prompt_lengths[order] if share else torch.zeros_like(own)])
+    before = torch.cat([torch.zeros_like(prefixes), prompt_lengths[order] if share else torch.zeros_like(counts)])
     segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     tokens, positions = source[segment] + within, before[segment] + within
 
     size, cut, prompts = len(tokens), int(prefixes.sum()), len(owner)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(rows)
-    own_start = starts[prompts + place]
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(rows)
+    own_start = starts[prompts + rank]
     row, t = response_mask.nonzero(as_tuple=True)
     if share:
         last = starts[prompt_of] + prefixes[prompt_of] - 1
@@ -238,8 +238,8 @@ def _segments(starts: Tensor, lengths: Tensor, prompt_of: Tensor | None) -> tupl
     """Segments with tokens. Args: prompt_of: prompt of each response, numbered as in the line; None for whole rows."""
     behind: list[int | None] = [] if prompt_of is None else list(prompt_of.tolist())
     prompts: list[int | None] = [None] * (len(starts) - len(behind))
-    made = zip(starts.tolist(), lengths.tolist(), prompts + behind, strict=True)
-    return tuple(Segment(*segment) for segment in made if segment[1])
+    segments = zip(starts.tolist(), lengths.tolist(), prompts + behind, strict=True)
+    return tuple(Segment(*segment) for segment in segments if segment[1])
 
 
 def _cut(lengths: Tensor, offset: int) -> list[Tensor]:

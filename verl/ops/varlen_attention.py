@@ -169,15 +169,15 @@ def forward_parts(
     out = sums = query.new_empty(0)
     for part in layout.parts:
         q, k, v = query[part.queries], key[part.keys], value[part.keys]
-        found, of_part, *_ = torch.ops.aten._flash_attention_forward(
+        output, of_part, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *_lengths(part), 0.0, _is_plainly_causal(part, layout), False, **_options(part, layout, scaling)
         )
         if len(q) == layout.num_queries and not part.is_joined:
-            out, sums = found, of_part
+            out, sums = output, of_part
             continue
         if not out.numel():
             out, sums = torch.empty_like(query), of_part.new_empty(of_part.shape[0], layout.num_queries)
-        _join(out[part.queries], sums[:, part.queries], found, of_part, part.is_joined)
+        _join(out[part.queries], sums[:, part.queries], output, of_part, part.is_joined)
     return out, sums
 
 
@@ -290,12 +290,12 @@ class _QueryRange:
 
 
 def _pieces(segments: Sequence[Segment], start: int, stop: int) -> list[_QueryRange]:
-    found = []
+    pieces = []
     for segment in segments:
         low, high = max(start - segment.start, 0), min(stop - segment.start, segment.length)
         if low < high:
-            found.append(_QueryRange(segment, None if segment.prompt is None else segments[segment.prompt], low, high))
-    return found
+            pieces.append(_QueryRange(segment, None if segment.prompt is None else segments[segment.prompt], low, high))
+    return pieces
 
 
 def _over_prompts(first: int, pieces: Sequence[_QueryRange]) -> VarlenPart:

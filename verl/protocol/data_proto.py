@@ -242,8 +242,8 @@ class DataProto:
             conflict = partial(_conflict_error, (tensors, arrays, {}, sources, bound), other)
             for name, tensor in other._tensors.items():
                 if name in tensors:
-                    if (found := tensor_difference(tensors[name], tensor)) is not None:
-                        raise conflict(name, found)
+                    if (difference := tensor_difference(tensors[name], tensor)) is not None:
+                        raise conflict(name, difference)
                     continue
                 if name in arrays:
                     raise conflict(name)
@@ -442,8 +442,8 @@ class DataProto:
         mine, theirs = self._describe(name), other._describe(name)
         if found is not None and (row is not None or found.path):
             one, another = found.texts()
-            place = f"{name}{'' if row is None else f'[{row}]'}{found.path}"
-            mine, theirs = f"{one} at {place}; {mine}", f"{another} at {place}; {theirs}"
+            where = f"{name}{'' if row is None else f'[{row}]'}{found.path}"
+            mine, theirs = f"{one} at {where}; {mine}", f"{another} at {where}; {theirs}"
             row = row if row is not None else int(found.path[1:-1].split(",")[0])
         hint = "To replace a field, pop it first."
         expected, value = f"the values it has already: {mine}", f"other values: {theirs}. {hint}"

@@ -181,8 +181,8 @@ def _check_sum(name: str, bound: Bound, sources: Mapping[str, Source]) -> None:
         makers = ", ".join(
             f"`{holder}` by {sources[holder]}" for holder in dict.fromkeys((of_p, of_t, of_s)) if holder in sources
         )
-        found = f"P = {p} of `{of_p}`, T = {t} of `{of_t}`, S = {s} of `{of_s}`" + (f" ({makers})" if makers else "")
-        raise contract_error(name, f"S = P + T, {s} = {p} + {t}", found, sources.get(name))
+        sizes = f"P = {p} of `{of_p}`, T = {t} of `{of_t}`, S = {s} of `{of_s}`" + (f" ({makers})" if makers else "")
+        raise contract_error(name, f"S = P + T, {s} = {p} + {t}", sizes, sources.get(name))
 
 
 def _expected(dims: tuple[str, ...], bound: Bound) -> str:

@@ -80,9 +80,9 @@ def _json_entry(name: str, row: int, entry: Any, source: Source) -> Any:
     try:
         return json_value(entry)
     except NotJson as error:
-        found = f"{error.kind} at {name}[{row}]{error.path}. Convert it before the batch is made"
-        found += ", or pass the column as a tensor." if isinstance(error.value, torch.Tensor) else "."
-        raise contract_error(name, JSON_VALUES, found, source, row) from None
+        fault = f"{error.kind} at {name}[{row}]{error.path}. Convert it before the batch is made"
+        fault += ", or pass the column as a tensor." if isinstance(error.value, torch.Tensor) else "."
+        raise contract_error(name, JSON_VALUES, fault, source, row) from None
 
 
 def row_number(key: Any) -> int | None:
@@ -168,23 +168,23 @@ def check_content(
     """
     new = batch.keys() if new is None else new
     for name in batch:
-        if name in new and (found := _own_offence(name, batch[name])) is not None:
-            _raise(found, batch, sources)
+        if name in new and (offence := _own_offence(name, batch[name])) is not None:
+            _raise(offence, batch, sources)
     for needs, rule in _RULES:
         touched = all(name in batch for name in needs) and any(name in new for name in needs)
-        if touched and (found := rule(batch, bound)) is not None:
-            _raise(found, batch, sources)
+        if touched and (offence := rule(batch, bound)) is not None:
+            _raise(offence, batch, sources)
     if "response_mask" in batch:
         for name in batch:
-            if (name in new or "response_mask" in new) and (found := _off_mask(name, batch)) is not None:
-                _raise(found, batch, sources)
+            if (name in new or "response_mask" in new) and (offence := _off_mask(name, batch)) is not None:
+                _raise(offence, batch, sources)
 
 
 def _raise(offence: Offence, batch: Tensors, sources: Mapping[str, Source]) -> None:
     name, expected, bad = offence
-    place = bad.nonzero()[0].tolist()
-    found = f"{batch[name][tuple(place)].tolist()} at {place}, {int(bad.sum())} such of {bad.numel()}"
-    raise contract_error(name, expected, found, sources.get(name), row=place[0])
+    index = bad.nonzero()[0].tolist()
+    values = f"{batch[name][tuple(index)].tolist()} at {index}, {int(bad.sum())} such of {bad.numel()}"
+    raise contract_error(name, expected, values, sources.get(name), row=index[0])
 
 
 def _own_offence(name: str, tensor: torch.Tensor) -> Offence | None:

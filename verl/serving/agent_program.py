@@ -171,21 +171,21 @@ class _Programs:
         """The rows of an episode: its requests, joined where their tokens go on."""
         turns = self.sessions[episode.number].recorded
         numbers = {turn.request_id: number for number, turn in enumerate(turns)}
-        made = []
+        samples = []
         for row in merge_turns(turns):
-            own = [turns[numbers[name]] for name in row.request_ids]
-            start, ids = len(own[0].prompt_ids), list(row.ids)
+            row_turns = [turns[numbers[name]] for name in row.request_ids]
+            start, ids = len(row_turns[0].prompt_ids), list(row.ids)
             turn_of, rewards = [0] * len(ids), [0.0] * len(ids)
-            for turn in own:
+            for turn in row_turns:
                 begin, end = len(turn.prompt_ids), len(turn.ids)
                 turn_of[begin:] = [numbers[turn.request_id]] * (len(ids) - begin)
                 rewards[end - 1] = episode.turns[numbers[turn.request_id]].reward
-            made.append(
+            samples.append(
                 EpisodeSample(
                     ids[:start], ids[start:], row.mask[start:], row.log_probs[start:], turn_of[start:], rewards[start:]
                 )
             )
-        return made
+        return samples
 
     def _start(self, server: PolicyServer, episode: Episode) -> None:
         calls = self.engine.calls
@@ -266,10 +266,10 @@ def _reward_of(value: Observation) -> float:
     """The reward that a program gave, as its adapter writes it; 0 where it gave none."""
     if value is None:
         return 0.0
-    found = float(str(value))
-    if found != found or found in (float("inf"), float("-inf")):
+    reward = float(str(value))
+    if reward != reward or reward in (float("inf"), float("-inf")):
         raise ValueError(f"it gave the reward {value}: expected a finite number")
-    return found
+    return reward
 
 
 def _new_tokens(turns: Sequence[RecordedTurn], number: int) -> int:

@@ -121,14 +121,14 @@ def _refuse_fields(body: Mapping[str, Any], sampling: Mapping[str, float], ignor
     for name, value in body.items():
         if value is None or name in UNDERSTOOD or name in IGNORED:
             continue
-        field, given = name[:80], repr(value)[:80]
+        field, shown = name[:80], repr(value)[:80]
         if name in sampling:
             if value != sampling[name] and not ignores_sampling:
                 raise Refused(
                     400,
-                    f"{field} is {given}: the policy is drawn with {name} {sampling[name]:g}, as it is trained. Leave "
+                    f"{field} is {shown}: the policy is drawn with {name} {sampling[name]:g}, as it is trained. Leave "
                     "it out, or serve with --ignore-sampling.",
                     field,
                 )
         elif value not in NEUTRAL.get(name, ()):
-            raise Refused(400, f"{field} is {given}: this endpoint does not understand it", field)
+            raise Refused(400, f"{field} is {shown}: this endpoint does not understand it", field)

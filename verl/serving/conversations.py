@@ -68,13 +68,13 @@ def merge_turns(turns: Sequence[RecordedTurn]) -> list[MergedRow]:
     lengths: list[int] = []  # of those, each once, ascending
     for turn in turns:
         known = [n for n in lengths if n <= len(turn.prompt_ids) and turn.prompt_ids[:n] in ends]
-        place = ends[turn.prompt_ids[: known[-1]]] if known else None
-        if place is not None and rows[place].ids == turn.prompt_ids[: known[-1]]:
-            rows[place] = _joined(rows[place], turn)
+        index = ends[turn.prompt_ids[: known[-1]]] if known else None
+        if index is not None and rows[index].ids == turn.prompt_ids[: known[-1]]:
+            rows[index] = _joined(rows[index], turn)
         else:
             rows.append(_joined(None, turn))
-            place = len(rows) - 1
-        ends[turn.ids] = place
+            index = len(rows) - 1
+        ends[turn.ids] = index
         lengths = sorted({*lengths, len(turn.ids)})
     return rows
 
@@ -120,9 +120,9 @@ class KnownConversations:
         for end in range(len(messages) - 1, 0, -1):
             if messages[end - 1].get("role") != "assistant":
                 continue
-            if (found := self._known.get(key_of(messages[:end], tools))) is not None:
+            if (conversation := self._known.get(key_of(messages[:end], tools))) is not None:
                 new = list(messages[end:])
-                return (found, new) if all(message.get("role") != "assistant" for message in new) else None
+                return (conversation, new) if all(message.get("role") != "assistant" for message in new) else None
             return None  # its last turn is not one of ours
         return None
 

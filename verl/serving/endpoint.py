@@ -201,8 +201,8 @@ class PolicyEndpoint:
 
         Messages are rendered and tokenised outside of the lock, so that a long one delays no other request.
         """
-        if self._continues and (found := conversations.find(messages, tools)) is not None:
-            known, new = found
+        if self._continues and (position := conversations.find(messages, tools)) is not None:
+            known, new = position
             texts = [{**text, "content": self._content(text)} for text in _with_tool_names(messages, new)]
             ids = self.encoder.encode(texts, is_chat=not self._is_text, last=known.ids[-1])
             # A number of its own: two requests may go on from one turn, and keys and values belong to one of them.
@@ -252,8 +252,8 @@ class PolicyEndpoint:
             ]
         except (TypeError, ValueError):  # literals of Python that JSON lacks
             return {"role": "assistant", "content": text}, "stop"
-        made = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": f} for f in functions]
-        return {"role": "assistant", "content": text, "tool_calls": made}, "tool_calls"
+        tool_calls = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": f} for f in functions]
+        return {"role": "assistant", "content": text, "tool_calls": tool_calls}, "tool_calls"
 
     # The thread that draws
 
@@ -306,7 +306,7 @@ class PolicyEndpoint:
 
 def _parameters(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
     functions = [tool["function"] for tool in tools or ()]
-    return {f["name"]: found if isinstance(found := f.get("parameters"), Mapping) else {} for f in functions}
+    return {f["name"]: parameters if isinstance(parameters := f.get("parameters"), Mapping) else {} for f in functions}
 
 
 def _with_tool_names(messages: Sequence[Message], new: Sequence[Message]) -> list[dict[str, Any]]:
@@ -322,12 +322,12 @@ def _with_tool_names(messages: Sequence[Message], new: Sequence[Message]) -> lis
 
 def _for_template(message: Message) -> dict[str, Any]:
     """A message in the form that chat templates take: text contents, and call arguments as mappings."""
-    made: dict[str, Any] = {"role": message["role"], "content": text_of(message)}
-    made |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
+    converted: dict[str, Any] = {"role": message["role"], "content": text_of(message)}
+    converted |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
         with contextlib.suppress(TypeError, ValueError):  # also of JSON that is nested too deeply, which stays a text
             arguments = pydantic_core.from_json(arguments)
         calls.append({"type": "function", "function": {"name": call["function"]["name"], "arguments": arguments}})
-    return made | ({"tool_calls": calls, "content": ""} if calls else {})
+    return converted | ({"tool_calls": calls, "content": ""} if calls else {})

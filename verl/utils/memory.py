@@ -189,16 +189,16 @@ def peak_memory() -> dict[int, int]:
     if not (_PROC / "self/status").exists():
         unit = 1 if sys.platform == "darwin" else 1024
         return {0: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    found, waiting = {}, [int((_PROC / "self").readlink().name)]
+    peaks, waiting = {}, [int((_PROC / "self").readlink().name)]
     while waiting:
         process = waiting.pop()
         try:
-            found[process] = _high_water(process)
+            peaks[process] = _high_water(process)
             for task in (_PROC / str(process) / "task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
         except (OSError, ValueError):  # it has ended, or the kernel does not list children
             continue
-    return found
+    return peaks
 
 
 def forget_peak() -> None:

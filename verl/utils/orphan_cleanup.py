@@ -170,13 +170,13 @@ def remove_shared_memory(prefix: str) -> None:
 
 def members(group: int) -> list[int]:
     """The processes of a group, zombies left out; none where the system does not tell."""
-    found = []
+    processes = []
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):  # ended meanwhile
             state, _, its_group = directory.joinpath("stat").read_text().rpartition(")")[2].split()[:3]
             if int(its_group) == group and state not in "ZX":
-                found.append(int(directory.name))
-    return found
+                processes.append(int(directory.name))
+    return processes
 
 
 def kill_group(group: int) -> None:
@@ -193,8 +193,8 @@ def kill_group(group: int) -> None:
 def kill_marked(mark: str) -> None:
     """Kill every process that has an entry `NAME=VALUE` in its environment, and wait until they are gone."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while (found := _marked(mark)) and time.monotonic() < deadline:
-        for process in found:
+    while (processes := _marked(mark)) and time.monotonic() < deadline:
+        for process in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.02)
@@ -202,12 +202,12 @@ def kill_marked(mark: str) -> None:
 
 def _marked(mark: str) -> list[int]:
     """The processes, this one left out, that have a mark in the environment that they were started with."""
-    found = []
+    processes = []
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended meanwhile, or somebody else's
             if mark.encode() in directory.joinpath("environ").read_bytes().split(b"\0"):
-                found.append(int(directory.name))
-    return [process for process in found if process != os.getpid()]
+                processes.append(int(directory.name))
+    return [process for process in processes if process != os.getpid()]
 
 
 def clean_up(entry: dict[str, Any]) -> None:

@@ -161,7 +161,7 @@ class ProgressWatch:
         Args:
             setting: config path of the limit.
         """
-        stage = next((found for slot in self._slots if (found := self.progress.stage(slot))), "")
+        stage = next((text for slot in self._slots if (text := self.progress.stage(slot))), "")
         state = "" if process_id is None else state_of(process_id)
         limit = f"{self.timeout_s:g} s" + (f" ({setting})" if setting else "")
         return f"made no progress for {limit}" + (f" at: {stage}" if stage else "") + (f"; {state}" if state else "")

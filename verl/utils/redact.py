@@ -216,7 +216,7 @@ def _redact_tree(obj: Any, secrets: list[str], under: str = "") -> Any:
     if isinstance(obj, (str, Path)):
         if under and str(obj):
             return MASK
-        found = _redact(str(obj), secrets)
-        return obj if found == str(obj) else found
+        redacted = _redact(str(obj), secrets)
+        return obj if redacted == str(obj) else redacted
     number = isinstance(obj, (int, float)) and not isinstance(obj, bool)
     return MASK if number and _ALWAYS.intersection(_words(under)) else obj

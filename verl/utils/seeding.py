@@ -67,9 +67,9 @@ def set_rng_state(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any])
     torch.set_rng_state(tensors["torch"])
     of_gpus = {name: state for name, state in tensors.items() if name.startswith("cuda_")}
     if of_gpus and torch.cuda.is_initialized():
-        own = f"cuda_{torch.cuda.current_device()}"
-        if own in of_gpus or len(of_gpus) == 1:
-            torch.cuda.set_rng_state(of_gpus.get(own, next(iter(of_gpus.values()))))
+        device_key = f"cuda_{torch.cuda.current_device()}"
+        if device_key in of_gpus or len(of_gpus) == 1:
+            torch.cuda.set_rng_state(of_gpus.get(device_key, next(iter(of_gpus.values()))))
     version, numbers, gauss = plain["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = plain["numpy"]

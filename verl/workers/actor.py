@@ -171,8 +171,8 @@ class ActorWorker(TrainedWorker):
     def plain_log_probs(self, batch: DataProto) -> DataProto:
         """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone."""
         self.sampler.rest()
-        found = self.engine.infer(batch, self._score_plainly, alone=True)
-        return self._with_origin({"old_log_probs": found["log_probs"]} if found else {}, batch)
+        scores = self.engine.infer(batch, self._score_plainly, alone=True)
+        return self._with_origin({"old_log_probs": scores["log_probs"]} if scores else {}, batch)
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -196,10 +196,10 @@ class ActorWorker(TrainedWorker):
         if not self.engine.replays_routing or "routed_experts" not in batch:
             return {}
         rows, gap = batch[:UNREPLAYED_ROWS], LogProbGap()
-        found = self.engine.infer(rows, self.micro_batch_scores, replays=False)
-        if found:
+        scores = self.engine.infer(rows, self.micro_batch_scores, replays=False)
+        if scores:
             x = rows.batch
-            gap.add(x["rollout_log_probs"], found["old_log_probs"], x["response_mask"], self._is_on_policy(x))
+            gap.add(x["rollout_log_probs"], scores["old_log_probs"], x["response_mask"], self._is_on_policy(x))
         metrics = LogProbGap.metrics(*self.engine.parallel.of_each(gap.sums()))
         return {UNREPLAYED: metrics[REPLAYED]} if REPLAYED in metrics else {}
 
@@ -214,9 +214,9 @@ class ActorWorker(TrainedWorker):
     @on_all
     def numerics(self) -> Numerics:
         """Compute types of the log-probs of model and rollout engine."""
-        own = compute_type(self.model, self.engine.autocast)
+        dtype = compute_type(self.model, self.engine.autocast)
         engine = self.sampler.engine
-        return Numerics(own, engine.compute_type or own, type(engine).__name__, self.temperature)
+        return Numerics(dtype, engine.compute_type or dtype, type(engine).__name__, self.temperature)
 
     def close(self) -> None:
         """End what the rollout engine has started."""

@@ -57,10 +57,10 @@ class RoleProcess:
         return self.parallels[sharding]
 
     def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
-        found = getattr(self.workers[role], method)(*args)
+        result = getattr(self.workers[role], method)(*args)
         if self.shared_device is not None:
             release_cached(self.shared_device)
-        return found
+        return result
 
     def close(self) -> None:
         """Free the models, stop their processes, and leave the process group."""
@@ -115,11 +115,11 @@ class RLHost(Description):
 
     def shardings(self) -> dict[str, Sharding]:
         """Role -> how it is divided."""
-        own = {"actor": self.actor.sharding}
-        own["critic"] = None if self.critic is None else self.critic.sharding
-        own["reference"] = None if self.reference is None else reference_sharding(self.reference, self.actor)
+        shardings = {"actor": self.actor.sharding}
+        shardings["critic"] = None if self.critic is None else self.critic.sharding
+        shardings["reference"] = None if self.reference is None else reference_sharding(self.reference, self.actor)
         alone = NoSharding()
-        return {role: alone if self.is_alone else own.get(role) or self.sharding for role in self.worker_types()}
+        return {role: alone if self.is_alone else shardings.get(role) or self.sharding for role in self.worker_types()}
 
     def only(self, roles: Collection[str], size: int) -> RLHost:
         """Some of the roles, to live apart from the others in so many processes."""
@@ -141,9 +141,9 @@ class RLHost(Description):
         return host
 
     def _start_roles(self, host: RoleProcess, context: BuildContext) -> None:
-        wanted, actor = self.worker_types(), None
+        types, actor = self.worker_types(), None
         parallels = {role: host.parallel(sharding, context) for role, sharding in self.shardings().items()}
-        if "actor" in wanted:
+        if "actor" in types:
             seed_everything(derive_seed(context.seed, "actor"))
             actor = host.workers["actor"] = self.actor.start(
                 context,
@@ -154,16 +154,16 @@ class RLHost(Description):
                 self.restore,
                 self.environment,
             )
-        if self.critic is not None and "critic" in wanted:
+        if self.critic is not None and "critic" in types:
             seed_everything(derive_seed(context.seed, "critic"))
             host.workers["critic"] = self.critic.start(
                 context, parallels["critic"], self.algorithm, self.total_updates, self.restore
             )
-        if self.reference is not None and "reference" in wanted:
+        if self.reference is not None and "reference" in types:
             host.workers["reference"] = self.reference.start(
                 context, parallels["reference"], self.actor, actor, self.rollout.temperature
             )
-        if self.reward is not None and "rm" in wanted:
+        if self.reward is not None and "rm" in types:
             host.workers["rm"] = RewardWorker.start(self.reward, context)
 
 

@@ -50,13 +50,13 @@ class FirstBatchCheck:
         which = "the first batch" if self.longest < 0 else f"a batch with one of {longest} tokens"
         self.longest = longest
         rows = batch[chosen_rows(batch)]
-        wanted = self._first(self.engine.infer(rows, self.plain, alone=True))
+        expected = self._first(self.engine.infer(rows, self.plain, alone=True))
         first = self.engine.parallel.most(PLAINER.index(self.engine.paths(rows).scoring))
         worst = 0.0
         for scoring in PLAINER[first:]:
             if scoring != PLAINER[first]:
                 self.engine.limit(scoring)
-            difference = self.difference(self._computed(rows, wanted), wanted, rows)
+            difference = self.difference(self._computed(rows, expected), expected, rows)
             if difference <= self._bound():
                 self._tell(PLAINER[first], scoring, worst, which)
                 return
@@ -88,10 +88,10 @@ class FirstBatchCheck:
 
     def difference(self, found: Tensor | None, wanted: Tensor | None, rows: DataProto) -> float:
         """The mean over the tokens of a row, the largest of all rows and processes."""
-        own = 0.0
+        largest = 0.0
         if found is not None and wanted is not None and bool(rows["response_mask"].any()):
-            own = float(row_gaps(found, wanted, rows["response_mask"]).max())
-        return self.engine.parallel.most(int(min(own, 1e6) * 1e9)) / 1e9
+            largest = float(row_gaps(found, wanted, rows["response_mask"]).max())
+        return self.engine.parallel.most(int(min(largest, 1e6) * 1e9)) / 1e9
 
     def _computed(self, rows: DataProto, wanted: Tensor | None) -> Tensor | None:
         """Values as the role computes them; NaN if attention refuses what the model asks of it."""

@@ -200,12 +200,12 @@ def load_weights(model: Any, component: str, source: CheckpointSelection, parall
         parallel.free_gathered_parameters(model)
         _load_parts(model, component, source)
         return
-    live, found = hf_state_dict(model).tensors, source.tensors(component)
-    if found and _are_own(live, model):
-        _refuse_other(component, live, found)
+    live, saved = hf_state_dict(model).tensors, source.tensors(component)
+    if saved and _are_own(live, model):
+        _refuse_other(component, live, saved)
         with torch.no_grad():
             for name, tensor in live.items():
-                tensor.copy_(found[name])
+                tensor.copy_(saved[name])
     elif hasattr(model, "peft_config"):
         load_adapter(model, RestoreSource(source.directory, verify=False).adapter(component))
     else:
@@ -216,16 +216,16 @@ def load_weights(model: Any, component: str, source: CheckpointSelection, parall
 def _load_parts(model: Any, component: str, source: CheckpointSelection) -> None:
     """Every process reads of each tensor what it keeps of it."""
     live, names = live_tensors(model), names_in_files(model)
-    found: Mapping[str, ReadableTensor] = source.saved(component)
-    if not found and hasattr(model, "peft_config"):
-        found = torch.load(source.directory / component / ADAPTER_BIN, map_location="cpu", weights_only=True)
-    if not found or names is None:
-        found = head_of(model).joined(_loaded(model, component, source).state_dict())
-        names = {name: name for name in live if name in found}
-    _refuse_other(component, {name: live[own] for name, own in names.items()}, found)
+    saved: Mapping[str, ReadableTensor] = source.saved(component)
+    if not saved and hasattr(model, "peft_config"):
+        saved = torch.load(source.directory / component / ADAPTER_BIN, map_location="cpu", weights_only=True)
+    if not saved or names is None:
+        saved = head_of(model).joined(_loaded(model, component, source).state_dict())
+        names = {name: name for name in live if name in saved}
+    _refuse_other(component, {name: live[own] for name, own in names.items()}, saved)
     with torch.no_grad():
         for name, own in names.items():
-            local(live[own]).copy_(own_part(live[own], found[name]))
+            local(live[own]).copy_(own_part(live[own], saved[name]))
             report()
     head_of(model).load(source.directory / component)
 
@@ -234,11 +234,11 @@ def load_optimizer(engine: TrainingEngine, component: str, source: CheckpointSel
     """Load the optimizer's moments and the position in the learning rate schedule into an engine."""
     assert engine.optimizer is not None
     prefix, is_sharded = f"{component}.", engine.parallel.divides_weights
-    found: Mapping[str, ReadableTensor] = source.saved("optimizer") if is_sharded else source.tensors("optimizer")
+    saved: Mapping[str, ReadableTensor] = source.saved("optimizer") if is_sharded else source.tensors("optimizer")
     schedule = read_bytes(source.directory / "scheduler/state.json")
     engine.optimizer.state.clear()
-    own = {name.removeprefix(prefix): found[name] for name in found if name.startswith(prefix)}
-    engine.load_optimizer(own, _updates(source.directory, schedule, component))
+    of_role = {name.removeprefix(prefix): saved[name] for name in saved if name.startswith(prefix)}
+    engine.load_optimizer(of_role, _updates(source.directory, schedule, component))
 
 
 def _updates(checkpoint: Path, schedule: bytes | memoryview, role: str) -> int:

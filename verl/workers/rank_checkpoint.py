@@ -68,7 +68,7 @@ def assign_slices(layout: Layout) -> list[AssignedSlice]:
     """Every element of every tensor once, written by a process that holds it, as evenly as their bytes allow."""
     size, load = layout.mesh.size, [0] * layout.mesh.size
     fair = sum(prod(x.shape) * x.itemsize for x in layout.tensors.values()) / size
-    found = []
+    slices = []
     for name, tensor in sorted(layout.tensors.items()):  # an optimizer that was loaded has its state in another order
         holders: dict[Box, list[int]] = {}
         for rank in range(size):
@@ -80,17 +80,17 @@ def assign_slices(layout: Layout) -> list[AssignedSlice]:
                 rank = min(ranks, key=lambda holder: (load[holder], holder))
                 ranks = [other for other in ranks if other != rank] if is_large else ranks
                 load[rank] += volume(part) * tensor.itemsize
-                found.append(AssignedSlice(name, rank, part))
-    return found
+                slices.append(AssignedSlice(name, rank, part))
+    return slices
 
 
 def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
     """Name -> the process that writes the whole tensor: the largest first, each to who has least."""
-    load, found = [0] * num_ranks, {}
+    load, owner_of = [0] * num_ranks, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        found[name] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
-        load[found[name]] += sizes[name]
-    return {name: found[name] for name in sizes}
+        owner_of[name] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
+        load[owner_of[name]] += sizes[name]
+    return {name: owner_of[name] for name in sizes}
 
 
 def _rows(box: Box, count: int) -> Sequence[Box]:
@@ -294,8 +294,8 @@ class RankCheckpointWriter:
         mesh, rank = max(meshes, key=lambda mesh: mesh.extent(TENSOR) * mesh.extent(STAGE)), self._parallel.rank
         tensor, stage = mesh.coordinate(rank, TENSOR), mesh.coordinate(rank, STAGE)
         is_named = mesh.extent(TENSOR) * mesh.extent(STAGE) > 1
-        place = f"_tp_rank_{tensor}_pp_rank_{stage}" if is_named else ""
-        return f"optim_state_rank_{setting.first_rank + rank}{place}.safetensors"
+        suffix = f"_tp_rank_{tensor}_pp_rank_{stage}" if is_named else ""
+        return f"optim_state_rank_{setting.first_rank + rank}{suffix}.safetensors"
 
     def _model(self, worker: TrainedState, setting: RankSaveSettings) -> SavedComponent:
         """The tensors of a model that this process writes, gathered, and on rank 0 what lies beside them."""

@@ -65,8 +65,8 @@ class SFTWorker(TrainedWorker):
         """Sums over the masked tokens: `nll` in nats, `correct` greedy predictions, and `tokens`."""
         rows = _as_continuation(batch)
         self.first_batch.look(rows)
-        found = self.engine.infer(rows, self.micro_batch_scores)
-        sums = {name: float(x.double().sum()) for name, x in found.items()}
+        scores = self.engine.infer(rows, self.micro_batch_scores)
+        sums = {name: float(x.double().sum()) for name, x in scores.items()}
         return self.engine.parallel.sums({**sums, "tokens": float(rows.batch["response_mask"].sum())})
 
     def micro_batch_loss(

@@ -110,18 +110,18 @@ class RayPlacement(Placement):
         except ConfigError as error:
             yield from error.faults
             return
-        found = "; ".join(map(str, machines))
+        nodes = "; ".join(map(str, machines))
         where = f"the Ray cluster at {self.address} has {len(machines)} machine{'s' if len(machines) > 1 else ''}"
         more = "Add machines with `ray start --address=HEAD:6379`"
         if len(machines) < nnodes:
-            yield f"trainer.nnodes is {nnodes}: {where} ({found}). {more}, or set trainer.nnodes={len(machines)}."
+            yield f"trainer.nnodes is {nnodes}: {where} ({nodes}). {more}, or set trainer.nnodes={len(machines)}."
             return
         gpus = self._gpus_of_worker(device != "cpu" and any(machine.gpus for machine in machines))
         wide = [machine for machine in machines if not gpus or machine.gpus >= gpus * per_node]
         if len(wide) < nnodes:
             yield (
                 f"trainer.n_gpus_per_node is {per_node}: {where}, of which {len(wide)} of {nnodes} have {gpus:g} GPU "
-                f"for each of {per_node} workers ({found}). {more}, or set it lower."
+                f"for each of {per_node} workers ({nodes}). {more}, or set it lower."
             )
             return
         sizes = {pool: self.workers.get(pool, nnodes * per_node) for pool in self.groups(roles)}
@@ -132,7 +132,7 @@ class RayPlacement(Placement):
         if room < total:
             yield (
                 f"trainer.n_gpus_per_node is {per_node} and trainer.nnodes is {nnodes}: {where} with room for {room:g} "
-                f"workers of {cpus:g} CPU and {whole:g} GPU, and {total} are asked for ({found}). {more}, or "
+                f"workers of {cpus:g} CPU and {whole:g} GPU, and {total} are asked for ({nodes}). {more}, or "
                 "set trainer.n_gpus_per_node or trainer.placement.num_cpus lower."
             )
 
@@ -146,15 +146,15 @@ class RayPlacement(Placement):
         """Placement bundles of each pool that shares GPUs."""
         from verl.cluster.ray.ray_worker_group import SharedBundles
 
-        found = {}
+        bundles = {}
         for pools in self.sharing(list(sizes), gpus):
             if 0 < gpus < 1:
                 bundle = {"CPU": self.num_cpus * len(pools), "GPU": 1.0}
                 shared = SharedBundles(
                     {k: v for k, v in bundle.items() if v}, max(sizes[pool] for pool in pools), self.strategy
                 )
-                found |= dict.fromkeys(pools, shared)
-        return found
+                bundles |= dict.fromkeys(pools, shared)
+        return bundles
 
     def _gpus_of_worker(self, has_gpus: bool) -> float:
         return (1.0 if has_gpus else 0.0) if self.num_gpus is None else self.num_gpus
@@ -175,11 +175,11 @@ class RayPlacement(Placement):
         """Pool -> the roles of a run that live in it; those in the driver left out."""
         home = next((name for name, members in self.pools.items() if "actor" in members), MAIN)
         where = {role: name for name, members in self.pools.items() for role in members}
-        found: dict[str, list[str]] = {}
+        roles_by_group: dict[str, list[str]] = {}
         for role in roles:
             if role not in self.in_driver:
-                found.setdefault(where.get(role, home), []).append(role)
-        return {name: tuple(members) for name, members in found.items()}
+                roles_by_group.setdefault(where.get(role, home), []).append(role)
+        return {name: tuple(members) for name, members in roles_by_group.items()}
 
     def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> WorkerGroup:
         from verl.cluster.ray.ray_init import RaySession, RaySettings
@@ -191,7 +191,7 @@ class RayPlacement(Placement):
         gpus = self._gpus_of_worker(context.device.startswith("cuda"))
         total = sum(sizes.values())
         waits = self.start_timeout_s, self.call_timeout_s
-        wanted = RaySettings(self.address, self.num_cpus * total, gpus * total, self.object_store_mib, *waits)
+        settings = RaySettings(self.address, self.num_cpus * total, gpus * total, self.object_store_mib, *waits)
         bundles = self._bundles(sizes, gpus)
         built: list[tuple[Collection[str], WorkerGroup]] = []
         with ExitStack() as undo:
@@ -201,11 +201,13 @@ class RayPlacement(Placement):
                     name, sizes[name], self.num_cpus, gpus, threads, self.strategy, self.call_timeout_s
                 )
                 part = host.only(members, sizes[name])
-                cluster = RayWorkerGroup(RaySession(wanted), group, part, context, bundles.get(name))
+                cluster = RayWorkerGroup(RaySession(settings), group, part, context, bundles.get(name))
                 undo.callback(cluster.close)
                 built.append((members, cluster))
             if here := tuple(role for role in roles if role in self.in_driver):
-                own = replace(context, shares_device=context.device.startswith("cuda"))  # Ray does not know of it
-                built.append((here, InlineWorkerGroup(host.only(here, 1), own)))
+                worker_context = replace(
+                    context, shares_device=context.device.startswith("cuda")
+                )  # Ray does not know of it
+                built.append((here, InlineWorkerGroup(host.only(here, 1), worker_context)))
             undo.pop_all()
         return RoleGroups(built)

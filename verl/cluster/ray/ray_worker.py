@@ -115,10 +115,10 @@ class RoleWorker:
         """
         report(f"{role}.{method}")
         try:
-            given = deserialize(args)
+            arguments = deserialize(args)
             if rows is not None:
-                given = (given[0][rows], *given[1:])
-            result = self._host.call(role, method, given)
+                arguments = (arguments[0][rows], *arguments[1:])
+            result = self._host.call(role, method, arguments)
             return RayReply(serialize(result if is_heard else None))
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             return RayReply(None, traceback.format_exc())

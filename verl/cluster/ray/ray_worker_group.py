@@ -141,9 +141,9 @@ class RayTransport:
         self, session: RaySession, group: RayRoleGroup, logs: Path | None, bundles: SharedBundles | None = None
     ):
         self._session, self._setting, self._logs = session, group, logs
-        wanted = {"CPU": group.num_cpus, "GPU": group.num_gpus}
-        own = {name: count for name, count in wanted.items() if count} or {"CPU": 0.001}
-        self._bundles = bundles or SharedBundles(own, group.size, group.strategy)
+        resources = {"CPU": group.num_cpus, "GPU": group.num_gpus}
+        bundle = {name: count for name, count in resources.items() if count} or {"CPU": 0.001}
+        self._bundles = bundles or SharedBundles(bundle, group.size, group.strategy)
         self.progress = Progress(num_slots=group.size)
         self.pids: Sequence[int] = []
         self._actors: list[Any] = []
@@ -170,28 +170,28 @@ class RayTransport:
 
         refuse_mixed_versions(asked("versions"), "trainer.placement.address")
         places = asked("place")
-        self.pids = [place.pid for place in places]
-        self._hosts = [f"{place.host} ({place.address})" for place in places]
+        self.pids = [location.pid for location in places]
+        self._hosts = [f"{location.host} ({location.address})" for location in places]
         here = ray.get_runtime_context().get_node_id()
         raylets = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()}
-        self._shares_store = {place.node for place in places} == {here}
+        self._shares_store = {location.node for location in places} == {here}
         self._watch_machines(
-            group, {place.node: rank for rank, place in enumerate(places) if place.node != here}, raylets
+            group, {location.node: rank for rank, location in enumerate(places) if location.node != here}, raylets
         )
-        is_one_machine = len({place.address for place in places}) == 1
+        is_one_machine = len({location.address for location in places}) == 1
         search_path, starts = tuple(map(os.path.abspath, sys.path)), []
         is_on_gpu = context.device.startswith("cuda")
-        for rank, (actor, place) in enumerate(zip(self._actors, places, strict=True)):
-            device = f"cuda:{place.gpu}" if is_on_gpu else context.device
-            own = replace(context, rank=rank, world_size=size, device=device, tokenizer=None)
-            own = replace(own, shares_device=is_on_gpu and self._setting.num_gpus < 1)
+        for rank, (actor, location) in enumerate(zip(self._actors, places, strict=True)):
+            device = f"cuda:{location.gpu}" if is_on_gpu else context.device
+            worker_context = replace(context, rank=rank, world_size=size, device=device, tokenizer=None)
+            worker_context = replace(worker_context, shares_device=is_on_gpu and self._setting.num_gpus < 1)
             rendezvous = places[0].local_rendezvous if is_one_machine else places[0].rendezvous
             env = {"VERL_RENDEZVOUS": rendezvous, "RANK": str(rank), "WORLD_SIZE": str(size)}
-            network = place.local_network if is_one_machine else place.network
+            network = location.local_network if is_one_machine else location.network
             if network:  # no need to resolve the machine's name, which may lead to its loopback alone
                 env["GLOO_SOCKET_IFNAME"] = network
-            driver = None if place.node == here else raylets.get(here)
-            payload = pickle.dumps((host, own))
+            driver = None if location.node == here else raylets.get(here)
+            payload = pickle.dumps((host, worker_context))
             starts.append(actor.start.remote(payload, search_path, env, self._setting.num_threads, driver))
         group.begin_start(lambda number, _: self._inbox.put((number, starts))).result()
 
@@ -389,12 +389,19 @@ class _RayWorker(RoleWorker):
     """An actor that knows its machine."""
 
     def place(self) -> _Place:
-        own, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         is_chosen = "GLOO_SOCKET_IFNAME" in os.environ
-        networks = ("", "") if is_chosen else (interface_of(own), interface_of(LOOPBACK))
+        networks = ("", "") if is_chosen else (interface_of(address), interface_of(LOOPBACK))
         gpu = own_gpu([str(number) for number in ray.get_gpu_ids()], os.environ.get("CUDA_VISIBLE_DEVICES"))
         return _Place(
-            own, os.getpid(), node, free_address(own), free_address(LOOPBACK), *networks, gpu, socket.gethostname()
+            address,
+            os.getpid(),
+            node,
+            free_address(address),
+            free_address(LOOPBACK),
+            *networks,
+            gpu,
+            socket.gethostname(),
         )
 
 

@@ -107,6 +107,6 @@ def read_slice_like(x: Tensor, whole: ReadableTensor) -> Tensor:
     `DTensor.from_local` and `distribute_tensor` would move the part to the device of the mesh, also where `x` is
     offloaded to main memory.
     """
-    made = torch.empty_like(x, dtype=whole.dtype)
-    local(made).copy_(own_part(x, whole))
-    return made
+    target = torch.empty_like(x, dtype=whole.dtype)
+    local(target).copy_(own_part(x, whole))
+    return target

@@ -56,19 +56,19 @@ class Mesh:
     @cached_property
     def _places(self) -> dict[int, dict[str, int]]:
         places = {}
-        for place, rank in enumerate(self.order or range(self.size)):
+        for index, rank in enumerate(self.order or range(self.size)):
             coordinates = {}
             for name, size in reversed(self.dims):
-                place, coordinates[name] = divmod(place, size)
+                index, coordinates[name] = divmod(index, size)
             places[rank] = coordinates
         return places
 
     def coordinate(self, rank: int, name: str) -> int:
         """Coordinate of a rank along a dimension; 0 along one that the mesh does not have."""
-        place = self._places[rank].get(name, 0)
+        index = self._places[rank].get(name, 0)
         for part in self._parts(name):
-            place = place * self.extent(part) + self._places[rank][part]
-        return place
+            index = index * self.extent(part) + self._places[rank][part]
+        return index
 
     def coordinates(self, name: str) -> np.ndarray:
         """`coordinate` of every rank, [size]."""
@@ -121,19 +121,19 @@ class TensorLayout:
         """`box` of every rank, [ranks, axes, 2] integers, and which ranks hold something, [ranks] bool."""
         import numpy as np
 
-        found = np.zeros((mesh.size, len(self.shape), 2), dtype=np.int64)
+        boxes = np.zeros((mesh.size, len(self.shape), 2), dtype=np.int64)
         if self.boxes is not None:
             holds = np.array([box is not None for box in self.boxes])
-            found[holds] = np.array([box for box in self.boxes if box is not None]).reshape(-1, len(self.shape), 2)
+            boxes[holds] = np.array([box for box in self.boxes if box is not None]).reshape(-1, len(self.shape), 2)
         else:
             holds = np.ones(mesh.size, dtype=bool) if self.stage is None else mesh.coordinates("pp") == self.stage
-            found[:, :, 1] = self.shape
+            boxes[:, :, 1] = self.shape
             for name, axis in self.splits:
-                start, stop = found[:, axis, 0], found[:, axis, 1]
+                start, stop = boxes[:, axis, 0], boxes[:, axis, 1]
                 piece = -(-(stop - start) // mesh.extent(name))
                 first = np.minimum(start + mesh.coordinates(name) * piece, stop)
-                found[:, axis] = np.stack([first, np.minimum(first + piece, stop)], axis=1)
-        return found, holds & (found[:, :, 1] > found[:, :, 0]).all(axis=1)
+                boxes[:, axis] = np.stack([first, np.minimum(first + piece, stop)], axis=1)
+        return boxes, holds & (boxes[:, :, 1] > boxes[:, :, 0]).all(axis=1)
 
 
 @dataclass(frozen=True)

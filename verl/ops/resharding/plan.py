@@ -121,13 +121,13 @@ def reshard_plan(source: Layout, target: Layout) -> Plan:
 
 def lower_bound(source: Layout, target: Layout) -> int:
     """The minimum number of bytes to send: those that each rank needs and does not hold."""
-    alike = Counter((source.tensors[name], wanted) for name, wanted in target.tensors.items())
+    alike = Counter((source.tensors[name], needed) for name, needed in target.tensors.items())
     total = 0
-    for (held, wanted), count in alike.items():
-        boxes, wants = wanted.all_boxes(target.mesh)
+    for (held, needed), count in alike.items():
+        boxes, wants = needed.all_boxes(target.mesh)
         own, holds = held.all_boxes(source.mesh)
         both = wants & holds
-        total += count * wanted.itemsize * int(_volumes(boxes[wants]).sum() - _shared(boxes[both], own[both]).sum())
+        total += count * needed.itemsize * int(_volumes(boxes[wants]).sum() - _shared(boxes[both], own[both]).sum())
     return total
 
 
@@ -263,12 +263,12 @@ def _fill_evenly(load: np.ndarray, num_bytes: int, count: int) -> np.ndarray:
     shares = np.zeros(len(load), dtype=np.int64)
     shares[:fitting] = np.maximum(0, np.floor((height - level[:fitting]) / num_bytes))
     rest = count - int(shares.sum())
-    for place in np.argsort(level[:fitting] + shares[:fitting] * num_bytes, kind="stable")[:rest]:
-        shares[place] += 1
+    for index in np.argsort(level[:fitting] + shares[:fitting] * num_bytes, kind="stable")[:rest]:
+        shares[index] += 1
     assert shares.sum() == count
-    found = np.zeros_like(shares)
-    found[order] = shares
-    return found
+    filled = np.zeros_like(shares)
+    filled[order] = shares
+    return filled
 
 
 def _overlap(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -192,9 +192,9 @@ def _exact(moves: list[Move], limit_bytes: int) -> Iterator[list[Move]]:
         for part in _cut(move, limit_bytes):
             ends = (("from", part.source), ("to", part.target))
             fitting = ((x, used) for x, used in rounds if all(used[e] + part.num_bytes <= limit_bytes for e in ends))
-            if (found := next(fitting, None)) is None:
-                rounds.append(found := ([], Counter()))
-            chosen, used = found
+            if (size := next(fitting, None)) is None:
+                rounds.append(size := ([], Counter()))
+            chosen, used = size
             chosen.append(part)
             for end in ends:
                 used[end] += part.num_bytes

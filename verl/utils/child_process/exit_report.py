@@ -70,11 +70,11 @@ def memory_kills() -> int | None:
     counts = []
     for file in _counters():
         try:
-            found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+            match = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
         except OSError:
             continue
-        if found:
-            counts.append(int(found[1]))
+        if match:
+            counts.append(int(match[1]))
     return sum(counts) if counts else None
 
 
@@ -93,11 +93,15 @@ def excerpt(log: str | Path | int, start: int = 0) -> LogExcerpt:
     begin, cause = _cause(lines)
     if cause is None:
         return LogExcerpt(tuple(lines[-TAIL_LINES:]))
-    kept = lines[begin:]
-    if len(kept) > TRACEBACK_LINES:
+    excerpt_lines = lines[begin:]
+    if len(excerpt_lines) > TRACEBACK_LINES:
         half = TRACEBACK_LINES // 2
-        kept = [*kept[:half], f"  ... ({len(kept) - 2 * half} lines)", *kept[-half:]]
-    return LogExcerpt(tuple(kept), cause)
+        excerpt_lines = [
+            *excerpt_lines[:half],
+            f"  ... ({len(excerpt_lines) - 2 * half} lines)",
+            *excerpt_lines[-half:],
+        ]
+    return LogExcerpt(tuple(excerpt_lines), cause)
 
 
 def log_size(log: str | Path | int) -> int:

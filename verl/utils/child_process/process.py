@@ -131,7 +131,7 @@ class ChildProcess:
         stuck_s: float | None = STUCK_S,
     ):
         ours, theirs = socket.socketpair()
-        own = {
+        variables = {
             "PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")])),
             PARENT_VARIABLE: str(os.getpid()),
             CHANNEL_VARIABLE: str(theirs.fileno()),
@@ -142,7 +142,7 @@ class ChildProcess:
         try:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", module],
-                env=inherited | dict(environment or {}) | own,
+                env=inherited | dict(environment or {}) | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
@@ -176,12 +176,12 @@ class ChildProcess:
         if self._process.returncode is not None:
             return self._process.returncode
         try:
-            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # other code has reaped all children
             return self._process.poll()
-        if found is None:
+        if status is None:
             return None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
     def is_alive(self) -> bool:
         """Whether the process runs or is suspended."""

@@ -46,14 +46,14 @@ def children(mark: bytes) -> dict[int, str]:
 
     Empty if the operating system does not provide them.
     """
-    found = {}
+    processes = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):  # ended meanwhile
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             command = (entry / "cmdline").read_bytes()
             if parent == os.getpid() and mark in command:
-                found[int(entry.name)] = os.path.basename(command.split(b"\0")[0].decode(errors="replace"))
-    return found
+                processes[int(entry.name)] = os.path.basename(command.split(b"\0")[0].decode(errors="replace"))
+    return processes
 
 
 class StoppedWatch:

@@ -61,7 +61,7 @@ def reaped(process):
 
 def children_of(parent):
     """Process ids of the children of a process, ended ones included; empty where the system does not tell."""
-    found = []
+    processes = []
     for name in os.listdir("/proc") if os.path.exists("/proc/self/stat") else ():
         if name.isdigit():
             try:
@@ -70,8 +70,8 @@ def children_of(parent):
             except OSError:  # it is gone
                 continue
             if int(fields[1]) == parent:
-                found.append(int(name))
-    return found
+                processes.append(int(name))
+    return processes
 
 
 def main():
