@@ -123,23 +123,23 @@ def forced_vllm(lengths: Sequence[int], group_size: int, **options: Any) -> Any:
     """vLLM with the prescribed lengths, as `forced_rollout` has them; what ends a response is its limit."""
     from dataclasses import fields, replace
 
-    from verl.rollout.vllm.client.client import VLLMClient
-    from verl.rollout.vllm.client.turns import VLLMTurns
     from verl.rollout.vllm.config import VLLMRollout
+    from verl.rollout.vllm.engine import VLLMEngine
 
-    class ForcedTurns(VLLMTurns):
-        def add(self, turn: Any) -> None:
-            length = lengths[(turn.prompt_id * group_size + turn.sample_id) % len(lengths)]
-            super().add(replace(turn, max_new_tokens=length))
-
-    class ForcedEngine(VLLMClient):
+    class ForcedEngine(VLLMEngine):
         def turns(self, limits: Any) -> Any:
-            super().turns(limits).close()  # with its checks
-            self.open_turns = ForcedTurns(self, limits, None)
-            return self.open_turns
+            turns = super().turns(limits)
+            add = turns.add
+
+            def add_forced(turn: Any) -> None:
+                length = lengths[(turn.prompt_id * group_size + turn.sample_id) % len(lengths)]
+                add(replace(turn, max_new_tokens=length))
+
+            turns.add = add_forced  # type: ignore[method-assign]
+            return turns
 
     class ForcedVLLM(VLLMRollout):
-        def attach(self, *args: Any, **kwargs: Any) -> VLLMClient:
+        def attach(self, *args: Any, **kwargs: Any) -> VLLMEngine:
             known = VLLMRollout(**{field.name: getattr(self, field.name) for field in fields(self)})  # to the child too
             return ForcedEngine(known, *args, **kwargs)
 

@@ -29,9 +29,9 @@ from _bare_vllm import BareEngine, resident_mib
 from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.client.client import VLLMClient
 from verl.rollout.vllm.client.engine_args import environment
 from verl.rollout.vllm.config import VLLMRollout
+from verl.rollout.vllm.engine import VLLMEngine
 
 SHAPES: dict[str, dict[str, int]] = {
     "2.6M": {"hidden": 256, "layers": 4, "mlp": 512, "kv_heads": 4},
@@ -69,7 +69,7 @@ def shared(model: Any, tokenizer: Any, repeats: int) -> dict[str, Any]:
     return {"seconds": work.spread(found, 6), "mib": round(resident_mib() - before, 1)}
 
 
-def streamed(engine: VLLMClient, repeats: int) -> dict[str, Any]:
+def streamed(engine: VLLMEngine, repeats: int) -> dict[str, Any]:
     """vLLM: the whole sync, its parts, and the memory that trainer and engine hold more than before it."""
     pids = ("self", engine.process_id)
     memory, taken, parts = [sum(map(resident_mib, pids))], [], []
@@ -85,16 +85,16 @@ def streamed(engine: VLLMClient, repeats: int) -> dict[str, Any]:
     return found
 
 
-def in_place_or_anew(engine: VLLMClient, repeats: int) -> dict[str, Any]:
+def in_place_or_anew(engine: VLLMEngine, repeats: int) -> dict[str, Any]:
     """The same sync, put into place and by vLLM's `reload_weights` from the same stream, in turns."""
     taken: dict[str, list[tuple[float, float]]] = {"in_place": [], "anew": []}
     for number in range(2 * repeats + 2):
         way = ("in_place", "anew")[number % 2]
-        engine.in_place = way == "in_place"
+        engine.weights.in_place = way == "in_place"
         start = time.perf_counter()
         load_s = engine.sync().metrics["sync/load_s"]
         taken[way].append((time.perf_counter() - start, load_s))
-    engine.in_place = True
+    engine.weights.in_place = True
     found = {way: list(zip(*pairs[1:], strict=True)) for way, pairs in taken.items()}
     return {
         way: {"seconds": work.spread(whole, 4), "load_s": work.spread(load, 4)} for way, (whole, load) in found.items()
@@ -110,7 +110,7 @@ def measure(directory: Path, shape: dict[str, int], repeats: int) -> dict[str, A
     found: dict[str, Any] = {"parameters": parameters, "weights_mib": round(parameters * 4 / 2**20, 1)}
     found |= {"one_copy_s": round(one_copy(model), 5), "hf": shared(model, tokenizer, 4 * repeats)}
     engine = described.attach(model, tokenizer, 0, None, BuildContext())
-    assert isinstance(engine, VLLMClient)
+    assert isinstance(engine, VLLMEngine)
     try:
         found["vllm"] = streamed(engine, repeats)
         found["loading"] = in_place_or_anew(engine, repeats)

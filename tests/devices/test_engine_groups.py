@@ -17,20 +17,17 @@ from verl.cluster.local_worker_group import device_of_rank
 from verl.cluster.placement import ROLES, DeviceMesh
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
-from verl.models.parallel_info import ParallelInfo
+from verl.models.parallel_info import ParallelInfo, parallel_info_of
 from verl.models.tiny import TinyModel
-from verl.ops.resharding.dtensor import local, tensor_layout
 from verl.ops.resharding.layout import Mesh
 from verl.rollout import generation_group
 from verl.rollout.generation_group import OneGenerates
 from verl.rollout.vllm import shm_stream
-from verl.rollout.vllm.client import client as client_module
-from verl.rollout.vllm.client.client import VLLMClient
 from verl.rollout.vllm.client.engine_args import gpu_name
-from verl.rollout.vllm.messages import EngineInfo, SyncOffer, SyncRound
+from verl.rollout.vllm.engine import with_engine_group
+from verl.rollout.vllm.messages import SyncOffer, SyncRound
 from verl.rollout.vllm.shm_stream import StreamReader
 from verl.rollout.vllm.sync import weight_sync
-from verl.rollout.vllm.sync.sharded_client import with_engine_group
 from verl.rollout.vllm.sync.weight_sync import WeightSync
 from verl.rollout.vllm.sync.weight_transfer import FeedAssignment
 from verl.rollout.weight_verification.fingerprint import ProbeVectors
@@ -145,19 +142,25 @@ def test_the_prompts_of_a_group_go_to_its_engine_and_each_rank_finds_its_own_row
 
 
 class RecordedEngine:
-    """Takes the place of `GroupVLLMClient`: a thread reads the stream; what would allocate on a GPU is written down."""
+    """Takes the place of `EngineWeights`: a thread reads the stream; what would allocate on a GPU is written down."""
+
+    lora_rank = None
 
     def __init__(self, events):
         self.events, self.reading = events, threading.Thread()
+        self.process = SimpleNamespace(is_busy=lambda: True)
+        nothing = lambda *_: None  # noqa: E731
+        self.verifier = SimpleNamespace(add_fingerprint=nothing, compute_probe_log_probs=nothing)
 
-    def begin_sync(self):
+    def begin(self, prepare):
+        prepare()
         self.events.append("weights")
         return SyncRound(VerifyRequest(ProbeVectors(3), ((1, 2, 3),)), (1, True))
 
     def offer(self, shapes):
         return SyncOffer(None, 1, 1, "", 60.0, torch.get_num_threads())
 
-    def begin_load(self, feeds):
+    def begin_load(self, feeds, dtype):
         self.reading = threading.Thread(target=self._read, args=feeds, daemon=True)
         self.reading.start()
 
@@ -175,42 +178,29 @@ class RecordedEngine:
     def wake_cache(self):
         self.events.append("kv_cache")
 
-    def verify_shards(self, parts, seconds):
-        return VerificationResult({}, 0.0, 1, 0)
-
-    def is_reading(self):
-        return True
-
-    def add_fingerprint(self, name, tensor):
+    def request_fingerprints(self, question):
         pass
 
-    request_fingerprints = compute_probe_log_probs = lambda self, *_: None
+    def verify(self, parts, seconds):
+        return VerificationResult({}, 0.0, 1, 0)
 
 
-def test_an_engine_over_two_gpus_allocates_after_all_its_ranks_have_met_without_cached_memory(monkeypatch, tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+def test_an_engine_over_two_gpus_allocates_after_all_its_ranks_have_met_without_cached_memory(monkeypatch):
     events: list[str] = []
-    meet = weight_sync.meet
     monkeypatch.setattr(weight_sync, "release_cached", lambda device: events.append("release"))
-    monkeypatch.setattr(weight_sync, "meet", lambda parallel_info: events.append("meet") or meet(parallel_info))
+    monkeypatch.setattr(weight_sync, "meet", lambda parallel_info: events.append("meet"))
     model = TinyModel(hidden_size=32, intermediate_size=64).load_causal_lm("cpu")
-    alone = ParallelInfo(
-        device=torch.device("cpu"), mesh=Mesh((("shard", 1),)), rank=0, siblings=(0,), sibling_group=None,
-        layout_of=tensor_layout, local=local,
-    )  # fmt: skip
     sync = WeightSync(
-        model, alone, RecordedEngine(events), torch.float32, None, 1 << 20,
+        model, parallel_info_of(model), RecordedEngine(events), torch.float32, None, 1 << 20,
         may_slice=True, may_repeat=lambda error: False,
     )  # fmt: skip
     try:
         for _ in range(2):
             events.clear()
-            sync.run()
-            assert events == ["release", "meet", "weights", "release", "meet", "kv_cache"]
+            sync.run(lambda: events.append("prepare"))
+            assert events == ["release", "meet", "prepare", "weights", "release", "meet", "kv_cache"]
     finally:
         sync.close()
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("own", "others"), [(0, [1, 2]), (1, [0, 2]), (2, [0, 1])])
@@ -236,7 +226,6 @@ def streams(monkeypatch):
             super().__init__(chunk_bytes=chunk_bytes, handle=None, begin=lambda *_: None, close=lambda: None)
 
     monkeypatch.setattr(weight_sync, "StreamWriter", Stream)
-    monkeypatch.setattr(client_module, "StreamWriter", Stream)
     return found
 
 
@@ -262,11 +251,12 @@ def test_workers_without_peer_access_read_weights_from_main_memory(readers, read
 
 
 @pytest.mark.parametrize(("reads_peers", "device"), [(True, "cuda:0"), (False, "cpu")])
-def test_a_single_process_feeds_an_engine_of_two_gpus_by_main_memory_too(reads_peers, device, streams, monkeypatch):
-    monkeypatch.setattr(client_module, "compute_device", lambda model: torch.device("cuda:0"))
-    engine = object.__new__(VLLMClient)
-    engine.model, engine.setting = None, SimpleNamespace(dtype=torch.float32)
-    engine.connection = engine.stream = None
-    engine.in_place, engine.chunk_bytes, engine.engine_info = True, 1 << 20, EngineInfo(64, 2, reads_peers)
-    engine.connect([])
+def test_a_single_process_feeds_an_engine_of_two_gpus_by_main_memory_too(reads_peers, device, streams):
+    alone = divided_of(0, ranks=1)
+    sync = WeightSync(
+        torch.nn.Linear(2, 2), alone, None, torch.float32, None, 1 << 20,
+        may_slice=True, may_repeat=lambda error: False,
+    )  # fmt: skip
+    share = FeedAssignment({}, (0, 1), [[]], 1 << 20, {})
+    sync._opened([share], SyncOffer(None, 2, 1, "", 60.0, 1, reads_peers))
     assert streams == [device]

@@ -24,11 +24,11 @@ from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, FSDP, HSDP, Parallel
 from verl.models.tiny import TinyModel
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.client import client as client_module
-from verl.rollout.vllm.client.client import VLLMClient
 from verl.rollout.vllm.client.engine_args import environment
 from verl.rollout.vllm.config import VLLMRollout
-from verl.rollout.vllm.sync.sharded_client import grouped
+from verl.rollout.vllm.engine import grouped
+from verl.rollout.vllm.messages import EngineInfo
+from verl.rollout.vllm.sync.engine_weights import EngineWeights
 from verl.trainer.plan.memory import free_memory
 from verl.trainer.setup import prepare_context
 from verl.utils import memory, seeding
@@ -99,18 +99,29 @@ def test_a_group_for_devices_alone_refuses_the_gradients_of_an_offloaded_model(b
         dist.destroy_process_group()
 
 
-def test_an_engine_wakes_after_torch_has_given_back_what_it_keeps(calls, monkeypatch):
-    engine = object.__new__(VLLMClient)
-    engine.model = torch.nn.Linear(2, 2)
-    engine.process = SimpleNamespace(call=lambda *told: calls.append(told))
-    monkeypatch.setattr(client_module, "compute_device", lambda model: torch.device("cuda:0"))
-    engine.is_asleep = False
-    engine.wake("weights")
-    assert calls == []
-    engine.is_asleep = True
-    engine.wake("weights")
-    engine.wake("kv_cache")
-    assert calls == [("empty_cache",), ("wake", "weights"), ("empty_cache",), ("wake", "kv_cache")]
+def test_an_engine_is_woken_once_after_it_slept_and_a_new_one_not(calls):
+    process = SimpleNamespace(
+        process_id=3, progress_path="", call=lambda *told: calls.append(told), is_alive=lambda: True
+    )
+    verifier = SimpleNamespace(question=lambda **_: None)
+    engine = EngineWeights(process, EngineInfo(64, 1), None, verifier, None, 1)
+
+    def sync() -> list[tuple]:
+        calls.clear()
+        engine.begin(lambda: None)
+        engine.wake_cache()
+        return list(calls)
+
+    assert sync() == []
+    engine.sleep()
+    engine.sleep()
+    assert calls == [("sleep",)]
+    assert engine.needs_sync
+    assert sync() == [("wake", "weights"), ("wake", "kv_cache")]
+    assert sync() == []
+    engine.sleep()
+    process.process_id = 4
+    assert sync() == []
 
 
 def test_a_sync_begins_without_gradients_and_without_cached_memory(calls, monkeypatch, prompts):

@@ -27,7 +27,7 @@ from verl.errors import RolloutError
 from verl.model_paths.kv_cache import SlotCache
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.rollout.base import GenerationRequest
-from verl.rollout.hf_rows import slot_bytes
+from verl.rollout.hf import slot_bytes
 
 TEXTS = ["1+2=", "34+5=", "what is 6*7? ", "9-", "77+1="]
 

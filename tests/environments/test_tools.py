@@ -18,9 +18,9 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from verl.environments.adapters.python_tools import PythonTool, as_text
 from verl.environments.base import Action
 from verl.environments.hosted import PythonTools
+from verl.environments.hosts.python_tools import PythonTool, as_text
 from verl.environments.tool_calls import ToolCall
 from verl.environments.tools import Tool, ToolEnvironment
 from verl.errors import ConfigError, RolloutError

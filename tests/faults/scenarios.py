@@ -29,7 +29,7 @@ from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.upload import CheckpointUpload
 from verl.checkpoint.retention import Retention, pin, prune
 from verl.checkpoint.save.save_executor import execute_save
-from verl.checkpoint.save.save_request import ExistingFile, IncrementalSettings, SaveRequest
+from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
 from verl.storage.config import LocalStorage
 
 WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6) + 1
@@ -74,9 +74,7 @@ def save(store: CheckpointStore, step: int, version: int, tag: str | None = None
         return transaction.commit(reports, state={"version": version}, metrics={"version": float(version)})
 
 
-def save_images(
-    store: CheckpointStore, step: int, version: int, increment: IncrementalSettings | None = None
-) -> Checkpoint:
+def save_images(store: CheckpointStore, step: int, version: int, increment: bool = False) -> Checkpoint:
     """The same content as a trainer's writer saves it: from one piece of memory, past the page cache."""
     memory, images, tensors = bytearray(), [], []
 
@@ -108,7 +106,7 @@ def save_increment(store: CheckpointStore, step: int, version: int) -> Checkpoin
     """The same as what changed since the checkpoint before, which `save` or this has made."""
     if version == 1:
         return save(store, step, version)
-    return save_images(store, step, version, IncrementalSettings())
+    return save_images(store, step, version, increment=True)
 
 
 def save_before_a_pull(store: CheckpointStore, step: int, version: int) -> Checkpoint:

@@ -103,7 +103,7 @@ def test_texts_of_encoders_and_other_decoders_are_scored_together(name, tmp_path
 
 def started(path: Path) -> ModelReward:
     reward = RewardModel(model=Pretrained(path=str(path)), reads="tokens", max_length=64)
-    return reward.build(BuildContext(tokenizer=character_tokenizer()))
+    return reward.build_unscaled(BuildContext(tokenizer=character_tokenizer()))
 
 
 def rate(running: ModelReward, chosen: list[int]) -> None:

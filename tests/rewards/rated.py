@@ -41,4 +41,4 @@ def described(path: str | Path, family: str = "", **options: Any) -> RewardModel
 
 def built(path: str | Path, family: str = "", **options: Any) -> ModelReward:
     """The running form, beside a policy with the character tokenizer."""
-    return described(path, family, **options).build(BuildContext(tokenizer=character_tokenizer()))
+    return described(path, family, **options).build_unscaled(BuildContext(tokenizer=character_tokenizer()))

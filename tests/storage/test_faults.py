@@ -13,7 +13,7 @@ from storage.s3_server import BUCKET, Fault, Proxy, Request, after, proxy_before
 
 from verl.errors import ConfigError, ObjectNotFound, StorageError, StorageRefused, StorageUnreachable
 from verl.storage import fsspec_backends
-from verl.storage.config import GCSStorage, MemoryStorage, OSSStorage, S3Storage, storage_at, storage_from
+from verl.storage.config import GCSStorage, OSSStorage, S3Storage, storage_at, storage_from
 from verl.storage.store import ObjectStore
 
 LONG = bytes(range(256)) * (11 * 4096)  # 11 MiB: three parts of 5
@@ -290,13 +290,3 @@ def test_an_answer_of_any_store_that_is_too_long_is_read_no_further(ask: str, ot
     tracemalloc.stop()
     assert peak < 64 * 2**20
     assert len(proxy.seen) == 1
-
-
-def test_a_listing_of_memory_is_limited_too(monkeypatch) -> None:
-    with MemoryStorage(prefix="bounded listing").connect() as store:
-        for number in range(20):
-            store.put(f"many/{number}", b"x")
-        assert len(store.list("many/")) == 20
-        monkeypatch.setattr(fsspec_backends, "LISTING_BYTES", 2000)
-        with pytest.raises(StorageError, match="memory://bounded listing/many/: .*objects so far"):
-            store.list("many/")

@@ -10,18 +10,17 @@ import pytest
 from storage.s3_server import BUCKET
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused
-from verl.storage.config import GCSStorage, LocalStorage, MemoryStorage, OSSStorage, S3Storage, Storage
+from verl.storage.config import GCSStorage, LocalStorage, OSSStorage, S3Storage, Storage
 from verl.storage.store import ObjectStore
 
 LONG = bytes(range(256)) * (11 * 4096)  # 11 MiB: three parts of 5
 
 
-@pytest.fixture(params=["local", "memory", "s3", "s3 without conditions", "gcs", "oss"])
+@pytest.fixture(params=["local", "s3", "s3 without conditions", "gcs", "oss"])
 def store(request: pytest.FixtureRequest, tmp_path: Path):
     prefix = f"{request.node.name.replace('[', '-').replace(']', '').replace(' ', '-')}/here"
     made: dict[str, Storage] = {
         "local": LocalStorage(path=str(tmp_path / "objects"), prefix=prefix, part_mib=5),
-        "memory": MemoryStorage(prefix=prefix, part_mib=5),
     }
     if request.param.startswith("s3"):
         url, condition = request.getfixturevalue("s3_url"), "without" not in request.param

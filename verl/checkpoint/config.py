@@ -11,7 +11,6 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.retention import Retention
-from verl.checkpoint.save.save_request import IncrementalSettings
 from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.storage.config import storage_from
@@ -110,8 +109,8 @@ class Checkpointing(Description):
     def _cold_faults(self) -> Iterator[str]:
         if self.cold_storage is None:
             return
-        own = dict(self.cold_storage)
-        seconds, count = own.pop("upload_interval", None), own.pop("upload_every", 1)
+        settings = dict(self.cold_storage)
+        seconds, count = settings.pop("upload_interval", None), settings.pop("upload_every", 1)
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if seconds is not None and not (is_number and 0 < seconds < math.inf):
             yield (
@@ -121,8 +120,7 @@ class Checkpointing(Description):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             yield f"cold_storage.upload_every is {count!r}: every how many checkpoints, at least 1."
         try:
-            if storage_from(own).kind == "memory":
-                yield "cold_storage.type is 'memory': it ends with the process. Take local, s3, oss or gcs."
+            storage_from(settings)
         except ConfigError as error:
             yield from (f"cold_storage.{fault}" for fault in error.faults)
 
@@ -136,12 +134,10 @@ class Checkpointing(Description):
         return (stable / job if job else stable).absolute()
 
     @property
-    def increment(self) -> IncrementalSettings | None:
-        """Settings of incremental saves; None if every checkpoint is stored whole."""
-        if not self.incremental_save:
-            return None
-        base = None if self.incremental_base is None else Path(self.incremental_base).absolute()
-        return IncrementalSettings(base=base)
+    def increment(self) -> bool | Path:
+        """`SaveRequest.increment` of every save."""
+        has_base = self.incremental_save and self.incremental_base is not None
+        return Path(str(self.incremental_base)).absolute() if has_base else self.incremental_save
 
     @property
     def retention(self) -> Retention:

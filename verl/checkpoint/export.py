@@ -130,7 +130,7 @@ def _content(
     if not recorded:
         return
     places = {tensor.name: TensorPlace(tensor.dtype, tensor.shape) for tensor in recorded}
-    (files,), index = model_files([{name: place.num_bytes for name, place in places.items()}])
+    (files,), index = model_files([{name: in_file.num_bytes for name, in_file in places.items()}])
     if kind == ADAPTER:
         files, index = {"adapter_model.safetensors": list(places)}, None
     for file, names in files.items():

@@ -134,14 +134,16 @@ class CheckpointManager:
             tier, record = self._tier
             if record is not None:
                 return [self]
-            return [CheckpointManager(f"{tier.store.address}/{one.name}") for one in tier.survey()[0]]
+            return [CheckpointManager(f"{tier.store.address}/{checkpoint.name}") for checkpoint in tier.survey()[0]]
         try:
             where = resolve_path(self.path, self._disk)
         except CheckpointNotFound:
             return []
         if where.name is not None:
             return [self]
-        return [self._of(where, found.name) for found in CheckpointDirectory(where.directory, self._disk).complete()]
+        return [
+            self._of(where, complete.name) for complete in CheckpointDirectory(where.directory, self._disk).complete()
+        ]
 
     def latest(self) -> CheckpointManager:
         """The newest complete checkpoint, by a new search; for the path of one checkpoint, that one."""

@@ -149,13 +149,13 @@ def find(
 
 def _of_link(resume: str, link: Path, strict: bool, verify: bool, is_own: IsOwn | None) -> ResumePoint:
     """The newest of a directory, whatever its link `latest` shows: that is a hint, and may be older."""
-    found = newest_point(
+    newest = newest_point(
         link.parent, f"resume={resume} means the newest of {link.parent}", strict, verify, is_own=is_own
     )
     shown = os.readlink(link) if link.is_symlink() else ""
-    if shown and shown != found.checkpoint.name:
-        _log.warning("%s shows %s, which is not the newest: taking %s.", link, shown, found.checkpoint.name)
-    return found
+    if shown and shown != newest.checkpoint.name:
+        _log.warning("%s shows %s, which is not the newest: taking %s.", link, shown, newest.checkpoint.name)
+    return newest
 
 
 def _of_run(resume: str, run_dir: Path, strict: bool, verify: bool) -> ResumePoint:
@@ -195,8 +195,8 @@ def _point(checkpoint: Checkpoint, why: str) -> ResumePoint:
 def _fetched(address: str, save_dir: Path, storage: Storage | None) -> ResumePoint:
     """The checkpoint that an address leads to, hashed while it was fetched."""
     try:
-        checkpoint, place = bring(address, save_dir, storage)
-        return replace(_point(checkpoint, f"fetched from {address}"), storage=place)
+        checkpoint, location = bring(address, save_dir, storage)
+        return replace(_point(checkpoint, f"fetched from {address}"), storage=location)
     except (CheckpointNotFound, StorageError) as error:
         raise ConfigError(f"resume is {address!r}: {error}") from error
 
@@ -307,7 +307,7 @@ def _in_order(
     local: CheckpointDirectory, complete: list[Checkpoint], records: list[LogRecord]
 ) -> Iterator[Checkpoint | LogRecord]:
     """Checkpoints, newest first; for one in both tiers the local copy."""
-    of_local = [((one.sequence, 1, manifest_digest(local.disk, one)), one) for one in complete]
+    of_local = [((here.sequence, 1, manifest_digest(local.disk, here)), here) for here in complete]
     of_store = [((record.sequence, 0, record.manifest), record) for record in records]
     for _, candidate in sorted([*of_local, *of_store], key=lambda pair: pair[0], reverse=True):
         yield candidate

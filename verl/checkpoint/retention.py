@@ -130,13 +130,13 @@ def _covered(
     """
     complete = [checkpoint for checkpoint in store.complete() if retention.covers(checkpoint)]
     lineages, pinned = lineages_of(store, complete) if of_each_line else [], pins(store)
-    kept = {} if of_each_line else retention.kept(complete, pinned)
+    reasons = {} if of_each_line else retention.kept(complete, pinned)
     for line in lineages:
         rules = replace(retention, lineage=line)
         of = f" of run {list(line)[-1]}" if len(lineages) > 1 and retention.keep_last_n is not None else ""
-        for name, reason in rules.kept([one for one in complete if rules.covers(one)], pinned).items():
-            kept.setdefault(name, reason + (of if reason.startswith(("among", "best")) else ""))
-    return complete, kept | waiting_for_upload(store, complete, kept), lineages
+        for name, reason in rules.kept(list(filter(rules.covers, complete)), pinned).items():
+            reasons.setdefault(name, reason + (of if reason.startswith(("among", "best")) else ""))
+    return complete, reasons | waiting_for_upload(store, complete, reasons), lineages
 
 
 def prune(store: CheckpointStore, retention: Retention, of_each_line: bool = False) -> list[str]:
@@ -157,8 +157,8 @@ def prune(store: CheckpointStore, retention: Retention, of_each_line: bool = Fal
     store.claim_directory()
     with store.locked(), write_errors("pruning checkpoints"):
         store.check_claim()
-        complete, kept, _ = _covered(store, retention, of_each_line)
-        dropped = [checkpoint for checkpoint in complete if checkpoint.name not in kept]
+        complete, reasons, _ = _covered(store, retention, of_each_line)
+        dropped = [checkpoint for checkpoint in complete if checkpoint.name not in reasons]
         if not dropped:
             return []
         trash = store.directory / TRASH
@@ -237,8 +237,8 @@ class CleanupPlan:
 
 def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     """Plan of what `clean` would do; changes nothing."""
-    complete, kept, lineages = _covered(store, retention, of_each_line=True)
-    dropped = [checkpoint for checkpoint in complete if checkpoint.name not in kept]
+    complete, reasons, lineages = _covered(store, retention, of_each_line=True)
+    dropped = [checkpoint for checkpoint in complete if checkpoint.name not in reasons]
     with read_errors(f"looking at {store.directory}"):
         with store.locked() if store.exists(store.directory / FORMAT) else contextlib.nullcontext():
             leftovers = list(store.leftovers())
@@ -246,7 +246,7 @@ def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
         freed = _freed(store, going)
     return CleanupPlan(
         removed=tuple(checkpoint.name for checkpoint in dropped),
-        kept={checkpoint.name: kept[checkpoint.name] for checkpoint in complete if checkpoint.name in kept},
+        kept={checkpoint.name: reasons[checkpoint.name] for checkpoint in complete if checkpoint.name in reasons},
         leftovers=tuple(path.relative_to(store.directory).as_posix() for path in leftovers),
         freed_bytes=freed,
         lineages=tuple(tuple(line) for line in lineages),
@@ -268,8 +268,8 @@ def clean(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     store.borrow_claim()
     removed = prune(store, retention, of_each_line=True)
     store.remove_leftovers()
-    kept = {name: reason for name, reason in planned.kept.items() if name not in removed}
-    return replace(planned, removed=tuple(removed), kept=kept)
+    reasons = {name: reason for name, reason in planned.kept.items() if name not in removed}
+    return replace(planned, removed=tuple(removed), kept=reasons)
 
 
 def _freed(store: CheckpointStore, going: list[Path]) -> int:

@@ -7,5 +7,5 @@ episodes concurrently, `tools` describes tools to the model, `calls` runs an env
 typed outcomes, `tool_calls/` parses the tool calls of a turn, `observation_tokens` tokenizes observations, `journal`
 records them on disk while they are played, and `rendered_history` is the loop of `history=rerender`. The other modules
 are environments: `calculator`, `guess_number`, `mcp_tools`, `python_sandbox`, and those in processes of their own
-(`hosted`, over the programs in `adapters/`).
+(`hosted`, over the processes of `hosts/`).
 """

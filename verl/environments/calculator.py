@@ -38,9 +38,9 @@ def _value(node: ast.AST, max_digits: int) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int and node.value < 10**max_digits:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        found = _OPERATORS[type(node.op)](_value(node.left, max_digits), _value(node.right, max_digits))
-        if abs(found) < 10**max_digits:
-            return found
+        result = _OPERATORS[type(node.op)](_value(node.left, max_digits), _value(node.right, max_digits))
+        if abs(result) < 10**max_digits:
+            return result
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, max_digits)
     raise ValueError("not arithmetic")
@@ -53,9 +53,9 @@ class _CalculatorFactory(EnvironmentFactory):
         self.tool_parameters = {name: tool.parameters for name, tool in self.tools.items()}
 
     def make(self) -> ToolEnvironment:
-        made = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix)
-        made.recovery, made.answers_at_once = "stateless", True
-        return made
+        environment = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix, "stateless")
+        environment.answers_at_once = True
+        return environment
 
 
 @component

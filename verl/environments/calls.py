@@ -5,7 +5,7 @@ through a queue. The result of a call that returns after its deadline is dropped
 the loop next takes results. An environment that `answers_at_once` is called in the episode loop's thread.
 
 Whatever an environment returns or raises becomes a `CallResult`: values are checked here, and in the process of the
-environment (`adapters.host_main`), where file and line are known.
+environment (`hosts.host_main`), where file and line are known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.environments.adapters.host_main import BadAnswer, as_observation, as_step, failure
 from verl.environments.base import (
     CallRecord,
     Environment,
@@ -31,6 +30,7 @@ from verl.environments.base import (
     Outcome,
     StepResult,
 )
+from verl.environments.hosts.host_main import BadAnswer, as_observation, as_step, failure
 from verl.errors import RolloutError
 from verl.http_client.client import EventLoopThread
 from verl.utils.deadline import MAX_ERROR, DeadlinePassed, within
@@ -61,8 +61,8 @@ class CallResult:
 
 async def called(method: Callable[..., Any], *args: Any) -> Any:
     """Call a function or coroutine function and return its result."""
-    found = method(*args)
-    return await found if inspect.isawaitable(found) else found
+    result = method(*args)
+    return await result if inspect.isawaitable(result) else result
 
 
 def _at_once(found: Any) -> Any:
@@ -93,35 +93,19 @@ def as_step_result(found: Any) -> StepResult:
     return StepResult(**as_step(found), calls=calls)
 
 
+@dataclass(slots=True)
 class _Call:
-    """An environment call that has not begun."""
+    """An environment call that has not begun; see `CallResult`."""
 
-    __slots__ = (
-        "arguments",
-        "attempt",
-        "begin",
-        "call_id",
-        "environment",
-        "episode",
-        "name",
-        "play",
-        "timeout_s",
-    )
-
-    def __init__(
-        self,
-        play: int,
-        episode: int,
-        attempt: int,
-        call_id: str,
-        name: Literal["reset", "step"],
-        environment: Any,
-        arguments: tuple[Any, ...],
-        timeout_s: float,
-    ):
-        self.play, self.episode, self.attempt, self.call_id, self.name = play, episode, attempt, call_id, name
-        self.environment, self.arguments, self.timeout_s = environment, arguments, timeout_s
-        self.begin = 0.0
+    play: int
+    episode: int
+    attempt: int
+    call_id: str
+    name: Literal["reset", "step"]
+    environment: Any
+    arguments: tuple[Any, ...]
+    timeout_s: float
+    begin: float = 0.0
 
     @property
     def method(self) -> Callable[..., Any]:
@@ -222,14 +206,14 @@ class CallRunner:
             RolloutError: an environment blocks the event loop, so deadlines cannot be enforced.
         """
         self.hand_over()
-        found = []
+        results = []
         with contextlib.suppress(queue.Empty):
-            found.append(self.results.get(timeout=timeout_s) if timeout_s else self.results.get_nowait())
+            results.append(self.results.get(timeout=timeout_s) if timeout_s else self.results.get_nowait())
             while True:
-                found.append(self.results.get_nowait())
-        found = [result for result in found if result.play == self._play]
-        self._pending -= len(found)
-        return found
+                results.append(self.results.get_nowait())
+        results = [result for result in results if result.play == self._play]
+        self._pending -= len(results)
+        return results
 
     def _begin(self, call: _Call) -> None:
         self._pending += 1

@@ -153,9 +153,9 @@ class EpisodeSampler(ResponseSampler):
     ) -> list[Episode]:
         columns = prompts.non_tensor_batch
         episodes = []
-        for place, tokens in enumerate(prompt_tokens(prompts)):
-            prompt_id = int(prompts["prompt_ids"][place])
-            row = {name: values[place] for name, values in columns.items()} | {"prompt_id": prompt_id}
+        for row_number, tokens in enumerate(prompt_tokens(prompts)):
+            prompt_id = int(prompts["prompt_ids"][row_number])
+            row = {name: values[row_number] for name, values in columns.items()} | {"prompt_id": prompt_id}
             if self.renderer is not None:
                 self.renderer.refuse_other_prompt(row)
             seed = derive_seed(self.seed, "environment", request.stream, request.step, prompt_id)
@@ -359,8 +359,8 @@ class _EpisodeLoop:
     def _key(self, journal: EpisodeJournal, episode: Episode, what: str, attempt: int) -> str:
         prefix, request = episode.prefix, self.request
         if prefix is None or self.engine.renderer is not None:  # which may have changed what came before
-            place = request.stream, request.step, episode.prompt_id, episode.sample_key
-            prefix = episode.prefix = journal.prefix(*place)
+            address = request.stream, request.step, episode.prompt_id, episode.sample_key
+            prefix = episode.prefix = journal.prefix(*address)
         if prefix.num_tokens < len(episode.context):
             prefix.append(episode.context[prefix.num_tokens :])
         return prefix.key(attempt, len(episode.turns), what)
@@ -391,14 +391,14 @@ class _EpisodeLoop:
         episode.key = self._key(journal, episode, what, episode.attempt if recovery == "restart" else 0)
         if not journal.is_resumed:
             return False
-        own = episode.key if recovery == "restart" else self._key(journal, episode, what, episode.attempt)
+        key = episode.key if recovery == "restart" else self._key(journal, episode, what, episode.attempt)
         if what == "reset" and recovery == "restart":
             group = [other for other in self.episodes if other.group == episode.group]
             episode.reads_journal &= all(journal.has_ended(self._end_key(journal, other)) for other in group)
-            episode.restarted |= not episode.reads_journal and journal.answer(own) is not None
+            episode.restarted |= not episode.reads_journal and journal.answer(key) is not None
         if not episode.reads_journal:
             return False
-        failure, entry = journal.answer(own), journal.answer(episode.key)
+        failure, entry = journal.answer(key), journal.answer(episode.key)
         if failure is not None and failure.is_failure:
             entry = failure
         is_made_again = recovery == "deterministic" or (recovery == "stateless" and what == "reset")

@@ -107,11 +107,11 @@ class EpisodeJournal:
         self.close()
         self._step = step
         self._answers, self._turns, self._ends = {}, {}, set()
-        found = _files_of(self.directory, step)
-        for _, path in found:
+        files = _files_of(self.directory, step)
+        for _, path in files:
             self._load(path)
         self._prune(step)
-        life = 1 + max((life for life, _ in found), default=0)
+        life = 1 + max((life for life, _ in files), default=0)
         self.directory.mkdir(parents=True, exist_ok=True)
         name = f"step-{step:08d}.{life}.rank-{self._rank}.{secrets.token_hex(4)}.jsonl"
         self._file = open(self.directory / name, "wb", buffering=0)  # noqa: SIM115
@@ -192,7 +192,7 @@ class EpisodeJournal:
         """Remove the steps before the newest checkpoint, which no resume can need."""
         if self._rank:
             return
-        saved = [int(found[1]) for path in self.directory.parent.glob("*") if (found := _CHECKPOINT.match(path.name))]
+        saved = [int(match[1]) for path in self.directory.parent.glob("*") if (match := _CHECKPOINT.match(path.name))]
         newest = max((at for at in saved if at < step), default=None)
         for at, _, path in _files(self.directory):
             if newest is not None and at < newest:
@@ -209,7 +209,7 @@ def journal_records(directory: Path, step: int) -> Iterator[dict[str, Any]]:
 def _files(directory: Path) -> list[tuple[int, int, Path]]:
     """Step, number of the run, and path of each file."""
     paths = list(directory.iterdir()) if directory.is_dir() else []
-    return [(int(found[1]), int(found[2]), path) for path in paths if (found := _FILE.fullmatch(path.name))]
+    return [(int(match[1]), int(match[2]), path) for path in paths if (match := _FILE.fullmatch(path.name))]
 
 
 def _files_of(directory: Path, step: int) -> list[tuple[int, Path]]:
@@ -257,21 +257,16 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             checksum, _, text = line.rstrip(b"\n").partition(b" ")
             if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
                 return
-            found = json.loads(text)
-            yield from found if isinstance(found, list) else (found,)  # one alone: written by earlier versions
+            yield from json.loads(text)
 
 
 def _entry(record: Mapping[str, Any]) -> JournalEntry:
     value: Any = record.get("reset")
     if "step" in record:
         observation, reward, terminated, truncated, calls = record["step"]
-        value = StepResult(observation, reward, terminated, truncated, calls=tuple(map(_record, calls)))
-    return JournalEntry(_record(record["record"]), value)
+        value = StepResult(observation, reward, terminated, truncated, calls=tuple(CallRecord(*x) for x in calls))
+    return JournalEntry(CallRecord(*record["record"]), value)
 
 
 def _fields(record: CallRecord) -> list[Any]:
     return [record.call_id, record.name, record.outcome, record.seconds, record.error, record.fault]
-
-
-def _record(found: Any) -> CallRecord:
-    return CallRecord(*found) if isinstance(found, list) else CallRecord(**found)  # by name: of earlier versions

@@ -127,19 +127,19 @@ class _Server(EnvironmentFactory):
                 return self.connection
             if self.connection is not None:
                 self._old.append(self.connection)
-            made = _McpConnection(self.options)
-            await made.open(timeout_s)
+            connection = _McpConnection(self.options)
+            await connection.open(timeout_s)
             if self.connection is not None:
                 log.warning("%s: the session was lost, and another one was opened.", self.options.server)
             self._old = [old for old in self._old if not old.has_ended]
-            self.connection = made
-            return made
+            self.connection = connection
+            return connection
 
     def _caller(self, name: str) -> Any:
         async def call(**arguments: Any) -> str:
-            found = await self._called(name, arguments)
-            text = "\n".join(part.text for part in found.content if getattr(part, "type", "") == "text")
-            if getattr(found, "isError", False) or getattr(found, "is_error", False):
+            result = await self._called(name, arguments)
+            text = "\n".join(part.text for part in result.content if getattr(part, "type", "") == "text")
+            if getattr(result, "isError", False) or getattr(result, "is_error", False):
                 raise ToolError(text)
             return text
 
@@ -164,9 +164,8 @@ class _Server(EnvironmentFactory):
         raise AssertionError
 
     def make(self) -> ToolEnvironment:
-        made = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix)
-        made.recovery = self.options.recovery
-        return made
+        options = self.options
+        return ToolEnvironment(self.tools, options.step_timeout_s, options.suffix, options.recovery)
 
     async def stop(self) -> None:
         for connection in [*self._old, self.connection]:

@@ -130,16 +130,16 @@ def _text_between(
     asked, reply = STAND_IN.format("asked"), STAND_IN.format("said")
     turn: dict[str, Any] = {"role": "assistant", "content": "" if names else reply}
     if names:
-        turn["tool_calls"] = [as_message(ToolCall(name, {}), place) for place, name in enumerate(names)]
+        turn["tool_calls"] = [as_message(ToolCall(name, {}), number) for number, name in enumerate(names)]
     begin = [{"role": "user", "content": asked}, turn]
-    contents = [STAND_IN.format(place) for place in range(len(messages))]
+    contents = [STAND_IN.format(number) for number in range(len(messages))]
 
     def rendered(after: str) -> str:
         answers = [
             {"role": message["role"], "content": content + after}
             | ({"name": _stand_in_name(message)} if message["role"] == "tool" else {})
-            | ({"tool_call_id": f"call{min(place, len(names) - 1):05}"} if message["role"] == "tool" and names else {})
-            for place, (message, content) in enumerate(zip(messages, contents, strict=True))
+            | ({"tool_call_id": f"call{min(number, len(names) - 1):05}"} if message["role"] == "tool" and names else {})
+            for number, (message, content) in enumerate(zip(messages, contents, strict=True))
         ]
         return chat.render([*begin, *answers], PLACE, reply_follows=True)
 
@@ -165,13 +165,13 @@ def _text_between(
 def _end_of_turn(text: str, style: ToolFormat, names: Sequence[str], reply: str, contents: Sequence[str]) -> int | None:
     """End of the model's turn in a rendering; None if the turn is not found."""
     if not names:
-        place = text.find(reply)
-        return place + len(reply) if place >= 0 else None
+        position = text.find(reply)
+        return position + len(reply) if position >= 0 else None
     start = text.rfind(STAND_IN.format("asked")) + len(STAND_IN.format("asked"))
-    stop = min((place for content in contents if (place := text.find(content)) >= 0), default=len(text))
+    stop = min((position for content in contents if (position := text.find(content)) >= 0), default=len(text))
     calls = find_calls(text[start:stop], style, {name: {} for name in names})
-    found = [item for item in calls if isinstance(item.call, ToolCall)]
-    return start + found[-1].end if len(found) == len(names) else None
+    complete = [item for item in calls if isinstance(item.call, ToolCall)]
+    return start + complete[-1].end if len(complete) == len(names) else None
 
 
 class ObservationEncoder:
@@ -247,9 +247,9 @@ class ObservationEncoder:
         if key not in self._pieces:
             if len(self._pieces) >= MAX_PIECES:
                 self._pieces.clear()
-            found = text_between(self.chat, self.style, messages)
-            num_end = len(self.encoded(found.end))
-            self._pieces[key] = _TokensBetween(num_end, [self.encoded(x) for x in found.pieces], found.is_json)
+            between = text_between(self.chat, self.style, messages)
+            num_end = len(self.encoded(between.end))
+            self._pieces[key] = _TokensBetween(num_end, [self.encoded(x) for x in between.pieces], between.is_json)
         return self._pieces[key]
 
     def encoded(self, text: str) -> list[int]:

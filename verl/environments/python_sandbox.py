@@ -40,9 +40,8 @@ class _PythonSandboxFactory(EnvironmentFactory):
         return text
 
     def make(self) -> ToolEnvironment:
-        made = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix)
-        made.recovery = "stateless"  # every program has a fresh jail
-        return made
+        # every program has a fresh jail
+        return ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix, "stateless")
 
     async def stop(self) -> None:
         if self._runner is not None:

@@ -113,8 +113,8 @@ class ConversationRenderer:
         rendered = self.chat.render(messages, where, reply_follows=True, tools=self._tools_of(row))
         pieces = re.split(f"{prefix}([0-9]+)end", rendered)
         ids: list[int] = []
-        for place, piece in enumerate(pieces):
-            ids += self.encoder.content(contents[int(piece)]) if place % 2 else self.encoder.encoded(piece)
+        for number, piece in enumerate(pieces):
+            ids += self.encoder.content(contents[int(piece)]) if number % 2 else self.encoder.encoded(piece)
         return ids
 
     def _tools_of(self, row: Mapping[str, Any]) -> Any:

@@ -9,8 +9,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.environments.adapters.python_tools import PythonTool, as_text
-from verl.environments.base import Action, CallRecord, Environment, Fault, InfraError, Outcome, StepResult, ToolError
+from verl.environments.base import (
+    Action,
+    CallRecord,
+    Environment,
+    Fault,
+    InfraError,
+    Outcome,
+    Recovery,
+    StepResult,
+    ToolError,
+)
+from verl.environments.hosts.python_tools import PythonTool, as_text
 from verl.environments.tool_calls import ParseFault, ToolCall
 from verl.utils.deadline import MAX_ERROR, within
 
@@ -35,8 +45,8 @@ class Tool:
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
         """A function with its name, docstring and annotations as a tool that validates its arguments."""
-        made = PythonTool(function, function.__name__)
-        return cls(made.name, made.description, made.parameters, made)
+        tool = PythonTool(function, function.__name__)
+        return cls(tool.name, tool.description, tool.parameters, tool)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -52,12 +62,13 @@ class ToolEnvironment(Environment):
         tools: by name.
         timeout_s: of each call.
         suffix: appended to each result if the prompt is not a chat.
+        recovery: see `Environment`.
     """
 
     keeps_deadlines = True
 
-    def __init__(self, tools: Mapping[str, Tool], timeout_s: float, suffix: str = "\n"):
-        self.tools, self.timeout_s, self.suffix = tools, timeout_s, suffix
+    def __init__(self, tools: Mapping[str, Tool], timeout_s: float, suffix: str = "\n", recovery: Recovery = "restart"):
+        self.tools, self.timeout_s, self.suffix, self.recovery = tools, timeout_s, suffix, recovery
         self.is_chat = False
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
@@ -66,10 +77,10 @@ class ToolEnvironment(Environment):
     async def step(self, action: Action) -> StepResult:
         if not action.calls:
             return StepResult(terminated=True)
-        begun = [self._begin(call, f"{action.call_id}.{place}") for place, call in enumerate(action.calls)]
+        begun = [self._begin(call, f"{action.call_id}.{number}") for number, call in enumerate(action.calls)]
         if waiting := [answer for answer in begun if inspect.isawaitable(answer)]:
-            found = iter(await asyncio.gather(*waiting))
-            begun = [next(found) if inspect.isawaitable(answer) else answer for answer in begun]
+            finished = iter(await asyncio.gather(*waiting))
+            begun = [next(finished) if inspect.isawaitable(answer) else answer for answer in begun]
         answers: list[tuple[CallRecord, str]] = begun
         records = [record for record, _ in answers]
         if self.is_chat:
@@ -83,20 +94,20 @@ class ToolEnvironment(Environment):
             return CallRecord(call_id, "", "tool_error", 0.0, call.reason), f"error: {call.reason}"
         tool, begin = self.tools[call.name], time.monotonic()
         try:
-            found = tool.function(**call.arguments)
-            if inspect.isawaitable(found):
-                return self._finished(call, call_id, begin, found)
-            return _answer(call, call_id, begin, "ok", as_text(found))
+            result = tool.function(**call.arguments)
+            if inspect.isawaitable(result):
+                return self._finished(call, call_id, begin, result)
+            return _answer(call, call_id, begin, "ok", as_text(result))
         except Exception as error:  # noqa: BLE001 - of the tool, on the model's arguments
             return _answer(call, call_id, begin, *self._said(call, error), getattr(error, "fault", "own"))
 
     async def _finished(
-        self, call: ToolCall, call_id: str, begin: float, found: Awaitable[Any]
+        self, call: ToolCall, call_id: str, begin: float, waiting: Awaitable[Any]
     ) -> tuple[CallRecord, str]:
         try:
             if not self.tools[call.name].keeps_deadline:
-                found = within(self.timeout_s, found)
-            return _answer(call, call_id, begin, "ok", as_text(await found))
+                waiting = within(self.timeout_s, waiting)
+            return _answer(call, call_id, begin, "ok", as_text(await waiting))
         except Exception as error:  # noqa: BLE001 - of the tool
             return _answer(call, call_id, begin, *self._said(call, error), getattr(error, "fault", "own"))
 

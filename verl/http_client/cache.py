@@ -60,13 +60,13 @@ class AnswerCache:
 
     def find(self, keys: Iterable[str]) -> dict[str, str]:
         """The cached answers among these keys."""
-        wanted, found = list(dict.fromkeys(keys)), {}
+        asked, answers = list(dict.fromkeys(keys)), {}
         with self._lock:
-            for start in range(0, len(wanted), QUESTIONS_AT_A_TIME):
-                part = wanted[start : start + QUESTIONS_AT_A_TIME]
+            for start in range(0, len(asked), QUESTIONS_AT_A_TIME):
+                part = asked[start : start + QUESTIONS_AT_A_TIME]
                 marks = ",".join("?" * len(part))
-                found |= dict(self._run(f"SELECT key, text FROM answers WHERE key IN ({marks})", part))
-        return found
+                answers |= dict(self._run(f"SELECT key, text FROM answers WHERE key IN ({marks})", part))
+        return answers
 
     def put(self, key: str, text: str) -> None:
         """Store an answer atomically, replacing an earlier one; it is on disk when this returns."""

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from verl.ops.resharding.dtensor import local, tensor_layout
 from verl.ops.resharding.layout import Mesh, TensorLayout
 
 
@@ -70,6 +71,8 @@ def meet(parallel_info: ParallelInfo) -> None:
 
     For work that may take one process much longer than another. If a process dies, the driver ends the run.
     """
+    if parallel_info.mesh.size == 1:
+        return
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
@@ -87,6 +90,21 @@ def wait_for(store: Any, keys: list[str]) -> None:
     while not store.check(keys):
         time.sleep(look_s)
         look_s = min(2 * look_s, LONGEST_LOOK_S)
+
+
+def parallel_info_of(model: Any) -> ParallelInfo:
+    """How a model is sharded; one that is not sharded is held by a mesh of this process alone."""
+    if (parallel_info := getattr(model, "parallel_info", None)) is not None:
+        return parallel_info
+    return ParallelInfo(
+        device=compute_device(model),
+        mesh=Mesh((("shard", 1),)),
+        rank=0,
+        siblings=(0,),
+        sibling_group=None,
+        layout_of=tensor_layout,
+        local=local,
+    )
 
 
 def compute_device(model: Any) -> torch.device:

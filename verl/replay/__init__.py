@@ -2,11 +2,9 @@
 
 arrow_rows   Rows without padding: a batch of tensors as an Arrow record batch
 buffer       TieredBuffer: a replay buffer of scored rows, the newest in device memory, most on disk
-checkpoint   Format of a saved replay buffer: shard files, which are hard links, and a small file that lists them
 config       The group `replay`: number of rows, tiers, and sampling
-index        Index of all rows: columns that sampling needs, and the shards that hold the rows
 mixing       Replay mixing: rows of earlier steps beside those of this one
 remote_tier  The remote tier: old shards in object storage
 sampling     Sampling from the replay buffer: which old rows a step uses
-shard        Shards: consecutive rows that share one Arrow file, wherever they are
+shard        Shards, the index over them, and their list in a checkpoint
 """

@@ -296,22 +296,11 @@ def _unpadded(values: np.ndarray, counts: np.ndarray, is_right: bool) -> np.ndar
 def _json_rows(batch: DataProto) -> list[str]:
     """The columns that are not tensors as one JSON object per row."""
     columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
-    if not columns:
-        return ["{}"] * len(batch)
+    rows = [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)] if columns else [{}] * len(batch)
     try:
-        texts = [[f"{_encode(name)}: {text}" for text in _json_texts(column)] for name, column in columns.items()]
-        return ["{" + ", ".join(row) + "}" for row in zip(*texts, strict=True)]
+        return [_encode(row) for row in rows]
     except (TypeError, ValueError):  # a value that was changed after the batch was made, or an overlong integer
-        rows = [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)]
         return [json_text(f"row {number} of the columns ", row) for number, row in enumerate(rows)]
 
 
-_encode = json.JSONEncoder().encode  # json.dumps with options would make an encoder per value
-_encode_lines = json.JSONEncoder(separators=("\n", ":")).encode
-
-
-def _json_texts(values: list[Any]) -> list[str]:
-    """JSON of each value. Scalars are encoded by one call for all: JSON has no line breaks within a scalar."""
-    if values and {*map(type, values)} <= {str, int, float, bool, type(None)}:
-        return _encode_lines(values)[1:-1].split("\n")
-    return [_encode(value) for value in values]
+_encode = json.JSONEncoder().encode  # json.dumps with options would make an encoder per row

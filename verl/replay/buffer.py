@@ -29,12 +29,21 @@ from verl.checkpoint.core.hashing import hash_buffers
 from verl.checkpoint.save.save_request import ExistingFile
 from verl.protocol import DataProto
 from verl.replay.arrow_rows import INDEX, DeviceRows, SelectedRows, rows_from_arrow, rows_to_arrow
-from verl.replay.checkpoint import FILE, VERSION, SavedBuffer, read_saved
 from verl.replay.config import COMPONENT, MIB, TieredReplay
-from verl.replay.index import RowIndex
 from verl.replay.remote_tier import RemoteTier
 from verl.replay.sampling import ReplayRequest, choose
-from verl.replay.shard import Shard, ShardFile, read_index, split_rows, write_index
+from verl.replay.shard import (
+    FILE,
+    VERSION,
+    RowIndex,
+    SavedBuffer,
+    Shard,
+    ShardFile,
+    read_index,
+    read_saved,
+    split_rows,
+    write_index,
+)
 from verl.utils.external_input import read_bytes
 from verl.utils.memory import give_back
 

@@ -20,7 +20,7 @@ from verl.algorithms.importance_sampling import reuse_weights
 from verl.checkpoint.save.save_request import ExistingFile
 from verl.component import BuildContext
 from verl.protocol import DataProto
-from verl.replay.config import TieredReplay
+from verl.replay.config import COMPONENT, TieredReplay
 from verl.replay.sampling import ReplayRequest
 from verl.storage.config import Storage
 
@@ -152,9 +152,10 @@ class ReplayMixing:
         if not buffer.released or buffer.cold is None or self._keeps_all:
             buffer.released.clear()
             return
-        from verl.replay.checkpoint import cold_names
+        from verl.replay.shard import FILE, read_saved
 
-        needed = cold_names(self._checkpoints)
+        saved = [read_saved(file) for file in self._checkpoints.glob(f"*/{COMPONENT}/{FILE}")]
+        needed = {file.name for contents in saved for file in contents.shards if file.place == "cold"}
         buffer.cold.delete(name for name in buffer.released if name not in needed)
         buffer.released = [name for name in buffer.released if name in needed]
 

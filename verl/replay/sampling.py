@@ -20,7 +20,7 @@ import torch
 from verl.ops.counter_rng import REPLAY, uniform
 
 if TYPE_CHECKING:
-    from verl.replay.index import RowIndex
+    from verl.replay.shard import RowIndex
 
 SamplingStrategy = Literal["uniform", "recency", "advantage"]
 LEAST_ADVANTAGE = 1e-3  # relative to the largest: rows without advantage keep a small weight

@@ -1,16 +1,25 @@
-"""Shards: consecutive rows that share one Arrow file, wherever they are.
+"""Shards, the index over them, and their list in a checkpoint. A shard is consecutive rows that share one Arrow file,
+wherever they are.
 
 open ── full ──> being written ──> local file, mapped ── old ──> file and object in the store ──> object alone
 
 A file is hashed, synced and complete before it gets its name, rows_FIRST_DIGEST.arrow, and never changes. It is read
-through a memory map, whose pages are released after each read.
+through a memory map, whose pages are released after each read. In a checkpoint:
+
+    replay_buffer/buffer.json                counters, and every shard: rows, bytes, digests, whether the store has it
+    replay_buffer/rows_FIRST_DIGEST.arrow    a local shard, a hard link
+    replay_buffer/rows_..._.index.arrow      index columns of a shard in the store
+
+The number of processes and the rows in device memory are not saved; they are determined when the buffer is restored.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +32,7 @@ from verl.checkpoint.core.filesystem import FileSystem, write_by_rename, write_f
 from verl.checkpoint.core.hashing import Leaf, file_digest, hash_buffers
 from verl.errors import ReplayCorrupt
 from verl.replay.arrow_rows import INDEX, SelectedRows
-from verl.utils.external_input import ByteCount
+from verl.utils.external_input import ByteCount, ExternalInputError, parse_as, read_bytes
 
 SUFFIX, INDEX_SUFFIX, UNFINISHED = ".arrow", ".index.arrow", ".unfinished"
 _BATCH_BYTES = 2**20  # smaller record batches are joined: each has a header of its own in the file
@@ -186,6 +195,77 @@ class Shard:
         return ShardFile(first_row=self.first_row, num_rows=self.num_rows, size=size, leaves=leaves)
 
 
+_DTYPES = {
+    "group": np.int64, "step": np.int32, "policy_version": np.int32, "score": np.float32, "advantage": np.float32,
+    "is_there": np.bool_,
+}  # fmt: skip
+
+
+class RowIndex:
+    """All rows of a buffer, by number; 25 bytes per row. Row numbers never change.
+
+    Attributes:
+        first, end: number of the oldest row, and of the next row to be appended.
+        shards: where the rows are, in order of their numbers.
+    """
+
+    def __init__(self) -> None:
+        self.first = self.end = 0
+        self.shards: list[Shard] = []
+        self._columns = {name: np.zeros(0, dtype) for name, dtype in _DTYPES.items()}  # longer than the rows
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A column of all rows, read-only."""
+        return self._columns[name][: len(self)]
+
+    def append(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Append rows, [n] in each column."""
+        self._extend(len(columns["group"]), {**columns, "is_there": True})
+
+    def skip_to(self, row: int) -> None:
+        """Append lost rows, which keep their numbers, up to this number; rows of an empty index begin there."""
+        if not len(self):
+            self.first = self.end = row
+        self._extend(row - self.end, dict.fromkeys(_DTYPES, 0))
+
+    def lose(self, first: int, end: int) -> int:
+        """Mark rows as lost; returns how many of them were not lost before."""
+        there = self["is_there"][self.span(first, end)]
+        count = int(there.sum())
+        there[:] = False
+        return count
+
+    def drop_before(self, row: int) -> list[Shard]:
+        """Remove the rows before this number; returns the shards without other rows, once their files are written."""
+        row = max(row, self.first)
+        self._columns = {name: column[row - self.first :] for name, column in self._columns.items()}
+        self.first, self.end = row, max(self.end, row)
+        dropped = [shard for shard in self.shards if shard.end <= row and shard.file is not None]
+        self.shards = [shard for shard in self.shards if shard not in dropped]
+        return dropped
+
+    def span(self, first: int, end: int) -> slice:
+        """The slice of a range of row numbers in the columns."""
+        return slice(max(0, first - self.first), max(0, min(end, self.end) - self.first))
+
+    def holding(self, rows: np.ndarray) -> Iterator[tuple[Shard, np.ndarray]]:
+        """Yield each shard with some of these ascending rows, and those rows."""
+        for at, part in split_rows(rows, [shard.first_row for shard in self.shards]):
+            yield self.shards[at], part
+
+    def _extend(self, count: int, columns: Mapping[str, np.ndarray | float]) -> None:
+        size = len(self)
+        if size + count > len(self._columns["group"]):
+            more = {name: np.zeros(size + 2 * count, dtype) for name, dtype in _DTYPES.items()}
+            self._columns = {name: np.concatenate([self[name], more[name]]) for name in _DTYPES}
+        for name, values in columns.items():
+            self._columns[name][size : size + count] = values
+        self.end += count
+
+
 def split_rows(rows: np.ndarray, firsts: Sequence[int] | np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """Split ascending row numbers by the ranges that they are in.
 
@@ -238,3 +318,46 @@ def _write_records(sink: Any, records: Sequence[pa.RecordBatch]) -> None:
     with pa.ipc.new_file(sink, records[0].schema) as writer:
         for record in records:
             writer.write_batch(record)
+
+
+FILE, VERSION = "buffer.json", 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedBuffer:
+    """Content of `buffer.json`.
+
+    Attributes:
+        first, end: range of row numbers, end excluded.
+        lost: ranges of lost rows, ends excluded.
+    """
+
+    version: ByteCount
+    first: ByteCount
+    end: ByteCount
+    num_groups: ByteCount
+    num_steps: ByteCount
+    num_lost: ByteCount
+    lost: tuple[tuple[ByteCount, ByteCount], ...]
+    shards: tuple[ShardFile, ...]
+
+    def as_json(self) -> bytes:
+        """The content of the file."""
+        return (json.dumps(dataclasses.asdict(self)) + "\n").encode()
+
+
+def read_saved(file: Path) -> SavedBuffer:
+    """Read a `buffer.json`.
+
+    Raises:
+        ReplayCorrupt: it does not describe a buffer, or is of a newer version.
+    """
+    try:
+        saved = parse_as(SavedBuffer, read_bytes(file))
+    except ExternalInputError as error:
+        raise ReplayCorrupt(f"{file} does not describe a replay buffer ({error})") from error
+    if saved.version > VERSION:
+        raise ReplayCorrupt(f"{file} is of version {saved.version}: this verl reads up to {VERSION}")
+    if any(first > end for first, end in saved.lost):
+        raise ReplayCorrupt(f"{file} lists lost rows that end before they begin")
+    return saved

@@ -84,7 +84,7 @@ class Reward:
     @property
     def producer(self) -> Callable:
         """The function that error messages name as the source of the scores."""
-        return self.rate
+        return self.rate_batch if type(self).rate is Reward.rate else self.rate
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """Score every response of a batch, without placing scores on tokens."""
@@ -172,9 +172,9 @@ def in_time(reward: Reward, timeout_s: float | None = None) -> Reward:
 
     Rewards of this package keep their own deadlines.
     """
-    own = [kind for kind in type(reward).__mro__ if not kind.__module__.startswith("verl.")]
-    is_said = "call_timeout_s" in getattr(reward, "__dict__", ()) or any("call_timeout_s" in vars(x) for x in own)
-    if type(reward) in own and isinstance(reward, Reward) and (timeout_s is not None or not is_said):
+    classes = [kind for kind in type(reward).__mro__ if not kind.__module__.startswith("verl.")]
+    is_said = "call_timeout_s" in getattr(reward, "__dict__", ()) or any("call_timeout_s" in vars(x) for x in classes)
+    if type(reward) in classes and isinstance(reward, Reward) and (timeout_s is not None or not is_said):
         object.__setattr__(reward, "call_timeout_s", BATCH_TIMEOUT_S if timeout_s is None else timeout_s)
     return reward
 

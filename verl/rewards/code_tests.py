@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -115,10 +115,6 @@ class CodeReward(Reward):
         self.described, self._runner = described, runner
         self._needs_object: dict[str, str] = {}  # of tests that were tried, why values are not enough
 
-    @property
-    def producer(self) -> Callable:
-        return self.rate_batch
-
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Read all tests, and try the unit tests without a program.
 
@@ -136,13 +132,13 @@ class CodeReward(Reward):
                 raise ConfigError(f"tests_key is {key!r}: {error}") from error
             for unit in {test.unit for test in tests if test.unit is not None}:
                 first.setdefault(unit, row)
-        broken = {unit: found for unit in first if (found := names_of(unit).broken) is not None}
+        broken = {unit: fault for unit in first if (fault := names_of(unit).broken) is not None}
         sound = [unit for unit in first if unit not in broken and self._why_in_process(unit) is None][:MOST_TRIED]
-        for unit, found in zip(sound, try_tests(self._runner, sound), strict=True):
-            if found is not None and found.startswith("object: "):
-                self._needs_object[unit] = found.removeprefix("object: ")
-            elif found is not None:
-                broken[unit] = found
+        for unit, fault in zip(sound, try_tests(self._runner, sound), strict=True):
+            if fault is not None and fault.startswith("object: "):
+                self._needs_object[unit] = fault.removeprefix("object: ")
+            elif fault is not None:
+                broken[unit] = fault
         reasons = {unit: why for unit in first if (why := self._why_in_process(unit)) is not None}
         total = f"of {len(first)} unit tests of the {name}"
         if reasons and not self.described.allow_in_process:
@@ -173,11 +169,11 @@ class CodeReward(Reward):
         threads = self._runner.described.max_concurrency
         with concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="verl code tests") as pool:
             outcomes = list(pool.map(self._run_tests, map(program_of, responses), tests))
-        passed = np.array([found.count("pass") / len(row) for found, row in zip(outcomes, tests, strict=True)])
+        passed = np.array([verdicts.count("pass") / len(row) for verdicts, row in zip(outcomes, tests, strict=True)])
         credit = passed if self.described.partial_credit else (passed == 1.0).astype(float)
         scores = self.described.wrong + credit * (self.described.correct - self.described.wrong)
-        late, objects = (np.array([float(kind in found) for found in outcomes]) for kind in ("timeout", "object"))
-        texts = np.array([" ".join(found) for found in outcomes], dtype=object)
+        late, objects = (np.array([float(kind in verdicts) for verdicts in outcomes]) for kind in ("timeout", "object"))
+        texts = np.array([" ".join(verdicts) for verdicts in outcomes], dtype=object)
         parts = {"tests_passed": passed, "test_timeouts": late, "test_objects": objects}
         return RewardResult(scores, parts, {"tests": texts})
 
@@ -192,8 +188,8 @@ class CodeReward(Reward):
 
     def _refuse_in_process(self, tests: Sequence[Sequence[CodeTest]]) -> None:
         """Refuse forgeable tests of data that were not there at the start."""
-        for row, own in enumerate(tests):
-            for test in own:
+        for row, row_tests in enumerate(tests):
+            for test in row_tests:
                 why = None if test.unit is None else self._why_in_process(test.unit)
                 if why is not None and not self.described.allow_in_process:
                     raise RewardError(f"A unit test of sample {row} needs {IN_PROCESS}: it {why}. {ALLOW}")
@@ -254,8 +250,8 @@ def program_of(response: str) -> str:
     for text in (answer, response):
         blocks = list(_fenced_blocks(text))
         for languages in (_PYTHON, ("",)):
-            if found := [content for language, content in blocks if language in languages]:
-                return found[-1]
+            if programs := [content for language, content in blocks if language in languages]:
+                return programs[-1]
     return response
 
 
@@ -277,11 +273,11 @@ def read_tests(value: Any, where: str) -> list[CodeTest]:
     Raises:
         RewardError: `value` has none of the accepted forms, or is empty.
     """
-    found = value.tolist() if isinstance(value, np.ndarray) else value
-    if isinstance(found, str) and found.lstrip()[:1] in ("[", "{"):
+    content = value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(content, str) and content.lstrip()[:1] in ("[", "{"):
         with contextlib.suppress(ValueError):  # a Python unit test may begin with the same characters
-            found = json.loads(found)
-    tests = _parsed(found)
+            content = json.loads(content)
+    tests = _parsed(content)
     if not tests:
         shown = repr(value) if len(repr(value)) <= 120 else repr(value)[:110] + " ..."
         raise RewardError(f"{where} is {shown}: expected {FORMS}.")
@@ -297,7 +293,7 @@ def _parsed(found: Any) -> list[CodeTest]:
             return []
         if len(inputs) != len(outputs):
             return []
-        found = [{"stdin": given, "stdout": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
+        found = [{"stdin": stdin, "stdout": stdout} for stdin, stdout in zip(inputs, outputs, strict=True)]
     if not isinstance(found, (list, tuple)):
         return []
     tests = []

@@ -64,13 +64,13 @@ def call_within(timeout_s: float, call: Callable[[], Value], file: str | None = 
 
 def in_thread(call: Callable[[], Value], timeout_s: float | None = None, file: str | None = None) -> Value:
     """Do the same as `call_within` in a daemon thread; None for no deadline."""
-    given: list[Any] = []
+    results: list[Any] = []
     failed: list[BaseException] = []
     context = contextvars.copy_context()
 
     def run() -> None:
         try:
-            given.append(context.run(call))
+            results.append(context.run(call))
         except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             failed.append(error)
 
@@ -79,10 +79,10 @@ def in_thread(call: Callable[[], Value], timeout_s: float | None = None, file: s
     thread.join(timeout_s)
     if failed:
         raise failed[0]
-    if not given:
+    if not results:
         frame = sys._current_frames().get(thread.ident or 0)
         raise CallFailed(_words(timeout_s or 0.0, traceback.extract_stack(frame) if frame else [], file), None)
-    return given[0]
+    return results[0]
 
 
 @contextmanager
@@ -126,6 +126,6 @@ def _end_process(timeout_s: float, thread: int) -> None:
 
 
 def _words(timeout_s: float, frames: list[traceback.FrameSummary], file: str | None) -> str:
-    own = [frame for frame in frames if frame.filename == file]
-    place = f"\n  It was at line {own[-1].lineno}: {own[-1].line}".rstrip(": ") if own else ""
-    return f"no answer within {timeout_s:g} s (reward.timeout_s){place}"
+    user_frames = [frame for frame in frames if frame.filename == file]
+    where = f"\n  It was at line {user_frames[-1].lineno}: {user_frames[-1].line}".rstrip(": ") if user_frames else ""
+    return f"no answer within {timeout_s:g} s (reward.timeout_s){where}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 from verl.component import component
@@ -16,10 +15,6 @@ class EpisodeReward(RewardDescription, Reward):
     """The sum of the environment's rewards over the turns of an episode; requires `environment=`."""
 
     needs_environment: ClassVar[bool] = True
-
-    @property
-    def producer(self) -> Callable:
-        return self.rate_batch
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """Use `turn_rewards` [B T] as token scores."""

@@ -18,15 +18,20 @@ from verl.rewards.deadline import BATCH_TIMEOUT_S, CallFailed, call_within
 from verl.rewards.import_path import (
     Signature,
     awaited,
-    is_defined_in_source,
     own_line,
     path_faults,
-    required_arguments,
     signature_of,
-    takes_batch,
+    source_signature,
 )
 from verl.rewards.process_pool import ProcessPool, SampleReward
-from verl.rewards.validation import TOKEN_REWARDS, check_columns, checked_scores, checked_token_scores, reward_error
+from verl.rewards.validation import (
+    TOKEN_REWARDS,
+    check_columns,
+    checked_scores,
+    checked_token_scores,
+    refuse_missing_arguments,
+    reward_error,
+)
 from verl.utils.component_exits import raised_by_code
 
 
@@ -93,13 +98,15 @@ class RewardFunction(RewardDescription):
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
         texts = ("prompt", "response") if self.per_sample else ("prompts", "responses")
-        if not self.per_sample and takes_batch(self.path, self.kwargs):
+        if (in_source := source_signature(self.path)) is None:
             return
-        for name in required_arguments(self.path, (*texts, *self.kwargs)):
-            yield f"path is {self.path!r}, which takes {name}", name
+        signature = signature_of(in_source, self.kwargs)
+        for name in signature.required if self.per_sample or not signature.takes_batch else ():
+            if name not in (*texts, *self.kwargs):
+                yield f"path is {self.path!r}, which takes {name}", name
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
-        if is_defined_in_source(self.path):
+        if source_signature(self.path) is not None:
             return
         try:
             self.build(context).close()  # faults that only an import shows, in a separate process
@@ -146,9 +153,8 @@ class CallableReward(Reward):
     def _describe(self, function: Callable | Source, kwargs: Mapping[str, Any], signature: Signature) -> None:
         self.function: Any = function
         self.kwargs, self._accepted, self._takes_batch = dict(kwargs), signature.accepted, signature.takes_batch
-        for name in self.kwargs if self._takes_batch else ("prompts", "responses", *self.kwargs):
-            if self._accepted is not None and name not in self._accepted:
-                raise reward_error(f"a function that takes `{name}`", f"it takes {', '.join(self._accepted)}", function)
+        texts = () if self._takes_batch else ("prompts", "responses")
+        refuse_missing_arguments(self._accepted, (*texts, *self.kwargs), function)
 
     @property
     def producer(self) -> Callable:
@@ -178,13 +184,13 @@ class CallableReward(Reward):
         if not self._takes_batch or not len(batch):
             return super().rate_batch(batch)
         prompts, responses, _ = texts_of(batch)
-        own = DataProto.from_dict(
+        copied = DataProto.from_dict(
             tensors={name: tensor.clone() for name, tensor in batch.batch.items()},
             non_tensors={name: values.copy() for name, values in batch.non_tensor_batch.items()},
             meta_info=dict(batch.meta_info),
         )
         try:
-            result = self._invoke(own)
+            result = self._invoke(copied)
         except BaseException as error:  # whatever user code raises is reported with its place
             if not raised_by_code(error):
                 raise
@@ -262,11 +268,9 @@ class ProcessReward(CallableReward):
     """
 
     def __init__(self, path: str, kwargs: Mapping[str, Any], timeout_s: float):
-        self.pool = ProcessPool(path, "", kwargs, timeout_s, num_workers=1, whole_batch=True)
+        self.pool = ProcessPool(path, kwargs, timeout_s, num_workers=1, whole_batch=True)
         try:
-            source, signature = self.pool.facts
-            self.pool.file = source.file
-            self._describe(source, kwargs, signature)
+            self._describe(self.pool.source, kwargs, self.pool.signature)
         except BaseException:
             self.pool.close()
             raise

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import contextlib
 import difflib
 import hashlib
 import importlib
@@ -15,7 +14,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,78 +37,67 @@ def path_faults(path: str, kwargs: dict, texts: Sequence[str] = ("prompts", "res
         texts: arguments that the function is always called with.
     """
     seen = f"path is {path!r}"
-    module, _, name = path.rpartition(":")
-    if not module or not name.isidentifier():
-        yield f"{seen}: {FORMS}."
-        return
-    file, fault = source_file(module)
+    file, names, fault = _parsed(path)
+    name = path.rpartition(":")[2]
     if fault:
         yield f"{seen}: {fault}."
-    if file is None:
+    elif file is None:
         return
-    try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except (SyntaxError, ValueError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        yield f"{seen}: {file.name} is not valid Python{line} ({getattr(error, 'msg', error)})."
-        return
-    names = dict(_top_level_names(tree.body))
-    if name not in names and "*" not in names:
+    elif name not in names and "*" not in names:
         functions = [known for known, node in names.items() if isinstance(node, _Function) and known[0] != "_"]
         nearest = difflib.get_close_matches(name, functions, n=1)
         hint = f"Did you mean {nearest[0]}?" if nearest else f"Its functions: {', '.join(functions) or 'none'}."
         yield f"{seen}: {file.name} defines no {name}. {hint}"
-    elif isinstance(node := names.get(name), _Function):
-        yield from _signature_faults(node, seen, kwargs, texts, file)
+    elif (signature := source_signature(path)) is not None:
+        where = f"{name}() at line {names[name].lineno} in {file.name}"
+        yield from _argument_faults(seen, where, signature_of(signature, kwargs), kwargs, texts)
 
 
-def is_defined_in_source(path: str) -> bool:
-    """Whether `path_faults` can check a function: it is a `def` of a Python source file, not of a compiled module, an
-    assignment or an import.
-    """
-    module, _, name = path.rpartition(":")
-    file, _ = source_file(module)
-    if file is None:
-        return False
-    with contextlib.suppress(SyntaxError, ValueError):
-        return isinstance(dict(_top_level_names(ast.parse(file.read_bytes()).body)).get(name), _Function)
-    return False
+def _argument_faults(seen: str, where: str, signature: Signature, kwargs: dict, texts: Sequence[str]) -> Iterator[str]:
+    if signature.accepted is None:
+        return
+    if texts[0] == "prompts" and signature.takes_batch:
+        texts = ()
+    called_with = ", ".join(f"{name}=" for name in texts)
+    for name in texts:
+        if name not in signature.accepted:
+            yield f"{seen}: {where} has no argument `{name}`. It is called with {called_with} and columns of the data."
+    for name in kwargs:
+        if name not in signature.accepted:
+            nearest = difflib.get_close_matches(name, signature.accepted, n=1)
+            yield f"kwargs.{name}: {where} has no such argument.{f' Did you mean {nearest[0]}?' if nearest else ''}"
 
 
-def required_arguments(path: str, given: Sequence[str]) -> list[str]:
-    """Arguments without a default of a function, read from its source.
+def source_signature(path: str) -> inspect.Signature | None:
+    """The signature of a function, read from its source: defaults are None, and annotations are texts.
 
-    Args:
-        path: as in `path_faults`.
-        given: arguments that are always passed; left out of the result.
     Returns:
-        Their names; empty if the source does not show them, as for a decorated function.
+        None if the source does not show it: the function is decorated, imported, assigned or compiled.
     """
-    module, _, name = path.rpartition(":")
-    file, _ = source_file(module) if module else (None, None)
-    if file is None:
-        return []
-    try:
-        node = dict(_top_level_names(ast.parse(file.read_bytes()).body)).get(name)
-    except (SyntaxError, ValueError, OSError):
-        return []
+    node = _parsed(path)[1].get(path.rpartition(":")[2])
     if not isinstance(node, _Function) or node.decorator_list:
-        return []
-    placed = [*node.args.posonlyargs, *node.args.args]
-    needed = placed[: len(placed) - len(node.args.defaults)]
-    needed += [arg for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None]
-    return [arg.arg for arg in needed if arg.arg not in given]
+        return None
+    arguments, none = node.args, ast.Constant(None)
+    arguments.defaults = [none for _ in arguments.defaults]
+    arguments.kw_defaults = [default and none for default in arguments.kw_defaults]
+    scope: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\ndef empty({ast.unparse(arguments)}): ...", scope)
+    return inspect.signature(scope["empty"])
 
 
-def takes_batch(path: str, kwargs: Mapping[str, object]) -> bool:
-    """Whether a function takes a whole DataProto instead of texts, read from its source."""
+def _parsed(path: str) -> tuple[Path | None, dict[str, ast.stmt], str | None]:
+    """The source file of a function, the statements by which it binds names, and what is wrong with the path."""
     module, _, name = path.rpartition(":")
-    file, _ = source_file(module) if module else (None, None)
+    if not module or not name.isidentifier():
+        return None, {}, FORMS
+    file, fault = source_file(module)
+    if file is None:
+        return None, {}, fault
     try:
-        node = None if file is None else dict(_top_level_names(ast.parse(file.read_bytes()).body)).get(name)
-    except (SyntaxError, ValueError, OSError):
-        return False
-    return isinstance(node, _Function) and not node.decorator_list and _takes_batch(node, kwargs)
+        return file, dict(_top_level_names(ast.parse(file.read_bytes(), filename=str(file)).body)), None
+    except (SyntaxError, ValueError, OSError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        return file, {}, f"{file.name} is not valid Python{line} ({getattr(error, 'msg', error)})"
 
 
 def load_function(path: str) -> Callable:
@@ -129,48 +117,9 @@ def load_function(path: str) -> Callable:
         raise RewardError(f"path is {path!r}: importing it raised {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        found = "defines no such name" if function is None else f"{name} is {function!r}, which is not callable"
-        raise RewardError(f"path is {path!r}: {module_name} {found}.")
+        fault = "defines no such name" if function is None else f"{name} is {function!r}, which is not callable"
+        raise RewardError(f"path is {path!r}: {module_name} {fault}.")
     return function
-
-
-def named_parameters(function: Callable) -> dict[str, bool] | None:
-    """Keyword arguments of a function, each with whether it is required; None if it takes `**kwargs`."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C, without a signature
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {
-        parameter.name: parameter.default is parameter.empty
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-
-
-def batch_argument(function: Callable, given: Collection[str] = ()) -> str | None:
-    """Name of the argument that takes a whole batch; None for a function of texts.
-
-    A function takes a batch if it has one positional argument without a default, or if its first argument is annotated
-    `DataProto`.
-
-    Args:
-        function: the reward function.
-        given: arguments that are passed by keyword.
-    """
-    try:
-        parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in given]
-    except (TypeError, ValueError):  # written in C, without a signature
-        return None
-    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not placed or {"prompts", "responses"} & {p.name for p in parameters}:
-        return None
-    annotation = getattr(placed[0].annotation, "__name__", placed[0].annotation)
-    is_annotated = str(annotation).strip("'\"").rpartition(".")[2] == "DataProto"
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    takes_columns = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return placed[0].name if is_annotated or (needed == [placed[0].name] and not takes_columns) else None
 
 
 @dataclass(frozen=True)
@@ -179,22 +128,45 @@ class Signature:
 
     Attributes:
         accepted: keyword arguments, each with whether it is required; None if it takes `**kwargs`.
-        takes_batch: whether it takes a whole DataProto instead of texts.
+        required: arguments without a default.
+        takes_batch: whether it takes a whole DataProto instead of texts: it has one positional argument without a
+            default, or its first argument is annotated `DataProto`.
     """
 
     accepted: dict[str, bool] | None
-    takes_batch: bool
+    required: tuple[str, ...] = ()
+    takes_batch: bool = False
 
 
-def signature_of(function: Callable, given: Collection[str] = ()) -> Signature:
+def signature_of(function: Callable | inspect.Signature, given: Collection[str] = ()) -> Signature:
     """The arguments of a function; `given` names those that are always passed by keyword."""
-    return Signature(named_parameters(function), batch_argument(function, given) is not None)
+    try:
+        signature = function if isinstance(function, inspect.Signature) else inspect.signature(function)
+    except (TypeError, ValueError):  # written in C, without a signature
+        return Signature(None)
+    parameters = list(signature.parameters.values())
+    by_name = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    single = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return Signature(
+        accepted=None if any(p.kind is p.VAR_KEYWORD for p in parameters) else by_name,
+        required=tuple(p.name for p in single if p.default is p.empty),
+        takes_batch=_takes_batch([p for p in parameters if p.name not in given]),
+    )
+
+
+def _takes_batch(parameters: Sequence[inspect.Parameter]) -> bool:
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not positional or {"prompts", "responses"} & {p.name for p in parameters}:
+        return False
+    annotation = getattr(positional[0].annotation, "__name__", positional[0].annotation)
+    is_annotated = str(annotation).strip("'\"").rpartition(".")[2] == "DataProto"
+    return is_annotated or [p.name for p in parameters if p.default is p.empty] == [positional[0].name]
 
 
 def awaited(result: Any) -> Any:
     """Await a coroutine, or a list of coroutines concurrently; anything else is returned unchanged."""
-    one = inspect.isawaitable(result)
-    items: list = [result] if one else list(result) if isinstance(result, (list, tuple)) else []
+    is_single = inspect.isawaitable(result)
+    items: list = [result] if is_single else list(result) if isinstance(result, (list, tuple)) else []
     if not any(map(inspect.isawaitable, items)):
         return result
 
@@ -203,7 +175,7 @@ def awaited(result: Any) -> Any:
 
     async def every() -> Any:
         values = await asyncio.gather(*map(value, items))
-        return values[0] if one else values
+        return values[0] if is_single else values
 
     try:
         asyncio.get_running_loop()
@@ -215,8 +187,8 @@ def awaited(result: Any) -> Any:
 def own_line(error: BaseException, function: Callable) -> str:
     """The innermost line of the user's file in the traceback of an error, to append to a message."""
     file = source_of(function).file
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"\n  Raised at line {own[-1].lineno}: {own[-1].line}".rstrip(": ") if own else ""
+    user_frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"\n  Raised at line {user_frames[-1].lineno}: {user_frames[-1].line}".rstrip(": ") if user_frames else ""
 
 
 def source_file(module: str) -> tuple[Path | None, str | None]:
@@ -262,38 +234,6 @@ def _top_level_names(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
                 yield from _top_level_names(getattr(node, block, []))
             for handler in getattr(node, "handlers", []):
                 yield from _top_level_names(handler.body)
-
-
-def _signature_faults(node: _Function, seen: str, kwargs: dict, texts: Sequence[str], file: Path) -> Iterator[str]:
-    where = f"{node.name}() at line {node.lineno} in {file.name}"
-    if node.decorator_list or node.args.kwarg:
-        return
-    accepted = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
-    if texts[0] == "prompts" and _takes_batch(node, kwargs):
-        texts = ()
-    called_with = ", ".join(f"{name}=" for name in texts)
-    for name in texts:
-        if name not in accepted:
-            yield f"{seen}: {where} has no argument `{name}`. It is called with {called_with} and columns of the data."
-    for name in kwargs:
-        if name not in accepted:
-            nearest = difflib.get_close_matches(name, accepted, n=1)
-            yield f"kwargs.{name}: {where} has no such argument.{f' Did you mean {nearest[0]}?' if nearest else ''}"
-
-
-def _takes_batch(node: _Function, kwargs: Mapping[str, object]) -> bool:
-    """`batch_argument`, from the source."""
-    placed = [*node.args.posonlyargs, *node.args.args]
-    needed = [arg.arg for arg in placed[: len(placed) - len(node.args.defaults)] if arg.arg not in kwargs]
-    placed = [arg for arg in placed if arg.arg not in kwargs]
-    names = {arg.arg for arg in (*placed, *node.args.kwonlyargs)}
-    if not placed or {"prompts", "responses"} & names:
-        return False
-    annotation = placed[0].annotation
-    if annotation is not None and ast.unparse(annotation).strip("'\"").rpartition(".")[2] == "DataProto":
-        return True
-    is_alone = needed == [placed[0].arg] and all(default is not None for default in node.args.kw_defaults)
-    return is_alone and node.args.kwarg is None and node.args.vararg is None
 
 
 def _import_file(file: Path):

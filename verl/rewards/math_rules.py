@@ -51,16 +51,16 @@ def final_number(text: str, needs_mark: bool = False) -> Fraction | None:
             return None
         if (number := number_of(text)) is not None:
             return number
-        found = _numbers(_plain_text(text))
-        return found[-1].value if found else None
-    found = _numbers(_plain_text(marked).rpartition("=")[2], is_marked=True)
-    return found[0].value if found else None
+        numbers = _numbers(_plain_text(text))
+        return numbers[-1].value if numbers else None
+    numbers = _numbers(_plain_text(marked).rpartition("=")[2], is_marked=True)
+    return numbers[0].value if numbers else None
 
 
 def number_of(text: str) -> Fraction | None:
     """The value of a text that is a single number, with or without currency sign and unit; else None."""
-    found = _numbers(_plain_text(text), is_marked=True)
-    return found[0].value if len(found) == 1 and found[0].starts_the_text else None
+    numbers = _numbers(_plain_text(text), is_marked=True)
+    return numbers[0].value if len(numbers) == 1 and numbers[0].starts_the_text else None
 
 
 def decimal_text(number: Fraction) -> str:
@@ -95,14 +95,14 @@ def math_score(prompt: str, response: str, answer: str | float, correct: float, 
     from math_verify import parse, verify
 
     _refuse_other_types(answer)
-    gold, given = _Answer.of(str(answer), is_alone=True), _Answer.of(response, is_alone=False)
+    gold, answered = _Answer.of(str(answer), is_alone=True), _Answer.of(response, is_alone=False)
     # math-verify's time-outs are off: they cannot interrupt code that never returns to Python.
     gold_values = parse(gold.readable, parsing_timeout=0)
     if gold.number is None and not gold_values:
         raise ValueError(f"the answer in the data is {answer!r}: it cannot be parsed as mathematics")
-    if given.text and (given.text == gold.text or gold.is_same_number(given)):
+    if answered.text and (answered.text == gold.text or gold.is_same_number(answered)):
         return correct
-    given_values = parse(given.readable, parsing_timeout=0)
+    given_values = parse(answered.readable, parsing_timeout=0)
     return correct if given_values and verify(gold_values, given_values, timeout_seconds=0) else wrong
 
 
@@ -134,9 +134,9 @@ class _Answer:
         marked = _marked_answer(text)
         expression = text if marked is None else marked
         plain = _plain_text(expression)
-        found = _numbers(plain, is_marked=True)
+        numbers = _numbers(plain, is_marked=True)
         is_one_of_several = box is not None and _SEVERAL_BOXES.search(text) is not None
-        number = found[0] if len(found) == 1 and found[0].is_whole_text and not is_one_of_several else None
+        number = numbers[0] if len(numbers) == 1 and numbers[0].is_whole_text and not is_one_of_several else None
         if number is not None and number.value is not None:
             readable = rf"\boxed{{{number.value.numerator}/{number.value.denominator}}}"
         elif box is not None:  # with the text around it: "\boxed{1} and \boxed{2}" is one answer
@@ -176,12 +176,12 @@ def _last_box(text: str) -> str | None:
     r"""Content of the last `\boxed{}` with balanced braces, after the last `####` if there is one."""
     tail = _after_mark(text)
     text = text if tail is None else tail
-    for found in reversed(list(re.finditer(r"\\f?boxed\s*\{", text))):
+    for box in reversed(list(re.finditer(r"\\f?boxed\s*\{", text))):
         depth = 1
-        for brace in re.finditer(r"\\[{}\\]|[{}]", text[found.end() :]):
+        for brace in re.finditer(r"\\[{}\\]|[{}]", text[box.end() :]):
             depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if depth == 0:
-                return text[found.end() :][: brace.start()]
+                return text[box.end() :][: brace.start()]
     return None
 
 
@@ -272,21 +272,21 @@ def _numbers(text: str, *, is_marked: bool = False) -> list[_TextNumber]:
         text = re.sub(r"^(\W*?[-+])\s+(?=[\d.])", r"\1", text)
         if re.fullmatch(r"\D*?\d{1,3}(?: \d{3})+(?:\.\d+)?\D*", text):
             text = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", ",", text)
-    found: list[_TextNumber] = []
+    numbers: list[_TextNumber] = []
     last: re.Match[str] | None = None
     for match in _NUMBER.finditer(text):
         is_joined = last is not None and _JOINS.match(text[last.end() : match.start()] + _joining_sign(match))
         if is_joined:
-            found[-1] = _TextNumber(None, False, found[-1].starts_the_text, False)
+            numbers[-1] = _TextNumber(None, False, numbers[-1].starts_the_text, False)
         else:
             starts = not re.search(r"\w", text[: match.start()])
             rest = text[match.end() :]
             is_number = not re.match(r"[,.:/]?\d|\s*[*\u00d7^]\s*[\d(]", rest)
             is_whole = not text[: match.start()].strip() and not rest.strip(" .")
             value = _value(match) if is_number else None
-            found.append(_TextNumber(value, match["percent"] is not None, starts, is_whole and is_number))
+            numbers.append(_TextNumber(value, match["percent"] is not None, starts, is_whole and is_number))
         last = match
-    return found
+    return numbers
 
 
 def _joining_sign(match: re.Match[str]) -> str:

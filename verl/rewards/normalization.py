@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,59 +58,6 @@ class RunningStats:
         self.count, self.mean, self._squares = int(state["count"]), float(state["mean"]), float(state["squares"])
 
 
-class NormalisedReward(Reward):
-    """Base class of rewards whose scores may be normalised by running statistics.
-
-    Attributes:
-        norm: the running statistics; None without normalisation.
-    """
-
-    def __init__(self, normalize: bool):
-        self.norm = RunningStats() if normalize else None
-        self._learns = True
-
-    @property
-    def producer(self) -> Callable:
-        return self.rate_batch
-
-    def raw(self, batch: DataProto) -> RewardResult:
-        """Unnormalised scores, with the part `truncated` if rows may be truncated."""
-        raise NotImplementedError
-
-    def rate_batch(self, batch: DataProto) -> RewardResult:
-        """Score every row; the part `raw` has the scores before normalisation."""
-        rating = self.raw(batch)
-        if self.norm is None or not len(batch):
-            return rating
-        if rating.token_scores is not None:
-            raise RewardError(
-                "The reward returns token-level rewards, but normalisation needs one score for each response. Turn "
-                "normalisation off, or return one number for each response."
-            )
-        if self._learns:
-            self.norm.update(rating.scores)
-        return RewardResult(self.norm(rating.scores), {"raw": rating.scores, **rating.parts})
-
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
-        before, self._learns = self._learns, False
-        try:
-            yield
-        finally:
-            self._learns = before
-
-    def reset_stats(self) -> None:
-        if self.norm is not None:
-            self.norm.reset()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.norm is None else self.norm.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.norm is not None and self.norm.state_dict().keys() <= state.keys():  # else of another reward
-            self.norm.load_state_dict(state)
-
-
 @component
 class RewardNormalization(RewardDescription):
     """Normalise the scores of another reward by their running mean and standard deviation; see `RunningStats`.
@@ -133,15 +80,31 @@ class RewardNormalization(RewardDescription):
             return ScaledReward(in_time(self.reward.build(context)))
 
 
-class ScaledReward(NormalisedReward):
-    """The reward that `RewardNormalization` builds; `close` also closes the reward that it normalises."""
+class ScaledReward(Reward):
+    """A reward whose scores are normalised by running statistics; `close` also closes the reward itself.
 
-    def __init__(self, reward: Reward):
-        super().__init__(normalize=True)
-        self.reward = reward
+    Args:
+        has_state: whether the reward itself has statistics, which are saved beside those of the scores.
+    Attributes:
+        norm: the statistics.
+    """
 
-    def raw(self, batch: DataProto) -> RewardResult:
-        return self.reward.rated(batch)
+    def __init__(self, reward: Reward, has_state: bool = True):
+        self.reward, self.norm, self._learns, self._has_state = reward, RunningStats(), True, has_state
+
+    def rate_batch(self, batch: DataProto) -> RewardResult:
+        """Score every row; the part `raw` has the scores before normalisation."""
+        rating = self.reward.rated(batch)
+        if not len(batch):
+            return rating
+        if rating.token_scores is not None:
+            raise RewardError(
+                "The reward returns token-level rewards, but normalisation needs one score for each response. Turn "
+                "normalisation off, or return one number for each response."
+            )
+        if self._learns:
+            self.norm.update(rating.scores)
+        return RewardResult(self.norm(rating.scores), {"raw": rating.scores, **rating.parts})
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         with faults_below("reward"):
@@ -152,18 +115,25 @@ class ScaledReward(NormalisedReward):
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        with super().frozen(), self.reward.frozen():
-            yield
+        before, self._learns = self._learns, False
+        try:
+            with self.reward.frozen():
+                yield
+        finally:
+            self._learns = before
 
     def reset_stats(self) -> None:
-        super().reset_stats()
+        self.norm.reset()
         self.reward.reset_stats()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"norm": super().state_dict(), "reward": self.reward.state_dict()}
+        norm = self.norm.state_dict()
+        return {"norm": norm, "reward": self.reward.state_dict()} if self._has_state else dict(norm)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state.get("norm", {}))
+        norm = state.get("norm", {}) if self._has_state else state
+        if self.norm.state_dict().keys() <= norm.keys():  # else of another reward
+            self.norm.load_state_dict(norm)
         self.reward.load_state_dict(state.get("reward", {}))
 
     def close(self) -> None:

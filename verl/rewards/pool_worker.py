@@ -5,12 +5,10 @@ It imports the user's function by its path, never the driver's main script, and 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import faulthandler
 import hashlib
 import importlib
-import inspect
 import math
 import os
 import pickle
@@ -61,49 +59,40 @@ def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
         for name in setting.preloaded:
             importlib.import_module(name)
     except BaseException as error:  # noqa: BLE001 - reported to the driver
-        own = str(error).removeprefix(f"path is {setting.path!r}: ") if isinstance(error, RewardError) else None
-        channel.send(("error", own.rstrip(".") if own else f"{type(error).__name__}: {error}"))
+        reason = str(error).removeprefix(f"path is {setting.path!r}: ") if isinstance(error, RewardError) else None
+        channel.send(("error", reason.rstrip(".") if reason else f"{type(error).__name__}: {error}"))
         return
     kwargs = dict(setting.kwargs)
     channel.send(("ready", (source_of(function), signature_of(function, kwargs))))
-    rated = _rated_batch if setting.whole_batch else _rated
     faulthandler.register(signal.SIGUSR2, file=setting.trace)
     while True:
         message: bytes = channel.receive()
         progress.advance("scoring a sample")
         # The driver ends a late sample. Without a driver faulthandler does, also in code that never releases the GIL.
         faulthandler.dump_traceback_later(ORPHAN_FACTOR * setting.timeout_s, exit=True, file=setting.trace)
-        answer = rated(function, message, kwargs)
+        answer = _rated(function, message, kwargs, setting.whole_batch)
         faulthandler.cancel_dump_traceback_later()
         progress.advance("waiting for a sample")
         channel.send(answer)
 
 
-def _rated(function: Callable, message: bytes, kwargs: dict[str, Any]) -> tuple[str, float | str]:
+def _rated(
+    function: Callable, message: bytes, kwargs: dict[str, Any], whole_batch: bool
+) -> tuple[str, float | bytes | str]:
+    """`score` and the number, or the pickled result for a whole batch; else `error` and a description."""
     try:
-        given = pickle.loads(message)
-        seed_by_content(given)
-        result = function(**{**given, **kwargs})
-        if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
-        number = plain_number(result)
+        sample = pickle.loads(message)
+        seed_by_content(sample)
+        result = awaited(function(**{**sample, **kwargs}) if isinstance(sample, dict) else function(sample, **kwargs))
+        number = 0.0 if whole_batch else plain_number(result)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
         return "error", f"{type(error).__name__}: {error}{own_line(error, function)}"
-    return ("error", number) if isinstance(number, str) else ("score", number)
-
-
-def _rated_batch(function: Callable, message: bytes, kwargs: dict[str, Any]) -> tuple[str, bytes | str]:
-    try:
-        given = pickle.loads(message)
-        seed_by_content(given)
-        result = awaited(function(**{**given, **kwargs}) if isinstance(given, dict) else function(given, **kwargs))
-    except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
-        return "error", f"{type(error).__name__}: {error}{own_line(error, function)}"
+    if not whole_batch:
+        return "error" if isinstance(number, str) else "score", number
     try:
         return "score", pickle.dumps(result)
     except Exception:  # noqa: BLE001 - pickling runs user code
-        text = repr(result)
-        return "error", f"{text if len(text) <= 120 else text[:110] + ' ...'} of type {type(result).__name__}"
+        return "error", _shown(result)
 
 
 def seed_by_content(given: Any) -> None:
@@ -130,22 +119,22 @@ def seed_by_content(given: Any) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
-
-
 def plain_number(result: Any) -> float | str:
     """A number as a float, also from a list, array or tensor of one element; else a description of the value."""
-    found = result
+    number = result
     if isinstance(result, (list, tuple)) or getattr(result, "ndim", 0):
         size = len(result) if isinstance(result, (list, tuple)) else math.prod(result.shape)
         if size != 1:
             return f"a {type(result).__name__} of {size} items"
-        found = result[0] if isinstance(result, (list, tuple)) else result.reshape(-1)[0]
-    if not isinstance(found, (bool, int, float)) and getattr(found, "ndim", None) == 0 and hasattr(found, "item"):
-        found = found.item()
-    if isinstance(found, (bool, int, float)):
-        return float(found)
+        number = result[0] if isinstance(result, (list, tuple)) else result.reshape(-1)[0]
+    if not isinstance(number, (bool, int, float)) and getattr(number, "ndim", None) == 0 and hasattr(number, "item"):
+        number = number.item()
+    if isinstance(number, (bool, int, float)):
+        return float(number)
+    return _shown(result)
+
+
+def _shown(result: Any) -> str:
     text = repr(result)
     return f"{text if len(text) <= 120 else text[:110] + ' ...'} of type {type(result).__name__}"
 

@@ -27,11 +27,11 @@ import numpy as np
 
 from verl.errors import NonFiniteRewardError, RewardError
 from verl.protocol import DataProto
-from verl.protocol.provenance import Source, source_of
+from verl.protocol.provenance import Source
 from verl.rewards.base import Reward, RewardResult, texts_of
-from verl.rewards.import_path import Signature, load_function, named_parameters
+from verl.rewards.import_path import Signature
 from verl.rewards.pool_worker import PoolSettings
-from verl.rewards.validation import LARGEST, check_columns, reward_error
+from verl.rewards.validation import LARGEST, check_columns, refuse_missing_arguments, reward_error
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildProcess
 from verl.utils.child_process.stopped_watch import StoppedTime
@@ -64,7 +64,6 @@ class ProcessPool:
 
     Args:
         path: of the function, see `verl.rewards.import_path.load_function`.
-        file: source file of the function, to name the line at which a call timed out.
         kwargs: further keyword arguments of every call.
         timeout_s: deadline of one sample, from when a worker takes it, without the time that the worker waited for a
             processor.
@@ -72,37 +71,37 @@ class ProcessPool:
         preloaded: modules that the function imports when it is called; a worker imports them before its first sample.
         whole_batch: a sample is a whole batch, as keyword arguments or as a DataProto, and the result may be any
             picklable object; otherwise it must be one number.
+    Attributes:
+        source, signature: of the function, as imported by a worker.
     Raises:
         RewardError: the function cannot be imported in a worker.
     """
 
+    source: Source
+    signature: Signature
+
     def __init__(
         self,
         path: str,
-        file: str,
         kwargs: Mapping[str, Any],
         timeout_s: float,
         num_workers: int,
         preloaded: Sequence[str] = (),
         whole_batch: bool = False,
     ):
-        self.path, self.file, self.timeout_s = path, file, timeout_s
+        self.path, self.timeout_s = path, timeout_s
         self._setting = PoolSettings(_absolute(path), dict(kwargs), timeout_s, tuple(preloaded), whole_batch, trace=-1)
         self.workers: list[_PoolProcess] = []
         atexit.register(self.close)
         try:
             for _ in range(num_workers):
                 self.workers.append(_PoolProcess(self._setting))
-            for place, worker in enumerate(self.workers):
-                self.workers[place] = self._ready(worker)
+            for number, worker in enumerate(self.workers):
+                self.workers[number] = self._ready(worker)
+            self.source, self.signature = self.workers[0].facts
         except BaseException:
             self.close()
             raise
-
-    @property
-    def facts(self) -> tuple[Source, Signature]:
-        """Source location and signature of the function, as imported by the workers."""
-        return self.workers[0].facts
 
     def rate(self, samples: Sequence[Any], stop_at_failure: bool = False) -> list[PoolResult | None]:
         """Score every sample by one call each.
@@ -120,10 +119,10 @@ class ProcessPool:
         retried: set[int] = set()
         try:
             while True:
-                for place, worker in enumerate(self.workers):
+                for number, worker in enumerate(self.workers):
                     if worker in busy or (handed := again.popleft() if again else next(waiting, None)) is None:
                         continue
-                    worker = self.workers[place] = self._hand_over(worker, handed[1])
+                    worker = self.workers[number] = self._hand_over(worker, handed[1])
                     busy[worker] = handed
                 if not busy:
                     return outcomes
@@ -204,7 +203,7 @@ class ProcessPool:
         return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail, was_raised=True)
 
     def _late(self, worker: _PoolProcess, state: str = "", is_blameless: bool = False) -> PoolResult:
-        lines = re.findall(rf'File "{re.escape(self.file)}", (line \d+) in (\S+)', worker.trace())
+        lines = re.findall(rf'File "{re.escape(self.source.file)}", (line \d+) in (\S+)', worker.trace())
         where = f"\n  It was at {lines[0][0]}, in {lines[0][1]}()" if lines else ""
         return PoolResult(
             failure=f"no answer within timeout_s, which is {self.timeout_s:g}: its process was killed{state}{where}",
@@ -264,8 +263,8 @@ class _PoolProcess:
 
     def state(self) -> str:
         """State of the process by the operating system, to append to a message."""
-        found = self._child.state()
-        return f" ({found})" if found else ""
+        state = self._child.state()
+        return f" ({state})" if state else ""
 
     @property
     def has_taken(self) -> bool:
@@ -325,8 +324,8 @@ def _packed(
         try:
             message = pickle.dumps(sample)
         except Exception as error:  # noqa: BLE001 - pickling runs user code
-            found = f"a column cannot be sent to a worker process ({type(error).__name__}: {error})"
-            outcomes[index] = PoolResult(failure=found)
+            fault = f"a column cannot be sent to a worker process ({type(error).__name__}: {error})"
+            outcomes[index] = PoolResult(failure=fault)
             if stop_at_failure:
                 return
             continue
@@ -356,7 +355,7 @@ class SampleReward(Reward):
         columns: argument name -> column name, where the two differ.
         preloaded: modules that the function imports when it is called.
     Raises:
-        RewardError: the function cannot be imported, or does not take `prompt` and `response`.
+        RewardError: a worker cannot import the function, or it does not take `prompt` and `response`.
     """
 
     def __init__(
@@ -370,14 +369,15 @@ class SampleReward(Reward):
         columns: Mapping[str, str] | None = None,
         preloaded: Sequence[str] = (),
     ):
-        self.function, self.kwargs, self.error_score = load_function(path), dict(kwargs), error_score
-        self._renamed = dict(columns or {})
-        self._accepted = named_parameters(self.function)
-        for name in ("prompt", "response", *self.kwargs):
-            if self._accepted is not None and name not in self._accepted:
-                found = f"it takes {', '.join(self._accepted)}"
-                raise reward_error(f"a function that takes `{name}`", found, self.function)
-        self.pool = ProcessPool(path, source_of(self.function).file, self.kwargs, timeout_s, num_workers, preloaded)
+        self.kwargs, self.error_score, self._renamed = dict(kwargs), error_score, dict(columns or {})
+        self.pool = ProcessPool(path, self.kwargs, timeout_s, num_workers, preloaded)
+        self.function: Any = self.pool.source
+        self._accepted = self.pool.signature.accepted
+        try:
+            refuse_missing_arguments(self._accepted, ("prompt", "response", *self.kwargs), self.function)
+        except BaseException:
+            self.pool.close()
+            raise
 
     @property
     def producer(self) -> Callable:
@@ -403,7 +403,7 @@ class SampleReward(Reward):
             for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
         ]
         outcomes = self.pool.rate(samples, stop_at_failure=self.error_score is None)
-        failures = {index: found for index, outcome in enumerate(outcomes) if (found := _failure(outcome)) is not None}
+        failures = {index: fault for index, outcome in enumerate(outcomes) if (fault := _failure(outcome)) is not None}
         if failures:
             numbers = [index for index in failures if (o := outcomes[index]) is not None and o.failure is None]
             self._report(failures, prompts, responses, numbers)

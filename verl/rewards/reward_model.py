@@ -31,8 +31,8 @@ from verl.models.interfaces import reads_alike
 from verl.models.pretrained import Pretrained
 from verl.ops.batching import micro_batches
 from verl.protocol import DataProto
-from verl.rewards.base import RewardDescription, RewardResult, texts_of
-from verl.rewards.normalization import NormalisedReward
+from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
+from verl.rewards.normalization import ScaledReward
 from verl.rewards.validation import checked_scores, reward_error
 from verl.utils.memory import make_current, release_cached
 from verl.utils.progress import report
@@ -139,10 +139,10 @@ class RewardTokenizer:
         assert self.max_length is not None
         for row in np.flatnonzero(was_cut):
             opening = int(ids[row][0] in (self.tokenizer.cls_token_id, self.tokenizer.bos_token_id))
-            kept = [*range(opening), *range(len(ids[row]) - self.max_length + opening, len(ids[row]))]
-            ids[row] = [ids[row][place] for place in kept]
+            positions = [*range(opening), *range(len(ids[row]) - self.max_length + opening, len(ids[row]))]
+            ids[row] = [ids[row][position] for position in positions]
             if types is not None:
-                types[row] = [types[row][place] for place in kept]
+                types[row] = [types[row][position] for position in positions]
 
     def _rendered(self, row: int, prompts: list, responses: list, messages: Any, producer: Callable) -> str:
         turns = [*(messages or [{"role": "user", "content": prompts[row]}])]
@@ -157,7 +157,7 @@ class RewardTokenizer:
 
 def _tokens_of(batch: DataProto) -> list[list[int]]:
     mask = batch.batch["attention_mask"].bool()
-    return [row[kept].tolist() for row, kept in zip(batch.batch["input_ids"].cpu(), mask.cpu(), strict=True)]
+    return [row[selected].tolist() for row, selected in zip(batch.batch["input_ids"].cpu(), mask.cpu(), strict=True)]
 
 
 def _plain(prompt: str, messages: Any) -> str:
@@ -199,7 +199,15 @@ class RewardModel(RewardDescription):
         elif (labels := self.model.labels()) is not None and (fault := label_fault(self.label, labels)) is not None:
             yield fault
 
-    def build(self, context: BuildContext) -> ModelReward:
+    def build(self, context: BuildContext) -> Reward:
+        return self.scaled(self.build_unscaled(context))
+
+    def scaled(self, reward: Reward) -> Reward:
+        """This reward, as it is built or as the handle of a role, normalised if `normalize` says so."""
+        return ScaledReward(reward, has_state=False) if self.normalize == "running" else reward
+
+    def build_unscaled(self, context: BuildContext) -> ModelReward:
+        """The reward without normalisation."""
         with faults_below("model"):
             tokenizer = self.model.load_tokenizer()
         form = chosen_form(self.reads, tokenizer, context.tokenizer)
@@ -213,23 +221,21 @@ class RewardModel(RewardDescription):
             tokenizer, form, self.max_length or _context_of(classifier, tokenizer), self.truncation
         )
         model = RewardHeadModel(classifier, self.label, tokenizer.pad_token_id or 0)
-        return ModelReward(model, reader, self.micro_batch_tokens, normalize=self.normalize == "running")
+        return ModelReward(model, reader, self.micro_batch_tokens)
 
 
-class ModelReward(NormalisedReward):
+class ModelReward(Reward):
     """The reward that `RewardModel` builds, around a module that maps `input_ids`, `attention_mask` to `scores` [B]."""
 
-    def __init__(
-        self, model: torch.nn.Module, reader: RewardTokenizer, micro_batch_tokens: int, *, normalize: bool = False
-    ):
-        super().__init__(normalize)
+    def __init__(self, model: torch.nn.Module, reader: RewardTokenizer, micro_batch_tokens: int):
         self.model: torch.nn.Module | None = model.eval().requires_grad_(False)
         self.reader, self.micro_batch_tokens = reader, micro_batch_tokens
         self.device = next(model.parameters()).device
         self._pads = True  # texts of several lengths beside each other
         self._longest_compared = 0
 
-    def raw(self, batch: DataProto) -> RewardResult:
+    def rate_batch(self, batch: DataProto) -> RewardResult:
+        """Score every response; the part `truncated` if rows may be truncated."""
         prompts, responses, _ = texts_of(batch)
         if not len(batch):
             return RewardResult(np.zeros(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated
 
 import numpy as np
@@ -115,10 +115,6 @@ class Length(RewardDescription, Reward):
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             yield f"max_tokens is {self.max_tokens}: must be at least min_tokens, which is {self.min_tokens}."
 
-    @property
-    def producer(self) -> Callable:
-        return self.rate_batch
-
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """`inside` or `outside` for each response; needs no texts."""
         lengths = response_lengths(batch)
@@ -150,10 +146,6 @@ class Overlong(RewardDescription, Reward):
     def faults(self) -> Iterator[str]:
         if self.buffer_tokens > self.max_tokens:
             yield f"buffer_tokens is {self.buffer_tokens}: must lie in [0, max_tokens], which is {self.max_tokens}."
-
-    @property
-    def producer(self) -> Callable:
-        return self.rate_batch
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """Score each response in [-penalty, 0]; needs no texts."""

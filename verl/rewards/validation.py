@@ -41,8 +41,8 @@ def checked_scores(
     for index, item in enumerate(items):
         number = _number(item)
         if number is None or not abs(number) <= LARGEST:
-            found = f"{_shortened(item)}{f' of type {type(item).__name__}' if number is None else ''}"
-            error = reward_error(expected, found, function, prompts, responses, index)
+            description = f"{_shortened(item)}{f' of type {type(item).__name__}' if number is None else ''}"
+            error = reward_error(expected, description, function, prompts, responses, index)
             raise error if number is None else NonFiniteRewardError(str(error), _not_finite(items))
         scores[index] = number
     return scores
@@ -72,23 +72,23 @@ def checked_token_scores(
     tensors = {"token_level_rewards": result} if isinstance(result, torch.Tensor) else getattr(result, "batch", None)
     if tensors is None:
         raise reward_error(TOKEN_REWARDS, f"{_shortened(result)} of type {type(result).__name__}", function)
-    found = tensors["token_level_rewards"] if "token_level_rewards" in tensors.keys() else None  # noqa: SIM118
-    if not isinstance(found, torch.Tensor):
+    tensor = tensors["token_level_rewards"] if "token_level_rewards" in tensors.keys() else None  # noqa: SIM118
+    if not isinstance(tensor, torch.Tensor):
         present = ", ".join(sorted(tensors.keys())) or "none"
         raise reward_error(TOKEN_REWARDS, f"no token_level_rewards. Its fields: {present}", function)
-    if found.dim() == 2 and found.shape[0] == mask.shape[0] and found.shape[1] + 1 == mask.shape[1]:
-        found = torch.nn.functional.pad(found, (1, 0))
-    if found.shape != mask.shape or found.is_complex():
-        wanted = f"expected {list(mask.shape)}, the shape of response_mask"
-        raise reward_error(TOKEN_REWARDS, f"a {found.dtype} tensor of shape {list(found.shape)}; {wanted}", function)
-    scores = found.detach().to(device=mask.device, dtype=torch.float32)
+    if tensor.dim() == 2 and tensor.shape[0] == mask.shape[0] and tensor.shape[1] + 1 == mask.shape[1]:
+        tensor = torch.nn.functional.pad(tensor, (1, 0))
+    if tensor.shape != mask.shape or tensor.is_complex():
+        shape = f"expected {list(mask.shape)}, the shape of response_mask"
+        raise reward_error(TOKEN_REWARDS, f"a {tensor.dtype} tensor of shape {list(tensor.shape)}; {shape}", function)
+    scores = tensor.detach().to(device=mask.device, dtype=torch.float32)
     for wrong, words in (
         (~torch.isfinite(scores), "a number that is not finite"),
         ((scores != 0) & ~mask.bool(), "a number where response_mask is False"),
     ):
         if rows := torch.nonzero(wrong.any(dim=1)).flatten().tolist():
-            place = int(torch.nonzero(wrong[rows[0]]).flatten()[0])
-            described = f"{words}, {scores[rows[0], place].item():g} at position {place} of the response"
+            position = int(torch.nonzero(wrong[rows[0]]).flatten()[0])
+            described = f"{words}, {scores[rows[0], position].item():g} at position {position} of the response"
             error = reward_error(TOKEN_REWARDS, described, function, prompts, responses, rows[0])
             raise NonFiniteRewardError(str(error), rows) if "finite" in words else error
     return scores
@@ -154,13 +154,26 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"
 
 
+def refuse_missing_arguments(
+    accepted: Mapping[str, bool] | None, names: Sequence[str], function: Callable | Source
+) -> None:
+    """Check that a function takes the arguments that it is always called with; see `check_columns`.
+
+    Raises:
+        RewardError: it does not take one of them.
+    """
+    for name in names:
+        if accepted is not None and name not in accepted:
+            raise reward_error(f"a function that takes `{name}`", f"it takes {', '.join(accepted)}", function)
+
+
 def check_columns(
     accepted: Mapping[str, bool] | None, columns: Mapping[str, list], given: Sequence[str], function: Callable | Source
 ) -> None:
     """Check that the data has the columns that a function requires.
 
     Args:
-        accepted: keyword arguments of the function, see `named_parameters`.
+        accepted: keyword arguments of the function, see `Signature`.
         columns: columns of the data.
         given: arguments that are passed besides columns.
         function: the function, for the message.
@@ -170,5 +183,5 @@ def check_columns(
     for name, needed in (accepted or {}).items():
         if needed and name not in (*given, *columns):
             present = ", ".join(columns) or "none"
-            found = f"no column {name!r} in the data. Its columns: {present}"
-            raise reward_error(f"a column or a keyword argument {name!r}", found, function)
+            missing = f"no column {name!r} in the data. Its columns: {present}"
+            raise reward_error(f"a column or a keyword argument {name!r}", missing, function)

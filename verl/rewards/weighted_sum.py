@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -65,10 +65,6 @@ class SumOfRewards(Reward):
     def __init__(self, parts: Mapping[str, Reward], weights: Mapping[str, float]):
         self.parts, self.weights = dict(parts), dict(weights)
 
-    @property
-    def producer(self) -> Callable:
-        return self.rate_batch
-
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """The weighted sum; `parts` has the scores of each part, and the parts of a part as `NAME_...`."""
         total, parts, columns, ratings = np.zeros(len(batch)), {}, {}, {}
@@ -85,17 +81,17 @@ class SumOfRewards(Reward):
         if all(rating.token_scores is None for rating in ratings.values()):
             return None
         mask = batch.batch["response_mask"]
-        found = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        total = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         for name, rating in ratings.items():
-            found += self.weights[name] * token_scores_of(rating, mask)
-        return found
+            total += self.weights[name] * token_scores_of(rating, mask)
+        return total
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        found = []
+        messages = []
         for part, reward in self.parts.items():
             with faults_below(f"parts.{part}"):
-                found += reward.check_rows(name, rows)
-        return found
+                messages += reward.check_rows(name, rows)
+        return messages
 
     def take(self) -> dict[str, float]:
         return {f"{name}_{inner}": x for name, reward in self.parts.items() for inner, x in reward.take().items()}

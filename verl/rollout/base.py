@@ -226,6 +226,28 @@ class TurnLimits:
         """The setting that makes rows long, for messages."""
         return "rollout.max_new_tokens" if self.is_single else "environment.max_tokens"
 
+    def refuse_above(self, held: int, max_new_tokens: int, limit: str) -> None:
+        """Check the length of rows against that of an engine.
+
+        Args:
+            held: the most tokens of a row in the engine.
+            max_new_tokens: the most tokens of a response.
+            limit: which engine holds so many, and by which setting; the end of a sentence.
+        Raises:
+            ConfigError: rows are longer.
+        """
+        if self.row_tokens <= held:
+            return
+        if self.is_single:
+            raise ConfigError(
+                f"rollout.max_new_tokens is {max_new_tokens}: with a prompt of {self.row_tokens - max_new_tokens} "
+                f"tokens that makes {self.row_tokens}, and {limit}. Lower one of them."
+            )
+        raise ConfigError(
+            f"environment.max_tokens makes episodes of up to {self.row_tokens} tokens, their prompts included, and "
+            f"{limit}. Lower it, or raise that."
+        )
+
 
 class TurnEngine:
     """Generates turns of many episodes as one batch; turns can be added at any time and are returned as they finish.

@@ -57,15 +57,17 @@ def consensus(parallel_info: ParallelInfo, part: Callable[[], T], may_repeat: Ca
     Raises:
         ConsensusFailed: one of them failed.
     """
-    import torch.distributed as dist
-
-    found: list[Any] = [None] * parallel_info.mesh.size
     try:
         own: Any = part()
     except Exception as error:  # noqa: BLE001 - sent to all
         own = RankFailure(parallel_info.rank, error, may_repeat(error))
-    meet(parallel_info)
-    dist.all_gather_object(found, own)
+    found = [own]
+    if parallel_info.mesh.size > 1:
+        import torch.distributed as dist
+
+        meet(parallel_info)
+        found = [None] * parallel_info.mesh.size
+        dist.all_gather_object(found, own)
     if failures := [value for value in found if isinstance(value, RankFailure)]:
         raise ConsensusFailed(failures)
     return found

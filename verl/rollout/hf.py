@@ -17,7 +17,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from verl.component import BuildContext, component
-from verl.errors import LogProbGapError
+from verl.errors import ConfigError, LogProbGapError
 from verl.model_paths.check import decoding_name, paths_for, plainer_decoding
 from verl.model_paths.decode import BatchReader, NextToken, allowed
 from verl.model_paths.expert_routing import routing_of
@@ -50,7 +50,6 @@ from verl.rollout.hf_rows import (
     BatchRows,
     SlotRows,
     key_multiple,
-    num_slots,
     slots_distance,
     slots_fault,
 )
@@ -59,6 +58,8 @@ from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler, greedy_rows, 
 from verl.utils.progress import report
 
 log = logging.getLogger(__name__)
+
+GIB = 1 << 30
 
 
 @component
@@ -439,3 +440,29 @@ class HFTurns(TurnQueue):
         prompts = DataProto.from_dict(fields | {"group_ids": torch.arange(len(turns))})
         sample_ids = torch.tensor([turn.sample_id for turn in turns])
         return assemble_turns(prompts, drawn, self, self.engine.pad_id, sample_ids=sample_ids)
+
+
+def slot_bytes(model: Any, tokens: int) -> int:
+    """Bytes of the keys and values of one episode with this many tokens."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * size * tokens * model.dtype.itemsize
+
+
+def num_slots(model: Any, limits: TurnLimits, max_rows: int) -> int:
+    """Number of episodes whose keys and values fit.
+
+    Raises:
+        ConfigError: not even one fits.
+    """
+    if limits.is_single:
+        return max_rows
+    each = slot_bytes(model, limits.row_tokens)
+    fitting = int(limits.kv_cache_gib * GIB // each)
+    if fitting < 1:
+        raise ConfigError(
+            f"environment.kv_cache_gib is {limits.kv_cache_gib:g}: keys and values of one episode of "
+            f"{limits.row_tokens} tokens take {each / GIB:.3g} GiB. Raise it, or lower environment.max_tokens."
+        )
+    return min(fitting, max_rows)

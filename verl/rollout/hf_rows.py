@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.errors import ConfigError
 from verl.model_paths import packed_attention
 from verl.model_paths.decode import BatchReader, NextToken
 from verl.model_paths.expert_routing import ExpertRouting
@@ -30,10 +29,9 @@ from verl.model_paths.paths import ModelPaths
 from verl.models.call import call_model
 from verl.models.parallel_info import compute_device
 from verl.ops.attention import PromptGroups
-from verl.rollout.base import TurnLimits, TurnRequest
+from verl.rollout.base import TurnRequest
 from verl.rollout.prompt_rows import left_padded
 
-GIB = 1 << 30
 PREFILL_TOKENS = 8192  # of one forward pass, padding included
 WORTH_SHARING = 64  # tokens of a prompt, from which on reading it once per group saves more than it costs
 WORTH_REFILLING = 0.125  # share of the slots that are free, from which on responses that wait get them
@@ -482,29 +480,3 @@ def slots_distance(rows: SlotRows) -> float:
     for row, length, logits in found:
         worst = max(worst, float((plain[row][length - 1] - logits.double().log_softmax(-1)).abs().max()))
     return worst
-
-
-def slot_bytes(model: Any, tokens: int) -> int:
-    """Bytes of the keys and values of one episode with this many tokens."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * tokens * model.dtype.itemsize
-
-
-def num_slots(model: Any, limits: TurnLimits, max_rows: int) -> int:
-    """Number of episodes whose keys and values fit.
-
-    Raises:
-        ConfigError: not even one fits.
-    """
-    if limits.is_single:
-        return max_rows
-    each = slot_bytes(model, limits.row_tokens)
-    fitting = int(limits.kv_cache_gib * GIB // each)
-    if fitting < 1:
-        raise ConfigError(
-            f"environment.kv_cache_gib is {limits.kv_cache_gib:g}: keys and values of one episode of "
-            f"{limits.row_tokens} tokens take {each / GIB:.3g} GiB. Raise it, or lower environment.max_tokens."
-        )
-    return min(fitting, max_rows)

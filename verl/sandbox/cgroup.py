@@ -117,10 +117,10 @@ class JailGroups:
         """Groups for this process, or in words why it may make none. Removes those of processes that were killed."""
         reason = "this kernel has no cgroups with controllers for memory and processes"
         for version, bases in candidate_directories():
-            made = cls(bases, version)
-            if (fault := made._fault()) is None:
-                made.remove_stale()
-                return made
+            groups = cls(bases, version)
+            if (fault := groups._fault()) is None:
+                groups.remove_stale()
+                return groups
             reason = fault
         return reason
 
@@ -184,8 +184,8 @@ class JailGroups:
         """Remove groups of processes that ended without removing them."""
         for base in set(self.bases.values()):
             for path in base.glob(f"{PREFIX}*"):
-                found = _NAME.fullmatch(path.name)
-                if found and _start_of(int(found[1])) != int(found[2]):
+                match = _NAME.fullmatch(path.name)
+                if match and _start_of(int(match[1])) != int(match[2]):
                     with contextlib.suppress(OSError):
                         path.rmdir()
 
@@ -209,19 +209,19 @@ def _start_of(pid: int) -> int:
 
 def candidate_directories() -> list[tuple[int, Mapping[str, Path]]]:
     """Directories in which groups could be created, the better first."""
-    own, mounts = _own_groups(), _mounts()
-    found: list[tuple[int, Mapping[str, Path]]] = []
-    if "" in own and "" in mounts:
+    groups, mounts = _own_groups(), _mounts()
+    roots: list[tuple[int, Mapping[str, Path]]] = []
+    if "" in groups and "" in mounts:
         root, mount = mounts[""]
-        group = _below(mount, root, own[""])
-        found += [
+        group = _below(mount, root, groups[""])
+        roots += [
             (2, dict.fromkeys(CONTROLLERS, base))
             for base in dict.fromkeys((group, group.parent))
             if base.is_relative_to(mount) and set(CONTROLLERS) <= set(_words(base / "cgroup.subtree_control"))
         ]
-    if all(name in own and name in mounts for name in CONTROLLERS):
-        found.append((1, {name: _below(mounts[name][1], mounts[name][0], own[name]) for name in CONTROLLERS}))
-    return found
+    if all(name in groups and name in mounts for name in CONTROLLERS):
+        roots.append((1, {name: _below(mounts[name][1], mounts[name][0], groups[name]) for name in CONTROLLERS}))
+    return roots
 
 
 def _below(mount: Path, root: str, group: str) -> Path:
@@ -248,11 +248,11 @@ def _mounts() -> dict[str, tuple[str, Path]]:
         fields, kinds = before.split(), after.split()
         if len(fields) < 6 or len(kinds) < 3:
             continue
-        place = fields[3], Path(fields[4])
+        mount = fields[3], Path(fields[4])
         if kinds[0] == "cgroup2":
-            mounts[""] = place
+            mounts[""] = mount
         elif kinds[0] == "cgroup":
-            mounts |= {name: place for name in kinds[2].split(",") if name in CONTROLLERS}
+            mounts |= {name: mount for name in kinds[2].split(",") if name in CONTROLLERS}
     return mounts
 
 

@@ -23,8 +23,8 @@ class Jail(JailSettings):
             yield from error.faults
             return
         if result.stdout != "42\n":
-            found = result.detail or result.stderr or result.outcome
-            yield f"_target_ is Jail: a test program in a jail returned {found!r} in place of 42. {ELSE}"
+            printed = result.detail or result.stderr or result.outcome
+            yield f"_target_ is Jail: a test program in a jail returned {printed!r} in place of 42. {ELSE}"
 
     def build(self, context: BuildContext) -> JailPool:
         """Raises ConfigError where this machine cannot make a jail."""

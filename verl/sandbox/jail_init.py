@@ -112,10 +112,10 @@ def run(program: dict) -> None:
     import sys  # a name of this function: the module's own names are the program's from here on
 
     main = globals()
-    own = begin(program)
+    namespace = begin(program)
     for name in [name for name in main if name != "__builtins__"]:
         del main[name]
-    main.update(own)
+    main.update(namespace)
     try:
         exec(compile(program["code"], "main.py", "exec"), main)
     except SystemExit:

@@ -265,15 +265,15 @@ def _groups_for(described: JailSettings) -> JailGroups | None:
     """Raises ConfigError: groups are required, and this process may make none."""
     if described.cgroups == "off":
         return None
-    found = JailGroups.find()
-    if isinstance(found, JailGroups):
-        return found
+    groups = JailGroups.find()
+    if isinstance(groups, JailGroups):
+        return groups
     if described.cgroups == "required":
         raise ConfigError(
-            f"cgroups is required: {found}. Run as root, or in a group that is yours (systemd-run --user --scope), or "
+            f"cgroups is required: {groups}. Run as root, or in a group that is yours (systemd-run --user --scope), or "
             "set auto."
         )
-    log.info("Jails have no cgroups (%s): memory of all processes of one is looked at, not limited.", found)
+    log.info("Jails have no cgroups (%s): memory of all processes of one is looked at, not limited.", groups)
     return None
 
 
@@ -349,13 +349,13 @@ class _Execution:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        given, written = self._program.stdin.encode("utf-8", "surrogatepass"), 0
+        stdin, written = self._program.stdin.encode("utf-8", "surrogatepass"), 0
         fd_in, fd_out, fd_err = process.stdin.fileno(), process.stdout.fileno(), process.stderr.fileno()
         self._texts = {fd_out: bytearray(), fd_err: bytearray()}
         is_open = {fd_out, fd_err}
         for fd in is_open:
             poll.register(fd, select.POLLIN)
-        if given:
+        if stdin:
             os.set_blocking(fd_in, False)
             poll.register(fd_in, select.POLLOUT)
         else:
@@ -374,12 +374,12 @@ class _Execution:
             for fd, _ in poll.poll(max(1.0, 1000 * (min(look, deadline) - now))):
                 if fd == fd_in:
                     try:
-                        written += os.write(fd, given[written : written + 2**16])
+                        written += os.write(fd, stdin[written : written + 2**16])
                     except BlockingIOError:
                         continue
                     except OSError:  # it reads no more
-                        written = len(given)
-                    if written >= len(given):
+                        written = len(stdin)
+                    if written >= len(stdin):
                         poll.unregister(fd)
                         process.stdin.close()
                     continue
@@ -467,12 +467,12 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def descendants_of(first: int) -> list[int]:
-    found, ahead = [], [first]
+    pids, ahead = [], [first]
     while ahead:
         pid = ahead.pop()
-        found.append(pid)
+        pids.append(pid)
         with contextlib.suppress(OSError):
             for task in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
                     ahead += map(int, file.read().split())
-    return found
+    return pids

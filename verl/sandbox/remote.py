@@ -3,65 +3,37 @@
     POST base_url/execute {"code": ..., "language": "python"}
     <- {"type": "stdout", "text": ...}, {"type": "stderr", ...}, {"type": "error", "name", "value"}, ... a line each
 
-The posted code is a wrapper that runs the model's program in a child process on the server, with the limits of the run,
-and prints its outcome. Isolating programs from each other and from that machine is up to the server.
+The posted code is `limited_run.py`, which runs the model's program in a child process on the server, with the limits of
+the run, and prints its outcome. Isolating programs from each other and from that machine is up to the server.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import marshal
 import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.component import BuildContext, component
 from verl.errors import faults_below
 from verl.http_client.endpoint import Endpoint
 from verl.http_client.request import Request, RetryableAnswer
-from verl.sandbox.base import CodeRunner, ExecutionResult, Program, Sandbox, closed_error, outcome_of
+from verl.sandbox import limited_run
+from verl.sandbox.base import CodeRunner, ExecutionResult, Program, Sandbox, closed_error
 
 if TYPE_CHECKING:
     from verl.http_client.client import HTTPClient
 
-# Runs on the server, in whatever Python 3 it has. {job} and {mark} are filled in.
-_SUPERVISOR = r"""
-import base64, json, os, resource, shutil, signal, subprocess, sys, tempfile
-def _verl_run(job):
-    home = tempfile.mkdtemp()
-    for name, content in job["files"].items():
-        path = os.path.join(home, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(base64.b64decode(content))
-    def limit():
-        space = (job["memory_mib"] + 64) << 20
-        resource.setrlimit(resource.RLIMIT_AS, (space, space))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job["most"] + 1, job["most"] + 1))
-    out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-    given = tempfile.TemporaryFile()
-    given.write(base64.b64decode(job["stdin"]))
-    given.seek(0)
-    child = subprocess.Popen([sys.executable, "-X", "utf8", "-c", base64.b64decode(job["code"]).decode()], cwd=home,
-        stdin=given, stdout=out, stderr=err, preexec_fn=limit, start_new_session=True)
-    try:
-        status = child.wait(job["timeout_s"])
-    except subprocess.TimeoutExpired:
-        status = None
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except OSError:
-        pass
-    child.wait()
-    texts = []
-    for file in (out, err):
-        file.seek(0)
-        texts.append(base64.b64encode(file.read(job["most"] + 1)).decode())
-    shutil.rmtree(home, ignore_errors=True)
-    return [status, *texts]
-print("{mark}" + json.dumps(_verl_run(json.loads({job!r}))))
+# Runs on the server behind the source of `limited_run`. {arguments} and {mark} are filled in.
+_MAIN = """
+import base64, json, marshal
+status, *texts = run_limited(**marshal.loads(base64.b64decode("{arguments}")))
+print("{mark}" + json.dumps([status, *(base64.b64encode(text).decode() for text in texts)]))
 """
 
 
@@ -100,7 +72,7 @@ class RemoteRunner(CodeRunner):
         return self.run_all([program])[0]
 
     def run_all(self, programs: Sequence[Program]) -> list[ExecutionResult]:
-        asks = [_ExecuteRequest(program, *self.limits(program), self.described.max_output_kib) for program in programs]
+        asks = [_ExecuteRequest(self, program) for program in programs]
         with self._lock:
             client = self._client
             if client is None:
@@ -122,48 +94,26 @@ class RemoteRunner(CodeRunner):
 class _ExecuteRequest(Request):
     path = "/execute"
 
-    def __init__(self, program: Program, timeout_s: float, memory_mib: int, max_output_kib: int):
-        self._most = max_output_kib * 1024
-        self._job = {
-            "code": _base64(program.code.encode("utf-8", "surrogatepass")),
-            "files": {name: _base64(content) for name, content in program.contents().items()},
-            "stdin": _base64(program.stdin.encode("utf-8", "surrogatepass")),
-            "timeout_s": timeout_s,
-            "memory_mib": memory_mib,
-            "most": self._most,
-        }
-        self._mark = secrets.token_hex(16)
-        self._asked = time.perf_counter()
+    def __init__(self, runner: RemoteRunner, program: Program):
+        self._runner, self._mark, self._asked = runner, secrets.token_hex(16), time.perf_counter()
+        self._arguments = marshal.dumps(runner.limited_arguments(program), 2)  # the form of any Python 3
         self.result: ExecutionResult | None = None
 
     def body(self) -> Any:
         self._asked = time.perf_counter()
-        code = _SUPERVISOR.replace("{mark}", self._mark).replace("{job!r}", repr(json.dumps(self._job)))
-        return {"code": code, "language": "python"}
+        arguments = base64.b64encode(self._arguments).decode()
+        main = _MAIN.replace("{mark}", self._mark).replace("{arguments}", arguments)
+        return {"code": Path(limited_run.__file__).read_text() + main, "language": "python"}
 
     def parse(self, content: bytes) -> Any:
         return [json.loads(line) for line in content.splitlines() if line.strip()]
 
     def read(self, answer: Any) -> None:
         text = "".join(event.get("text", "") for event in answer if event.get("type") == "stdout")
-        _, found, rest = text.rpartition(self._mark)
-        if not found:
+        _, mark, rest = text.rpartition(self._mark)
+        if not mark:
             errors = [f"{event.get('name')}: {event.get('value')}" for event in answer if event.get("type") == "error"]
             raise RetryableAnswer(f"the server did not finish the program ({'; '.join(errors) or 'no error reported'})")
         status, *texts = json.loads(rest)
         stdout, stderr = (base64.b64decode(piece) for piece in texts)
-        self.result = self._result(status, stdout, stderr)
-
-    def _result(self, status: int | None, stdout: bytes, stderr: bytes) -> ExecutionResult:
-        seconds = time.perf_counter() - self._asked
-        out, err = (piece[: self._most].decode("utf-8", "replace") for piece in (stdout, stderr))
-        if status is None:
-            return ExecutionResult("timeout", out, err, seconds=seconds)
-        if max(len(stdout), len(stderr)) > self._most:
-            return ExecutionResult("output", out, err, seconds=seconds)
-        code = 128 - status if status < 0 else status
-        return ExecutionResult(outcome_of(code, err), out, err, code, seconds=seconds)
-
-
-def _base64(content: bytes) -> str:
-    return base64.b64encode(content).decode()
+        self.result = self._runner.limited_result(status, stdout, stderr, time.perf_counter() - self._asked)

@@ -58,8 +58,8 @@ def program() -> bytes:
     code += [_error(errno.EPERM), _step(_RETURN, _ALLOW)]
     for number in (SOCKET, SOCKETPAIR):
         code += [_step(_EQUAL, number, 0, len(SOCKET_FAMILIES) + 3), _step(_LOAD, _FIRST_ARGUMENT)]
-        for place, family in enumerate(SOCKET_FAMILIES):
-            code.append(_step(_EQUAL, family, len(SOCKET_FAMILIES) - place, 0))
+        for position, family in enumerate(SOCKET_FAMILIES):
+            code.append(_step(_EQUAL, family, len(SOCKET_FAMILIES) - position, 0))
         code += [_error(errno.EAFNOSUPPORT), _step(_RETURN, _ALLOW)]
     return b"".join([*code, _step(_RETURN, _ALLOW)])
 

@@ -26,7 +26,8 @@ from verl.environments.base import Fault, Observation
 from verl.environments.calls import CallResult, CallRunner
 from verl.environments.episode import End, Episode, EpisodeSample, Turn, dropped_with
 from verl.environments.episode_loop import EpisodeSampler
-from verl.environments.hosted import ADAPTERS, HostedDescription
+from verl.environments.hosts.host_pool import HostedDescription
+from verl.environments.hosts.host_process import PROGRAMS
 from verl.errors import RolloutError
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnEngine
 from verl.serving.conversations import RecordedTurn, merge_turns
@@ -82,7 +83,7 @@ class AgentProgram(HostedDescription):
 
     def host_options(self) -> dict[str, Any]:
         arguments = {"path": self.path, "command": list(self.command), "timeout_s": self.program_timeout_s}
-        return {"kind": "class", "path": f"{ADAPTERS / 'program_adapter.py'}:ProgramEpisode", "arguments": arguments}
+        return {"kind": "class", "path": f"{PROGRAMS / 'program_adapter.py'}:ProgramEpisode", "arguments": arguments}
 
     def sampler(
         self, engine: RolloutEngine, rollout: Rollout, tokenizer: Any, stop_ids: tuple[int, ...], context: BuildContext

@@ -179,14 +179,14 @@ class LocalBackend(Backend):
             return self._path(key).stat().st_size
 
     def list(self, prefix: str) -> list[StoredObject]:
-        found, inside = [], self._root / prefix.rpartition("/")[0]
+        objects, inside = [], self._root / prefix.rpartition("/")[0]
         with self._refusals(prefix):
             for directory, _, names in os.walk(inside):
                 paths = [Path(directory, name) for name in names if not name.startswith(".put-")]
                 for path in paths:
                     with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                        found.append(StoredObject(path.relative_to(self._root).as_posix(), path.stat().st_size))
-        return sorted(stored for stored in found if stored.key.startswith(prefix))
+                        objects.append(StoredObject(path.relative_to(self._root).as_posix(), path.stat().st_size))
+        return sorted(stored for stored in objects if stored.key.startswith(prefix))
 
     def delete(self, key: str) -> None:
         with self._refusals(key), contextlib.suppress(FileNotFoundError):

@@ -143,22 +143,6 @@ class LocalStorage(Storage):
 
 
 @component
-class MemoryStorage(Storage):
-    """Memory of this process, for tests. See `Storage` for the settings."""
-
-    kind: ClassVar[str] = "memory"
-
-    @property
-    def address(self) -> str:
-        return f"memory://{self.prefix}"
-
-    def backend(self) -> Backend:
-        from verl.storage.fsspec_backends import memory_backend
-
-        return memory_backend(self)
-
-
-@component
 class BucketStorage(Storage):
     """Base class of cloud stores. See `Storage` for the others.
 
@@ -243,10 +227,8 @@ class GCSStorage(BucketStorage):
         return gcs_backend(self)
 
 
-KINDS: dict[str, type[Storage]] = {
-    kind.kind: kind for kind in (LocalStorage, MemoryStorage, S3Storage, OSSStorage, GCSStorage)
-}
-SCHEMES = {"s3": S3Storage, "oss": OSSStorage, "gcs": GCSStorage, "gs": GCSStorage, "memory": MemoryStorage}
+KINDS: dict[str, type[Storage]] = {kind.kind: kind for kind in (LocalStorage, S3Storage, OSSStorage, GCSStorage)}
+SCHEMES = {"s3": S3Storage, "oss": OSSStorage, "gcs": GCSStorage, "gs": GCSStorage}
 
 
 def is_address(text: str) -> bool:
@@ -277,8 +259,6 @@ def storage_at(address: str, like: Storage | None = None, **settings: Any) -> St
             f"{redact(address)!r} is not an address of a storage: expected one of {known}, a bucket and a prefix."
         )
     prefix = parts.path.strip("/")
-    if kind is MemoryStorage:
-        return kind(prefix="/".join(part for part in (parts.netloc, prefix) if part), **settings)
     if type(like) is kind:
         return dataclasses.replace(like, bucket=parts.netloc, prefix=prefix, **settings)  # type: ignore[call-arg]
     return kind(bucket=parts.netloc, prefix=prefix, **settings)  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""Backends over fsspec: memory, S3 (s3fs), OSS (ossfs), GCS (gcsfs). The only module that imports any of them.
+"""Backends over fsspec: S3 (s3fs), OSS (ossfs), GCS (gcsfs). The only module that imports any of them.
 
 Each is made from its component of `verl.storage.config`. For S3, single requests are sent through the client that s3fs
 creates, so that time-outs, retries, conditional puts and multipart uploads are controlled here; the others use the
@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-import fsspec
 from fsspec.asyn import sync
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, VerlError
@@ -83,7 +82,7 @@ class S3Backend(Backend):
             if token is not None:
                 asked["ContinuationToken"] = token
             answer = self._call(prefix, lambda s3: s3.list_objects_v2(**asked))
-            entries = ((_below(self._prefix, one.get("Key")), one.get("Size")) for one in answer.get("Contents", ()))
+            entries = ((_below(self._prefix, x.get("Key")), x.get("Size")) for x in answer.get("Contents", ()))
             return entries, answer.get("NextContinuationToken", "") if answer.get("IsTruncated") else None
 
         return _read_listing(f"s3://{self._bucket}/{self._prefix}{prefix}", page)
@@ -106,8 +105,8 @@ class S3Backend(Backend):
                 lambda s3: s3.complete_multipart_upload(**self._at(key), UploadId=token, MultipartUpload=listed),
             )
         except ObjectNotFound as error:  # completed already, by an attempt whose answer was lost?
-            found = self._call(key, lambda s3: s3.head_object(**self._at(key)))
-            if found["ETag"].strip('"') != _tag_of_parts(parts):
+            stored = self._call(key, lambda s3: s3.head_object(**self._at(key)))
+            if stored["ETag"].strip('"') != _tag_of_parts(parts):
                 raise TransientError(f"{key}: the store has neither the parts nor the object") from error
 
     def abort(self, key: str, token: str) -> None:
@@ -167,7 +166,7 @@ class FsspecBackend(Backend):
     Args:
         fs: the file system.
         root: bucket and prefix.
-        timeout_s: time-out of one request, besides those of the file system; None for none.
+        timeout_s: time-out of one request, besides those of the file system.
         create: atomically puts an object unless one exists, else raises FileExistsError; None if the store cannot.
         page: reads a page of the listing of all paths that begin with its argument; the token is that of the page
             before. Its keys are paths.
@@ -179,7 +178,7 @@ class FsspecBackend(Backend):
         root: str,
         create: Callable[[str, bytes], None] | None,
         page: Callable[[str, str | None], Page],
-        timeout_s: float | None = None,
+        timeout_s: float,
     ):
         self.fs, self._root, self._create, self._page, self._timeout_s = fs, root, create, page, timeout_s
         self.is_conditional = create is not None
@@ -201,8 +200,8 @@ class FsspecBackend(Backend):
         self._same_size(key, size)
 
     def get(self, key: str, begin: int, end: int) -> bytes:
-        found = self._ask(key, lambda path: self.fs.cat_file(path, start=begin, end=end))
-        return found[: end - begin]  # ossfs includes `end`
+        data = self._ask(key, lambda path: self.fs.cat_file(path, start=begin, end=end))
+        return data[: end - begin]  # ossfs includes `end`
 
     def size(self, key: str) -> int:
         return self._ask(key, self.fs.info)["size"]
@@ -224,14 +223,14 @@ class FsspecBackend(Backend):
             return
 
     def _same_size(self, key: str, size: int) -> None:
-        if (found := self.size(key)) != size:
-            raise TransientError(f"{key} has {found} bytes after a put of {size}")
+        if (stored_size := self.size(key)) != size:
+            raise TransientError(f"{key} has {stored_size} bytes after a put of {size}")
 
     def _ask(self, key: str, request: Callable[[str], Any], num_parts: int = 1) -> Any:
         path = f"{self._root}/{key}".rstrip("/")
         self.fs.invalidate_cache()  # other processes write there too
         try:
-            return _within(None if self._timeout_s is None else num_parts * self._timeout_s, lambda: request(path))
+            return _within(num_parts * self._timeout_s, lambda: request(path))
         except (VerlError, TransientError, AlreadyExists):  # raised by the iterator of pieces
             raise
         except FileExistsError as error:
@@ -269,7 +268,7 @@ def _read_listing(url: str, page: Callable[[str | None], Page]) -> list[StoredOb
     Raises:
         ObjectDamaged: the listing is larger than LISTING_BYTES, has no end, or has entries without a key or a size.
     """
-    found: list[StoredObject] = []
+    listed: list[StoredObject] = []
     size_bytes, token = 0, None
     while True:
         entries, following = page(token)
@@ -280,13 +279,13 @@ def _read_listing(url: str, page: Callable[[str | None], Page]) -> list[StoredOb
             size_bytes += ENTRY_BYTES + len(key)
             if size_bytes > LISTING_BYTES:
                 break
-            found.append(StoredObject(key, size))
+            listed.append(StoredObject(key, size))
         if following is None and size_bytes <= LISTING_BYTES:
-            return sorted(found)
+            return sorted(listed)
         if size_bytes > LISTING_BYTES or following == token:
             raise ObjectDamaged(
-                f"{url}: the store's listing has no end, or more than {LISTING_BYTES // MIB} MiB ({len(found)} objects "
-                "so far). Use a prefix (storage.prefix) with fewer objects, or delete what is no longer needed there."
+                f"{url}: the store's listing has no end, or more than {LISTING_BYTES // MIB} MiB ({len(listed)} "
+                "objects so far). Use a prefix (storage.prefix) with fewer objects, or delete what is not needed there."
             )
         token = following
 
@@ -301,14 +300,12 @@ def _too_long(url: object) -> ObjectDamaged:
     return ObjectDamaged(f"{redact(str(url))}: the store's answer has more than {ANSWER_BYTES} bytes")
 
 
-def _within(timeout_s: float | None, call: Callable[[], Any]) -> Any:
+def _within(timeout_s: float, call: Callable[[], Any]) -> Any:
     """Return the result of a call; a call that takes longer is abandoned in its thread.
 
     Raises:
         TimeoutError: the call took longer.
     """
-    if timeout_s is None:
-        return call()
     answer: Future[Any] = Future()
 
     def run() -> None:
@@ -327,20 +324,6 @@ def _within(timeout_s: float | None, call: Callable[[], Any]) -> Any:
 def _temporary_file() -> Any:
     """A file that is deleted when closed; unnamed where files can be opened by descriptor."""
     return tempfile.TemporaryFile() if os.path.isdir("/proc/self/fd") else tempfile.NamedTemporaryFile()
-
-
-def memory_backend(storage: Any) -> Backend:
-    """Memory of this process, shared by all storages with one prefix."""
-    fs = fsspec.filesystem("memory")
-
-    def create(path: str, data: bytes) -> None:
-        with _MEMORY_LOCK:
-            fs.pipe_file(path, data, mode="create")
-
-    def page(path: str, token: str | None) -> Page:
-        return [(name, found.size) for name, found in list(fs.store.items()) if name.startswith(path)], None
-
-    return FsspecBackend(fs, f"/{storage.prefix}".rstrip("/"), create, page)
 
 
 def oss_backend(storage: Any) -> Backend:
@@ -394,7 +377,7 @@ def oss_backend(storage: Any) -> Backend:
         bucket, _, key = path.partition("/")
         options = {"prefix": key, "marker": token or "", "max_keys": 1000, "bucket": bucket, "timeout": timeout_s}
         answer = fs._call_oss("list_objects", **options)
-        entries = [(f"{bucket}/{one.key}", one.size) for one in answer.object_list]
+        entries = [(f"{bucket}/{entry.key}", entry.size) for entry in answer.object_list]
         return entries, (answer.next_marker or answer.object_list[-1].key) if answer.is_truncated else None
 
     def create(path: str, data: bytes) -> None:
@@ -444,7 +427,7 @@ def gcs_backend(storage: Any) -> Backend:
     def page(path: str, token: str | None) -> Page:
         bucket, _, key = path.partition("/")
         answer: Any = fs.call("GET", "b/{}/o", bucket, prefix=key, maxResults=1000, pageToken=token, json_out=True)
-        entries = [(f"{bucket}/{one['name']}", int(one.get("size", 0))) for one in answer.get("items", ())]
+        entries = [(f"{bucket}/{entry['name']}", int(entry.get("size", 0))) for entry in answer.get("items", ())]
         return entries, answer.get("nextPageToken")
 
     def create(path: str, data: bytes) -> None:
@@ -467,9 +450,9 @@ def _s3_client(
         "max_pool_connections": max(10, concurrency),
         "http_session_cls": _bounded_session(),
     }
-    own = {"region_name": region} if region else {}
+    client = {"region_name": region} if region else {}
     return s3fs.S3FileSystem(
-        endpoint_url=endpoint_url, config_kwargs=config, client_kwargs=own, skip_instance_cache=True
+        endpoint_url=endpoint_url, config_kwargs=config, client_kwargs=client, skip_instance_cache=True
     )
 
 
@@ -493,9 +476,6 @@ def _bounded_session() -> Any:
             return answer
 
     return BoundedSession
-
-
-_MEMORY_LOCK = threading.Lock()
 
 
 def _root(storage: Any) -> str:

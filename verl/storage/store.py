@@ -22,8 +22,8 @@ class ObjectStore:
 
     Puts are atomic: one that failed, or whose process was killed, leaves no partial object.
 
-    >>> from verl.storage.config import MemoryStorage
-    >>> store = MemoryStorage(prefix="docs").connect()
+    >>> from verl.storage.config import LocalStorage
+    >>> store = LocalStorage(path="objects", prefix="docs").connect()
     >>> store.put("greeting", b"good morning")
     >>> bytes(store.get("greeting", 5, 9)), store.create("greeting", b"good night")
     (b'morn', False)

@@ -203,7 +203,7 @@ class PPOLifecycle(ABC):
         self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
         self.pipeline = RolloutPipeline(self.actor, run.trainer.rollout_ahead)
         if run.reward_as_role is not None:
-            self.reward = RemoteRewardModel(roles["rm"], run.reward_as_role)
+            self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
 
     @property
     def actor_worker(self) -> Any:

@@ -366,7 +366,7 @@ def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], 
 
 def _restart_fault(trainer: Restartable, max_restarts: int) -> str | None:
     """Why the run cannot be restarted automatically; None if it can."""
-    if trainer.saving.settings is None:
+    if not trainer.saving.is_wanted:
         return "The run keeps no checkpoints, so it cannot go on by itself. Set checkpoint=async."
     if len(trainer.restarts) >= max_restarts:
         return f"The run was restarted {max_restarts} times before, and trainer.placement.max_restarts allows no more."

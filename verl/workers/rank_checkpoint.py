@@ -28,7 +28,6 @@ from verl.checkpoint.core.safetensors_format import INDEX_NAME, MODEL_METADATA, 
 from verl.checkpoint.save.async_writer import WRITER_TIMEOUT_S, CheckpointWriter
 from verl.checkpoint.save.buffer_layout import PartialTensor, SavedComponent
 from verl.checkpoint.save.save_request import (
-    IncrementalSettings,
     MultiWriterSave,
     SaveRequest,
     sees_nonce,
@@ -167,7 +166,7 @@ class RankSaveSettings:
     use_safetensors: bool
     max_shard_bytes: int
     first_rank: int
-    increment: IncrementalSettings | None = None
+    increment: bool | Path = False
     writer_timeout_s: float = WRITER_TIMEOUT_S
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from verl.component import BuildContext
 from verl.protocol import DataProto
 from verl.protocol.dispatch import by_rows
 from verl.rewards.base import Reward, RewardResult
-from verl.rewards.normalization import NormalisedReward
 from verl.rewards.reward_model import RewardModel
 
 PART = "part/"
@@ -27,7 +25,7 @@ class RewardWorker:
     @classmethod
     def start(cls, described: RewardModel, context: BuildContext) -> RewardWorker:
         """Load the model. What it says is normalised by the driver, so that a share of the rows is enough here."""
-        return cls(replace(described, normalize="none").build(context))
+        return cls(described.build_unscaled(context))
 
     @by_rows
     def rate(self, batch: DataProto) -> DataProto:
@@ -37,19 +35,17 @@ class RewardWorker:
         return DataProto.from_dict({"rating": torch.from_numpy(np.ascontiguousarray(rating.scores)), **parts})
 
 
-class RemoteRewardModel(NormalisedReward):
-    """The driver's side of the role `rm`.
+class RemoteRewardModel(Reward):
+    """The driver's side of the role `rm`, without normalisation.
 
     Args:
         role: its handle.
-        described: the reward that lives there.
     """
 
-    def __init__(self, role: Any, described: RewardModel):
-        super().__init__(described.normalize == "running")
+    def __init__(self, role: Any):
         self.role = role
 
-    def raw(self, batch: DataProto) -> RewardResult:
+    def rate_batch(self, batch: DataProto) -> RewardResult:
         if not len(batch):
             return RewardResult(np.zeros(0))
         answer = self.role.rate(batch).result()

@@ -36,7 +36,7 @@ class OneFile(FileSystem):
     def __init__(self, content: bytes):
         self.content = content
 
-    def map(self, path):
+    def map(self, path, writable=False):
         return memoryview(self.content)
 
 

@@ -25,7 +25,7 @@ from verl.errors import (
     ConfigError,
     ObjectDamaged,
 )
-from verl.storage.config import GCSStorage, LocalStorage, MemoryStorage, OSSStorage
+from verl.storage.config import GCSStorage, LocalStorage, OSSStorage
 from verl.storage.store import ObjectStore
 
 TOKENIZER = b"tokens of a constant file" * 40
@@ -150,7 +150,7 @@ def test_the_newest_whole_one_is_taken(objects: ObjectStore, tmp_path: Path, cap
     assert RemoteStore(objects).newest().step == 1
     assert "NOT USING" in caplog.text
     with pytest.raises(CheckpointNotFound):
-        RemoteStore(MemoryStorage(prefix="nothing").connect()).newest()
+        RemoteStore(LocalStorage(path=str(tmp_path / "nothing")).connect()).newest()
 
 
 def test_a_reader_fetches_what_is_asked_for_alone(objects: ObjectStore, tmp_path: Path) -> None:

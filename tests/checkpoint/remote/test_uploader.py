@@ -78,7 +78,6 @@ def test_checkpoints_arrive_while_others_are_saved_and_at_the_end_all_are_there(
     uploading = uploader(tier, tmp_path / "here")
     for step in (1, 2, 3):
         save(tmp_path / "here", step)
-        uploading.look()
     told = uploading.close(wait_s=60)
     assert uploading.is_done
     assert {one.name for one in told if one.kind == "uploaded"} <= {f"global_step_{step}" for step in (1, 2, 3)}
@@ -109,20 +108,16 @@ def test_within_an_interval_of_time_the_newest_goes_once_and_what_has_a_tag_and_
     until(uploading, "uploaded")
     for step in (2, 3):
         save(tmp_path / "here", step)
-        uploading.look()
     save(tmp_path / "here", 4, tag="kept")
-    uploading.look()
     until(uploading, "uploaded")
     assert [record.step for record in near.connect().records()] == [1, 4]
     save(tmp_path / "here", 5)
     for recorded in (tmp_path / "here/uploaded").iterdir():  # an hour later
         os.utime(recorded, (time.time() - 3600,) * 2)
-    uploading.look()
     until(uploading, "uploaded")
     assert [record.step for record in near.connect().records()] == [1, 4, 5]
     for step in (6, 7):
         save(tmp_path / "here", step)
-        uploading.look()
     uploading.close(wait_s=60)
     assert [record.step for record in near.connect().records()] == [1, 4, 5, 7]
 
@@ -133,7 +128,6 @@ def test_what_comes_within_an_interval_goes_up_when_it_is_over(near: CheckpointT
     uploading = uploader(near, tmp_path / "here")
     until(uploading, "uploaded")
     save(tmp_path / "here", 2)
-    uploading.look()  # once, and too early
     until(uploading, "uploaded")
     uploading.close(wait_s=60)
     assert [record.step for record in near.connect().records()] == [1, 2]
@@ -143,7 +137,6 @@ def test_a_store_that_is_away_costs_nothing_but_time(tier: CheckpointTier, proxy
     proxy.misbehave = lambda request: Fault(status=503)
     uploading = uploader(tier, tmp_path / "here")
     save(tmp_path / "here", 1)
-    uploading.look()
     (failed, *_) = until(uploading, "failed")
     assert "503" in failed.error
     assert failed.waiting == 1
@@ -175,7 +168,6 @@ def test_an_uploader_that_is_killed_is_started_again_and_goes_on_where_it_was(
     proxy.misbehave = after(3, Fault(passed_on=True, delay_s=30.0), method="PUT", part="objects/", times=99)
     uploading = uploader(tier, tmp_path / "here")
     save(tmp_path / "here", 1)
-    uploading.look()
     wait_until(lambda: proxy.count("PUT", "objects/") >= 3, 60)
     assert uploading.process_id is not None
     os.kill(uploading.process_id, signal.SIGKILL)
@@ -183,8 +175,6 @@ def test_an_uploader_that_is_killed_is_started_again_and_goes_on_where_it_was(
     proxy.misbehave = lambda request: None
     put_before = [request.path for request in proxy.seen if request.method == "PUT" and "objects/" in request.path]
     assert tier.connect().records() == []
-    wait_until(lambda: uploading.process_id is None)
-    uploading.look()
     until(uploading, "uploaded")
     uploading.close(wait_s=60)
     (record,) = tier.connect().records()
@@ -205,7 +195,6 @@ def test_an_uploader_that_is_stopped_is_named_and_started_again(
     os.kill(stopped, signal.SIGSTOP)
     save(tmp_path / "here", 2)
     if when == "idle":
-        uploading.look()
         until(uploading, "uploaded")
     uploading.close(wait_s=60)
     assert [record.step for record in near.connect().records()] == [1, 2]
@@ -214,34 +203,29 @@ def test_an_uploader_that_is_stopped_is_named_and_started_again(
     assert not Path(f"/proc/{stopped}").exists()
 
 
-def test_a_stopped_uploader_that_takes_nothing_in_never_holds_training_up(near: CheckpointTier, tmp_path: Path) -> None:
+def test_a_stopped_uploader_does_not_hold_the_end_up(near: CheckpointTier, tmp_path: Path) -> None:
     uploading = uploader(near, tmp_path / "here")
     assert uploading.process_id is not None
     os.kill(uploading.process_id, signal.SIGSTOP)
-    for _ in range(20_000):  # more than a pipe holds
-        uploading.look()
     uploading.close(wait_s=0.0)
 
 
 def test_a_trainer_that_is_gone_takes_its_uploader_along(near: CheckpointTier, tmp_path: Path) -> None:
     uploading = uploader(near, tmp_path / "here")
     child = uploading.child
-    assert child is not None
     child.channel.close()  # as the end of the trainer's process would
     assert child.await_exit(timeout_s=30) == 0
+    uploading.close(wait_s=0.0)
 
 
 def test_the_later_of_two_runs_fences_the_earlier_one_out_which_says_so(near: CheckpointTier, tmp_path: Path) -> None:
     one = uploader(near, tmp_path / "one", "one")
     save(tmp_path / "one", 1)
-    one.look()
     until(one, "uploaded")
     two = uploader(near, tmp_path / "two", "two")
     save(tmp_path / "two", 5)
-    two.look()
     until(two, "uploaded")
     save(tmp_path / "one", 2)
-    one.look()
     assert "taken over" in until(one, "fenced")[-1].error
     assert one.is_fenced
     one.close(wait_s=60)

@@ -20,7 +20,6 @@ from verl.checkpoint.read.verify import verify
 from verl.checkpoint.resume_point import find
 from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.save_request import IncrementalSettings
 from verl.errors import NoSpaceForCheckpoint
 
 WEIGHTS = "actor/model.safetensors"
@@ -44,7 +43,7 @@ def trained(tensors: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tens
 def save(
     directory: Path,
     versions: dict[int, int],
-    settings: IncrementalSettings | None = None,
+    increment: bool | Path = True,
     disk: FileSystem | None = None,
     mode: str = "sync",
 ) -> list[Checkpoint]:
@@ -52,7 +51,6 @@ def save(
     store = CheckpointStore(directory, disk=disk)
     with CheckpointWriter(store, mode=mode) as writer:
         for step, version in versions.items():
-            increment = settings or IncrementalSettings()
             writer.save(request(step, trained(weights(), version), increment=increment))
             writer.drain()
     return store.complete(strict=True, level="full")
@@ -80,7 +78,7 @@ def test_an_unchanged_save_writes_the_state_alone(tmp_path):
     store = CheckpointStore(tmp_path)
     with CheckpointWriter(store, mode="sync") as writer:
         for step in (1, 2):
-            writer.save(request(step, trained(weights(), 1), increment=IncrementalSettings()))
+            writer.save(request(step, trained(weights(), 1), increment=True))
         (*_, outcome) = writer.drain()
     assert outcome.directory is not None
     assert outcome.written_bytes < 1000  # trainer_state.json
@@ -98,15 +96,14 @@ def test_retention_may_remove_the_checkpoint_that_a_link_comes_from(tmp_path):
 
 def test_a_base_is_linked_from_where_the_newest_has_other_bytes(tmp_path):
     (base,) = save(tmp_path / "before", {1: 1})
-    settings = IncrementalSettings(base=base.directory)
-    _, other, again = save(tmp_path / "after", {1: 1, 2: 2, 3: 1}, settings)
+    _, other, again = save(tmp_path / "after", {1: 1, 2: 2, 3: 1}, base.directory)
     assert os.path.samefile(base.path(WEIGHTS), again.path(WEIGHTS))
     assert_holds(other, 2)
     assert_holds(again, 1)
 
 
 def test_a_base_that_is_gone_costs_a_whole_save_and_is_told(tmp_path, caplog):
-    (checkpoint,) = save(tmp_path, {1: 1}, IncrementalSettings(base=tmp_path / "nowhere"))
+    (checkpoint,) = save(tmp_path, {1: 1}, tmp_path / "nowhere")
     assert_holds(checkpoint, 1)
     assert "checkpoint.incremental_base cannot be used" in caplog.text
 
@@ -122,7 +119,7 @@ def test_a_damaged_file_serves_no_further_save(tmp_path, caplog):
     (first,) = save(tmp_path, {1: 1})
     flip_bit(first.path(WEIGHTS), 5000)
     with CheckpointWriter(store := CheckpointStore(tmp_path), mode="sync") as writer:
-        writer.save(request(2, trained(weights(), 1), increment=IncrementalSettings()))
+        writer.save(request(2, trained(weights(), 1), increment=True))
         writer.drain()
     assert f"{WEIGHTS} of {first.directory} is damaged, and is written anew" in caplog.text
     newest = store.newest()
@@ -157,7 +154,7 @@ def test_an_increment_is_saved_where_a_whole_checkpoint_finds_no_room(tmp_path):
         writer.save(request(2, trained(weights(), 1)))
         with pytest.raises(NoSpaceForCheckpoint):
             writer.drain()
-        writer.save(request(2, trained(weights(), 1), increment=IncrementalSettings()))
+        writer.save(request(2, trained(weights(), 1), increment=True))
         writer.drain()
     assert_holds(store.newest(), 1)
 

@@ -101,7 +101,7 @@ def attached(address, model):
 
 def test_log_probs_are_the_trainers_and_a_seed_draws_the_same_again(attached, prompts):
     actor = attached()
-    assert actor.sampler.engine.parts.limit == 64
+    assert actor.sampler.engine.row_tokens == 64
     rows = actor.generate(prompts(), GenerationRequest(0, 4))
     assert gap(actor, rows) < 1e-4
     assert len({tuple(row.tolist()) for row in rows["responses"]}) > 8

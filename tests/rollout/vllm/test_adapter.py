@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cluster.processes_of import is_running, wait_until_gone
-from rollout.engines import agreement, random_prompts, save_family, shake
+from rollout.engines import agreement, generate, random_prompts, save_family, shake
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
@@ -33,18 +33,18 @@ def test_adapters_follow_one_another_and_closing_leaves_no_file_and_no_process(t
         for seed in range(3):
             shake(model, 0.1, seed)
             synced = engine.sync()
-            same, gap = agreement(*(e.generate(random_prompts(), GenerationRequest(seed, 4)) for e in (engine, ours)))
+            same, gap = agreement(*(generate(e, random_prompts(), GenerationRequest(seed, 4)) for e in (engine, ours)))
             assert same >= 0.95
             assert gap < 5e-4
             assert synced.note.startswith(f"adapter {seed + 1}, ")
-            assert list(engine.files.directory.glob("adapter*")) == []
+            assert list(engine.process.files.directory.glob("adapter*")) == []
     finally:
         closing_leaves_nothing(engine, tmp_path / "workers/vllm_0.log")
 
 
 def closing_leaves_nothing(engine, log):
     """No process and no file; and it can be done twice."""
-    process, directory, temporary = engine.process_id, engine.files.directory, engine.files.temporary
+    process, directory, temporary = engine.process_id, engine.process.files.directory, engine.process.files.temporary
     assert is_running(process)
     assert directory.is_dir()
     assert temporary.is_dir()

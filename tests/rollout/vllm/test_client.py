@@ -146,11 +146,10 @@ def test_every_one_of_many_syncs_takes_the_weights_of_its_time(engines):
 def test_small_chunks_carry_the_same_weights(engines, monkeypatch):
     vllm = engines.vllm
     shake(engines.model, seed=9)
-    vllm.stream.close()
-    vllm.stream = None
-    monkeypatch.setattr(vllm, "chunk_bytes", 80_000)  # some ten chunks; q, k and v come in different ones
+    vllm.weight_sync.close()
+    monkeypatch.setattr(vllm.weight_sync, "chunk_bytes", 80_000)  # some ten chunks; q, k and v come in different ones
     vllm.sync()
-    assert vllm.stream.chunk_bytes <= 80_000  # larger tensors came by their rows
+    assert vllm.weight_sync.stream.chunk_bytes <= 80_000  # larger tensors came by their rows
     assert agreement(*engines())[0] >= 0.99
 
 
@@ -374,7 +373,7 @@ def cross_keys_and_values(vllm, monkeypatch) -> tuple[str, str]:
     send, crossed = vllm.process.send, {first: second, second: first}
 
     def misleading(method, *args):
-        if method == "connect" and vllm.in_place:
+        if method == "connect" and vllm.weights.in_place:
             chunks = [
                 [dataclasses.replace(p, name=crossed.get(p.name, p.name)) for p in ps] for ps in args[0][0].chunks
             ]
@@ -382,7 +381,7 @@ def cross_keys_and_values(vllm, monkeypatch) -> tuple[str, str]:
         send(method, *args)
 
     monkeypatch.setattr(vllm.process, "send", misleading)
-    vllm.connection = None  # the engine is told anew what it reads
+    vllm.weight_sync.connection = None  # the engine is told anew what it reads
     return tuple(names)
 
 
@@ -400,10 +399,10 @@ def test_a_tensor_in_the_wrong_place_is_named_and_at_the_first_sync_vllm_is_left
         os.kill(vllm.process_id, signal.SIGKILL)
         with caplog.at_level(logging.WARNING):
             vllm.sync()
-    assert "vLLM reloads its model at each sync, because" in caplog.text
-    assert not vllm.in_place
+    assert "vLLM reloads its model at each sync from now on" in caplog.text
+    assert not vllm.weights.in_place
     assert agreement(*engines())[0] >= 0.99
-    vllm.in_place = True
+    vllm.weights.in_place = True
 
 
 def test_an_engine_that_dies_twice_in_a_row_ends_the_run_with_its_last_lines(engines, monkeypatch):

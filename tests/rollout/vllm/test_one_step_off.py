@@ -17,7 +17,7 @@ from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
-from verl.rollout.vllm.client.client import VLLMClient
+from verl.rollout.responses import ResponseSampler
 from verl.rollout.vllm.config import VLLMRollout
 from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.ppo import PPOTrainer
@@ -84,17 +84,17 @@ def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_a
 
 @pytest.mark.exhaustive
 def test_rows_that_were_drawn_again_because_the_engine_died_carry_the_weights_that_drew_them(tmp_path, monkeypatch):
-    trained_on, begin, begun = noted_updates(monkeypatch), VLLMClient.begin, []
+    trained_on, begin, begun = noted_updates(monkeypatch), ResponseSampler.begin, []
 
-    def dying(engine, *asked):
+    def dying(sampler, *asked):
         begun.append(asked)
         if len(begun) == 2:
-            os.kill(engine.process_id, signal.SIGSTOP)  # or it might have drawn all before it is killed
-        begin(engine, *asked)
+            os.kill(sampler.engine.process_id, signal.SIGSTOP)  # or it might have drawn all before it is killed
+        begin(sampler, *asked)
         if len(begun) == 2:
-            os.kill(engine.process_id, signal.SIGKILL)
+            os.kill(sampler.engine.process_id, signal.SIGKILL)
 
-    monkeypatch.setattr(VLLMClient, "begin", dying)
+    monkeypatch.setattr(ResponseSampler, "begin", dying)
     fit(ahead(save_family(tmp_path / "model", "qwen2"), tmp_path), tmp_path / "run")
     assert trained_on == [[0], [0], [2]]
 

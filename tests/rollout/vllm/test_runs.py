@@ -62,7 +62,7 @@ from verl import HybridActor
 from verl.rollout.vllm.config import VLLMRollout
 actor = HybridActor.from_pretrained(sys.argv[1], rollout=VLLMRollout(kv_cache_gib=0.05, num_threads=1), device="cpu")
 actor.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
-print(actor.rollout_engine.files.directory, flush=True)
+print(actor.rollout_engine.process.files.directory, flush=True)
 raise SystemExit("a fault of the script")
 """
 
@@ -118,5 +118,5 @@ def test_vllm_that_draws_by_another_temperature_stops_the_run_in_the_first_step(
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         engine = trainer.cluster.worker("actor").sampler
         engine.options = dataclasses.replace(engine.options, temperature=2.0)
-        with pytest.raises(LogProbGapError, match="VLLMClient holds another model, .* it draws by another temperature"):
+        with pytest.raises(LogProbGapError, match="VLLMEngine holds another model, .* it draws by another temperature"):
             trainer.fit()

@@ -49,7 +49,7 @@ def through(named, dtype=torch.float32, chunk_bytes=3000, readers=1):
     threads = [threading.Thread(target=read, args=(number,)) for number in range(readers)]
     for thread in threads:
         thread.start()
-    stream.send(chunks, weights, dtype, lambda: True)
+    stream.fill(chunks, iter(named.items()), dtype, lambda: True)
     for thread in threads:
         thread.join()
     stream.close()
@@ -95,7 +95,7 @@ def test_a_reader_that_is_gone_ends_the_sending():
     stream = StreamWriter(size, 1, CPU)
     stream.begin()
     with pytest.raises(StreamBroken):
-        stream.send(chunks, weights, torch.float32, lambda: False)
+        stream.fill(chunks, iter(tensors().items()), torch.float32, lambda: False)
     stream.close()
 
 

@@ -82,7 +82,7 @@ def test_an_engine_that_is_stopped_while_it_starts_is_named_with_its_stage_and_e
 def stop_at(engine, monkeypatch, asked: str, *, before: bool = False, whom=lambda pid: [pid], number=signal.SIGSTOP):
     """Send a signal when the engine is next asked for something, or just before; gives the ids of those that got it."""
     struck: list[int] = []
-    process, send = engine.process, engine.process.send_message
+    process, send = engine.process, engine.process.send
 
     def strike() -> None:
         if not struck:
@@ -90,14 +90,14 @@ def stop_at(engine, monkeypatch, asked: str, *, before: bool = False, whom=lambd
             for pid in struck:
                 os.kill(pid, number)
 
-    def sending(method, message):
+    def sending(method, *args):
         if method == asked and before:
             strike()
-        send(method, message)
+        send(method, *args)
         if method == asked:
             strike()
 
-    monkeypatch.setattr(process, "send_message", sending)
+    monkeypatch.setattr(process, "send", sending)
     return struck
 
 
@@ -112,7 +112,7 @@ def pair(source, tmp_path_factory):
     model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
     context = BuildContext(run_dir=tmp_path_factory.mktemp("run"))
     vllm = VLLMRollout(**SMALL).attach(model, tokenizer, 5, None, context)
-    vllm.chunk_bytes = 80_000  # some ten chunks: the trainer waits for the engine in the middle of a load
+    vllm.weight_sync.chunk_bytes = 80_000  # some ten chunks: the trainer waits for the engine in the middle of a load
     yield vllm, HFRollout(max_new_tokens=8).attach(model, tokenizer, 5), model
     vllm.close()
 
@@ -123,7 +123,7 @@ def pair(source, tmp_path_factory):
 def test_a_stop_at_any_stage_is_outlived(stage, before, pair, monkeypatch, caplog):
     vllm, ours, model = pair
     shake(model, seed=len(stage) + before)
-    vllm.is_synced = stage == "advance_turns"
+    vllm.weights.state.is_current = stage == "advance_turns"
     if stage == "advance_turns":
         vllm.sync()
     stopped = stop_at(vllm, monkeypatch, stage, before=before)
@@ -216,14 +216,14 @@ def test_work_that_takes_longer_than_the_limit_and_goes_on_is_waited_for(source,
 def test_a_second_stop_in_a_row_ends_the_run_in_words(pair, monkeypatch):
     vllm, _, _ = pair
     vllm.sync()
-    process, send = vllm.process, vllm.process.send_message
+    process, send = vllm.process, vllm.process.send
 
-    def sending(method, message):
+    def sending(method, *args):
         if method in ("advance_turns", "load"):
             os.kill(process.process_id, signal.SIGSTOP)
-        send(method, message)
+        send(method, *args)
 
-    monkeypatch.setattr(process, "send_message", sending)
+    monkeypatch.setattr(process, "send", sending)
     with pytest.raises(RolloutError) as caught:
         generate(vllm, random_prompts(), GenerationRequest(0))
     last = str(caught.value).splitlines()[-1]
@@ -249,7 +249,7 @@ def test_an_engine_that_is_stopped_when_it_is_to_give_memory_back_is_ended_and_m
 @pytest.mark.exhaustive
 def test_closing_a_stopped_engine_leaves_nothing_and_waits_for_nothing(source):
     vllm = VLLMRollout(**SMALL).attach(source.load_causal_lm("cpu"), source.load_tokenizer(), 5)
-    pid, files = vllm.process_id, vllm.files
+    pid, files = vllm.process_id, vllm.process.files
     os.kill(pid, signal.SIGSTOP)
     vllm.close()
     assert not is_running(pid)
@@ -271,7 +271,7 @@ def test_a_stop_beside_an_adapter_is_outlived(stage, source, tmp_path, monkeypat
         vllm.sync()
         same, _ = agreement(*(generate(one, random_prompts(), GenerationRequest(1, 4)) for one in (vllm, ours)))
         assert same >= 0.95
-        assert list(vllm.files.directory.glob("adapter*")) == []
+        assert list(vllm.process.files.directory.glob("adapter*")) == []
     finally:
         vllm.close()
 
@@ -294,7 +294,7 @@ def test_a_worker_of_an_engine_of_two_that_is_stopped_or_killed_is_outlived(
     try:
         vllm.sync()
         group = members(vllm.process_id)
-        vllm.is_synced = stage == "advance_turns"
+        vllm.weights.state.is_current = stage == "advance_turns"
         stop_at(vllm, monkeypatch, stage, before=True, whom=last_worker, number=number)
         with caplog.at_level(logging.WARNING):
             same, _ = agreement(*(generate(one, random_prompts(), GenerationRequest(1, 4)) for one in (vllm, ours)))
@@ -303,7 +303,7 @@ def test_a_worker_of_an_engine_of_two_that_is_stopped_or_killed_is_outlived(
         assert wait_until_gone(group) == []
     finally:
         vllm.close()
-    assert [name for name in os.listdir("/dev/shm") if vllm.files.name in name] == []
+    assert [name for name in os.listdir("/dev/shm") if vllm.process.files.name in name] == []
 
 
 @pytest.mark.exhaustive

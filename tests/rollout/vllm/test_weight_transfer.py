@@ -21,7 +21,7 @@ from verl.ops.resharding.plan import lower_bound
 from verl.rollout.vllm.messages import SyncOffer
 from verl.rollout.vllm.shm_stream import StreamReader, StreamWriter
 from verl.rollout.vllm.state_dict import weights_of
-from verl.rollout.vllm.sync.weight_sync import RankSync
+from verl.rollout.vllm.sync.weight_sync import RankConnection, RankSync
 from verl.rollout.vllm.sync.weight_transfer import WeightTransfer, assigned, may_be_sliced
 from verl.rollout.weight_verification.compare import differing
 from verl.rollout.weight_verification.fingerprint import ProbeVectors, fingerprint, join_shards
@@ -72,7 +72,7 @@ def offers(weights, parallel, workers, stages=1):
 
 def fed(part):
     """What comes out of the stream of a process, and what that has to tell of its part of a sync."""
-    share = part.share
+    share = part.connection.share
     stream = StreamWriter(share.chunk_bytes, 1, torch.device("cpu")) if share.chunks else None
     found = {}
 
@@ -87,7 +87,7 @@ def fed(part):
     if stream is not None:
         stream.begin()
         reading.start()
-    moved = dataclasses.replace(part, stream=stream).move()
+    moved = dataclasses.replace(part, connection=dataclasses.replace(part.connection, stream=stream)).move()
     if stream is not None:
         reading.join()
         stream.close()
@@ -125,7 +125,8 @@ def delivered(source, sharding, lora, rank, world_size):
         share, offer = shares[rank], offered[model.parallel_info.siblings[0]][1]
         dist.batch_isend_irecv = spy
         with CommDebugMode() as others:
-            found, moved = fed(RankSync(model, None, None, weights, offer, QUESTION, share, transfer, None, []))
+            connection = RankConnection((), offer, share, transfer, None, [])
+            found, moved = fed(RankSync(model, None, None, weights, QUESTION, connection))
         dist.batch_isend_irecv = exchange
         assert lora or others.get_total_counts() == 0, others.get_comm_counts()
         assert list(found) == list(dict.fromkeys(place.name for chunk in share.chunks for place in chunk))

@@ -3,55 +3,44 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import fields
-from typing import Any
 
 import pytest
 import torch
 from random_models import save_random_model
 from trainer.runs import GRPO_ALGORITHM, JSONL, ppo_run, step_lines
 
-from verl.component import BuildContext, component
+from verl.component import BuildContext
 from verl.errors import WeightSyncError
 from verl.models.pretrained import Pretrained
-from verl.rollout.base import SyncResult
 
 pytest.importorskip("verl.rollout.vllm")
-from verl.rollout.vllm.client.client import VLLMClient
 from verl.rollout.vllm.config import VLLMRollout
-from verl.rollout.vllm.state_dict import weights_of
+from verl.rollout.vllm.sync.weight_sync import RankSync, RankSyncResult, WeightSync
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
-@component
-class Forgetful(VLLMRollout):
-    """vLLM, to which only the first syncs are sent: the one before the first step, and that after it."""
+def send_twice(monkeypatch) -> None:
+    """Only the first syncs are sent: the one before the first step, and that after it."""
+    push, sent = WeightSync.push, []
 
-    def attach(self, *args: Any, **kwargs: Any) -> VLLMClient:
-        known = VLLMRollout(**{field.name: getattr(self, field.name) for field in fields(self)})  # to the child too
-        return ForgetfulEngine(known, *args, **kwargs)
+    def forgetful(sync: WeightSync, part: RankSync) -> list[RankSyncResult]:
+        sent.append(part)
+        if len(sent) <= 2:
+            return push(sync, part)
+        for weight in part.weights:
+            part.engine.verifier.add_fingerprint(weight.name, weight.make())
+        return [RankSyncResult(0, 0, {}, 0.0, 0.0, 0.0)]
 
-
-class ForgetfulEngine(VLLMClient):
-    """The running engine of `Forgetful`."""
-
-    sent = 0
-
-    def push(self, *, merge: bool = True) -> SyncResult:
-        self.sent += 1
-        if self.sent <= 2:
-            return super().push(merge=merge)
-        for weight in weights_of(self.model, merge=merge):
-            self._verifier.add_fingerprint(weight.name, weight.make())
-        return SyncResult("nothing")
+    monkeypatch.setattr(WeightSync, "push", forgetful)
 
 
 @pytest.mark.exhaustive
-def test_a_sync_that_brings_nothing_stops_the_run(tmp_path):
+def test_a_sync_that_brings_nothing_stops_the_run(tmp_path, monkeypatch):
+    send_twice(monkeypatch)
     path = tmp_path / "model"
     save_random_model(path, "qwen2", torch.float32, hidden_size=128, tie_word_embeddings=True)
-    rollout = Forgetful(max_new_tokens=5, max_num_seqs=8, start_timeout_s=600)
+    rollout = VLLMRollout(max_new_tokens=5, max_num_seqs=8, start_timeout_s=600)
     run = ppo_run(
         Pretrained(path=str(path)),
         GRPO_ALGORITHM,

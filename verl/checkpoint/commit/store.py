@@ -14,7 +14,6 @@ from verl.checkpoint.commit.transaction import SaveTransaction
 from verl.checkpoint.core.filesystem import (
     FileSystem,
     is_directory,
-    readable_size,
     remove_tree,
     write_errors,
 )
@@ -156,3 +155,16 @@ def _copy_of(
     kind: type[CheckpointStore], directory: Path, run_id: str, disk_type: type[FileSystem], claim: str | None
 ) -> CheckpointStore:
     return kind(directory, run_id, disk_type(), claim)
+
+
+def readable_size(num_bytes: int) -> str:
+    """A size in bytes for humans, with at least three digits, so that sizes that differ by a few per cent look
+    different.
+
+    >>> readable_size(1_234_567), readable_size(2**40)
+    ('1.18 MiB', '1024.00 GiB')
+    """
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes} bytes"

@@ -123,8 +123,8 @@ class SaveTransaction:
                 names = self._disk.names(self.directory)
             except FileNotFoundError:
                 newest, _ = self._store.newest_and_next_sequence()
-                own = (self.step, self.tag, self._store.run_id)
-                if newest is None or (newest.manifest.step, newest.manifest.tag, newest.manifest.run_id) != own:
+                identity = (self.step, self.tag, self._store.run_id)
+                if newest is None or (newest.manifest.step, newest.manifest.tag, newest.manifest.run_id) != identity:
                     raise CheckpointIncomplete(self.directory, [FileFault(MANIFEST, "the directory is gone")]) from None
                 self._store.point_latest(newest.name)
                 return newest
@@ -156,8 +156,8 @@ class SaveTransaction:
         later."""
         entries = {entry.path: entry for report in reports for entry in report.files}
         with write_errors("looking at what was written"):
-            found, _ = files_below(self._disk, self.directory)
-        sizes = {path: size for path, size in found.items() if not path.startswith(f"{REPORTS}/")}
+            written, _ = files_below(self._disk, self.directory)
+        sizes = {path: size for path, size in written.items() if not path.startswith(f"{REPORTS}/")}
         tensors, contradictions = join_tensors(tensor for report in reports for tensor in report.tensors)
         faults = [
             *_faults_of_participants(self._expected, reports),
@@ -202,7 +202,7 @@ class SaveTransaction:
         return Checkpoint(target, manifest)
 
     def _with_state(self, manifest: Manifest, sequence: int, checksum: str, state: dict[str, Any]) -> Manifest:
-        own = {
+        fields = {
             "checkpoint_version": FORMAT_VERSION,
             "verl_version": manifest.verl_version,
             "step": self.step,
@@ -213,7 +213,7 @@ class SaveTransaction:
             "metrics": manifest.metrics,
             "manifest_checksum": checksum,
         }
-        text = json.dumps({**own, **_finite(state), **own}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps({**fields, **_finite(state), **fields}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         data = text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes its JSON escape
         write_by_rename(self._disk, self.directory / STATE, data)
         entry = FileEntry.of(STATE, [Leaf(len(data), digest_of(data))])

@@ -65,11 +65,11 @@ class Checkpoint:
     @cached_property
     def slices_by_file(self) -> dict[str, list[tuple[LogicalTensor, SavedSlice]]]:
         """The slices in each file."""
-        found: dict[str, list[tuple[LogicalTensor, SavedSlice]]] = {}
+        slices: dict[str, list[tuple[LogicalTensor, SavedSlice]]] = {}
         for tensor in self.manifest.tensors:
             for part in tensor.slices:
-                found.setdefault(part.file, []).append((tensor, part))
-        return found
+                slices.setdefault(part.file, []).append((tensor, part))
+        return slices
 
     def tensors_in(self, file: str, begin: int = 0, end: float = math.inf) -> tuple[str, ...]:
         """Full names of the tensors with bytes in a range of a file."""
@@ -200,9 +200,8 @@ def parse_state(directory: Path, data: bytes | memoryview) -> dict[str, Any]:
 def loss_points(state: Mapping[str, Any]) -> list[tuple[int, float]]:
     """The loss curve of `trainer_state.json`: (step, loss), each loss a number.
 
-    Supports every version of the file: an entry is `[step, loss]` or `{"step": ..., "loss": ...}`, and a non-finite
-        loss
-    may be the text "nan", "inf" or "-inf". Invalid entries are skipped.
+    An entry is `[step, loss]` or `{"step": ..., "loss": ...}`; a loss that is not finite may be the text "nan", "inf"
+    or "-inf". Invalid entries are skipped.
     """
     points = []
     for entry in state.get("loss_history") or ():

@@ -72,7 +72,7 @@ class FileSystem:
 
     def contain(self, directory: Path) -> None:
         """Follow no symbolic link below a directory."""
-        if directory not in self._contained and not self._is_inside(directory):
+        if not {directory, *directory.parents}.intersection(self._contained):
             self._contained = (*self._contained, directory)
 
     def perform(self, operation: str, call: Callable[..., T], *args: Any) -> T:
@@ -196,20 +196,17 @@ class FileSystem:
             return _read_up_to(file, size)
 
     @_operation
-    def map(self, path: Path) -> memoryview:
-        """Map a whole file read-only."""
-        return self._map(path, mmap.ACCESS_READ)
-
-    @_operation
-    def map_private(self, path: Path) -> memoryview:
-        """Map a whole file copy-on-write: changes stay in this process and are not written to the file."""
-        return self._map(path, mmap.ACCESS_COPY)
+    def map(self, path: Path, writable: bool = False) -> memoryview:
+        """Map a whole file; where it is writable, changes stay in this process and are not written to the file."""
+        with open(self._open_to_read(path), "rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size:
+                access = mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
+                return memoryview(mmap.mmap(file.fileno(), 0, access=access))
+            return memoryview(bytearray() if writable else b"")
 
     @_operation
     def names(self, path: Path) -> list[str]:
         """Sorted names in a directory."""
-        if not self._is_inside(path):
-            return sorted(os.listdir(path))
         fd = self._open_directory(path)
         try:
             return sorted(os.listdir(fd))
@@ -250,10 +247,6 @@ class FileSystem:
 
     # -- paths relative to a contained directory ----------------------------------------------------------------------
 
-    def _is_inside(self, path: Path) -> bool:
-        """Whether a path is below a contained directory."""
-        return any(directory in path.parents for directory in self._contained)
-
     @contextlib.contextmanager
     def _at(self, path: Path) -> Iterator[tuple[int | None, str]]:
         """The open parent of a path below a contained directory, and its name in there; otherwise None and the path."""
@@ -289,12 +282,6 @@ class FileSystem:
             if fd is None:
                 return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             return _open_below(fd, name, path, os.O_RDONLY)
-
-    def _map(self, path: Path, access: int) -> memoryview:
-        with open(self._open_to_read(path), "rb", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size:
-                return memoryview(mmap.mmap(file.fileno(), 0, access=access))
-            return memoryview(b"" if access == mmap.ACCESS_READ else bytearray())
 
 
 def _read_up_to(file: FileIO, size: int) -> bytes:
@@ -384,19 +371,6 @@ def clone(disk: FileSystem, source: Path, target: Path) -> bool:
     return True
 
 
-def readable_size(num_bytes: int) -> str:
-    """A size in bytes for humans, with at least three digits, so that sizes that differ by a few per cent look
-    different.
-
-    >>> readable_size(1_234_567), readable_size(2**40)
-    ('1.18 MiB', '1024.00 GiB')
-    """
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.2f} {unit}"
-    return f"{num_bytes} bytes"
-
-
 @contextlib.contextmanager
 def write_errors(doing: str, beside: str = "Earlier checkpoints are untouched") -> Iterator[None]:
     """Context that converts OSError to a checkpoint error with a description of the operation.
@@ -413,8 +387,7 @@ def write_errors(doing: str, beside: str = "Earlier checkpoints are untouched") 
         raise
     except OSError as error:
         kind = NoSpaceForCheckpoint if error.errno in (errno.ENOSPC, errno.EDQUOT) else CheckpointWriteFailed
-        where = f" ({error.filename})" if error.filename else ""
-        raise kind(f"{doing} failed: {error.strerror or error}{where}. {beside}") from error
+        raise kind(f"{_failure(doing, error)}. {beside}") from error
 
 
 @contextlib.contextmanager
@@ -429,8 +402,12 @@ def read_errors(doing: str) -> Iterator[None]:
     except VerlError:  # of a checkpoint, or of a store
         raise
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise CheckpointReadFailed(f"{doing} failed: {error.strerror or error}{where}") from error
+        raise CheckpointReadFailed(_failure(doing, error)) from error
+
+
+def _failure(doing: str, error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{doing} failed: {error.strerror or error}{where}"
 
 
 def make_directories(disk: FileSystem, path: Path, below: Path) -> None:

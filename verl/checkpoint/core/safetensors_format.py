@@ -140,10 +140,10 @@ def read_header(head: bytes | memoryview, file_bytes: int) -> dict[str, TensorPl
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"its safetensors header cannot be read: {error}") from error
     end = base
-    for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if place.begin != end:
+    for name, tensor in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if tensor.begin != end:
             raise ValueError(f"its safetensors header gives {name} a place that does not fit")
-        end = place.end
+        end = tensor.end
     if end != file_bytes:
         raise ValueError(f"its safetensors header accounts for {end} of {file_bytes} bytes")
     return places
@@ -154,7 +154,7 @@ def _place(entry: dict[str, Any], base: int) -> TensorPlace:
     if entry["dtype"] not in ITEM_BYTES:
         raise ValueError(f"dtype {entry['dtype']!r} is unknown")
     shape = tuple(whole_number(size) for size in entry["shape"])
-    place = TensorPlace(entry["dtype"], shape, base + whole_number(begin))
-    if place.end != base + whole_number(end):
-        raise ValueError(f"{end - begin} bytes are not those of {place.dtype}{list(shape)}")
-    return place
+    tensor = TensorPlace(entry["dtype"], shape, base + whole_number(begin))
+    if tensor.end != base + whole_number(end):
+        raise ValueError(f"{end - begin} bytes are not those of {tensor.dtype}{list(shape)}")
+    return tensor

@@ -56,20 +56,20 @@ def compare(
     """
     disk = disk or FileSystem()
     readers = CheckpointReader(first, disk, writable=True), CheckpointReader(second, disk, writable=True)
-    found = [*_tensor_differences(*readers, numbers), *_file_differences(first, second)]
+    differences = [*_tensor_differences(*readers, numbers), *_file_differences(first, second)]
     for path in sorted(_documents(first) & _documents(second)):
         if _digest(first, path) != _digest(second, path):
-            found += _key_differences(path, *(_parsed(path, bytes(reader.read(path))) for reader in readers))
+            differences += _key_differences(path, *(_parsed(path, bytes(reader.read(path))) for reader in readers))
     states = [_comparable(read_state(disk, checkpoint)) for checkpoint in (first, second)]
-    return found + list(_key_differences(STATE, *states))
+    return differences + list(_key_differences(STATE, *states))
 
 
 def _tensor_differences(
     first: CheckpointReader, second: CheckpointReader, numbers: bool
 ) -> Iterator[CheckpointDifference]:
-    one, two = ({t.full_name: t for t in reader.checkpoint.manifest.tensors} for reader in (first, second))
-    for name in sorted(one.keys() | two.keys()):
-        a, b = one.get(name), two.get(name)
+    firsts, seconds = ({t.full_name: t for t in reader.checkpoint.manifest.tensors} for reader in (first, second))
+    for name in sorted(firsts.keys() | seconds.keys()):
+        a, b = firsts.get(name), seconds.get(name)
         if a is not None and b is not None and _is_same(first, a, second, b):
             continue
         some = a or b
@@ -117,10 +117,10 @@ def _max_abs(first: CheckpointReader, a: LogicalTensor, second: CheckpointReader
 
     from verl.checkpoint.read.lazy_tensors import as_torch
 
-    one = as_torch(first.tensor(a.component, a.name), a).flatten()
-    two = as_torch(second.tensor(b.component, b.name), b).flatten()
+    elements = as_torch(first.tensor(a.component, a.name), a).flatten()
+    others = as_torch(second.tensor(b.component, b.name), b).flatten()
     largest = 0.0
-    for x, y in zip(one.split(CHUNK_ELEMENTS), two.split(CHUNK_ELEMENTS)):
+    for x, y in zip(elements.split(CHUNK_ELEMENTS), others.split(CHUNK_ELEMENTS)):
         x, y = x.to(torch.float64), y.to(torch.float64)
         same = (x == y) | (x.isnan() & y.isnan())  # inf - inf is not a number
         gap = torch.where(same, 0.0, (x - y).abs())
@@ -133,10 +133,10 @@ def _max_abs(first: CheckpointReader, a: LogicalTensor, second: CheckpointReader
 
 def _file_differences(first: Checkpoint, second: Checkpoint) -> Iterator[CheckpointDifference]:
     """Differences between files without tensors, by digest; JSON files in both checkpoints are compared by key."""
-    one, two = _plain_files(first), _plain_files(second)
+    firsts, seconds = _plain_files(first), _plain_files(second)
     by_key = _documents(first) & _documents(second)
-    for path in sorted((one.keys() | two.keys()) - by_key):
-        a, b = one.get(path), two.get(path)
+    for path in sorted((firsts.keys() | seconds.keys()) - by_key):
+        a, b = firsts.get(path), seconds.get(path)
         if a != b:
             component, _, name = path.rpartition("/")
             yield CheckpointDifference(
@@ -176,9 +176,9 @@ def _parsed(path: str, data: bytes) -> Any:
 
 
 def _key_differences(file: str, first: Any, second: Any) -> Iterator[CheckpointDifference]:
-    one, two = dict(_flat(first)), dict(_flat(second))
-    for key in sorted(one.keys() | two.keys()):
-        a, b = one.get(key, ABSENT), two.get(key, ABSENT)
+    firsts, seconds = dict(_flat(first)), dict(_flat(second))
+    for key in sorted(firsts.keys() | seconds.keys()):
+        a, b = firsts.get(key, ABSENT), seconds.get(key, ABSENT)
         if a != b:
             yield CheckpointDifference(kind="key", component=file, name=key, first=a, second=b)
 

@@ -223,22 +223,22 @@ def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPa
     if is_address(str(path)):
         raise CheckpointNotFound(f"{path} is in object storage: {PULL_FIRST.format(path)}")
     disk = disk or FileSystem()
-    given = Path(path).expanduser().absolute()
+    absolute = Path(path).expanduser().absolute()
     with read_errors(f"looking at {path}"):
-        if given.name == LATEST and _holds_checkpoints(disk, given.parent):
-            return ResolvedPath(given.parent, LATEST)
-        real = Path(os.path.realpath(given))
+        if absolute.name == LATEST and _holds_checkpoints(disk, absolute.parent):
+            return ResolvedPath(absolute.parent, LATEST)
+        real = Path(os.path.realpath(absolute))
         parent = CheckpointDirectory(real.parent, disk)
         if parent.exists(real) and parent.is_candidate(real):
             return ResolvedPath(real.parent, real.name)
         for directory in (real, real / OF_A_RUN, *_pointed_to(disk, real)):
             if _holds_checkpoints(disk, directory):
                 return ResolvedPath(directory)
-        name = LATEST if given.name == LATEST else None
-        below = directories_below(real if name is None else given.parent, disk)
+        name = LATEST if absolute.name == LATEST else None
+        below = directories_below(real if name is None else absolute.parent, disk)
         if len(below) == 1:
             return ResolvedPath(below[0], name)
-        raise CheckpointNotFound(f"{path} {_instead(disk, given, real)}")
+        raise CheckpointNotFound(f"{path} {_instead(disk, absolute, real)}")
 
 
 def directories_below(directory: Path, disk: FileSystem | None = None) -> list[Path]:
@@ -268,17 +268,17 @@ class RunPointer:
         """Candidate locations of its checkpoints: the recorded path, the recorded relative path, and the same names
         below a parent of the run's directory. The first that exists and holds its checkpoints is used."""
         saved = Path(self.save_dir)
-        found = [saved, *([Path(os.path.normpath(run_dir / self.relative))] if self.relative else [])]
+        candidates = [saved, *([Path(os.path.normpath(run_dir / self.relative))] if self.relative else [])]
         for above in run_dir.parents:
-            found += [Path(above, *saved.parts[-count:]) for count in range(min(4, len(saved.parts) - 1), 0, -1)]
-        return list(dict.fromkeys(found))
+            candidates += [Path(above, *saved.parts[-count:]) for count in range(min(4, len(saved.parts) - 1), 0, -1)]
+        return list(dict.fromkeys(candidates))
 
     def generations(self) -> list[dict[str, int | None]]:
         """Runs with their last publication (None: any), in order of preference."""
-        own: list[dict[str, int | None]] = [{self.run_id: None}]
+        generations: list[dict[str, int | None]] = [{self.run_id: None}]
         if self.ancestors:
-            own.append(dict(self.ancestors))
-        return own + [{run: None} for run in self.earlier]
+            generations.append(dict(self.ancestors))
+        return generations + [{run: None} for run in self.earlier]
 
 
 def read_pointer(run_dir: Path, disk: FileSystem | None = None) -> RunPointer:
@@ -309,8 +309,8 @@ def _pointed_to(disk: FileSystem, run: Path) -> list[Path]:
 
 def _holds_checkpoints(disk: FileSystem, directory: Path) -> bool:
     try:
-        own = CheckpointDirectory(directory, disk)
-        return own.exists(directory / FORMAT) or bool(own.candidates())
+        checkpoints = CheckpointDirectory(directory, disk)
+        return checkpoints.exists(directory / FORMAT) or bool(checkpoints.candidates())
     except NotADirectoryError:
         return False
 
@@ -337,11 +337,11 @@ def _below(disk: FileSystem, directory: Path, levels: int) -> list[Path]:
     """Directories of checkpoints below this one, as far as they are readable."""
     try:
         inside = [directory / name for name in disk.names(directory) if is_directory(disk, directory / name)]
-        found = [path for path in inside if _holds_checkpoints(disk, path)]
+        holders = [path for path in inside if _holds_checkpoints(disk, path)]
     except OSError:
         return []
-    if found or levels == 1:
-        return found
+    if holders or levels == 1:
+        return holders
     return [path for below in inside for path in _below(disk, below, levels - 1)]
 
 

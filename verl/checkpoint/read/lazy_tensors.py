@@ -96,12 +96,12 @@ class LazyTensor:
             shared = intersection(box, held)
             if shared is None:
                 continue
-            found = self._rows(part, shared)
+            rows = self._rows(part, shared)
             if shared == box:
-                return found
+                return rows
             if whole is None:
                 whole = torch.empty([stop - start for start, stop in box], dtype=self.dtype)
-            whole[within(shared, box)] = found
+            whole[within(shared, box)] = rows
         return torch.empty([stop - start for start, stop in box], dtype=self.dtype) if whole is None else whole
 
     def _rows(self, part: SavedSlice, box: Box) -> torch.Tensor:

@@ -118,7 +118,7 @@ class CheckpointReader:
             without: components to leave out, such as `rng`, which differs between processes.
         """
         digests = []
-        for tensor in (one for one in self.checkpoint.manifest.tensors if one.component not in without):
+        for tensor in (saved for saved in self.checkpoint.manifest.tensors if saved.component not in without):
             content = digest_of(self.tensor(tensor.component, tensor.name))
             digests.append(f"{tensor.full_name} {tensor.dtype} {list(tensor.shape)} {content}\n")
         return digest_of("".join(digests).encode())
@@ -143,8 +143,7 @@ class CheckpointReader:
         return data
 
     def _open_file(self, entry: FileEntry) -> memoryview:
-        open_file = self._disk.map_private if self.writable else self._disk.map
-        return open_file(self.checkpoint.path(entry.path))
+        return self._disk.map(self.checkpoint.path(entry.path), self.writable)
 
     def _verify(self, entry: FileEntry, data: memoryview, begin: int, end: int) -> None:
         ends, checked = self._ends[entry.path], self._checked[entry.path]

@@ -66,8 +66,8 @@ def verify(disk: FileSystem, directory: Path, level: Level = "quick") -> list[Fi
 def quick_faults(disk: FileSystem, checkpoint: Checkpoint) -> tuple[list[FileFault], list[FileFault]]:
     """Missing files and other faults that can be found without reading the files' content."""
     sizes, _ = files_below(disk, checkpoint.directory)
-    for own in (COMMIT, MANIFEST):
-        sizes.pop(own, None)
+    for name in (COMMIT, MANIFEST):
+        sizes.pop(name, None)
     missing, others = [], []
     for entry in checkpoint.manifest.files:
         size = sizes.pop(entry.path, None)
@@ -162,9 +162,9 @@ def _header_faults(disk: FileSystem, checkpoint: Checkpoint) -> Iterator[FileFau
             yield checkpoint.fault(file, str(error))
             continue
         for tensor, part in parts:
-            place = places.get(part.key or "")
+            stored = places.get(part.key or "")
             expected = (tensor.dtype, part.extent, part.offset)
-            if part.key is not None and (place is None or (place.dtype, place.shape, place.begin) != expected):
+            if part.key is not None and (stored is None or (stored.dtype, stored.shape, stored.begin) != expected):
                 yield FileFault(
                     file, f"its header does not hold {part.key!r} as the manifest says", (tensor.full_name,)
                 )

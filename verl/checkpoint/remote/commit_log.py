@@ -75,8 +75,8 @@ class CommitLog:
             StorageError: the store does not answer.
             ObjectDamaged: a record cannot be read.
         """
-        listed = [found.key for found in self.store.list(LOG)]
-        numbers = {int(found[1]) for key in listed if (found := KEY.fullmatch(key))}  # other objects are not records
+        listed = [stored.key for stored in self.store.list(LOG)]
+        numbers = {int(match[1]) for key in listed if (match := KEY.fullmatch(key))}  # other objects are not records
         if max(numbers, default=0) > 2 * (len(numbers) + self._last) + UNLISTED:
             raise ObjectDamaged(f"{self.store.url(LOG)} lacks most of the records before {_key(max(numbers))}")
         missing = [number for number in range(1, max(numbers, default=0) + 1) if number not in self._records]

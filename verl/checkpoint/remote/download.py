@@ -24,7 +24,7 @@ from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import open_verified
 from verl.checkpoint.remote.commit_log import LogRecord
-from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore, object_key, regrouped
+from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore
 from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, ObjectDamaged, ObjectNotFound
 
 
@@ -75,8 +75,11 @@ def local_copy(directory: CheckpointDirectory, manifest: str) -> Checkpoint | No
 
 def _files_by_content(directory: CheckpointDirectory) -> dict[tuple[str, int], tuple[Checkpoint, str]]:
     """The files of the directory's checkpoints, by digest and size."""
-    checkpoints = directory.complete()
-    return {(entry.blake3, entry.size): (one, entry.path) for one in checkpoints for entry in one.manifest.files}
+    return {
+        (entry.blake3, entry.size): (checkpoint, entry.path)
+        for checkpoint in directory.complete()
+        for entry in checkpoint.manifest.files
+    }
 
 
 def _fetch(
@@ -96,8 +99,7 @@ def _fetch(
             if duplicate(disk, checkpoint.path(path), target):
                 return
     try:
-        pieces = regrouped(tier.store.pieces(object_key(entry), 0, entry.size), entry)
-        leaves = write_file(disk, target, published.checked_leaves(entry, pieces, " of its object"))
+        leaves = write_file(disk, target, published.checked_leaves(entry, tier.leaves(entry), " of its object"))
     except ObjectNotFound as error:
         fault = published.fault(entry.path, "its object is missing")
         raise CheckpointIncomplete(published.directory, [fault]) from error

@@ -83,13 +83,13 @@ class StoreLease:
         """
         with self.storage.connect() as store:
             while True:
-                number, found = newest_lease(store)
-                if found is not None and _lives(store, number, found, wait_s):
-                    return found
+                number, current = newest_lease(store)
+                if current is not None and _lives(store, number, current, wait_s):
+                    return current
                 if store.create(_key(number + 1), self._data()):
                     self.number = number + 1
                     with suppress(StorageError):
-                        store.delete(_key(number)) if found is not None else None
+                        store.delete(_key(number)) if current is not None else None
                     return None
 
     def keep(self) -> None:
@@ -145,7 +145,7 @@ class StoreLease:
 
 def newest_lease(store: ObjectStore) -> tuple[int, LeaseRecord | None]:
     """Number and content of the current lease; 0 if there is none."""
-    numbers = [int(found[1]) for one in store.list(LEASES) if (found := KEY.fullmatch(one.key))]
+    numbers = [int(match[1]) for stored in store.list(LEASES) if (match := KEY.fullmatch(stored.key))]
     number = max(numbers, default=0)
     return number, _read(store, number) if number else None
 
@@ -157,8 +157,8 @@ def living_holder(storage: Storage, wait_s: float) -> LeaseRecord | None:
         StorageError: the store does not answer, or refuses.
     """
     with storage.connect() as store:
-        number, found = newest_lease(store)
-        return found if found is not None and _lives(store, number, found, wait_s) else None
+        number, current = newest_lease(store)
+        return current if current is not None and _lives(store, number, current, wait_s) else None
 
 
 def machine_id() -> str:

@@ -63,8 +63,8 @@ class RemoteStore:
 
     def records(self) -> list[LogRecord]:
         """Records of all checkpoints, the newest last, without duplicates."""
-        found = {record.manifest: record for record in self.log.records() if record.kind == "checkpoint"}
-        return sorted(found.values(), key=lambda record: (record.sequence, record.number))
+        records = {record.manifest: record for record in self.log.records() if record.kind == "checkpoint"}
+        return sorted(records.values(), key=lambda record: (record.sequence, record.number))
 
     def highest_sequence(self) -> int:
         """The highest sequence number; 0 if there is none."""
@@ -109,13 +109,13 @@ class RemoteStore:
         checkpoint = self.open(record)
         missing, others = [], list(tiling_faults(checkpoint))
         for entry in checkpoint.manifest.files:
-            found = self.store.find(object_key(entry)) if entry.size else None
-            if entry.size and found is None:
+            stored = self.store.find(object_key(entry)) if entry.size else None
+            if entry.size and stored is None:
                 missing.append(checkpoint.fault(entry.path, "its object is missing"))
-            elif found is not None and found.size != entry.size:
-                others.append(checkpoint.fault(entry.path, f"its object has {found.size} bytes, not {entry.size}"))
+            elif stored is not None and stored.size != entry.size:
+                others.append(checkpoint.fault(entry.path, f"its object has {stored.size} bytes, not {entry.size}"))
             elif level == "full":
-                pieces = regrouped(self.store.pieces(object_key(entry), 0, entry.size), entry)
+                pieces = self.leaves(entry)
                 others += content_faults(checkpoint, entry, lambda begin, size, pieces=pieces: next(pieces))
         if missing:
             raise CheckpointIncomplete(checkpoint.directory, missing + others)
@@ -148,6 +148,11 @@ class RemoteStore:
             except BadCheckpoint as error:
                 log.error("NOT USING checkpoint %s", error)
         raise CheckpointNotFound(f"{self.store.address} holds no complete checkpoint")
+
+    def leaves(self, entry: FileEntry) -> Iterator[bytes]:
+        """The leaves of a file, from its object."""
+        pieces = self.store.pieces(object_key(entry), 0, entry.size)
+        return regrouped(pieces, (leaf.size for leaf in entry.leaves))
 
     def reader(self, checkpoint: RemoteCheckpoint, writable: bool = False) -> RemoteReader:
         """Reader of its bytes."""
@@ -214,11 +219,15 @@ def object_key(entry: FileEntry) -> str:
     return f"{OBJECTS}{entry.blake3}-{entry.size}"
 
 
-def regrouped(pieces: Iterable[bytes], entry: FileEntry) -> Iterator[bytes]:
-    """The bytes of a file, split at the ends of its leaves."""
-    held, coming = bytearray(), iter(pieces)
-    for leaf in entry.leaves:
-        while len(held) < leaf.size:
-            held += next(coming)
-        yield bytes(memoryview(held)[: leaf.size])
-        del held[: leaf.size]
+def regrouped(pieces: Iterable[bytes], sizes: Iterable[int]) -> Iterator[bytes]:
+    """The same bytes in pieces of other sizes, the last of which may be shorter; a piece that fits is not copied."""
+    coming, piece, rest = iter(pieces), b"", memoryview(b"")
+    for size in sizes:
+        parts: list[memoryview] = []
+        while (missing := size - sum(map(len, parts))) and (rest or (piece := next(coming, b""))):
+            rest = rest or memoryview(piece)
+            parts.append(rest[:missing])
+            rest = rest[missing:]
+        if not parts:
+            return
+        yield piece if len(parts) == 1 and len(parts[0]) == len(piece) else b"".join(parts)

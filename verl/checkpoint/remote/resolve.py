@@ -107,10 +107,10 @@ def tier_of(
         return None
     interval, interval_s = settings.upload_interval, settings.upload_interval_s
     if settings.cold_storage is not None:
-        own = dict(settings.cold_storage)
-        interval, interval_s = own.pop("upload_every", interval), own.pop("upload_interval", interval_s)
-        storage = storage_from(own)
-    if storage is None or storage.kind == "memory":  # what is in the memory of a process is no second place
+        keys = dict(settings.cold_storage)
+        interval, interval_s = keys.pop("upload_every", interval), keys.pop("upload_interval", interval_s)
+        storage = storage_from(keys)
+    if storage is None:
         return None
     below = "/".join(part for part in ("checkpoints", project, experiment, job) if part)
     return CheckpointTier(
@@ -134,8 +134,8 @@ def bring(address: str, save_dir: Path, storage: Storage | None = None) -> tuple
         BadCheckpoint: it is damaged.
     """
     tier, record = find_at(address, storage)
-    place = hashlib.blake2b(tier.store.address.encode(), digest_size=6).hexdigest()
-    fetched = pull(tier, record or tier.newest().record, CheckpointStore(save_dir / FETCHED / place))
+    digest = hashlib.blake2b(tier.store.address.encode(), digest_size=6).hexdigest()
+    fetched = pull(tier, record or tier.newest().record, CheckpointStore(save_dir / FETCHED / digest))
     return fetched, storage_at(tier.store.address, storage)
 
 
@@ -149,7 +149,7 @@ def fetch_by_manifest(storage: Storage, manifest: str, directory: Path) -> Check
     """
     tier = RemoteStore(storage.connect())
     try:
-        record = next((one for one in reversed(tier.records()) if one.manifest == manifest), None)
+        record = next((entry for entry in reversed(tier.records()) if entry.manifest == manifest), None)
         if record is None:
             return None
         directory.mkdir(parents=True, exist_ok=True)
@@ -181,10 +181,12 @@ def find_at(address: str, storage: Storage | None = None) -> tuple[RemoteStore, 
         if above.log.records():
             return above, above.find(None if name == "latest" else name)
     suffix = f"/{LOG}000000000001.json"
-    below = [found.key.removesuffix(suffix) for found in tier.store.list() if found.key.endswith(suffix)]
+    below = [stored.key.removesuffix(suffix) for stored in tier.store.list() if stored.key.endswith(suffix)]
     if len(below) == 1:
         return RemoteStore(named.below(below[0]).connect()), None
     reason = (
-        f"did you mean {' or '.join(f'{named.address}/{one}' for one in below[:3])}?" if below else "nothing is there"
+        f"did you mean {' or '.join(f'{named.address}/{prefix}' for prefix in below[:3])}?"
+        if below
+        else "nothing is there"
     )
     raise CheckpointNotFound(f"{address} holds no checkpoints: {reason}")

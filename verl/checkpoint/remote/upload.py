@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import MANIFEST, FileEntry
 from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
-from verl.checkpoint.remote.remote_store import MANIFESTS, object_key
+from verl.checkpoint.remote.remote_store import MANIFESTS, object_key, regrouped
 from verl.errors import CheckpointCorrupt, CheckpointIncomplete
 from verl.storage.store import ObjectStore
 
@@ -72,8 +73,8 @@ class CheckpointUpload:
     def put_objects(self, checkpoint: Checkpoint) -> list[FileEntry]:
         """Upload small files concurrently, since each costs a round trip, and large ones one by one in parts."""
         entries = {object_key(entry): entry for entry in checkpoint.manifest.files if entry.size}
-        wanted = [entry for key, entry in entries.items() if key not in self._there]
-        small = [entry for entry in wanted if entry.size <= SMALL_BYTES]
+        unsent = [entry for key, entry in entries.items() if key not in self._there]
+        small = [entry for entry in unsent if entry.size <= SMALL_BYTES]
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="push") as threads:
             futures = [threads.submit(self._put, checkpoint, entry) for entry in small]
             try:
@@ -81,14 +82,14 @@ class CheckpointUpload:
             except BaseException:
                 threads.shutdown(cancel_futures=True)
                 raise
-        sent += [self._put(checkpoint, entry) for entry in wanted if entry.size > SMALL_BYTES]
+        sent += [self._put(checkpoint, entry) for entry in unsent if entry.size > SMALL_BYTES]
         return [entry for entry in sent if entry is not None]
 
     def _put(self, checkpoint: Checkpoint, entry: FileEntry) -> FileEntry | None:
         """Put a file unless it is there."""
         key = object_key(entry)
-        found = self.store.find(key)
-        if found is not None and found.size == entry.size:
+        stored = self.store.find(key)
+        if stored is not None and stored.size == entry.size:
             self._there.add(key)
             return None
         length = self.store.part_bytes(entry.size)
@@ -98,21 +99,8 @@ class CheckpointUpload:
 
 
 def checked_pieces(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry, length: int) -> Iterator[bytes]:
-    """A file in pieces, each given once it is known to be what was written; a leaf that is a piece is not copied."""
-    missing = length  # bytes up to the end of the piece
-    held: list[memoryview] = []
-    for data in checkpoint.checked_leaves(entry, _leaves(disk, checkpoint, entry)):
-        if missing == length == len(data):
-            yield data
-            continue
-        rest = memoryview(data)
-        while len(rest) >= missing:
-            yield b"".join([*held, rest[:missing]])
-            rest, held, missing = rest[missing:], [], length
-        held.append(rest)
-        missing -= len(rest)
-    if missing < length:
-        yield b"".join(held)
+    """A file in pieces of a length, each given once it is known to be what was written."""
+    return regrouped(checkpoint.checked_leaves(entry, _leaves(disk, checkpoint, entry)), repeat(length))
 
 
 def _leaves(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> Iterator[bytes]:

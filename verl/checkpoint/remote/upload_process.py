@@ -1,15 +1,14 @@
 """The upload process (`python -m verl.checkpoint.remote.upload_process`), and `Uploader`, the trainer's side of it.
 
-The process is started with the run, notified of each checkpoint, restarted when it died, and waited for at the end;
-training never waits for it. It looks at the directory when it is asked to, and uploads what the store is to get and has
-not confirmed, the newest first: that is the one to resume from. It ends with the trainer. Imports no torch.
+The process is started with the run and restarted when it died; training never waits for it. It looks at the directory
+every half second, and uploads what the store is to get and has not confirmed, the newest first: that is the one to
+resume from. At the end the trainer asks it to finish, and waits for that. It ends with the trainer. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import pickle
 import threading
@@ -41,8 +40,8 @@ from verl.utils.child_process.process import ChildProcess, run_child
 from verl.utils.progress import Progress, ProgressWatch, report
 from verl.utils.redact import redact
 
-LOOK, FINISH = "look", "finish"
-WORK, ROUNDS = 0, 1  # slots of the progress: pieces of work, and commands that were carried out
+FINISH = "finish"
+LOOK_EVERY_S = 0.5
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 120.0
 LINEAGE = "lineage.jsonl"
 
@@ -74,7 +73,8 @@ class UploadEvent:
     """Message of the upload process.
 
     Args:
-        kind: `uploaded` with the name of a checkpoint, `failed` with an error, `fenced`, or `done` after FINISH.
+        kind: `started`, `uploaded` with the name of a checkpoint, `failed` with an error, `fenced`, or `done` after
+            FINISH.
         waiting: checkpoints that the store is to get and has not confirmed.
         is_refused: the store answered, and asking again would not help.
     """
@@ -110,19 +110,29 @@ class UploadWorker:
             with_newest: the newest one whatever the interval says: it is the last of the run.
         """
         complete = self._directory.survey()[0]
-        wanted = [checkpoint for checkpoint in complete if self._cold.wants(checkpoint)]
-        if self._cold.upload_interval_s and not self.due_in_s():
+        selected = [checkpoint for checkpoint in complete if self._cold.wants(checkpoint)]
+        if self._cold.upload_interval_s and self._is_due():
             counted = [checkpoint for checkpoint in complete if self._cold.counts(checkpoint)]
-            wanted += [checkpoint for checkpoint in counted[-1:] if checkpoint not in wanted]
-        if with_newest and complete and complete[-1] not in wanted:
-            wanted.append(complete[-1])
-        return [one for one in reversed(wanted) if one.name not in self._bad and not self._is_there(one)]
+            selected += [checkpoint for checkpoint in counted[-1:] if checkpoint not in selected]
+        if with_newest and complete and complete[-1] not in selected:
+            selected.append(complete[-1])
+        return [
+            checkpoint
+            for checkpoint in reversed(selected)
+            if checkpoint.name not in self._bad and not self._is_there(checkpoint)
+        ]
 
-    def due_in_s(self) -> float:
-        """Seconds until the newest checkpoint may go up; 0 where it may now."""
+    def situation(self) -> object:
+        """Names in the directory, and whether the interval is over; without a change there is nothing new to upload."""
+        there = self._directory.exists(self._directory.directory)
+        return self._directory.disk.names(self._directory.directory) if there else [], self._is_due()
+
+    def _is_due(self) -> bool:
+        """Whether the newest checkpoint may go up by the interval of time."""
+        if not self._cold.upload_interval_s:
+            return True
         last = last_upload(self._directory.disk, self._directory.directory)
-        passed = math.inf if last is None else max(0.0, time.time() - last)
-        return max(0.0, self._cold.upload_interval_s - passed)
+        return last is None or time.time() - last >= self._cold.upload_interval_s
 
     def go(self, with_newest: bool = False) -> None:
         """Upload all that is waiting.
@@ -175,63 +185,54 @@ class UploadWorker:
 
 
 def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None:
-    """Upload on request, until the request to finish or the end of the channel."""
+    """Upload until the request to finish is carried out, or the channel ends."""
     logging.basicConfig(format="uploader: %(levelname)s %(name)s: %(message)s", level=logging.ERROR)
     with contextlib.suppress(OSError):
         os.nice(setting.niceness)
-    store, lock = setting.storage.connect(), threading.Lock()
     if setting.holder is not None and setting.lease_number is not None:
         StoreLease(setting.storage, setting.holder, setting.lease_number).keep()
+    finishing = threading.Event()
+    threading.Thread(target=_listen, args=(channel, finishing), name="commands", daemon=True).start()
 
     def tell(event: UploadEvent) -> None:
-        with lock, contextlib.suppress(ChannelClosed):
+        with contextlib.suppress(ChannelClosed):
             channel.send(event)
 
-    num_commands = [1]  # it looks at once
-    uploading = UploadWorker(setting, store, tell)
-    asked, finishing, over = threading.Event(), threading.Event(), threading.Event()
-
-    def listen() -> None:
-        try:
-            while True:
-                is_last = channel.receive() == FINISH
-                num_commands[0] += 1
-                if is_last:
-                    finishing.set()
-                asked.set()
-        except ChannelClosed:
-            over.set()
-            os._exit(0)  # the trainer is gone, and what is under way is begun again by the next one
-
-    threading.Thread(target=listen, name="commands", daemon=True).start()
-    pause_s = setting.shortest_pause_s
-    asked.set()
+    tell(UploadEvent(kind="started"))
+    worker, pause_s = UploadWorker(setting, setting.storage.connect(), tell), setting.shortest_pause_s
+    before: object = None
     while True:
-        report("idle")
-        asked.wait(uploading.due_in_s() or None)
-        asked.clear()
-        is_last, begun = finishing.is_set(), num_commands[0]
         report("looking for checkpoints to upload")
+        is_last = finishing.is_set()
         try:
-            uploading.go(with_newest=is_last)
-            pause_s = setting.shortest_pause_s
+            if (now := worker.situation()) != before or is_last:
+                worker.go(with_newest=is_last)
+                before, pause_s = now, setting.shortest_pause_s
         except CheckpointFenced as error:
             tell(UploadEvent(kind="fenced", error=str(error)))
-            asked.wait()  # for the request to finish; uploads have ended
             break
         except (StorageError, CheckpointError, VerlError, OSError) as error:
             what, is_refused = redact(f"{type(error).__name__}: {error}"), isinstance(error, StorageRefused)
-            tell(UploadEvent(kind="failed", error=what, waiting=_count(uploading), is_refused=is_refused))
+            tell(UploadEvent(kind="failed", error=what, waiting=_count(worker), is_refused=is_refused))
+            before = None
             _pause(pause_s, finishing, is_last)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            asked.set()
             continue
-        while progress.count(ROUNDS) < begun:
-            progress.advance(slot=ROUNDS)
         if is_last:
+            tell(UploadEvent(kind="done"))
             break
-    tell(UploadEvent(kind="done"))
-    over.wait()
+        finishing.wait(LOOK_EVERY_S)
+    while True:  # until the trainer hangs up
+        report("idle")
+        time.sleep(LOOK_EVERY_S)
+
+
+def _listen(channel: Channel, finishing: threading.Event) -> None:
+    """Wait for FINISH; when the trainer is gone, end: what is under way is begun again by the next one."""
+    with contextlib.suppress(ChannelClosed):
+        while channel.receive() == FINISH:
+            finishing.set()
+    os._exit(0)
 
 
 def _pause(pause_s: float, finishing: threading.Event, is_last: bool) -> None:
@@ -242,9 +243,9 @@ def _pause(pause_s: float, finishing: threading.Event, is_last: bool) -> None:
         pause_s -= 1.0
 
 
-def _count(uploading: UploadWorker) -> int:
+def _count(worker: UploadWorker) -> int:
     try:
-        return len(uploading.waiting())
+        return len(worker.waiting())
     except (CheckpointError, OSError):
         return 0
 
@@ -252,8 +253,7 @@ def _count(uploading: UploadWorker) -> int:
 log = logging.getLogger(__name__)
 
 MOST_STARTS = 20
-END_TIMEOUT_S = 5.0
-LOOK_EVERY_S = 1.0
+START_TIMEOUT_S, END_TIMEOUT_S = 60.0, 5.0
 SETTING = "checkpoint.upload_timeout_s"
 
 
@@ -261,40 +261,37 @@ class Uploader:
     """Uploads a directory's checkpoints in the background.
 
         uploader = Uploader(setting)
-        uploader.look()               # after each checkpoint that was published
-        for message in uploader.heard():
-            print(message.kind, message.name)
+        for event in uploader.heard():
+            print(event.kind, event.name)
         uploader.close(wait_s=600)
 
+    One thread starts the process, receives its events, and restarts it, after a growing pause, when it died or made no
+    progress.
+
     Args:
-        timeout_s: without progress, after which it is ended and started again.
+        timeout_s: without progress, after which it is killed and restarted.
     Attributes:
+        child: the process that was started last.
+        is_done: after `close`: everything was uploaded.
         is_fenced: another trainer has claimed the tier; nothing is uploaded any more.
         is_refused: after `close`: the store refused what was left.
     """
 
     def __init__(self, setting: UploadSettings, timeout_s: float = 600.0):
         self._setting, self._timeout_s = setting, timeout_s
-        self._lock = threading.Lock()
         self._events: list[UploadEvent] = []
         self._changed = threading.Condition()
-        self._is_done = self.is_fenced = self.is_refused = self._closing = False
-        self._starts = self._num_commands = 0
-        self.child: ChildProcess | None = None
-        self._progress = Progress(num_slots=2)
-        self._is_over = threading.Event()
-        self._start()
-        self._watcher = threading.Thread(target=self._watch, name="uploader_watch", daemon=True)
-        self._watcher.start()
+        self.is_done = self.is_fenced = self.is_refused = False
+        self._is_closing = self._is_over = self._has_given_up = False
+        self._progress = Progress(num_slots=1)
+        self.child = self._started()
+        self._supervisor = threading.Thread(target=self._supervise, name="uploader", daemon=True)
+        self._supervisor.start()
 
     @property
     def process_id(self) -> int | None:
         """None where there is no process just now."""
-        return None if self.child is None or not self.child.is_alive() else self.child.pid
-
-    def look(self) -> None:
-        """There is something new."""
-        self._say(LOOK)
+        return self.child.pid if self.child.is_alive() else None
 
     def heard(self) -> list[UploadEvent]:
         """Events since the last call."""
@@ -308,109 +305,81 @@ class Uploader:
         A store that refuses is not waited for.
 
         Returns:
-            Messages that arrived meanwhile.
+            Events that arrived meanwhile.
         """
-        if self.child is None:
+        if self._is_over:
             return []
-        self._closing = True
-        end = time.monotonic() + wait_s
-        self._say(FINISH)
         with self._changed:
-            while not (self._is_done or self.is_fenced or self.is_refused) and time.monotonic() < end:
-                if not self._changed.wait(timeout=min(1.0, max(0.0, end - time.monotonic()))) and not self.process_id:
-                    self._changed.release()
-                    try:
-                        self._say(FINISH)
-                    finally:
-                        self._changed.acquire()
-        self._end()
+            self._is_closing = True
+            self._changed.notify_all()
+            _ask_to_finish(self.child)
+            self._changed.wait_for(
+                lambda: self.is_done or self.is_fenced or self.is_refused or self._has_given_up, wait_s
+            )
+            self._is_over = True
+        self.child.end(END_TIMEOUT_S)
+        self._supervisor.join(timeout=END_TIMEOUT_S)
+        if not self._supervisor.is_alive():
+            self._progress.close()
         return self.heard()
 
-    @property
-    def is_done(self) -> bool:
-        """After `close`: everything was uploaded."""
-        return self._is_done
-
-    def _say(self, command: str) -> None:
-        with self._lock:
-            for _ in range(2):
-                if self.process_id is None and not self._restarted():
-                    return
-                assert self.child is not None
-                try:
-                    self.child.channel.send(command, timeout_s=0.0)  # it may be suspended, and training must not wait
-                except TimeoutError:  # it has not received earlier messages: handled by `_watch`
-                    self._num_commands += 1
-                    return
-                except OSError:
-                    continue
-                self._num_commands += 1
-                return
-
-    def _restarted(self) -> bool:
-        if self._starts >= MOST_STARTS:
-            if self._starts == MOST_STARTS:
-                log.error("the uploader has ended %d times: NOTHING MORE IS UPLOADED by this run", MOST_STARTS)
-            self._starts = MOST_STARTS + 1
-            return False
-        code = None if self.child is None else self.child.describe_exit()
-        ended = f" with {code}" if code else ""
-        log.error("the uploader ended%s; it is restarted and continues", ended)
-        self._start()
-        return True
-
-    def _start(self) -> None:
-        before, self._progress = self._progress, Progress(num_slots=2)
-        before.close()
-        if self.child is not None:
-            self.child.kill()
-        self.child = ChildProcess("verl.checkpoint.remote.upload_process", self._progress, slot=WORK, output=2)
-        self._starts += 1
-        self._num_commands = 1  # it looks at once
+    def _started(self) -> ChildProcess:
+        child = ChildProcess("verl.checkpoint.remote.upload_process", self._progress, output=2)
         with contextlib.suppress(ChannelClosed):
-            self.child.begin(self._setting)
-        threading.Thread(target=self._listen, args=(self.child,), name="uploader", daemon=True).start()
+            child.begin(self._setting)
+        return child
 
-    def _listen(self, child: ChildProcess) -> None:
-        with contextlib.suppress(ChannelClosed, pickle.UnpicklingError):
+    def _supervise(self) -> None:
+        pause_s = self._setting.shortest_pause_s
+        try:
+            for number in range(1, MOST_STARTS + 1):
+                end = self._receive_until_end(self.child)
+                if self._is_over:
+                    return
+                self.child.kill()
+                if number == MOST_STARTS:
+                    log.error("the uploader %s, start %d: NOTHING MORE IS UPLOADED by this run", end, number)
+                    return
+                log.error("the uploader %s; it is restarted and continues", end)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closing, pause_s)
+                    if self._is_over:
+                        return
+                    self.child = self._started()
+                    if self._is_closing:
+                        _ask_to_finish(self.child)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        finally:
+            with self._changed:
+                self._has_given_up = True
+                self._changed.notify_all()
+
+    def _receive_until_end(self, child: ChildProcess) -> str:
+        """Record the events of a process until it ends or hangs; returns which, as a clause."""
+        watch = ProgressWatch(self._progress, max(self._timeout_s, START_TIMEOUT_S))
+        try:
             while True:
-                self._handle(child.channel.receive())
-        with self._changed:
-            self._changed.notify_all()
-
-    def _handle(self, message: UploadEvent) -> None:
-        with self._changed:
-            self._is_done |= message.kind == "done"
-            self.is_fenced |= message.kind == "fenced"
-            self.is_refused |= self._closing and message.is_refused
-            self._events.append(message)
-            self._changed.notify_all()
-
-    def _watch(self) -> None:
-        """End a process that makes no progress with its request, and start it again."""
-        watched, watch = None, None
-        pause_s = min(LOOK_EVERY_S, self._timeout_s / 2)
-        while not self._is_over.wait(pause_s):
-            with self._lock:
-                child, is_idle = self.child, self._progress.count(ROUNDS) >= self._num_commands or self.is_fenced
-                if child is None or not child.is_alive():
+                event: UploadEvent = child.channel.receive(watch=watch)
+                if event.kind == "started":
+                    watch.restart(self._timeout_s)
                     continue
-                if child is not watched or watch is None or is_idle:
-                    watched, watch = child, ProgressWatch(self._progress, self._timeout_s, look_every_s=2 * pause_s)
-                if not watch.is_overdue:
-                    continue
-                log.error("the uploader %s", watch.describe(child.pid, SETTING))
-                child.kill()
-            self._say(FINISH if self._closing else LOOK)
+                with self._changed:
+                    self.is_done |= event.kind == "done"
+                    self.is_fenced |= event.kind == "fenced"
+                    self.is_refused |= self._is_closing and event.is_refused
+                    self._events.append(event)
+                    self._changed.notify_all()
+        except TimeoutError:
+            return watch.describe(child.pid, SETTING)
+        except (ChannelClosed, pickle.UnpicklingError):
+            child.await_exit(END_TIMEOUT_S)
+            code = child.describe_exit()
+            return f"ended with {code}" if code else "has closed its connection"
 
-    def _end(self) -> None:
-        self._is_over.set()
-        self._watcher.join(timeout=END_TIMEOUT_S)
-        child, self.child = self.child, None
-        assert child is not None
-        child.end(END_TIMEOUT_S)
-        if not self._watcher.is_alive():
-            self._progress.close()
+
+def _ask_to_finish(child: ChildProcess) -> None:
+    with contextlib.suppress(OSError):  # it has ended, or is suspended: its successor is asked too
+        child.channel.send(FINISH, timeout_s=0.0)
 
 
 if __name__ == "__main__":

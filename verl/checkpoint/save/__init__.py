@@ -6,6 +6,5 @@ host_buffer     Host buffers: shared memory that a snapshot is copied into and t
 save_executor   Executes a save, in the writer process or the trainer's: from bytes in memory to a commit
 save_request    The record of one save, what became of it, and the reports of several processes
 snapshot        Snapshots: live tensors copied into a host buffer
-writer_client   The trainer's side of the writer process: started when needed, restarted when it died
-writer_process  The writer process: `python -m verl.checkpoint.save.writer_process`
+writer_process  The writer process, and the trainer's side of it
 """

@@ -31,7 +31,7 @@ from verl.checkpoint.save.buffer_layout import lay_out_request
 from verl.checkpoint.save.host_buffer import FAILED, WAIT_EVERY_S, HostBuffer, HostBufferPool, note_progress
 from verl.checkpoint.save.save_request import SaveOutcome, SaveRequest, submit_failure
 from verl.checkpoint.save.snapshot import Snapshot
-from verl.checkpoint.save.writer_client import END_TIMEOUT_S, START_TIMEOUT_S, WriterClient
+from verl.checkpoint.save.writer_process import END_TIMEOUT_S, START_TIMEOUT_S, WriterClient
 from verl.errors import CheckpointWriteFailed
 from verl.utils.progress import Progress, ProgressWatch
 
@@ -217,8 +217,8 @@ class CheckpointWriter:
         return True
 
     def _stands_still(self) -> CheckpointWriteFailed:
-        found = self._watch().describe(self.process_id)
-        return CheckpointWriteFailed(f"a save in {self.store.directory} {found}. Does the disk answer?")
+        description = self._watch().describe(self.process_id)
+        return CheckpointWriteFailed(f"a save in {self.store.directory} {description}. Does the disk answer?")
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Finish the saves under way, end the process, give the memory back. Called again, it does nothing.

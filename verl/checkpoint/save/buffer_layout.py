@@ -119,7 +119,7 @@ class _BufferLayout:
         metadata = {**(component.metadata or {}), **({} if component.file else MODEL_METADATA)}
         files = {component.file: list(tensors)} if component.file else component.shards
         if files is None:
-            sizes = {name: place.num_bytes for name, place in places.items()}
+            sizes = {name: tensor_place.num_bytes for name, tensor_place in places.items()}
             (files,), index = model_files([sizes], component.max_shard_bytes)
         for file, names in files.items():
             path = f"{directory}/{file}"

@@ -137,7 +137,7 @@ class _SaveFiles:
 
         Called before the save begins, since it determines how much space that needs.
         """
-        if self._request.increment is not None:
+        if self._request.increment:
             self._source.wait(self._request.num_bytes)
             for image in self._request.images:
                 self._find_unchanged(image)
@@ -224,8 +224,8 @@ class _SaveFiles:
     @cached_property
     def _earlier(self) -> list[Checkpoint]:
         """Checkpoints whose files may be shared."""
-        base = None if self._request.increment is None else self._request.increment.base
-        opened = [] if base is None else [_open_base(self._store, base)]
+        base = self._request.increment
+        opened = [_open_base(self._store, base)] if isinstance(base, Path) else []
         return [checkpoint for checkpoint in (*opened, self._newest) if checkpoint is not None]
 
     @cached_property

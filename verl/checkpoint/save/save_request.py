@@ -159,17 +159,6 @@ def _report(name: str, data: bytes, directory: Path) -> RankReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IncrementalSettings:
-    """Settings of an incremental save, which links files that have not changed.
-
-    Args:
-        base: a checkpoint to link from, tried before the newest one; None: the newest one alone.
-    """
-
-    base: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExistingFile:
     """A file of a save that exists already.
 
@@ -202,7 +191,7 @@ class SaveRequest:
         existing_files: files that exist already, in an earlier checkpoint or outside.
         state: for `trainer_state.json`; plain values.
         metrics: at this step, for retention.
-        increment: write only files that changed since an earlier checkpoint; None writes every file.
+        increment: write only files that changed since the newest checkpoint; a path: since that one or the newest.
         multi_writer: this process's part in a save that several processes write.
         num_bytes, images, tensors: size of the memory for the components, the files in it, each from a boundary of
             pages, and the tensors in these; set by `buffer_layout.lay_out_request`.
@@ -214,7 +203,7 @@ class SaveRequest:
     existing_files: Sequence[ExistingFile] = ()
     state: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    increment: IncrementalSettings | None = None
+    increment: bool | Path = False
     multi_writer: MultiWriterSave | None = None
     num_bytes: int = 0
     images: tuple[FileImage, ...] = ()

@@ -1,6 +1,8 @@
-"""The writer process: `python -m verl.checkpoint.save.writer_process`, started by `writer_client.py` alone.
+"""The writer process (`python -m verl.checkpoint.save.writer_process`), and `WriterClient`, the trainer's side of it.
 
-It executes one save after another until the trainer closes the connection or exits.
+The process executes one save after another until the trainer closes the connection or exits. It is started when needed
+and restarted when it died: a save is tried twice, since its bytes are still there then. A process that makes no
+progress, such as one that is stopped, is ended and counts as dead; one that does may take as long as it needs.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from dataclasses import dataclass
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.direct_io import ImageSource
 from verl.checkpoint.retention import Retention
-from verl.checkpoint.save.host_buffer import filling, map_shared
+from verl.checkpoint.save.host_buffer import HostBuffer, HostBufferPool, filling, map_shared
 from verl.checkpoint.save.save_executor import execute_save
 from verl.checkpoint.save.save_request import SaveOutcome, SaveRequest
-from verl.utils.child_process.channel import Channel
-from verl.utils.child_process.process import is_parent_alive, run_child
-from verl.utils.progress import Progress, report
+from verl.errors import CheckpointError, CheckpointWriteFailed, VerlError
+from verl.utils.child_process.channel import STUCK_S, Channel, ChannelClosed
+from verl.utils.child_process.process import ChildProcess, is_parent_alive, run_child
+from verl.utils.progress import Progress, ProgressWatch, report, reporting_to
+
+log = logging.getLogger(__name__)
 
 NICENESS = 10  # added to the priority value of this process, so that training keeps its processors
 OF_PROCESS, OF_TRAINER = 0, 1  # slots of the progress: what the process does, and what the trainer does itself
@@ -95,6 +100,155 @@ def _pickled(error: Exception) -> bytes:
     except Exception:  # noqa: BLE001 - user-defined errors are sent as text
         data = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     return data
+
+
+START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 5.0
+OWN_EXIT_S = 0.2  # of one that has hung up
+ATTEMPTS = 2
+SETTING = "checkpoint.writer_timeout_s"
+
+
+class WriterDied(VerlError, RuntimeError):
+    """The writer process ended, or could not be started, or did not answer in time."""
+
+
+class WriterClient:
+    """Has saves executed, whatever happens to processes. Used by one thread; `give_up` by any.
+
+    Args:
+        uses_process: False: the trainer's process executes every save.
+        timeout_s: without progress of the process, which is treated as its death.
+        progress: of the process, and of what the trainer does itself.
+    Attributes:
+        num_deaths: of writer processes so far.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        host_buffers: HostBufferPool,
+        retention: Retention | None,
+        uses_process: bool,
+        timeout_s: float,
+        progress: Progress,
+    ):
+        self.num_deaths, self._gives_up, self._uses_process = 0, False, uses_process
+        self._store, self._host_buffers, self._retention = store, host_buffers, retention
+        self._timeout_s, self._progress = timeout_s, progress
+        self._child: ChildProcess | None = None
+
+    @property
+    def process_id(self) -> int | None:
+        """None where there is no process just now."""
+        return None if self._child is None else self._child.pid
+
+    def prepare(self) -> None:
+        """Start the process."""
+        try:
+            self._started()
+        except (CheckpointError, WriterDied) as error:  # the first save will say so
+            log.warning("the checkpoint writer is not there yet: %s", error)
+
+    def carry_out(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveOutcome:
+        """Write and publish the content of a host buffer.
+
+        Raises:
+            CheckpointError: nothing was published.
+        """
+        if not self._uses_process:
+            assert host_buffer.memory is not None
+            self._progress.advance(f"saving step {request.step} in the trainer", OF_TRAINER)
+            with memoryview(host_buffer.memory) as memory, reporting_to(self._progress, OF_TRAINER):
+                return execute_save(self._store, request, filling(memory), self._retention)
+        for attempt in range(ATTEMPTS):
+            self._progress.advance("starting the checkpoint writer", OF_TRAINER)
+            try:
+                return self._execute_in_process(request, host_buffer)
+            except WriterDied as death:
+                self.num_deaths += 1
+                if self._gives_up:
+                    raise CheckpointWriteFailed(f"step {request.step} was given up by close()") from death
+                if attempt == ATTEMPTS - 1:
+                    raise CheckpointWriteFailed(f"{death} Step {request.step} was tried {ATTEMPTS} times") from death
+                log.error("%s The save is still in memory and is tried again", death)
+        raise AssertionError("an attempt returns or raises")
+
+    def give_up(self) -> None:
+        """Let what is under way fail."""
+        self._gives_up = True
+        self._kill()
+
+    def end(self) -> None:
+        """Hang up: the process, which has nothing left to do, ends by itself, or is made to."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.end(END_TIMEOUT_S)
+
+    def _started(self) -> ChildProcess:
+        """The process, started unless it is there.
+
+        Raises:
+            WriterDied: it could not be started.
+            CheckpointError: the directory could not be claimed.
+        """
+        if self._child is not None:
+            return self._child
+        self._store.claim_directory()
+        try:
+            child = self._child = ChildProcess(
+                "verl.checkpoint.save.writer_process",
+                self._progress,
+                slot=OF_PROCESS,
+                without=["VERL_RAY_SESSION"],  # it outlives its parent, to finish a save
+                output=2,
+                stuck_s=min(STUCK_S, self._timeout_s),
+            )
+            child.begin((self._store, self._retention))
+            child.channel.receive(timeout_s=START_TIMEOUT_S)
+        except (OSError, TimeoutError) as error:
+            raise WriterDied(f"the checkpoint writer could not be started: {error}{self._kill()}.") from error
+        return child
+
+    def _execute_in_process(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveOutcome:
+        """Have the process execute a save, and wait for it.
+
+        Raises:
+            WriterDied: its progress is unknown; the save may be retried.
+            Exception: what was raised over there.
+        """
+        child = self._started()
+        order = WriteOrder(request, host_buffer.number, host_buffer.num_bytes, self._host_buffers.numbers)
+        watch = ProgressWatch(self._progress, self._timeout_s, [OF_PROCESS])
+        try:
+            child.channel.send(order, [host_buffer.fd])
+            answer: WriteReply = child.channel.receive(watch=watch)
+        except ChannelClosed as error:
+            raise WriterDied(f"the checkpoint writer died while it saved step {request.step}{self._kill()}.") from error
+        except TimeoutError as error:
+            progress = watch.describe(child.pid, SETTING)
+            self._kill()
+            raise WriterDied(
+                f"the checkpoint writer {progress}; it was ended, and step {request.step} not saved. Does the disk "
+                "answer?"
+            ) from error
+        if answer.outcome is None:
+            assert answer.error is not None
+            error = pickle.loads(answer.error)
+            error.add_note(f"In the checkpoint writer:\n{answer.trace}")
+            raise error
+        return answer.outcome
+
+    def _kill(self) -> str:
+        """End the process at once; one that is stopped too. Returns how it ended, or was before, for a message."""
+        child, self._child = self._child, None
+        if child is None:
+            return ""
+        child.channel.close()
+        child.await_exit(OWN_EXIT_S)
+        words = f"it ended with {ended}" if (ended := child.describe_exit()) else child.state()
+        child.kill()
+        return f" ({words})" if words else ""
 
 
 if __name__ == "__main__":

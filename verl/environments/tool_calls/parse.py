@@ -107,20 +107,20 @@ def parse_calls(text: str, style: ToolFormat, tools: Tools) -> list[ToolCall | P
         text: of a turn that ended by itself.
         tools: JSON schemas of their arguments, by name.
     """
-    return [found.call for found in find_calls(text, style, tools)]
+    return [item.call for item in find_calls(text, style, tools)]
 
 
 def find_calls(text: str, style: ToolFormat, tools: Tools) -> list[FoundCall]:
     """The calls in a turn with their positions; see `parse_calls`."""
     if not tools:
         return []
-    found = _without_reasoning(text, list(_scan(text, style, tools)))
-    if not found and (other := _other_format(text, style, tools)) is not None:
+    calls = _without_reasoning(text, list(_scan(text, style, tools)))
+    if not calls and (other := _other_format(text, style, tools)) is not None:
         reason = f"this is a call in the format {other}; the format of calls is {style}"
-        found = [FoundCall(0, len(text), ParseFault(text, reason))]
-    if not found and (end := _CALL_END.search(text, _end_of_reasoning(text))) is not None:
-        found = [FoundCall(0, len(text), ParseFault(text, f"{end[0]} ends a call that has no beginning"))]
-    return [_of_known_tool(item, tools, text) for item in found]
+        calls = [FoundCall(0, len(text), ParseFault(text, reason))]
+    if not calls and (end := _CALL_END.search(text, _end_of_reasoning(text))) is not None:
+        calls = [FoundCall(0, len(text), ParseFault(text, f"{end[0]} ends a call that has no beginning"))]
+    return [_of_known_tool(item, tools, text) for item in calls]
 
 
 def _scan(text: str, style: ToolFormat, tools: Tools) -> Iterator[FoundCall]:
@@ -158,10 +158,10 @@ def _other_format(text: str, style: ToolFormat, tools: Tools) -> ToolFormat | No
     """A format with marks, other than `style`, in which the text has a call; first one in which it can be read."""
     unreadable: ToolFormat | None = None
     for name, form in MARKED.items():
-        found = [] if name == style else _without_reasoning(text, list(_scan_marked(text, form, tools)))
-        if any(isinstance(item.call, ToolCall) for item in found):
+        calls = [] if name == style else _without_reasoning(text, list(_scan_marked(text, form, tools)))
+        if any(isinstance(item.call, ToolCall) for item in calls):
             return name
-        if found and unreadable is None:
+        if calls and unreadable is None:
             unreadable = name
     if unreadable is not None:
         return unreadable
@@ -240,13 +240,13 @@ def _tagged(name: str, tag: str, rest: str, form: str) -> Callable[[str, Tools],
             raise ValueError(f"expected {form}")
         schema, position = tools.get(begin["name"]) or {}, begin.end()
         properties = properties_of(schema)
-        while found := argument.match(body, position):
-            key = found["key"].strip()
+        while match := argument.match(body, position):
+            key = match["key"].strip()
             try:
-                arguments[key] = typed_value(found["value"], properties.get(key, {}), schema)
+                arguments[key] = typed_value(match["value"], properties.get(key, {}), schema)
             except ValueError as error:
                 raise ValueError(f"argument {key!r}: {error}") from error
-            position = found.end()
+            position = match.end()
         if position < len(body):
             raise ValueError(f"expected {form}, found {body[position : position + 40]!r}")
         return [(begin["name"], arguments)]
@@ -271,20 +271,20 @@ _HARMONY = re.compile(
 
 
 def _harmony_call(body: str, tools: Tools) -> Calls:
-    found = _HARMONY.fullmatch(body)
-    if found is None:
+    match = _HARMONY.fullmatch(body)
+    if match is None:
         raise ValueError("expected to=functions.NAME<|channel|>commentary json<|message|> and the arguments as JSON")
-    return [(found["name"], _json_object(from_json(found["body"]), "arguments"))]
+    return [(match["name"], _json_object(from_json(match["body"]), "arguments"))]
 
 
 _GEMMA = re.compile(r"\s*call:(?P<name>[^\s{]+)\s*(?P<body>\{.*\})\s*", re.DOTALL)
 
 
 def _gemma_call(body: str, tools: Tools) -> Calls:
-    found = _GEMMA.fullmatch(body)
-    if found is None:
+    match = _GEMMA.fullmatch(body)
+    if match is None:
         raise ValueError("expected call:NAME{argument:value}")
-    return [(found["name"], _json_object(gemma_object(found["body"]), "arguments"))]
+    return [(match["name"], _json_object(gemma_object(match["body"]), "arguments"))]
 
 
 def _lfm_calls(body: str, tools: Tools) -> Calls:
@@ -297,8 +297,8 @@ def _lfm_unescaped_calls(body: str, tools: Tools) -> Calls:
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schemas of the arguments of a tool, by name."""
-    found = schema.get("properties")
-    return found if isinstance(found, Mapping) else {}
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def _marked(opening: str, closing: str, read: Callable[[str, Tools], Calls]) -> MarkedFormat:

@@ -82,9 +82,9 @@ def format_of(chat: ChatTemplate, chosen: ToolFormat = "auto") -> ToolFormat:
     candidates: list[ToolFormat] = [*MARKED, "llama"] if chosen == "auto" else [chosen]
     nearest: tuple[int, str] = (-1, "")
     for style in candidates:
-        if (found := _difference(rendered, style)) is None:
+        if (difference := _difference(rendered, style)) is None:
             return style
-        nearest = max(nearest, (found[0], f"{found[1]} (read as {style})"))
+        nearest = max(nearest, (difference[0], f"{difference[1]} (read as {style})"))
     other = "" if chosen == "auto" else "environment.tool_format=auto, "
     raise ConfigError(
         f"tool_format is {chosen}, and calls that the chat template renders cannot be read back: {nearest[1]}. "
@@ -125,8 +125,8 @@ def _rendered(chat: ChatTemplate, case: _Case) -> str | ConfigError:
 def stand_in_turn(chat: ChatTemplate, style: ToolFormat) -> str:
     """A turn of the model that ends with a call, as the template renders it."""
     text = "standin_find(1)" if style == "plain" else _rendered(chat, CASES[0])
-    found = find_calls(text, style, TOOLS) if isinstance(text, str) else []
-    return text[: found[-1].end] if found and isinstance(text, str) else ""
+    calls = find_calls(text, style, TOOLS) if isinstance(text, str) else []
+    return text[: calls[-1].end] if calls and isinstance(text, str) else ""
 
 
 def as_message(call: ToolCall, number: int = 0) -> dict[str, Any]:
@@ -140,17 +140,17 @@ def _difference(rendered: Mapping[str, str | ConfigError], style: ToolFormat) ->
 
     A template may refuse a second call in a turn, or leave it out: the model then writes one.
     """
-    found: list[str] = []
+    faults: list[str] = []
     for case in CASES:
         text = rendered[case.name]
         if isinstance(text, ConfigError):
             if case.name != TWO:
-                found.append(f"{case.name}: {text}")
+                faults.append(f"{case.name}: {text}")
             continue
         calls = _comparable(parse_calls(text, style, TOOLS))
         if calls != _comparable(case.calls) and not (case.name == TWO and calls == _comparable(case.calls[:1])):
-            found.append(f"{case.name} rendered as {shortened(text)}")
-    return (len(CASES) - len(found), found[0]) if found else None
+            faults.append(f"{case.name} rendered as {shortened(text)}")
+    return (len(CASES) - len(faults), faults[0]) if faults else None
 
 
 def _comparable(calls: Sequence[ToolCall | ParseFault]) -> list[str]:

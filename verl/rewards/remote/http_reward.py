@@ -68,8 +68,8 @@ class HTTPScorer(RemoteReward):
 
     def question(self, texts: dict[str, Any]) -> dict[str, Any]:
         """The cache key of a sample: its item and the other fields of the request."""
-        wanted = self.described.fields.items()
-        item = {name: column(texts, source, f"fields.{name} is {source}") for name, source in wanted}
+        fields = self.described.fields.items()
+        item = {name: column(texts, source, f"fields.{name} is {source}") for name, source in fields}
         return {"item": item, "options": self.described.options}
 
     def score_of(self, sample: RemoteSample, text: str) -> float:
@@ -96,14 +96,14 @@ class _BatchRequest(SampleRequest):
     def read(self, answer: Any) -> None:
         path, asked = self._scorer.described.scores_path, self._open()
         try:
-            found = at(answer, path)
+            value = at(answer, path)
         except LookupError:
             raise RetryableAnswer(f"an answer without {path}: {shown(answer)}") from None
-        if not isinstance(found, list) or len(found) != len(asked):
-            what = f"{len(found)} scores" if isinstance(found, list) else shown(found)
+        if not isinstance(value, list) or len(value) != len(asked):
+            what = f"{len(value)} scores" if isinstance(value, list) else shown(value)
             raise RetryableAnswer(f"{what} in place of a list of {len(asked)} scores")
         faults = []
-        for sample, item in zip(asked, found, strict=True):
+        for sample, item in zip(asked, value, strict=True):
             try:
                 self._scorer.accept(sample, json.dumps(item))
             except RetryableAnswer as fault:

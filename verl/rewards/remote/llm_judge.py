@@ -11,7 +11,7 @@ from pydantic import Field
 
 from verl.component import BuildContext, component
 from verl.http_client.request import RetryableAnswer
-from verl.rewards.import_path import load_function, named_parameters, path_faults, required_arguments
+from verl.rewards.import_path import load_function, path_faults, signature_of, source_signature
 from verl.rewards.remote.remote_base import RemoteDescription, RemoteReward, RemoteSample, SampleRequest
 from verl.rewards.remote.score_parser import by_path, by_pattern, filled, number, places, shown
 from verl.rewards.validation import check_columns
@@ -69,9 +69,9 @@ class LLMJudge(RemoteDescription):
 
     def _reader_faults(self) -> Iterator[str]:
         ways = {name: getattr(self, name) for name in ("score_pattern", "score_path", "score_function")}
-        given = [name for name, value in ways.items() if value is not None]
-        if len(given) != 1:
-            yield f"{', '.join(ways)}: exactly one must be set, not {', '.join(given) or 'none'}."
+        chosen = [name for name, value in ways.items() if value is not None]
+        if len(chosen) != 1:
+            yield f"{', '.join(ways)}: exactly one must be set, not {', '.join(chosen) or 'none'}."
         if self.score_pattern is not None:
             try:
                 re.compile(self.score_pattern)
@@ -86,8 +86,9 @@ class LLMJudge(RemoteDescription):
             for name in places(getattr(self, key) or ""):
                 if name not in ("prompt", "response"):
                     yield f"{key} has {{{name}}}", name
-        if self.score_function is not None:
-            for name in required_arguments(self.score_function, ("reply", "prompt", "response")):
+        in_source = None if self.score_function is None else source_signature(self.score_function)
+        for name in () if in_source is None else signature_of(in_source).required:
+            if name not in ("reply", "prompt", "response"):
                 yield f"score_function is {self.score_function!r}, which takes {name}", name
 
     def build(self, context: BuildContext) -> LLMJudgeReward:
@@ -111,7 +112,7 @@ def reader_of(described: LLMJudge) -> Read:
         return lambda reply, texts: by_path(reply, path)
     assert described.score_function is not None
     function = load_function(described.score_function)
-    accepted = named_parameters(function)
+    accepted = signature_of(function).accepted
 
     def read(reply: str, texts: dict[str, Any]) -> Any:
         check_columns(accepted, {name: [] for name in texts}, ("reply",), function)

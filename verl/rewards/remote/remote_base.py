@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -192,10 +192,6 @@ class RemoteReward(Reward):
     @abstractmethod
     def asks(self, samples: list[RemoteSample]) -> list[SampleRequest]:
         """Requests for all samples; their `read` passes each reply to `accept`."""
-
-    @property
-    def producer(self) -> Callable:
-        return self.rate_batch
 
     def accept(self, sample: RemoteSample, text: str) -> None:
         """Record the reply for a sample, with its score.

@@ -118,14 +118,14 @@ def number(value: Any) -> float:
     """
     try:
         is_one = isinstance(value, (bool, int, float)) or (isinstance(value, str) and "_" not in value)  # 1_0 is 10
-        found = float(value) if is_one else None
+        number = float(value) if is_one else None
     except (ValueError, OverflowError):
-        found = None
-    if found is None:
+        number = None
+    if number is None:
         raise RetryableAnswer(f"{shown(value)} in place of a number")
-    if math.isnan(found) or abs(found) > LARGEST:
-        raise NotFinite(f"the score {found!r}")
-    return found
+    if math.isnan(number) or abs(number) > LARGEST:
+        raise NotFinite(f"the score {number!r}")
+    return number
 
 
 def shown(value: Any) -> str:
@@ -136,13 +136,13 @@ def shown(value: Any) -> str:
 
 def _json_values(text: str) -> Iterator[Any]:
     """JSON values in a text: the whole text, or the objects and lists in it, last one first."""
-    decoder, values, place = json.JSONDecoder(), [], 0
-    while (found := re.compile(r"[{\[]").search(text, place)) is not None:
+    decoder, values, offset = json.JSONDecoder(), [], 0
+    while (opening := re.compile(r"[{\[]").search(text, offset)) is not None:
         try:
-            value, place = decoder.raw_decode(text, found.start())
+            value, offset = decoder.raw_decode(text, opening.start())
             values.append(value)
         except (ValueError, RecursionError):
-            place = found.start() + 1
+            offset = opening.start() + 1
     try:
         yield json.loads(text)
     except (ValueError, RecursionError):

@@ -52,7 +52,6 @@ class ServerConnection:
 
     Attributes:
         transfer: sends new weights; None if the server's weights are fixed or another process sends them.
-        limit: the server's limit on tokens of prompt and response; None if it reports none.
         source: where log-probs of responses come from, the server or the trainer.
         gap_nats: mean distance between the log-probs of server and trainer on fixed text at the start; None if the
             server does not return them.
@@ -62,7 +61,6 @@ class ServerConnection:
     protocol: ServerProtocol
     probe: LogProbCheck
     transfer: ServerWeightUpdate | None
-    limit: int | None
     source: Literal["server", "trainer"]
     gap_nats: float | None = None
 
@@ -84,7 +82,7 @@ class ServerSampler(RolloutEngine):
         self.seed = seed
         self.autocast: Autocast = autocast
         self._before: np.ndarray | None = None  # the trainer's log-probs of the probe at the last sync
-        self.compute_type, self.row_tokens = self._compute_type(), parts.limit
+        self.compute_type, self.row_tokens = self._compute_type(), parts.protocol.limit
         parallel_info: ParallelInfo | None = getattr(model, "parallel_info", None)
         self._transfer = None if parallel_info is None else TransferToFirst(model, dtype_of(model, autocast))
         if (
@@ -108,7 +106,9 @@ class ServerSampler(RolloutEngine):
                 "trainer.rollout_ahead is 1: log-probs come from the trainer (rollout.log_probs), whose weights change "
                 "while the server draws. Use those of the server (docs/rollout_server.md), or set rollout_ahead=0."
             )
-        self._refuse_too_long(limits)
+        if (held := self.row_tokens) is not None:
+            limit = f"the server takes {held} (vLLM's --max-model-len)"
+            limits.refuse_above(held, self.options.max_new_tokens, limit)
         seed = self.seed if self.options.send_seed else None
         return ServerTurns(self.parts.client, self.parts.protocol, self.sampling_params, seed, limits)
 
@@ -226,19 +226,4 @@ class ServerSampler(RolloutEngine):
         raise RolloutError(
             f"The server at {self.parts.client.endpoint.base_url} does not hold the trainer's weights after a reload: "
             f"log-probs of fixed text differ by {gap:.3g} nats on average, where {allowed:g} may be rounding. {likely}"
-        )
-
-    def _refuse_too_long(self, limits: TurnLimits) -> None:
-        held, new = self.parts.limit, self.options.max_new_tokens
-        if held is None or limits.row_tokens <= held:
-            return
-        if limits.is_single:
-            raise ConfigError(
-                f"rollout.max_new_tokens is {new}: with a prompt of {limits.row_tokens - new} tokens that makes "
-                f"{limits.row_tokens}, and the server takes {held} (vLLM's --max-model-len). Lower it, or raise the "
-                "server's."
-            )
-        raise ConfigError(
-            f"environment.max_tokens makes episodes of up to {limits.row_tokens} tokens, their prompts included, and "
-            f"the server takes {held}. Lower it."
         )

@@ -32,10 +32,18 @@ MODE = "start vLLM with --logprobs-mode"
 
 
 def connect(
-    options: ServerOptions, model: Any, tokenizer: Any, seed: int, autocast: Autocast, context: BuildContext
+    options: ServerOptions,
+    model: Any,
+    tokenizer: Any,
+    seed: int,
+    autocast: Autocast,
+    context: BuildContext,
+    protocol: ServerProtocol | None = None,
 ) -> ServerSampler:
     """Check a server and return the engine that uses it.
 
+    Args:
+        protocol: of the server; None for the one that `options.protocol` names.
     Raises:
         ConfigError: no server answers, or it cannot be used; says what to change.
     """
@@ -46,7 +54,7 @@ def connect(
         transfer = None
         try:
             _refuse_absence(client)
-            protocol, limit = _protocol(options, client, tokenizer)
+            protocol = protocol or _protocol(options, client, tokenizer)
             sampling_params = SamplingRequest(
                 options.max_new_tokens,
                 options.min_new_tokens,
@@ -56,7 +64,7 @@ def connect(
                 stop_ids=stop_ids,
                 num_tokens=model.config.get_text_config().vocab_size,
             )
-            rows = probe_rows_for(protocol, tokenizer, _num_tokens(model, tokenizer), limit or 4096)
+            rows = probe_rows_for(protocol, tokenizer, _num_tokens(model, tokenizer))
             _refuse_text_only(client, protocol, rows)
             probe = LogProbCheck(client, protocol, rows, sampling_params)
             source = _source(options, probe)
@@ -64,7 +72,7 @@ def connect(
             if options.weights == "reload" and context.rank == 0:  # one process gives the server what all of them hold
                 transfer = ServerWeightUpdate(client, options.transfer_dir)
                 transfer.check()
-            parts = ServerConnection(client, protocol, probe, transfer, limit, source, gap)
+            parts = ServerConnection(client, protocol, probe, transfer, source, gap)
             return ServerSampler(options, parts, sampling_params, model, tokenizer, seed, autocast)
         except BaseException as error:
             client.close()
@@ -80,18 +88,16 @@ def _refuse_absence(client: HTTPClient) -> None:
         raise ConfigError(f"endpoint.base_url is {client.endpoint.base_url}: no server answers there ({absence}).")
 
 
-def _protocol(options: ServerOptions, client: HTTPClient, tokenizer: Any) -> tuple[ServerProtocol, int | None]:
-    """The protocol, and the server's limit on tokens of prompt and response if it reports one."""
+def _protocol(options: ServerOptions, client: HTTPClient, tokenizer: Any) -> ServerProtocol:
+    """The protocol that the options name, with the model and the limit that the server reports."""
     if options.protocol == "tgi":
         info = _server_reply(client, "/info", "protocol is tgi")
-        limit = info.get("max_total_tokens") if isinstance(info, dict) else None
-        return TGIProtocol(tokenizer), _limit(limit)
+        return TGIProtocol(tokenizer, _limit(info.get("max_total_tokens") if isinstance(info, dict) else None))
     listed = _server_reply(client, "/v1/models", "protocol is openai")
     cards = listed.get("data") if isinstance(listed, dict) else None
     cards = [card for card in cards or () if isinstance(card, dict) and isinstance(card.get("id"), str)]
     card = _chosen(cards, options.model, client.endpoint.base_url)
-    limit = card.get("max_model_len")
-    return OpenAIProtocol(card["id"]), _limit(limit)
+    return OpenAIProtocol(card["id"], _limit(card.get("max_model_len")))
 
 
 def _limit(value: Any) -> int | None:

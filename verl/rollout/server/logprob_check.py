@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from verl.errors import RolloutError
 from verl.http_client.client import HTTPClient
 from verl.models.parallel_info import Autocast
-from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol, ServerResponse, TGIProtocol
+from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol, ServerResponse
 from verl.rollout.weight_verification.logprob_probe import probe_rows, trainer_log_probs
 
 TEXTS = ("12+34=46", "what is 6*7? it is 42", "0 1 2 3 4 5 6 7 8 9", "the sum of 3 and 4 is 7")
 DRAWN_TOKENS = 4  # of each row, to learn what log-probs of drawn tokens mean
+DEFAULT_CONTEXT = 4096  # tokens, of a server that does not tell its limit
 SAME_NATS = 0.05  # log-probs nearer than this mean the same
 
 Rows = tuple[tuple[int, ...], ...]
@@ -70,16 +70,17 @@ class LogProbCheck:
         return float(np.concatenate(gaps).mean()) < SAME_NATS
 
 
-def probe_rows_for(protocol: ServerProtocol, tokenizer: Any, vocab_size: int, context: int) -> Rows:
+def probe_rows_for(protocol: ServerProtocol, tokenizer: Any, vocab_size: int) -> Rows:
     """Rows for the check: random tokens, or plain texts if the protocol sends texts.
 
     Raises:
         RolloutError: none of the texts survives tokenization unchanged.
     """
-    if not isinstance(protocol, TGIProtocol):
+    context = protocol.limit or DEFAULT_CONTEXT
+    if protocol.takes_ids:
         return probe_rows(vocab_size, context)
     rows = [tuple(tokenizer(text)["input_ids"]) for text in TEXTS]
-    usable = tuple(row for row in rows if 2 <= len(row) < context and _is_sendable(protocol, row))
+    usable = tuple(row for row in rows if 2 <= len(row) < context and protocol.can_send(row))
     if not usable:
         raise RolloutError("The actor's tokenizer reads back none of the texts that a probe could be made of.")
     return usable
@@ -98,10 +99,3 @@ def ask_server(
         if report is not None and report.failure is not None:
             raise RolloutError(f"the server does not answer a request for log-probs of fixed text: {report.failure}")
     return [draw.drawn for draw in draws if draw.drawn is not None]
-
-
-def _is_sendable(protocol: TGIProtocol, row: tuple[int, ...]) -> bool:
-    try:
-        return bool(protocol.as_text(row)) and torch.tensor(row).numel() > 1
-    except RolloutError:
-        return False

@@ -63,10 +63,16 @@ class ServerProtocol(ABC):
     Attributes:
         path: of a request for a response.
         takes_ids: whether prompts are sent as token ids rather than as text.
+        limit: the server's limit on tokens of prompt and response; None if it reports none.
     """
 
     path: str
-    takes_ids: bool
+    takes_ids: bool = True
+    limit: int | None = None
+
+    def can_send(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt reaches the server as these tokens; not all do as text."""
+        return True
 
     @abstractmethod
     def body(self, prompt: Sequence[int], sampling_params: SamplingRequest) -> dict[str, Any]:
@@ -208,10 +214,9 @@ class OpenAIProtocol(ServerProtocol):
     """Sends every sampling option, because servers take missing ones from the model's generation config."""
 
     path = "/v1/completions"
-    takes_ids = True
 
-    def __init__(self, model: str):
-        self.model = model
+    def __init__(self, model: str, limit: int | None = None):
+        self.model, self.limit = model, limit
 
     def body(self, prompt: Sequence[int], sampling_params: SamplingRequest) -> dict[str, Any]:
         asked = {
@@ -323,8 +328,14 @@ class TGIProtocol(ServerProtocol):
     path = "/generate"
     takes_ids = False
 
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, limit: int | None = None):
+        self.tokenizer, self.limit = tokenizer, limit
+
+    def can_send(self, prompt: Sequence[int]) -> bool:
+        try:
+            return bool(self.as_text(prompt))
+        except RolloutError:
+            return False
 
     def body(self, prompt: Sequence[int], sampling_params: SamplingRequest) -> dict[str, Any]:
         parameters: dict[str, Any] = {

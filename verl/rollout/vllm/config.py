@@ -17,10 +17,6 @@ class VLLMRollout(VLLMOptions):
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
     ) -> RolloutEngine:
-        from verl.rollout.vllm.client.client import VLLMClient  # brings the process and its memory
+        from verl.rollout.vllm.engine import VLLMEngine  # brings the process and its memory
 
-        if hasattr(model, "parallel_info"):
-            from verl.rollout.vllm.sync.sharded_client import ShardedVLLMClient
-
-            return ShardedVLLMClient(self, model, tokenizer, seed, autocast, context)
-        return VLLMClient(self, model, tokenizer, seed, autocast, context)
+        return VLLMEngine(self, model, tokenizer, seed, autocast, context)

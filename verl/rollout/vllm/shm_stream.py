@@ -15,7 +15,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from verl.rollout.vllm.messages import ChunkEntry, ChunkPlan, StreamHandle, chunk_view
-from verl.rollout.vllm.state_dict import NamedWeight
 from verl.utils.memory import shareable_allocations
 from verl.utils.progress import report
 
@@ -82,24 +81,6 @@ class StreamWriter:
         if num_readers is not None:
             self._num_readers = num_readers
 
-    def send(
-        self,
-        chunks: ChunkPlan,
-        weights: Iterable[NamedWeight],
-        dtype: torch.dtype,
-        is_reader_alive: Callable[[], bool],
-        note: Callable[[str, Tensor], object] = lambda name, tensor: None,
-    ) -> float:
-        """Copy the tensors of a plan. Returns the seconds spent on computing and copying them, without waiting.
-
-            Args:
-                note: called with the name and value of each tensor.
-        Raises:
-                StreamBroken: a reader is gone.
-        """
-        made = ((weight.name, weight.make()) for weight in weights)
-        return self.fill(chunks, made, dtype, is_reader_alive, note)
-
     def fill(
         self,
         chunks: ChunkPlan,
@@ -108,7 +89,14 @@ class StreamWriter:
         is_reader_alive: Callable[[], bool],
         note: Callable[[str, Tensor], object] = lambda name, tensor: None,
     ) -> float:
-        """Do the same as `send` for an iterator of (name, tensor) in the order of the plan."""
+        """Copy (name, tensor) in the order of a plan. Returns the seconds spent on computing and copying them, without
+        waiting.
+
+        Args:
+            note: called with the name and value of each tensor.
+        Raises:
+            StreamBroken: a reader is gone.
+        """
         copying, name, tensor = 0.0, "", torch.empty(0)
         for number, places in enumerate(chunks):
             self._wait_for_readers(number - 1, is_reader_alive)

@@ -63,11 +63,11 @@ def try_tests(runner: CodeRunner, tests: Sequence[str]) -> list[str | None]:
         None if nothing was found. A sandbox that fails finds nothing.
     """
     parts = [tests[i : i + TESTS_PER_TRIAL] for i in range(0, len(tests), TESTS_PER_TRIAL)]
-    found: list[str | None] = []
+    faults: list[str | None] = []
     for part, told in zip(parts, _try_together(runner, parts), strict=True):
         alone = [_try_together(runner, [[test]])[0] for test in part] if isinstance(told, str) else told
-        found += [text[0] if isinstance(text, list) else text for text in alone]
-    return [None if text == "called" else text for text in found]
+        faults += [text[0] if isinstance(text, list) else text for text in alone]
+    return [None if text == "called" else text for text in faults]
 
 
 def _try_together(runner: CodeRunner, parts: Sequence[Sequence[str]]) -> list[list[str] | str]:
@@ -94,8 +94,8 @@ def _job(**content: Any) -> tuple[str, str]:
 
 
 def _verdict(result: ExecutionResult, mark: str) -> str | None:
-    _, found, verdict = result.stdout.rpartition(mark)
-    return verdict if found and result.outcome == "ok" else None
+    _, before, verdict = result.stdout.rpartition(mark)
+    return verdict if before and result.outcome == "ok" else None
 
 
 def _files() -> dict[str, str]:

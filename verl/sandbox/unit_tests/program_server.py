@@ -64,9 +64,9 @@ def serve():
     messages = Messages()
     module = importlib.import_module("solution")
     names = messages.receive()["names"]
-    found = {name: described(module, name) for name in names}
-    messages.send({"found": found})
-    values = [name for name, description in found.items() if "callable" not in description]
+    descriptions = {name: described(module, name) for name in names}
+    messages.send({"found": descriptions})
+    values = [name for name, description in descriptions.items() if "callable" not in description]
     while True:
         try:
             request = messages.receive()

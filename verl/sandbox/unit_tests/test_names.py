@@ -58,8 +58,8 @@ def names_of(test: str) -> TestNames:
     names, modules = use.names, use.modules
     if not names:
         return TestNames(modules=modules, broken="it uses no name of the program")
-    own = next((reason for node in ast.walk(tree) for reason in use.reasons(node)), None)
-    return TestNames(names, modules, use.calls, use.ambiguous or own)
+    of_nodes = next((reason for node in ast.walk(tree) for reason in use.reasons(node)), None)
+    return TestNames(names, modules, use.calls, use.ambiguous or of_nodes)
 
 
 def _free_names(table: symtable.SymbolTable) -> set[str]:
@@ -133,23 +133,23 @@ class _Use:
                 yield f"enters or awaits {_text(inner)}"
 
     def _reasons_of_call(self, node: ast.Call) -> Iterator[str]:
-        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         function = _text(node.func)
         if self._is_of_program(node.func):
-            for argument in given:
+            for argument in arguments:
                 is_own = isinstance(argument, ast.Name) and argument.id in self._own
                 if is_own or isinstance(argument, ast.Lambda):
                     yield f"passes a function or class to {function}"
         elif self._is_result(node.func):
             yield f"calls what {function} is"
-        elif function in _ITERATES and any(map(self._is_result, given[:1])):
-            yield f"calls {function}() on what {_text(given[0])} is"
+        elif function in _ITERATES and any(map(self._is_result, arguments[:1])):
+            yield f"calls {function}() on what {_text(arguments[0])} is"
         elif (last := function.rpartition(".")[2]) in _TAKES_CLASS:
-            classes = given[1:2] if last.lower().startswith(("is", "assertis")) else given[:1]
+            classes = arguments[1:2] if last.lower().startswith(("is", "assertis")) else arguments[:1]
             if any(map(self._contains_name, classes)):
                 yield f"names a class of the program in {function}()"
-        elif function.startswith("asyncio.") and any(map(self._is_result, given)):
-            yield f"awaits {_text(given[0])}"
+        elif function.startswith("asyncio.") and any(map(self._is_result, arguments)):
+            yield f"awaits {_text(arguments[0])}"
 
     def _reasons_of_imports(self, node: ast.AST) -> Iterator[str]:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -172,8 +172,8 @@ class _Use:
     def _is_of_program(self, node: ast.AST) -> bool:
         if isinstance(node, ast.Name):
             return node.id in self._local
-        found = _attribute_of_name(node)
-        return found is not None and found[0] in self._aliases
+        attribute = _attribute_of_name(node)
+        return attribute is not None and attribute[0] in self._aliases
 
     def _is_result(self, node: ast.AST) -> bool:
         """Whether it is what a function of the program returned."""

@@ -30,7 +30,7 @@ from verl.models.pretrained import ModelSource, Pretrained, without_dropout
 from verl.rewards.base import Reward, RewardDescription, in_time
 from verl.rewards.deadline import BATCH_TIMEOUT_S
 from verl.rewards.function import CallableReward, RewardFunction
-from verl.rewards.import_path import batch_argument, named_parameters
+from verl.rewards.import_path import signature_of
 from verl.rewards.reward_model import ModelReward, RewardModel, RewardTokenizer
 from verl.rewards.weighted_sum import TAKEN, WeightedSum
 
@@ -75,11 +75,12 @@ class RewardObject(RewardDescription):
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
         reward, _ = getattr(self, "_carried", (None, None))
-        is_function = callable(reward) and not isinstance(reward, Reward) and not _is_module(reward)
-        if is_function and batch_argument(reward) is None:  # type: ignore[arg-type]
-            for name, is_required in (named_parameters(reward) or {}).items():  # type: ignore[arg-type]
-                if is_required and name not in ("prompts", "responses"):
-                    yield f"{self.name}() takes {name}", name
+        if not callable(reward) or isinstance(reward, Reward) or _is_module(reward):
+            return
+        signature = signature_of(reward)
+        for name, is_required in (signature.accepted or {}).items():
+            if is_required and not signature.takes_batch and name not in ("prompts", "responses"):
+                yield f"{self.name}() takes {name}", name
 
     def build(self, context: BuildContext) -> Reward:
         reward, tokenizer = carried_by(self)

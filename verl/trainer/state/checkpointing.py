@@ -27,7 +27,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import write_upload_target
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import loss_points
-from verl.checkpoint.read.discovery import POINTER, RESERVED, TAG, read_pointer
+from verl.checkpoint.read.discovery import POINTER, RESERVED, TAG, RunPointer, read_pointer
 from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
 from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.async_writer import CheckpointWriter
@@ -63,7 +63,7 @@ class CheckpointSaver:
     """The checkpoints of one run.
 
     Args:
-        settings: None: no checkpoints.
+        settings: None: no checkpoints but those of `save_to`.
         place: the directory of the checkpoints, its object storage, and the checkpoint that the run resumes from.
         config: of the run, as plain values.
         identity: see `verl.trainer.state.training_identity`; may be empty if nothing is saved.
@@ -91,7 +91,8 @@ class CheckpointSaver:
         uses: Collection[str] = (),
         run_id: str | None = None,
     ):
-        self.settings, self.directory, self.loss_key, self.uses = settings, place.directory, loss_key, uses
+        self.is_wanted, self.settings = settings is not None, settings or Checkpointing()
+        self.directory, self.loss_key, self.uses = place.directory, loss_key, uses
         self.run_id, self.messages, self._lock = run_id or new_run_id(), place.messages, place.lock
         self._config, self.identity = redact_tree(dict(config)), dict(identity)
         self.run_dir_lock: RunLock | None = None
@@ -100,7 +101,7 @@ class CheckpointSaver:
         self._uploader: Uploader | None = None
         self._num_waiting = 0  # checkpoints that were not yet uploaded at the last report
         self._writer: CheckpointWriter | None = None
-        self._contents = TrainState(settings, self._config, uses)
+        self._contents = TrainState(self.settings, self._config, uses)
         self.lineage = Lineage(place.directory, self.run_id)
         self.go_on_from(place.resumed)
 
@@ -149,15 +150,14 @@ class CheckpointSaver:
         Raises:
             CheckpointWriteFailed: the directory cannot be written.
         """
-        if self.settings is None:
+        if not self.is_wanted:
             return
         store = CheckpointStore(self.directory, self.run_id)
         store.claim_directory()
-        mode = "async" if self.settings.save_async else "sync"
         retention = replace(self.settings.retention, lineage={**self.ancestors, self.run_id: sys.maxsize})
         self._writer = CheckpointWriter(
             store,
-            mode=mode,
+            mode="async" if self.settings.save_async else "sync",
             when_busy=self.settings.when_busy,
             retention=retention,
             timeout_s=self.settings.writer_timeout_s,
@@ -200,25 +200,25 @@ class CheckpointSaver:
         except CheckpointError:
             earlier = []
         relative = os.path.relpath(self.directory, run_dir.absolute())
-        pointer = {"save_dir": str(self.directory), "relative": relative, "run_id": self.run_id}
-        pointer |= {"ancestors": self.ancestors, "earlier": earlier}
-        write_text(run_dir / POINTER, json.dumps(pointer, indent=2) + "\n")
+        pointer = RunPointer(
+            save_dir=str(self.directory), relative=relative, run_id=self.run_id, ancestors=self.ancestors,
+            earlier=earlier,
+        )  # fmt: skip
+        write_text(run_dir / POINTER, json.dumps(asdict(pointer), indent=2) + "\n")
 
     def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
         """Why a checkpoint is to be saved after this step, or None."""
         self._longest_step_s = max(self._longest_step_s, took_s)
-        chosen = self.settings
-        if chosen is None or step == self._saved_step:
+        if not self.is_wanted or step == self._saved_step:
             return None
         if is_last:
             return "the last step"
         if is_stopping:
             return "the run is ending"
-        if chosen.save_interval and step % chosen.save_interval == 0:
-            return f"every {chosen.save_interval} steps"
-        if chosen.save_interval_s and time.monotonic() - self._last_save >= chosen.save_interval_s:
-            return f"every {chosen.save_interval_s:g} s"
-        return None
+        every, every_s = self.settings.save_interval, self.settings.save_interval_s
+        if every and step % every == 0:
+            return f"every {every} steps"
+        return f"every {every_s:g} s" if every_s and time.monotonic() - self._last_save >= every_s else None
 
     def asked_for(self) -> tuple[bool, str | None]:
         """Whether the user has created a file `save` in the run's directory, and the tag in it, if any.
@@ -241,11 +241,11 @@ class CheckpointSaver:
     def is_better(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation is the best so far in the metric that `save_best` names."""
         self._tell_unknown(metrics)
-        name = None if self.settings is None else self.settings.save_best
+        name = self.settings.save_best
         value = None if name is None else metrics.get(name)
         if value is None or not math.isfinite(value):
             return False
-        sign = 1 if self.settings is not None and self.settings.best_mode == "max" else -1
+        sign = 1 if self.settings.best_mode == "max" else -1
         if self._best is not None and sign * value <= sign * self._best:
             return False
         self._best = value
@@ -257,17 +257,17 @@ class CheckpointSaver:
         """
         has_evaluated = any(key.startswith("eval/") for key in metrics)
         for name in ("keep_best", "save_best"):
-            key = None if self.settings is None else getattr(self.settings, name)
+            key = getattr(self.settings, name)
             if key is None or name in self._looked_for or not (has_evaluated or not key.startswith("eval/")):
                 continue
             self._looked_for.add(name)
             if key not in metrics:
-                found = hint(nearest(key, metrics))
-                _log.warning("checkpoint.%s is %r: there is no such metric, so it has no effect.%s", name, key, found)
+                known = hint(nearest(key, metrics))
+                _log.warning("checkpoint.%s is %r: there is no such metric, so it has no effect.%s", name, key, known)
 
     def out_of_time(self) -> bool:
         """Whether the next step might exceed the time limit."""
-        if self.settings is None or self.settings.time_limit_s is None:
+        if self.settings.time_limit_s is None:
             return False
         left = self.settings.time_limit_s - (time.monotonic() - self._started)
         return left < self.settings.time_margin_s + 1.5 * self._longest_step_s
@@ -293,15 +293,13 @@ class CheckpointSaver:
         """
         if self._writer is None:
             return
+        self._saved_step, self._last_save = step, time.monotonic()
         try:
-            was_removed = self._lock is not None and self._lock.renew()
+            if self._lock is not None and self._lock.renew():  # what was linked to is gone
+                self._contents = TrainState(self.settings, self._config, self.uses)
         except CheckpointError as error:
-            self._saved_step, self._last_save = step, time.monotonic()
             self._writer.note(SaveOutcome(step=step, tag=facts.get("tag"), error=error))
             return
-        if was_removed:  # what was linked to is gone
-            self._contents = TrainState(self.settings, self._config, self.uses)
-        self._saved_step, self._last_save = step, time.monotonic()
         self._save(self._writer, self._request(self._contents, step, roles, state, facts), roles)
 
     def save_aside(
@@ -319,7 +317,7 @@ class CheckpointSaver:
         """
         if (holder := RunLock.holder_of(directory.absolute())) is not None:
             raise CheckpointFenced(f"{directory} is where another run saves ({holder}): give another directory")
-        contents = TrainState(self.settings or Checkpointing(), self._config, self.uses)
+        contents = TrainState(self.settings, self._config, self.uses)
         store = CheckpointStore(directory.absolute(), self.run_id)
         store.claim_directory()
         with CheckpointWriter(store, mode="sync") as writer:
@@ -362,15 +360,14 @@ class CheckpointSaver:
     ) -> SaveRequest:
         metrics = {k: v for k, v in facts.pop("metrics", {}).items() if isinstance(v, (int, float))}
         components, existing_files = contents.of(roles, state)
-        tag = facts.pop("tag", None)
         return SaveRequest(
             step=step,
-            tag=tag,
+            tag=facts.pop("tag", None),
             components=components,
             existing_files=existing_files,
             state=self._state(state, facts),
             metrics=metrics,
-            increment=None if self.settings is None else self.settings.increment,
+            increment=self.settings.increment,
         )
 
     @property
@@ -428,10 +425,7 @@ class CheckpointSaver:
         for outcome in outcomes:
             if outcome.name is not None:
                 self._contents.checkpoint()
-                pruned = list(outcome.pruned)
-                self.lineage.add("checkpoint", checkpoint=outcome.name, step=outcome.step, pruned=pruned)
-                if self._uploader is not None:
-                    self._uploader.look()
+                self.lineage.add("checkpoint", checkpoint=outcome.name, step=outcome.step, pruned=list(outcome.pruned))
         if self._uploader is not None:
             self._record_uploads(self._uploader.heard())
         return outcomes
@@ -439,7 +433,7 @@ class CheckpointSaver:
     def _close_uploader(self, waits: bool) -> None:
         """Wait for remaining uploads, up to the maximum, and end the process. The next start of the run uploads the
         rest."""
-        if self._uploader is None or self._tier is None or self.settings is None:
+        if self._uploader is None or self._tier is None:
             return
         uploader, wait_s, address = self._uploader, self.settings.upload_wait_s, self._tier.address
         if waits and not uploader.is_fenced:
@@ -497,7 +491,7 @@ class CheckpointSaver:
         now = sum(first) / len(first)
         if abs(now - mean) <= JUMP_FACTOR * spread + 1e-6 * abs(mean):
             return None
-        verified = " and verified" if self.settings is None or self.settings.verify else ""
+        verified = " and verified" if self.settings.verify else ""
         changed = ", ".join(sorted(self.parent.differences)) if self.parent is not None else ""
         return (
             f"{self.loss_key} was {mean:.4g} +- {spread:.2g} before the resume and is {now:.4g} in the first "

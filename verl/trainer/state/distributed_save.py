@@ -27,7 +27,7 @@ from verl.checkpoint.save.save_request import (
     abandon_missing,
     open_report_directory,
 )
-from verl.checkpoint.save.writer_client import START_TIMEOUT_S
+from verl.checkpoint.save.writer_process import START_TIMEOUT_S
 from verl.errors import CheckpointError, CheckpointWriteFailed
 from verl.workers.load_state import RemoteRoleState
 from verl.workers.rank_checkpoint import RankInfo, RankSaveSettings
@@ -84,18 +84,18 @@ class RankWriters:
             finally:
                 remove_tree(store.disk, probe_directory)
         self._groups, first_rank = [], 0
-        for name, found in rank_infos.items():
-            if found[0].roles[0] == name:
-                self._groups.append(_RoleProcesses(self._trained[name], found, first_rank))
-                first_rank += len(found)
+        for name, infos in rank_infos.items():
+            if infos[0].roles[0] == name:
+                self._groups.append(_RoleProcesses(self._trained[name], infos, first_rank))
+                first_rank += len(infos)
         return self._message_if_directory_invisible(
             [info.sees for group in self._groups for info in group.rank_infos], store.directory
         )
 
     def states(self) -> dict[str, RemoteRoleState]:
         """Description of each role in the trainer state."""
-        found = {name: state for group in self._groups for name, state in group.lead.remote_states().result().items()}
-        return {name: found[name] for name in self._trained}
+        states = {name: state for group in self._groups for name, state in group.lead.remote_states().result().items()}
+        return {name: states[name] for name in self._trained}
 
     def prepare(self, store: CheckpointStore, is_async: bool) -> None:
         """Have every process allocate the memory for saves in the background."""
@@ -128,7 +128,7 @@ class RankWriters:
                 raise
             writer.note(SaveOutcome(step=step, tag=tag, error=error))
             return
-        self._under_way = [*(one for one in self._under_way if one.directory.exists()), multi_writer]
+        self._under_way = [*(earlier for earlier in self._under_way if earlier.directory.exists()), multi_writer]
         writer.save(replace(request, multi_writer=multi_writer), transaction, began)
 
     def wait_copied(self) -> None:

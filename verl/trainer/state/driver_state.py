@@ -73,10 +73,10 @@ def load_parts(point: ResumePoint, parts: Mapping[str, Stateful], components: Co
     """
     saved = _SavedParts(point)
     for name, part in parts.items():
-        place = place_of(name)
-        if components is None or place.loaded_with in components:
-            with point.understanding(place.path):
-                part.load_state_dict(place.read(saved))
+        part_place = place_of(name)
+        if components is None or part_place.loaded_with in components:
+            with point.understanding(part_place.path):
+                part.load_state_dict(part_place.read(saved))
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ class RngFiles(PartPlace):
 
     def references(self, num_ranks: int) -> dict[str, str]:
         """Locations of the generator states, for `trainer_state.json`."""
-        own = {"torch": f"rng/{self.tensors}", **{name: f"rng/{name}.json" for name in self.plain}}
-        return own | {f"rank_{rank}": f"rng/rank_{rank}.json" for rank in range(num_ranks)}
+        references = {"torch": f"rng/{self.tensors}", **{name: f"rng/{name}.json" for name in self.plain}}
+        return references | {f"rank_{rank}": f"rng/rank_{rank}.json" for rank in range(num_ranks)}
 
     def write(self, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
         tensors, plain = dict(state["driver"][0]), state["driver"][1]
@@ -211,9 +211,9 @@ class RngFiles(PartPlace):
         names = [PurePosixPath(entry.path).name for entry in CheckpointReader(point.checkpoint).files("rng")]
         count = sum(name.startswith("rank_") for name in names)
         ranks = [(_below(tensors, f"rank_{rank}."), point.read_json(f"rng/rank_{rank}.json")) for rank in range(count)]
-        own = {name: x for name, x in tensors.items() if not name.startswith("rank_")}
+        of_driver = {name: x for name, x in tensors.items() if not name.startswith("rank_")}
         plain = {name: point.read_json(f"rng/{name}.json") for name in self.plain}
-        return {"driver": (own, plain), "ranks": ranks, "step": point.step}
+        return {"driver": (of_driver, plain), "ranks": ranks, "step": point.step}
 
 
 RNG = RngFiles("rng", "rng")
@@ -258,13 +258,13 @@ class RewardStats:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """One of a version that did not say whose statistics it holds is trusted. Another reward begins anew, and that
         is logged."""
-        learned, found = state["reward"], dict[str, Any]()
+        learned, keys = state["reward"], dict[str, Any]()
         if learned and self._reward.state_dict() and "reward_of" in state:
-            found = differences({"reward": state["reward_of"]}, {"reward": self._identity})
-        if found:
+            keys = differences({"reward": state["reward_of"]}, {"reward": self._identity})
+        if keys:
             self._reward.reset_stats()
             _log.warning(
-                "The reward differs from the checkpoint's (%s): its score statistics start from zero.", ", ".join(found)
+                "The reward differs from the checkpoint's (%s): its score statistics start from zero.", ", ".join(keys)
             )
         else:
             self._reward.load_state_dict(learned)

@@ -19,34 +19,34 @@ def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> No
     """Raises:
     ConfigError: model, tokenizer, data or algorithm are not those of the checkpoint; names every key.
     """
-    found = differences(point.state.get("identity", {}), identity)
-    if found:
+    changes = differences(point.state.get("identity", {}), identity)
+    if changes:
         raise ConfigError(
             [
                 f"{path} is {_shown(now)}: the checkpoint {point.checkpoint.name} was trained with {_shown(before)}, "
                 "so this would be another training. Set it back, or start without resume."
-                for path, (before, now) in found.items()
+                for path, (before, now) in changes.items()
             ]
         )
 
 
 def difference_messages(point: ResumePoint, config: Mapping[str, Any]) -> list[str]:
     """A line for each value that differs from the checkpoint's and may."""
-    found = _training_differences(point.state.get("config", {}), config)
-    messages = [f"{path}: {_shown(before)} before, {_shown(now)} now" for path, (before, now) in found.items()]
+    changes = _training_differences(point.state.get("config", {}), config)
+    messages = [f"{path}: {_shown(before)} before, {_shown(now)} now" for path, (before, now) in changes.items()]
     before, now = point.state.get("sources"), sources_of(config)
     if isinstance(before, Mapping):
-        edited = [path for path in now if path in before and before[path] != now[path] and path not in found]
+        edited = [path for path in now if path in before and before[path] != now[path] and path not in changes]
         named = {path: _at(config, path) for path in edited}
         messages += [f"{path}: the source of {name} was edited since the save" for path, name in named.items()]
     threads, here = point.state.get("num_threads"), torch.get_num_threads()
-    if isinstance(threads, int) and threads != here and "trainer.num_threads" not in found:
+    if isinstance(threads, int) and threads != here and "trainer.num_threads" not in changes:
         messages.append(
             f"threads of torch: {threads} before, {here} now. Sums may be rounded otherwise; set "
             f"trainer.num_threads={threads} for the same numbers"
         )
     library = point.state.get("cpu_matmul", "mkl")
-    if library in ("mkl", "onednn") and library != active_library() and "trainer.cpu_matmul" not in found:
+    if library in ("mkl", "onednn") and library != active_library() and "trainer.cpu_matmul" not in changes:
         messages.append(
             f"float32 products on the CPU: by {library} before, by {active_library()} now. Last bits differ; set "
             f"trainer.cpu_matmul={library} for the same numbers"
@@ -78,6 +78,6 @@ def _shown(value: Any) -> str:
 
 def parent_of(point: ResumePoint, config: Mapping[str, Any]) -> ParentCheckpoint:
     """The checkpoint as the origin of a run with a configuration."""
-    found = _training_differences(point.state.get("config", {}), config)
+    changes = _training_differences(point.state.get("config", {}), config)
     manifest = point.checkpoint.manifest
-    return ParentCheckpoint(manifest.run_id, str(point.checkpoint.directory), point.step, found)
+    return ParentCheckpoint(manifest.run_id, str(point.checkpoint.directory), point.step, changes)

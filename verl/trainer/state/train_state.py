@@ -28,7 +28,7 @@ class TrainState:
         uses: fields that the algorithm needs and a frozen model gives, such as `ref_log_probs`.
     """
 
-    def __init__(self, settings: Checkpointing | None, config: Mapping[str, Any], uses: Collection[str]):
+    def __init__(self, settings: Checkpointing, config: Mapping[str, Any], uses: Collection[str]):
         self.settings, self._frozen = settings, _frozen_models(config, uses)
         self._digests: dict[str, dict[str, Any]] = {}
         self._is_published = False
@@ -61,12 +61,11 @@ class TrainState:
 
     def _weights(self, role: RoleState) -> SavedComponent:
         form = role.model
-        if self.settings is not None and not self.settings.use_safetensors:
+        if not self.settings.use_safetensors:
             name = ADAPTER_BIN if form.file else "pytorch_model.bin"
             return SavedComponent(
                 files={**form.files, name: as_torch_file(form.tensors)}, constant_files=role.tokenizer
             )
-        assert self.settings is not None
         return SavedComponent(
             tensors=form.tensors,
             file=form.file,
@@ -84,7 +83,7 @@ class TrainState:
     def _frozen_files(self, name: str, model: str) -> list[ExistingFile]:
         """Files of the frozen model: copied with the first save, linked to that copy ever after."""
         directory = Path(model)
-        if self.settings is None or not self.settings.save_frozen or not directory.is_dir():
+        if not self.settings.save_frozen or not directory.is_dir():
             return []
         names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
         names = [file for file in names if file != IDENTITY]
@@ -95,14 +94,14 @@ class TrainState:
 
 def _frozen_models(config: Mapping[str, Any], uses: Collection[str]) -> dict[str, str]:
     """The models that a run reads and never trains: component -> path or name."""
-    found: dict[str, str] = {}
+    frozen: dict[str, str] = {}
     if "ref_log_probs" in uses:
         model = (config.get("reference") or {}).get("model") or config["actor"]["model"]
-        found["reference_model"] = model.get("path") or model.get("_target_")
+        frozen["reference_model"] = model.get("path") or model.get("_target_")
     reward = config.get("reward") or {}
     described = [part.get("model") for part in _parts_of(reward)]
     models = [model["path"] for model in described if isinstance(model, Mapping)]  # of a remote judge it is a name
-    return found | {f"reward_model{f'_{i}' if i else ''}": path for i, path in enumerate(models)}
+    return frozen | {f"reward_model{f'_{i}' if i else ''}": path for i, path in enumerate(models)}
 
 
 def _parts_of(reward: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

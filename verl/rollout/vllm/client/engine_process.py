@@ -211,20 +211,6 @@ class EngineProcess:
         self._look()
         return True
 
-    def has_answered(self, within_s: float) -> bool:
-        """Whether `answer` would return without waiting, because the reply has arrived or none will come; polls
-        briefly."""
-        deadline = time.monotonic() + within_s
-        while self._child is not None and not self._child.channel.has_message(min(0.5, max(0.0, within_s))):
-            try:
-                if not self.is_busy():
-                    return True
-            except EngineHung:  # raised again by `answer`
-                return True
-            if time.monotonic() > deadline:
-                return False
-        return True
-
     def start(self, timeout_s: float | None = None) -> Any:
         """Start the process and the engine in it; returns a description of the engine.
 
@@ -269,7 +255,9 @@ class EngineProcess:
 
     def send(self, method: str, *args: Any) -> None:
         """Begin a call; `answer` ends it."""
-        self.send_message(method, EngineCall(method, args))
+        if self._child is None:
+            raise EngineDied("The vLLM engine is not running.")
+        self._ask(method, partial(self._child.channel.send, EngineCall(method, args)))
 
     def answer(self) -> Any:
         """The result of the call under way."""
@@ -311,12 +299,6 @@ class EngineProcess:
         if os.getpid() == self._owner:  # and not where a fork of the trainer ends
             self.kill()
             self.files.remove()
-
-    def send_message(self, method: str, message: Any) -> None:
-        """Send what `method` takes; its answer is read with `answer`."""
-        if self._child is None:
-            raise EngineDied("The vLLM engine is not running.")
-        self._ask(method, partial(self._child.channel.send, message))
 
     def _ask(self, method: str, send: Callable[..., None]) -> None:
         assert self._progress is not None

@@ -1,15 +1,18 @@
-"""Turns by vLLM, as the trainer sees them: added at any time, generated while environments answer others."""
+"""Requests to the vLLM process: turns in, tokens out. They are added at any time, generated while environments answer
+others, and know nothing of the weights that draw them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from verl.errors import RolloutError
-from verl.rollout.base import DrawnTurn, Rollout, TurnEngine, TurnLimits, TurnRequest
+from verl.rollout.base import DrawnTurn, TurnEngine, TurnRequest
 from verl.rollout.token_sampler import TokenSampler
+from verl.rollout.vllm.client.engine_process import EngineDied, EngineError, EngineProcess
 from verl.rollout.vllm.messages import NumberedTurn, TurnOutput
 from verl.rollout.vllm.shm_stream import using_threads
 from verl.utils.progress import report
@@ -18,40 +21,33 @@ ADVANCE_S = 0.02  # of one call, unless a turn ends before; then environments ar
 ADVANCE_ALL_S = 5.0  # where there is no environment: the engine waits for no call in between
 
 
-class TurnClient(Protocol):
-    """Part of `VLLMClient` that turns need."""
-
-    seed: int
-    stop_ids: tuple[int, ...]
-    experts: tuple[int, int] | None
-    is_synced: bool
-    open_turns: VLLMTurns | None
-
-    @property
-    def options(self) -> Rollout: ...
-
-    @property
-    def process_id(self) -> int | None: ...
-
-    def call(self, method: str, *args: Any) -> Any: ...
-
-    def with_engine_restart(self, action: Callable[[], TurnOutput]) -> TurnOutput: ...
-
-
 class VLLMTurns(TurnEngine):
-    """Turns under way in the vLLM process. If it dies, another one generates them again, with the same noise; while
-    training goes on, that is left to the caller, because the weights have changed.
+    """Turns under way in the vLLM process.
 
     Args:
+        max_new_tokens: the most tokens of a turn.
+        is_single: as in `TurnLimits`.
         num_threads: threads of each side until the turns are closed; None: as many as each has.
+        restart: called if the process dies: makes it ready again, with the weights that have begun the turns, which
+            then are generated again with the same noise. None: the death is raised.
     Attributes:
         cached_tokens: tokens of the turns' prompts that came from vLLM's prefix cache.
     """
 
-    def __init__(self, client: TurnClient, limits: TurnLimits, num_threads: int | None):
-        self.client, self.limits, self.num_threads = client, limits, num_threads
-        self.sampler = TokenSampler.of(client.options, client.seed, client.stop_ids)
-        self.experts, self.cached_tokens = client.experts, 0
+    def __init__(
+        self,
+        process: EngineProcess,
+        sampler: TokenSampler,
+        max_new_tokens: int,
+        *,
+        is_single: bool,
+        experts: tuple[int, int] | None,
+        num_threads: int | None,
+        restart: Callable[[EngineDied], None] | None,
+    ):
+        self.process, self.sampler, self.max_new_tokens, self.is_single = process, sampler, max_new_tokens, is_single
+        self.experts, self.num_threads, self.restart = experts, num_threads, restart
+        self.cached_tokens, self.is_open = 0, True
         self._numbers = itertools.count()
         self._new: list[NumberedTurn] = []
         self._open: dict[int, TurnRequest] = {}
@@ -73,12 +69,19 @@ class VLLMTurns(TurnEngine):
         """See `TurnEngine.advance`.
 
         Raises:
-            RolloutError: the engine failed, or died twice in a row.
+            EngineDied: the process ended or made no progress, without `restart` or after it.
+            EngineError: the engine failed.
         """
         report()
         if not self._open:
             return []
-        output = self._advance() if self.limits.while_training else self.client.with_engine_restart(self._advance)
+        try:
+            output = self._advance()
+        except EngineDied as death:
+            if self.restart is None:
+                raise
+            self.restart(death)
+            output = self._advance()
         self.cached_tokens += output.cached_tokens
         drawn = []
         for place, (number, tokens) in enumerate(zip(output.numbers, output.tokens, strict=True)):
@@ -91,24 +94,30 @@ class VLLMTurns(TurnEngine):
         return drawn
 
     def close(self) -> None:
+        self.is_open = False
         self._open.clear()
         self._new.clear()
         self._contexts.close()
-        if self.client.open_turns is self:
-            self.client.open_turns = None
-        if self._begun_in is not None and self._begun_in == self.client.process_id and self.client.is_synced:
+        if self._begun_in is not None and self._begun_in == self.process.process_id:
             with contextlib.suppress(RolloutError):
-                self.client.call("end_turns")
+                self._call("end_turns")
         self._begun_in = None
 
     def _advance(self) -> TurnOutput:
         new, self._new = self._new, []
-        if self._begun_in is None or self._begun_in != self.client.process_id:
-            self.client.call("begin_turns", self.sampler, self.client.options.max_new_tokens, self.num_threads)
-            self._begun_in = self.client.process_id
+        if self._begun_in is None or self._begun_in != self.process.process_id:
+            self._call("begin_turns", self.sampler, self.max_new_tokens, self.num_threads)
+            self._begun_in = self.process.process_id
             new = [NumberedTurn(number, turn) for number, turn in self._open.items()]
-        budget_s = ADVANCE_ALL_S if self.limits.is_single else ADVANCE_S
-        return self.client.call("advance_turns", new, budget_s, self.limits.is_single)
+        budget_s = ADVANCE_ALL_S if self.is_single else ADVANCE_S
+        return self._call("advance_turns", new, budget_s, self.is_single)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return self.process.call(method, *args)
+        except EngineError:  # requests may be left in it: the next turns get a new one
+            self.process.kill()
+            raise
 
     def _refuse_other_experts(self, shape: tuple[int, ...] | None) -> None:
         if shape != self.experts:

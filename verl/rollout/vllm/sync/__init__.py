@@ -1,6 +1,6 @@
-"""Weights of a sharded model to the engines: transfer plan, one sync, one engine per group of ranks.
+"""Weights of a model to its engines: what one vLLM process holds, one sync of all ranks, and the transfer between them.
 
-sharded_client   vLLM beside a sharded model: one engine for each group of ranks that work on the same rows
-weight_sync      One weight sync from a sharded model to its engines: every byte that has to move does so once
+engine_weights   The weights of one vLLM process: load, adapter, verification, sleep
+weight_sync      Weight syncs from a model to its engines: every byte that has to move does so once
 weight_transfer  Weight transfer between the ranks of a sharded model
 """

@@ -9,6 +9,7 @@ what engines take ─┘
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from verl.ops.resharding.dtensor import is_on_other_stage
 from verl.ops.resharding.execute import LIMIT_BYTES, reshard_parts
 from verl.ops.resharding.layout import Box, Layout, TensorLayout, volume
 from verl.ops.resharding.plan import Plan, gathering_volume, reshard_plan
-from verl.rollout.vllm.messages import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
+from verl.rollout.vllm.messages import ChunkPlan, SizedTensor, SyncOffer, TensorSlice, WantedSlices, plan_chunks
 from verl.rollout.vllm.state_dict import NamedWeight, WeightSource, weights_of
 from verl.rollout.weight_verification.fingerprint import (
     FingerprintShards,
@@ -31,6 +32,9 @@ from verl.rollout.weight_verification.fingerprint import (
     own_shard,
     transpose_to_out_in,
 )
+
+MIB = 1 << 20
+CHUNKS = 8  # at least, of a stream
 
 
 class WeightTransfer:
@@ -270,7 +274,7 @@ def feed_assignments(
     """The feed assignments of all siblings, in their order."""
     if offer.wants is None:
         wanted = {w.source.name: _all_of(w.source.tensor.shape) for w in weights}
-        chunks, largest = plan_chunks(weights, dtype, chunk_bytes)
+        chunks, largest = _plan_stream(weights, dtype, chunk_bytes)
         whole = FeedAssignment(wanted, tuple(range(offer.num_workers)), chunks, largest, {})
         return [whole, *(FeedAssignment({}, (), [], 0, {}) for _ in range(num_siblings - 1))]
     readers = [_readers(place, num_siblings, offer.num_workers) for place in range(num_siblings)]
@@ -289,13 +293,20 @@ def _sliced(
     asked = {w.name: [want[w.name] for want in wants if w.name in want] for w in weights}  # of other stages, none
     wanted = {name: _bounding_slice(slices) for name, slices in asked.items() if slices}
     coming = [_SizedSlice(name, _shape(box)) for name, box in wanted.items() if all(_shape(box))]
-    chunks, largest = plan_chunks(coming, dtype, chunk_bytes)
+    chunks, largest = _plan_stream(coming, dtype, chunk_bytes)
     slices = {
         w.name: TensorSlice(tuple(w.shape), tuple(start for start, _ in wanted[w.name]))
         for w in weights
         if w.name in wanted and wanted[w.name] != _all_of(w.shape)
     }
     return FeedAssignment(wanted, readers, chunks, largest, slices)
+
+
+def _plan_stream(tensors: Sequence[SizedTensor], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
+    """`plan_chunks` in at least `CHUNKS` chunks, of any but the smallest models: an engine begins when it has the
+    first."""
+    num_bytes = sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
+    return plan_chunks(tensors, dtype, min(chunk_bytes, max(MIB, num_bytes // CHUNKS)))
 
 
 def _readers(place: int, num_siblings: int, num_workers: int) -> tuple[int, ...]:

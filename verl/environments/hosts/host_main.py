@@ -128,16 +128,16 @@ def as_reward(value, method="step"):
     Raises:
         BadAnswer: it is not a finite number that float32 can hold. True and False are 1 and 0.
     """
-    found = as_number(value)
-    if isinstance(found, (bool, int, float)) and abs(found) <= LARGEST:
-        return float(found)
+    number = as_number(value)
+    if isinstance(number, (bool, int, float)) and abs(number) <= LARGEST:
+        return float(number)
     raise BadAnswer(f"{method} gave the reward {shown(value)}: expected a finite number")
 
 
 def as_flag(value, name):
-    found = as_number(value)
-    if isinstance(found, bool):
-        return found
+    flag = as_number(value)
+    if isinstance(flag, bool):
+        return flag
     raise BadAnswer(f"step gave {name} = {shown(value)}: expected True or False")
 
 
@@ -169,36 +169,36 @@ def as_text(value, method):
     return text
 
 
-def as_step(found):
+def as_step(result):
     """The return value of `step` as a mapping of its five parts.
 
     Raises:
         BadAnswer: it has another form, or a part has another type.
     """
     expected = "expected (observation, reward, terminated, truncated, info)"
-    if isinstance(found, tuple):
-        if len(found) != len(STEP):
-            raise BadAnswer(f"step gave a tuple of {len(found)}: {expected}")
-        found = dict(zip(STEP, found))
-    elif not isinstance(found, dict) and hasattr(found, "terminated"):
-        found = {name: getattr(found, name) for name in STEP if hasattr(found, name)}
-    if not isinstance(found, dict):
-        raise BadAnswer(f"step gave {type(found).__name__}: {expected}")
-    if missing := [name for name in STEP[:3] if name not in found]:
+    if isinstance(result, tuple):
+        if len(result) != len(STEP):
+            raise BadAnswer(f"step gave a tuple of {len(result)}: {expected}")
+        result = dict(zip(STEP, result))
+    elif not isinstance(result, dict) and hasattr(result, "terminated"):
+        result = {name: getattr(result, name) for name in STEP if hasattr(result, name)}
+    if not isinstance(result, dict):
+        raise BadAnswer(f"step gave {type(result).__name__}: {expected}")
+    if missing := [name for name in STEP[:3] if name not in result]:
         raise BadAnswer(f"step gave no {missing[0]}: {expected}")
-    info = found.get("info")
+    info = result.get("info")
     if info is not None and not isinstance(info, dict):
         raise BadAnswer(f"step gave info = {shown(info)}: expected a dict")
-    made = {
-        "observation": as_observation(found["observation"], "step"),
-        "reward": as_reward(found["reward"]),
-        "terminated": as_flag(found["terminated"], "terminated"),
-        "truncated": as_flag(found.get("truncated", False), "truncated"),
+    step = {
+        "observation": as_observation(result["observation"], "step"),
+        "reward": as_reward(result["reward"]),
+        "terminated": as_flag(result["terminated"], "terminated"),
+        "truncated": as_flag(result.get("truncated", False), "truncated"),
         "info": info or {},
     }
-    if made["observation"] is None and not (made["terminated"] or made["truncated"]):
+    if step["observation"] is None and not (step["terminated"] or step["truncated"]):
         raise BadAnswer("step gave no observation, and the episode goes on")
-    return made
+    return step
 
 
 def shown(value):
@@ -233,9 +233,10 @@ def failure(error, method, kind="infra"):
         while begin is not None and begin.tb_frame.f_code.co_filename == __file__:
             begin = begin.tb_next
         frames = traceback.extract_tb(begin)
-        own = [frame for frame in frames if not frame.filename.startswith((*OWN_FILES, "<"))] or frames
-        where = f", at line {own[-1].lineno} of {own[-1].filename}, in {own[-1].name}()" if own else ""
-        trace = "".join(traceback.format_exception(type(error), error, begin)) if own else ""
+        user_frames = [frame for frame in frames if not frame.filename.startswith((*OWN_FILES, "<"))] or frames
+        last = user_frames[-1] if user_frames else None
+        where = f", at line {last.lineno} of {last.filename}, in {last.name}()" if last else ""
+        trace = "".join(traceback.format_exception(type(error), error, begin)) if last else ""
         if len(trace) > MAX_TRACE:
             trace = f"{trace[: MAX_TRACE // 2]}\n...\n{trace[-MAX_TRACE // 2 :]}"
     except BaseException:  # noqa: BLE001 - the exception is the user's
@@ -269,8 +270,8 @@ def located(path) -> Any:
     if not name:
         return module
     if not hasattr(module, name):
-        own = [key for key, found in vars(module).items() if getattr(found, "__module__", None) == module.__name__]
-        raise TypeError(f"{source} has no {name}. It has: {', '.join(own) or 'nothing'}")
+        names = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        raise TypeError(f"{source} has no {name}. It has: {', '.join(names) or 'nothing'}")
     return getattr(module, name)
 
 
@@ -287,13 +288,13 @@ def checked_class(path, arguments):
     if missing:
         raise TypeError(f"{path} has no {' and no '.join(missing)}")
     calls = [("__init__", (), arguments), ("reset", ("row", "seed"), {}), ("step", ("action",), {})]
-    for name, given, named in calls:
+    for name, positional, named in calls:
         method = inspect.getattr_static(kind, name)
         if inspect.isfunction(method):
             try:
-                inspect.signature(method).bind("self", *given, **named)
+                inspect.signature(method).bind("self", *positional, **named)
             except TypeError as error:
-                called_with = ", ".join([*given, *(f"{key}=" for key in named)])
+                called_with = ", ".join([*positional, *(f"{key}=" for key in named)])
                 text = f"is called with ({called_with}): {error}"
                 raise TypeError(f"{kind.__name__}.{name} {text}, {defined_at(method)}") from None
     return kind
@@ -348,20 +349,20 @@ def tools_of(module):
         from python_tools import PythonTool
     except ImportError as error:
         raise RuntimeError(f"tools need the package pydantic in {sys.executable} ({error})") from error
-    found = {
+    tools = {
         name: PythonTool(x, name)
         for name, x in vars(module).items()
         if inspect.isfunction(x) and not name.startswith("_") and x.__module__ == module.__name__
     }
-    if not found:
+    if not tools:
         raise TypeError(f"{module.__name__} has no public function")
-    return found
+    return tools
 
 
 def recovery_of(source):
     """Kind of recovery that a class or a file of tools declares: stateless, deterministic or restart."""
-    found = getattr(source, "recovery", None)
-    return None if found is None else str(found)
+    declared = getattr(source, "recovery", None)
+    return None if declared is None else str(declared)
 
 
 async def awaited(found):
@@ -372,8 +373,8 @@ def call_tool(function, request, replies, clock):
     name_thread(f"call {request['id']}")
     reply = {"id": request["id"]}
     try:
-        found = function(**request["arguments"])
-        reply["value"] = asyncio.run(awaited(found)) if inspect.isawaitable(found) else found
+        result = function(**request["arguments"])
+        reply["value"] = asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
     except (ConnectionError, TimeoutError, MemoryError) as error:
         reply.update(failure(error, function))
     except BaseException as error:  # noqa: BLE001 - code of the user
@@ -411,7 +412,7 @@ def serve(requests):
     start = {"id": 0, "limit_s": options.get("limit_s", float("inf"))}
     clock.begin(start)
     try:
-        found, reply = opened(options)
+        source, reply = opened(options)
     except BaseException as error:  # noqa: BLE001 - code of the user
         replies.send({"id": 0, **failure(error, None)})
         return
@@ -422,12 +423,12 @@ def serve(requests):
         request = json.loads(line)
         clock.begin(request)
         if request["op"] == "call":
-            given = found[request["name"]], request, replies, clock
-            threading.Thread(target=call_tool, args=given, daemon=True).start()
+            arguments = source[request["name"]], request, replies, clock
+            threading.Thread(target=call_tool, args=arguments, daemon=True).start()
             continue
         number = request["env"]
         if number not in worlds:
-            worlds[number] = World(lambda: found(**options.get("arguments", {})), replies, clock, number)
+            worlds[number] = World(lambda: source(**options.get("arguments", {})), replies, clock, number)
         worlds[number].inbox.put(request)
         if request["op"] == "close":
             del worlds[number]

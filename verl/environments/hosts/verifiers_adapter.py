@@ -201,10 +201,10 @@ class Service:
         """The task of a number; they begin anew where there are fewer."""
         with self.lock:
             while len(self.tasks) <= index:
-                found = next(self.stream, None)
-                if found is None:
+                task = next(self.stream, None)
+                if task is None:
                     break
-                self.tasks.append(found)
+                self.tasks.append(task)
             if not self.tasks:
                 raise ValueError("verifiers' taskset has no tasks")
             return self.tasks[index % len(self.tasks)]
@@ -281,12 +281,12 @@ class Service:
 
 def completed(config):
     """A configuration of `verifiers.v1` with a harness and a runtime that need nothing but this machine."""
-    made = json.loads(json.dumps(config))
-    if not made.get("id"):  # verifiers' environment of one agent
-        agent = made.setdefault("agent", {})
+    completed_config = json.loads(json.dumps(config))
+    if not completed_config.get("id"):  # verifiers' environment of one agent
+        agent = completed_config.setdefault("agent", {})
         agent.setdefault("harness", {"id": os.path.splitext(os.path.basename(__file__))[0]})
         agent.setdefault("runtime", {"type": "subprocess"})
-    return made
+    return completed_config
 
 
 class VerifiersTask:

@@ -61,10 +61,10 @@ class PythonTool:
             TypeError: the result is no text.
         """
         try:
-            found = self._call(**arguments)
+            result = self._call(**arguments)
         except ValidationError as error:
             raise ValueError(self._fault(error)) from None
-        return self._awaited(found) if inspect.isawaitable(found) else as_text(found)
+        return self._awaited(result) if inspect.isawaitable(result) else as_text(result)
 
     async def _awaited(self, found: Any) -> str:
         try:

@@ -23,8 +23,8 @@ class ProgramEpisode:
         base_url = row.pop("base_url")
         if self.function is None:
             return self.run(row, base_url)
-        found = self.function(row, base_url)
-        return awaited(found) if inspect.isawaitable(found) else as_text(found)
+        result = self.function(row, base_url)
+        return awaited(result) if inspect.isawaitable(result) else as_text(result)
 
     def run(self, row, base_url):
         variables = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY}
