@@ -19,7 +19,7 @@ import itertools
 import json
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -71,7 +71,7 @@ class BuildContext:
     bytes_beside_engine: int | None = None
     chat_template: str | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
-    prompts: typing.Callable[[int], typing.Sequence[Any]] | None = None
+    prompts: Callable[[int], Sequence[Any]] | None = None
     day: str = ""
     job: str = ""
     journal_dir: Path | None = None
@@ -216,6 +216,32 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [as_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def components_in(
+    value: Any, path: str = "", fields: Callable[[Description], Iterable[str]] | None = None
+) -> Iterator[tuple[str, Description]]:
+    """Every component in a value with its configuration path, a component before those in its fields.
+
+    Args:
+        fields: names of the fields of a component to look into; None for all.
+    """
+    items: Iterable[tuple[object, Any]] = ()
+    if isinstance(value, Description):
+        yield path, value
+        names = (f.name for f in dataclasses.fields(value)) if fields is None else fields(value)
+        items = ((name, getattr(value, name)) for name in names)
+    elif isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    for key, item in items:
+        yield from components_in(item, join(path, key), fields)
+
+
+def join(path: str, key: object) -> str:
+    """The configuration path of `key` below `path`."""
+    return f"{path}.{key}" if path else str(key)
 
 
 @functools.cache

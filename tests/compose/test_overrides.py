@@ -45,8 +45,12 @@ def test_an_unknown_root_key_is_told_with_the_nearest():
     ]
 
 
-def test_options_of_further_directories_are_left_to_hydra():
-    assert command_line("ppo", ["--config-dir=mine", "actor=my_actor"])[1].faults == []
+def test_a_directory_of_groups_that_is_not_there_and_other_ways_to_give_one_are_refused():
+    with pytest.raises(ConfigError, match="--config-dir is mine: no such directory"):
+        command_line("ppo", ["--config-dir=mine", "actor=my_actor"])
+    for argument in ("--config-path=mine", "hydra.searchpath=[file://mine]"):
+        (fault,) = command_line("ppo", [argument])[1].faults
+        assert "--config-dir" in fault
 
 
 @pytest.mark.parametrize(

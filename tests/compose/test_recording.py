@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from verl.compose.compose import apply_values, choices_of, compose_root
-from verl.compose.print_config import print_start, save_config
+from verl.compose.run_start import print_start, save_config
 from verl.compose.validate import validate
 
 SECRET = "sk-abcdefgh12345678ijkl"

@@ -4,6 +4,7 @@ happens, and the message names the value and the words by which a user would cho
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shlex
 import shutil
@@ -89,6 +90,7 @@ SCRIPTED = of("rollout.scripted.ScriptedRollout", texts=["import os"])
 PLACEMENT = of("cluster.ray.ray_placement.RayPlacement", address="127.0.0.1:9", pools={"a": 1})
 SERVER = of("rollout.server.config.ServerRollout", endpoint=ENDPOINT, protocol="openai", model="m")
 MCP = "environments.mcp_tools.MCPTools"
+DEEP = functools.reduce(lambda inner, _: of(NORMALIZED, reward=inner), range(100), EXACT)
 BOMB = {f"n{level}": [f"${{n{level + 1}}}"] * 10 for level in range(12)}
 
 # Values by configuration path, and the path that the message names.
@@ -122,7 +124,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "within a normalisation": ({"reward": of(NORMALIZED, reward=function(CODE))}, "reward.reward.path"),
     "by a reference": (
         {"reward": of(NORMALIZED, reward="${sandbox}"), "sandbox": function(CODE)},
-        "reward.reward.path",
+        "reward.reward is '${sandbox}'",
     ),
     "a reference to a variable": ({"reward": "${sandbox}", "sandbox": {**EXACT, "answer_key": VARIABLE}}, "answer_key"),
     "a component as a field": ({"reward": {**EXACT, "answer_key": function(CODE)}}, "reward.answer_key.path"),
@@ -169,8 +171,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a resolver that evaluates": ({"data": sums(seed=f"${{oc.decode:{VARIABLE}}}")}, "data.seed"),
     "a resolver where it has no effect": ({"tracker": {"name": VARIABLE}}, "tracker.name"),
     "a resolver of the trainer": ({"trainer.device": VARIABLE}, "trainer.device"),
-    "a reference to itself": ({"reward": of(NORMALIZED, reward="${reward}")}, "contains itself"),
-    "references that multiply": ({**BOMB, "reward": {**EXACT, "answer_key": "${n0}"}}, "nested too deeply"),
+    "a reference to itself": ({"reward": of(NORMALIZED, reward="${reward}")}, "reward.reward is '${reward}'"),
+    "references that multiply": ({**BOMB, "reward": {**EXACT, "answer_key": "${n0}"}}, "reward.answer_key is '${n0}'"),
+    "components that nest without end": ({"reward": DEEP}, "nested too deeply"),
     "a kernel of the hub": ({"actor.model.attention": "evil/kernel"}, "actor.model.attention"),
     "an unknown data type": ({"actor.model.dtype": "evil"}, "actor.model.dtype"),
     "an unknown device": ({"trainer.device": "evil"}, "trainer.device"),

@@ -23,7 +23,7 @@ from verl.checkpoint.resume_point import find
 from verl.checkpoint.retention import Retention, clean, pin, pins, prune, unpin
 from verl.cli.main import app
 from verl.compose.load_policy import locate_policy
-from verl.compose.print_config import save_config
+from verl.compose.run_start import save_config
 from verl.errors import ConfigError, VerlError
 from verl.models.pretrained import Pretrained
 from verl.tracking import sweep_table

@@ -12,7 +12,7 @@ pytestmark = gpus()
 
 
 def test_generating_leaves_no_memory_behind_and_a_switch_takes_none(dir32, tokenizer):
-    actor = HybridActor.from_pretrained(dir32, {"auto_cache_clear": True}, device="cuda")
+    actor = HybridActor.from_pretrained(dir32, auto_cache_clear=True, device="cuda")
     prompts = tokenizer(["1+2=", "what is 6*7? "], padding=True, return_tensors="pt").to("cuda")
     actor.generate(**prompts, max_new_tokens=8)
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()

@@ -234,7 +234,7 @@ def test_settings_that_cannot_be_are_refused_by_their_keys(dir32):
     assert load(dp_size=2).startswith("hybrid_config.dp_size is 2: it needs 2 processes, and there is 1.")
     assert load(tp_size=0) == "hybrid_config.tp_size is 0: must be at least 1."
     assert "fsdp_sharding is 'HALF': expected" in load(fsdp_sharding="HALF")
-    assert load(contigous=True) == "hybrid_config.contigous is not a known key. Did you mean contiguous?"
+    assert load(tp_sise=2) == "hybrid_config.tp_sise is not a known key. Did you mean tp_size?"
     assert "expected a whole number" in load(dp_size="2")
     assert "expected a mapping" in faults_of(HybridActor.from_pretrained, dir32, hybrid_config="NO_SHARD")
 
@@ -261,10 +261,14 @@ def test_processes_are_replicas_shards_and_siblings(config, processes, sizes, mo
 
 
 def test_the_cache_setting_of_the_process_holds_where_the_actor_has_none(loaded, monkeypatch):
-    assert not loaded.hybrid_config.clears_cache
-    monkeypatch.setattr(verl.config, "auto_cache_clear", True)
-    assert loaded.hybrid_config.clears_cache
-    assert not HybridConfig(auto_cache_clear=False).clears_cache
+    released: list = []
+    monkeypatch.setattr("verl.hybrid.actor.release_cached", released.append)
+    for of_process, of_actor, count in ((False, None, 0), (True, None, 1), (True, False, 1), (False, True, 2)):
+        monkeypatch.setattr(verl.config, "auto_cache_clear", of_process)
+        monkeypatch.setattr(loaded, "auto_cache_clear", of_actor)
+        with loaded.sampling():
+            pass
+        assert len(released) == count
 
 
 def test_parameters_that_are_views_are_refused_or_laid_out_anew(model32, encoded, caplog):
@@ -274,11 +278,9 @@ def test_parameters_that_are_views_are_refused_or_laid_out_anew(model32, encoded
         model.lm_head.weight = torch.nn.Parameter(head.detach().t().contiguous().t())
         return model
 
-    assert "not contiguous in memory: lm_head.weight. Set hybrid_config={'contiguous': True}" in faults_of(
-        HybridActor, made()
-    )
+    assert "not contiguous in memory: lm_head.weight. Give contiguous=True to" in faults_of(HybridActor, made())
     with caplog.at_level(logging.INFO):
-        mended = HybridActor(made(), hybrid_config={"contiguous": True})
+        mended = HybridActor(made(), contiguous=True)
     assert "made contiguous: lm_head.weight" in caplog.text
     assert mended.model.lm_head.weight.is_contiguous()
     whole = HybridActor(model32.load_causal_lm("cpu"))

@@ -289,13 +289,6 @@ def test_what_is_no_actor_cannot_be_set_and_the_former_model_stays(actor, source
     assert torch.equal(actor.generate(**encoded, **ASKED), before)
 
 
-def test_settings_that_divide_nothing_may_be_set(actor):
-    actor.hybrid_config = {"auto_cache_clear": True}
-    assert actor.hybrid_config.clears_cache
-    with refusal("hybrid_config.tp_size"):
-        actor.hybrid_config = {"tp_size": 2}
-
-
 def test_settings_of_generation_that_are_set_later_are_told_once(actor, encoded, caplog):
     actor.model.generation_config.repetition_penalty = 1.5
     for _ in range(2):
@@ -367,7 +360,7 @@ REFUSED = [
     (quantize, VLLM, "model is quantized"),
     (inject, VLLM, "but is not a PeftModel: set actor.model"),
     (dora, VLLM, "is not plain LoRA"),
-    (whole_modules, VLLM, "modules_to_save"),
+    (whole_modules, VLLM, r"is not plain LoRA \(ModulesToSaveWrapper\)"),
     (merge_and_disable, VLLM, "is merged into .* and disabled"),
     (merge_what_is_sent, ADAPTER, "is merged into .* and sent to the engine as well"),
     (wrap_and_disable, ADAPTER, "has its adapter disabled, and rollout.lora=adapter"),

@@ -11,8 +11,8 @@ from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run
 
 from verl.checkpoint.config import Checkpointing
 from verl.component import BuildContext
-from verl.compose.compose import compose_root
-from verl.compose.print_config import choices_of, differences
+from verl.compose.compose import choices_of, compose_root
+from verl.compose.run_start import differences
 from verl.compose.validate import validate
 from verl.monitoring.config import WATCHED, Monitoring
 

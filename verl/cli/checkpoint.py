@@ -64,18 +64,18 @@ def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSum
     tier, named = find_at(address)
     records = tier.records() if named is None else [named]
     seen: set[str] = set()
-    found = []
+    listed = []
     for record in records:
         try:
             checkpoint = tier.verified(record, level)
         except BadCheckpoint as error:
-            found.append(
+            listed.append(
                 CheckpointSummary(directory=tier.directory(record), status=status_of(error), faults=error.faults)
             )
             continue
         added = [entry for entry in checkpoint.manifest.files if f"{entry.blake3}-{entry.size}" not in seen]
         seen |= {f"{entry.blake3}-{entry.size}" for entry in checkpoint.manifest.files}
-        found.append(
+        listed.append(
             CheckpointSummary(
                 directory=checkpoint.directory,
                 status="complete",
@@ -85,7 +85,7 @@ def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSum
                 is_newest=record == records[-1],
             )
         )
-    return found
+    return listed
 
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -121,7 +121,7 @@ def push(
     if not is_address(address):
         raise ConfigError(f"ADDRESS is {address!r}: expected one such as s3://BUCKET/PREFIX.")
     manager = CheckpointManager(path)
-    chosen = [one.checkpoint for one in manager.list()] if all_ else [manager.checkpoint]
+    chosen = [summary.checkpoint for summary in manager.list()] if all_ else [manager.checkpoint]
     if not chosen:
         raise CheckpointNotFound(f"{path} holds no complete checkpoint")
     with storage_at(address.rstrip("/")).connect() as store:
@@ -139,14 +139,14 @@ def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
         _list(path, remote_summaries(path), json)
         return
     try:
-        found = _summaries(resolve_path(path))
+        listed = _summaries(resolve_path(path))
     except CheckpointNotFound:
-        place = Path(path).expanduser().absolute()
-        below = [ResolvedPath(directory) for directory in directories_below(place)] if place.is_dir() else []
+        parent = Path(path).expanduser().absolute()
+        below = [ResolvedPath(directory) for directory in directories_below(parent)] if parent.is_dir() else []
         if not below:
             raise
     else:
-        _list(path, found, json)
+        _list(path, listed, json)
         return
     if json:
         print_json([summary.to_json() for where in below for summary in _summaries(where)])
@@ -156,16 +156,16 @@ def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
         _list(str(where.directory), _summaries(where), json)
 
 
-def _list(path: str, found: list[CheckpointSummary], json: bool) -> None:
+def _list(path: str, listed: list[CheckpointSummary], json: bool) -> None:
     if json:
-        print_json([summary.to_json() for summary in found])
+        print_json([summary.to_json() for summary in listed])
         return
-    if not found:
+    if not listed:
         echo(f"{path} holds no checkpoint yet")
         return
     print_table(
         ["", "checkpoint", "step", "epoch", "saved", "size", "adds", "metrics", "state"],
-        [_row(summary) for summary in found],
+        [_row(summary) for summary in listed],
         right=["step", "epoch", "size", "adds"],
         drop=["adds", "epoch", "metrics", "size", "saved"],
     )
@@ -185,8 +185,8 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds: sizes by component, tensors, and what the trainer recorded."""
     if is_address(path):
-        found = remote_summaries(path)
-        summary = next((one for one in reversed(found) if one.status == "complete"), found[-1])
+        listed = remote_summaries(path)
+        summary = next((candidate for candidate in reversed(listed) if candidate.status == "complete"), listed[-1])
     else:
         where = resolve_path(path)
         summary = _summaries(ResolvedPath(where.directory, where.name or LATEST))[0]
@@ -205,13 +205,13 @@ def verify(
 ) -> None:
     """Verify checkpoints; the exit status is 1 if one is damaged, or if there is none."""
     level: Level = "full" if full else "quick"
-    found = remote_summaries(path, level) if is_address(path) else _summaries(resolve_path(path), level)
+    verified = remote_summaries(path, level) if is_address(path) else _summaries(resolve_path(path), level)
     if json:
-        print_json([summary.to_json() for summary in found])
-    elif not found:
+        print_json([summary.to_json() for summary in verified])
+    elif not verified:
         echo(f"{path} holds no checkpoint")
     else:
-        for summary in found:
+        for summary in verified:
             holds = (
                 summary.checkpoint and f"{counted(len(summary.checkpoint.manifest.contents), 'file')}, {_size(summary)}"
             )
@@ -219,7 +219,7 @@ def verify(
             for fault in summary.faults:
                 echo(f"  {fault}")
         echo("every byte was hashed" if full else "sizes and headers were checked; --full hashes every byte")
-    raise typer.Exit(0 if found and all(summary.status == "complete" for summary in found) else FOUND)
+    raise typer.Exit(0 if verified and all(summary.status == "complete" for summary in verified) else FOUND)
 
 
 @command(app, "diff")
@@ -233,14 +233,14 @@ def diff(
 ) -> None:
     """Compare two checkpoints: tensors and files by digest, settings by key. The exit status is 1 if they differ."""
     try:
-        one, two = (CheckpointManager(_on_disk(path)).checkpoint for path in (first, second))
-        differences = compare(one, two, numbers=tensors)
+        first_checkpoint, second_checkpoint = (CheckpointManager(_on_disk(path)).checkpoint for path in (first, second))
+        differences = compare(first_checkpoint, second_checkpoint, numbers=tensors)
     except BadCheckpoint as error:  # status 2; a difference is status 1
         fail(str(error))
     if json:
         print_json([dataclasses.asdict(difference) for difference in differences])
     else:
-        print_comparison(one, two, differences, with_numbers=tensors)
+        print_comparison(first_checkpoint, second_checkpoint, differences, with_numbers=tensors)
     raise typer.Exit(FOUND if differences else 0)
 
 
@@ -341,8 +341,8 @@ def unpin(path: Path_) -> None:
     except CheckpointNotFound:  # the pin may outlive its checkpoint
         if is_address(path):
             raise
-        given = Path(path).absolute()
-        where = ResolvedPath(given.parent, given.name)
+        absolute = Path(path).absolute()
+        where = ResolvedPath(absolute.parent, absolute.name)
     store = CheckpointStore(where.directory)
     name = store.newest().name if where.name in (None, LATEST) else where.name
     keeping.unpin(store, name)

@@ -161,11 +161,11 @@ def _print_tensors(tensors: list[LogicalTensor], all_of_them: bool) -> None:
     for tensor in tensors:
         by_component.setdefault(tensor.component, []).append(tensor)
     rows: list[list[object]] = []
-    for component, own in by_component.items():
-        shown = own if all_of_them else own[:FIRST_TENSORS]
+    for component, of_component in by_component.items():
+        shown = of_component if all_of_them else of_component[:FIRST_TENSORS]
         rows += [[component, t.name, t.dtype, list(t.shape), len(t.slices)] for t in shown]
-        if len(shown) < len(own):
-            rows.append([component, f"... and {len(own) - len(shown)} more (--tensors)", "", "", ""])
+        if len(shown) < len(of_component):
+            rows.append([component, f"... and {len(of_component) - len(shown)} more (--tensors)", "", "", ""])
     echo("")
     print_table(["component", "tensor", "type", "shape", "slices"], rows, right=["slices"])
 
@@ -222,19 +222,21 @@ def compat(
     where = resolve_path(path)
     directory = CheckpointDirectory(where.directory)
     if where.name is None:
-        found = findings(directory.candidates(), old, new)
+        checked = findings(directory.candidates(), old, new)
     else:
         name = directory.newest().name if where.name == "latest" else where.name
-        found = findings([where.directory / name], old, new)
-    broken = [finding for finding in found if finding.breaks]
+        checked = findings([where.directory / name], old, new)
+    broken = [finding for finding in checked if finding.breaks]
     if json:
-        print_json({"formats": [row._asdict() for row in FORMATS], "checkpoints": list(map(dataclasses.asdict, found))})
+        print_json(
+            {"formats": [row._asdict() for row in FORMATS], "checkpoints": list(map(dataclasses.asdict, checked))}
+        )
     else:
-        _print(found, old, new)
+        _print(checked, old, new)
     raise typer.Exit(FOUND if broken else 0)
 
 
-def _print(found: list[FormatFinding], old: Version, new: Version) -> None:
+def _print(checked: list[FormatFinding], old: Version, new: Version) -> None:
     print_table(
         ["verl", "writes format", "reads from"], [["from " + row.verl, row.writes, row.reads_from] for row in FORMATS]
     )
@@ -246,12 +248,12 @@ def _print(found: list[FormatFinding], old: Version, new: Version) -> None:
     echo("")
     rows = [
         [f.name, f.format_version, f.verl_version, f"BREAKS: {f.breaks}" if f.breaks else "can be read", f.note]
-        for f in found
+        for f in checked
     ]
     if rows:
         print_table(["checkpoint", "format", "by verl", f"with verl {new}", ""], rows)
-    broken = sum(finding.breaks is not None for finding in found)
-    echo(f"\n{broken} of {counted(len(found), 'checkpoint')} would break")
+    broken = sum(finding.breaks is not None for finding in checked)
+    echo(f"\n{broken} of {counted(len(checked), 'checkpoint')} would break")
 
 
 if __name__ == "__main__":

@@ -23,12 +23,13 @@ import typer
 
 from verl.compose.schema import set_own_conf_dirs
 from verl.errors import BadCheckpoint, ConfigError, VerlError
-from verl.tracking.console import fitting_columns, reader_may_leave
+from verl.tracking.console import end_cut, equal_share, fitting_columns, reader_may_leave
 from verl.tracking.jsonl import plain
 from verl.utils.address_space import out_of_memory_message, refuse_small_address_space
 from verl.utils.external_input import printable
 
 FOUND, FAILED = 1, 2
+SHORTEST_CUT = 16  # characters of a cell that is truncated; in less room columns are left out
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -113,8 +114,9 @@ def print_table(
     right: Sequence[str] = (),
     width: int = 10_000,
     drop: Sequence[str] = (),
+    cut: Sequence[str] = (),
 ) -> None:
-    """Print a table with a header; cells are not truncated.
+    """Print a table with a header.
 
     Args:
         columns: header.
@@ -123,6 +125,7 @@ def print_table(
         width: width at which cells are folded if the output has none of its own.
         drop: columns to leave out, first one first, if the output is too narrow; they are listed below the table, and
             no cell is folded.
+        cut: columns whose cells are truncated to fit before any column is left out.
     """
     from rich.cells import cell_len
     from rich.console import Console
@@ -130,23 +133,31 @@ def print_table(
     from rich.text import Text
 
     columns = [printable(column) for column in columns]
+    cells = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else width
     left_out: list[str] = []
     if drop:
-        cells = [[columns[i], *(str("" if row[i] is None else row[i]) for row in rows)] for i in range(len(columns))]
-        order = [columns.index(column) for column in drop]
-        kept = fitting_columns(
-            [max(map(cell_len, column)) + 2 for column in cells], (output_width() or width) + 2, order
-        )
-        left_out = [column for index, column in enumerate(columns) if index not in kept]
-        columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
+        room = (output_width() or width) + 2  # each column has 2 characters behind it
+        sizes = [max(cell_len(row[i]) for row in (columns, *cells)) + 2 for i in range(len(columns))]
+        least = [
+            min(size, SHORTEST_CUT + 2) if name in cut else size for name, size in zip(columns, sizes, strict=True)
+        ]
+        shown = fitting_columns(least, room, [columns.index(column) for column in drop])
+        left_out = [column for index, column in enumerate(columns) if index not in shown]
+        columns, cells = [columns[i] for i in shown], [[row[i] for i in shown] for row in cells]
+        texts = [sizes[i] - 2 for i, name in zip(shown, columns, strict=True) if name in cut]
+        others = sum(sizes[i] for i, name in zip(shown, columns, strict=True) if name not in cut)
+        most = equal_share(texts, room - others - 2 * len(texts), SHORTEST_CUT)
+        cells = [
+            [end_cut(x, most) if name in cut else x for name, x in zip(columns, row, strict=True)] for row in cells
+        ]
         width = 10_000
-    table = Table(box=None, pad_edge=False, header_style="bold" if sys.stdout.isatty() else "")
+    table = Table(box=None, pad_edge=False, header_style="bold" if is_terminal else "")
     for column in columns:
         table.add_column(Text(column), justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text("" if cell is None else printable(str(cell))) for cell in row))
+    for row in cells:
+        table.add_row(*map(Text, row))
     drawn = io.StringIO()
     Console(file=drawn, force_terminal=is_terminal, width=width).print(table)
     for line in drawn.getvalue().split("\n")[:-1]:
@@ -181,10 +192,10 @@ def parse_duration(text: str, where: str) -> float:
     Raises:
         ConfigError: it is none of these.
     """
-    found = _DURATION.fullmatch(text.strip())
-    if found is None:
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
         raise ConfigError(f"{where} is {text!r}: expected a duration such as 90s, 30m, 2h or 1d.")
-    return float(found[1]) * _UNITS_S[found[2]]
+    return float(match[1]) * _UNITS_S[match[2]]
 
 
 def counted(number: int, noun: str) -> str:

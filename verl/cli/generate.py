@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.cli.console import CONFIG_DIR, echo
+from verl.cli.console import CONFIG_DIR, echo, print_table
 from verl.errors import ConfigError, VerlError
 from verl.storage.config import is_address
+from verl.tracking.base import short
 from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def evaluate(
         echo(json.dumps({**source, "metrics": metrics}, indent=2))
         return
     echo(f"{f'{path}, step {saved.step}' if is_address(path) else saved.description}, on {rows} rows")
-    _print_table(metrics)
+    print_table(["metric", "value"], [[key, short(value)] for key, value in metrics.items()])
 
 
 def generate(
@@ -73,8 +74,8 @@ def generate(
     """Print responses of a saved policy to prompts, to the rows of a file, or to the evaluation data of its run."""
     if prompt and data is not None:
         raise typer.BadParameter("give --prompt or --data, not both", param_hint="--prompt")
-    given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    settings = [f"rollout.{key}={value}" for key, value in given.items() if value is not None]
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    settings = [f"rollout.{key}={value}" for key, value in options.items() if value is not None]
     with faults_reported(), TemporaryDirectory("verl-prompts-") as directory, located(path) as saved:
         if prompt:
             data = Path(directory) / "prompts.jsonl"
@@ -181,15 +182,3 @@ def faults_reported() -> Iterator[None]:
     except MemoryError as error:
         echo("There is not enough memory for this; see `ulimit -v`.", err=True)
         raise typer.Exit(2) from error
-
-
-def _print_table(metrics: dict[str, float]) -> None:
-    import rich
-    from rich.table import Table
-
-    from verl.tracking.base import short
-
-    table = Table("metric", "value")
-    for key, value in metrics.items():
-        table.add_row(key, short(value))
-    rich.get_console().print(table)

@@ -107,9 +107,9 @@ def _origin(run: LineageRun) -> str:
 
 def _changes(run: LineageRun) -> list[str]:
     """Differences from the parent: configuration, then content of data and models."""
-    found = {} if run.parent is None else run.parent.differences
-    lines = [f"{path}: {' -> '.join(map(_value, values))}" for path, values in list(found.items())[:SHOWN]]
-    lines += [f"and {len(found) - SHOWN} other differences"] if len(found) > SHOWN else []
+    changed = {} if run.parent is None else run.parent.differences
+    lines = [f"{path}: {' -> '.join(map(_value, values))}" for path, values in list(changed.items())[:SHOWN]]
+    lines += [f"and {len(changed) - SHOWN} other differences"] if len(changed) > SHOWN else []
     data = [f"content of {path}: {' -> '.join(map(_value, values))}" for path, values in run.data_changes.items()]
     return lines + data
 

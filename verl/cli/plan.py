@@ -49,21 +49,21 @@ def plan(
 
     Of models only config.json is read. The exit status is 1 if the run does not fit its devices.
     """
-    given = list(overrides or [])
-    named = [one.removeprefix(DEVICE) for one in given if one.startswith(DEVICE)]
-    given = [one for one in given if not one.startswith(DEVICE)]
+    words = list(overrides or [])
+    named = [word.removeprefix(DEVICE) for word in words if word.startswith(DEVICE)]
+    words = [word for word in words if not word.startswith(DEVICE)]
     try:
-        run = _validated("sft" if sft else "ppo", given, config_dir)
+        run = _validated("sft" if sft else "ppo", words, config_dir)
         rates = _rates(run, device or (named[-1] if named else None), measure)
-        found = _planned(run, rates, exact, response_tokens, upload_mib_s)
+        run_plan = _planned(run, rates, exact, response_tokens, upload_mib_s)
     except (VerlError, OSError) as error:  # prints all faults as the training commands do
         echo(redact(str(error)), err=True)
         raise typer.Exit(FAILED) from error
     if as_json:
-        echo(json.dumps(found.to_json(), indent=2))
+        echo(json.dumps(run_plan.to_json(), indent=2))
     else:
-        echo("\n".join(found.lines()))
-    if not found.fits:
+        echo("\n".join(run_plan.lines()))
+    if not run_plan.fits:
         raise typer.Exit(FOUND)
 
 
@@ -83,13 +83,13 @@ def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
     from verl.compose.warm_start import with_architectures
 
     flags = [] if config_dir is None else [f"--config-dir={config_dir}"]
-    given, assigned = command_line(root, [*flags, *arguments])
-    given = given[len(flags) :]
-    if further := [one for one in given if one.startswith("-")]:
+    words, assigned = command_line(root, [*flags, *arguments])
+    words = words[len(flags) :]
+    if further := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"{further[0]} is a flag of `verl {root}`: verl plan takes group=option and key=value.")
     sys.path.append(str(Path.cwd()))  # user modules are in the working directory
     try:
-        config = compose_root(root, given)
+        config = compose_root(root, words)
     except Exception as error:
         raise ConfigError([*assigned.faults, *composition_faults(root, error)]) from error
     return with_architectures(validate(config, assigned.faults))
@@ -118,9 +118,9 @@ def _planned(run: Any, rates: DeviceRates, exact: bool, response: int | None, up
     from verl.trainer.plan.run_plan import plan_run
 
     saves = run.checkpoint
-    place = Path(saves.save_dir or ".").expanduser() if saves is not None else Path()
+    directory = Path(saves.save_dir or ".").expanduser() if saves is not None else Path()
     rate = None if upload_mib_s is None else upload_mib_s * 2**20
-    free = None if "://" in str(place) else free_disk(place.absolute())
+    free = None if "://" in str(directory) else free_disk(directory.absolute())
     try:
         return plan_run(run, rates, exact=exact, response=response, free_disk=free, upload_rate=rate)
     except (VerlError, OSError):

@@ -175,8 +175,8 @@ def check_resume(
     if in_episode:
         _check_journal_use(resumed)
     interrupted = steps_of(launcher.directory / "interrupted")
-    if found := first_step_apart(straight, interrupted, Tolerance()):
-        return [f"before the resume, so the training itself is not reproducible: {found}"], ""
+    if difference := first_step_apart(straight, interrupted, Tolerance()):
+        return [f"before the resume, so the training itself is not reproducible: {difference}"], ""
     near, last = Tolerance(tolerance), launcher.last("straight")
     apart = first_step_apart(straight, steps_of(resumed), near), first_part_apart(last, launcher.last("stopped"), near)
     how = f"agree to within {tolerance:g} (another layout changes rounding)" if tolerance else "are equal bit by bit"

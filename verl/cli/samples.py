@@ -13,6 +13,7 @@ import html
 import itertools
 import json
 import mmap
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
@@ -25,7 +26,7 @@ from verl.checkpoint.read.discovery import LATEST
 from verl.cli.console import echo, one_line_errors, output_width, print_json, print_table
 from verl.errors import ConfigError
 from verl.storage.config import is_address
-from verl.tracking.console import end_cut, fitting_columns, visible
+from verl.tracking.console import end_cut, visible
 from verl.tracking.jsonl import plain
 from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping, read_text
 
@@ -69,23 +70,23 @@ def read_samples(run: str | Path) -> list[DumpedSample]:
     if str(run) == LATEST and not Path(run).is_dir():
         run = _last_sampled()
     if is_address(str(run)):
-        found = [sample for name, data in _stored_shards(str(run)) for sample in _of_shard(name, data)]
-        if not found:
+        stored = [sample for name, data in _stored_shards(str(run)) for sample in _of_shard(name, data)]
+        if not stored:
             raise ConfigError(f"{run} has no replay buffer. Runs with replay=tiered have one.")
-        return sorted(found, key=lambda sample: sample.step)
+        return sorted(stored, key=lambda sample: sample.step)
     path = Path(run)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory. Give the directory of a run, or a checkpoint.")
-    found = [*_of_dumps(path / "samples")]
+    samples = [*_of_dumps(path / "samples")]
     for directory in (path / "replay", path / "replay_buffer", path):
         shards = sorted(file for file in directory.glob("rows_*.arrow") if not file.name.endswith(".index.arrow"))
-        found += [sample for shard in shards for sample in _of_shard(str(shard), _mapped(shard))]
-    if not found:
+        samples += [sample for shard in shards for sample in _of_shard(str(shard), _mapped(shard))]
+    if not samples:
         raise ConfigError(
             f"{path} has neither samples/step_N.jsonl nor rows of a replay buffer. Runs write samples with each "
             "evaluation, and have a replay buffer with replay=tiered."
         )
-    return sorted(found, key=lambda sample: sample.step)
+    return sorted(samples, key=lambda sample: sample.step)
 
 
 def _mapped(shard: Path) -> Any:
@@ -222,7 +223,7 @@ def _policy(script: str, style: str) -> str:
 
 
 WIDTH = 60  # width of a text if the output has none
-LEAST = 16  # minimal width of a text; below it other columns are left out
+LEAST = 16  # characters: a beginning that prompts share is shown if it is not longer
 DROPPED_FIRST = ("prompt id", "tokens", "source")
 CUT = "..."
 SORTS: dict[str, Callable[[DumpedSample], float]] = {
@@ -252,20 +253,20 @@ def samples(
     """Browse the rollouts of a run: its sample tables and its replay buffer."""
     with one_line_errors():
         tests = _tests(reward, length, step, prompt, prompt_id, source)
-        found = _sorted(chosen(read_samples(run), tests), sort)
-        shown = found[:limit] if limit else found
+        selected = _sorted(chosen(read_samples(run), tests), sort)
+        shown = selected[:limit] if limit else selected
         if html is not None:
-            html.write_text(page(found, f"Samples of {run}"), encoding="utf-8")
-            echo(f"{html}: {len(found)} rows")
+            html.write_text(page(selected, f"Samples of {run}"), encoding="utf-8")
+            echo(f"{html}: {len(selected)} rows")
         elif as_json:
             print_json([sample.as_json() for sample in shown])
         elif compare:
-            _compare(found)
+            _compare(selected)
         elif turns:
             _print_turns(shown)
         else:
             _print_samples(shown)
-            echo(f"{len(shown)} of {len(found)} rows" + ("" if len(shown) == len(found) else " (--limit)"))
+            echo(f"{len(shown)} of {len(selected)} rows" + ("" if len(shown) == len(selected) else " (--limit)"))
 
 
 def _tests(
@@ -287,16 +288,16 @@ def _tests(
     return tests
 
 
-def _sorted(found: Sequence[DumpedSample], sort: str) -> list[DumpedSample]:
+def _sorted(samples: Sequence[DumpedSample], sort: str) -> list[DumpedSample]:
     key = SORTS.get(sort.removeprefix("-"))
     if key is None:
         raise ConfigError(f"--sort is {sort!r}: expected {', '.join(SORTS)}, with - before it for the largest first.")
-    return sorted(found, key=key, reverse=sort.startswith("-"))
+    return sorted(samples, key=key, reverse=sort.startswith("-"))
 
 
-def _compare(found: Sequence[DumpedSample]) -> None:
+def _compare(samples: Sequence[DumpedSample]) -> None:
     """Print a line per step for one prompt: number of responses, reward, length, and the best response."""
-    prompts = list(dict.fromkeys(sample.prompt for sample in found))
+    prompts = list(dict.fromkeys(sample.prompt for sample in samples))
     if len(prompts) != 1:
         few = ", ".join(repr(_short(prompt)) for prompt in prompts[:3])
         raise ConfigError(
@@ -305,7 +306,7 @@ def _compare(found: Sequence[DumpedSample]) -> None:
         )
     echo(f"prompt  {prompts[0]}")
     by_step: dict[int, list[DumpedSample]] = {}
-    for sample in found:
+    for sample in samples:
         by_step.setdefault(sample.step, []).append(sample)
     rows = []
     for step, group in sorted(by_step.items()):
@@ -320,35 +321,23 @@ def _compare(found: Sequence[DumpedSample]) -> None:
 
 def _print_samples(shown: Sequence[DumpedSample]) -> None:
     """Print a table as wide as the terminal: numbers, prompt, response, and the columns of the data."""
-    texts = {"prompt": [_line(sample.prompt) for sample in shown]}
-    texts["response"] = [_line(sample.response) for sample in shown]
-    for name in data_columns(shown):
-        texts[name] = [_line(sample.others.get(name, "")) for sample in shown]
-    numbers = {
+    table = {
         "step": [str(sample.step) for sample in shown],
         "source": [sample.source for sample in shown],
         "prompt id": [_number(sample.prompt_id) for sample in shown],
         "reward": [_number(sample.score) for sample in shown],
         "tokens": [_number(sample.length) for sample in shown],
     }
-    numbers = {name: cells for name, cells in numbers.items() if any(cells)}
-    width = output_width()
-    if width is not None:
-        least = {name: min(LEAST, max(map(len, [name, *cells]))) for name, cells in texts.items()}
-        columns = {**{name: max(map(len, [name, *cells])) for name, cells in numbers.items()}, **least}
-        names = list(columns)
-        drop = [*(name for name in DROPPED_FIRST if name in numbers), *list(texts)[:1:-1]]
-        kept = fitting_columns([columns[name] + 2 for name in names], width + 2, [names.index(name) for name in drop])
-        numbers = {name: cells for name, cells in numbers.items() if names.index(name) in kept}
-        texts = {name: cells for name, cells in texts.items() if names.index(name) in kept}
-        room = width - sum(columns[name] + 2 for name in numbers) + 2 - 2 * len(texts)
-        share = shares({name: max(map(len, [name, *cells])) for name, cells in texts.items()}, room)
-    else:
-        share = dict.fromkeys(texts, WIDTH)
-    texts["prompt"] = short_prompts([sample.prompt for sample in shown], share["prompt"])
-    texts = {name: [end_cut(cell, share[name]) for cell in cells] for name, cells in texts.items()}
-    table = {**numbers, **texts}
-    print_table(list(table), list(zip(*table.values(), strict=True)))
+    table = {name: cells for name, cells in table.items() if any(cells)}
+    texts = {"prompt": without_shared_beginnings([_line(sample.prompt) for sample in shown])}
+    texts["response"] = [_line(sample.response) for sample in shown]
+    for name in data_columns(shown):
+        texts[name] = [_line(sample.others.get(name, "")) for sample in shown]
+    if output_width() is None:
+        texts = {name: [end_cut(cell, WIDTH) for cell in cells] for name, cells in texts.items()}
+    drop = [*(name for name in DROPPED_FIRST if name in table), *list(texts)[:1:-1]]
+    table |= texts
+    print_table(list(table), list(zip(*table.values(), strict=True)), drop=drop, cut=list(texts))
 
 
 def _print_turns(shown: Sequence[DumpedSample]) -> None:
@@ -390,43 +379,18 @@ def observation_text(observation: Any) -> str:
 def data_columns(samples: Sequence[DumpedSample]) -> list[str]:
     """Columns of the data, such as `answer`."""
     hidden = (*OF_BUFFER, EPISODE)
-    return [name for name in dict.fromkeys(key for one in samples for key in one.others) if name not in hidden]
+    return [name for name in dict.fromkeys(key for sample in samples for key in sample.others) if name not in hidden]
 
 
-def shares(widths: dict[str, int], room: int) -> dict[str, int]:
-    """Widths of texts: short ones in full, the others an equal share of the rest."""
-    open_, share = dict(widths), dict(widths)
-    while open_ and sum(share.values()) > room:
-        part = max(4, (room - sum(share[name] for name in share if name not in open_)) // len(open_))
-        short = [name for name, width in open_.items() if width <= part]
-        share |= dict.fromkeys(open_, part) if not short else {name: open_[name] for name in short}
-        if not short:
-            break
-        for name in short:
-            del open_[name]
-    return share
-
-
-def short_prompts(prompts: Sequence[str], width: int) -> list[str]:
-    """Shorten prompts to `width` characters so that they differ: for prompts with a common beginning, the middle is
-    left out up to the first difference.
-    """
-    lines = [_line(prompt) for prompt in prompts]
-    distinct = sorted(set(lines))
-    alike = dict.fromkeys(distinct, 0)
-    for one, other in itertools.pairwise(distinct):
-        common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
-        alike[one], alike[other] = max(alike[one], common), max(alike[other], common)
-    return [_distinct_part(line, alike[line], width) for line in lines]
-
-
-def _distinct_part(line: str, alike: int, width: int) -> str:
-    """Shorten a line whose first `alike` characters others share."""
-    begin = width // 4
-    if len(line) <= width or alike <= width // 2:
-        return end_cut(line, width)
-    start = max(line.rfind(" ", 0, alike) + 1, alike - begin)
-    return end_cut(f"{line[:begin]}{CUT}{line[start:]}", width)
+def without_shared_beginnings(prompts: Sequence[str]) -> list[str]:
+    """Prompts of which a long beginning that another one shares is left out, so that they differ in a narrow column."""
+    distinct = sorted(set(prompts))
+    shared = dict.fromkeys(distinct, 0)
+    for prompt, following in itertools.pairwise(distinct):
+        length = len(os.path.commonprefix([prompt, following]))  # noqa: RUF071 - texts, not paths
+        shared[prompt], shared[following] = max(shared[prompt], length), max(shared[following], length)
+    starts = {prompt: prompt.rfind(" ", 0, length) + 1 for prompt, length in shared.items() if length > LEAST}
+    return [f"{CUT}{prompt[starts[prompt] :]}" if starts.get(prompt) else prompt for prompt in prompts]
 
 
 def _line(value: Any) -> str:

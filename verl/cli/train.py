@@ -18,21 +18,18 @@ import typer.core
 
 from verl.cli.console import CONFIG_DIR, echo, fail
 from verl.cli.plan import PLAN_ONLY, plan_only
-from verl.compose.launch import LaunchedRun, entry_point
-from verl.compose.validate import refuse_here, validate
-from verl.compose.warm_start import resolve_warm_starts
+from verl.compose.launch import entry_point
+from verl.compose.run_start import RunStart
+from verl.compose.validate import validate
 from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.external_input import read_text
 
 
-def train(job: LaunchedRun) -> None:
+def train(job: RunStart) -> None:
     """Validate a composed run, build its trainer, and train."""
     with rare_garbage_collection():
         run = validate(job.config, job.faults)  # all faults at once, before weights are loaded
-        refuse_here(run, job.context)  # faults of this machine and of servers
-        job.record(run)  # prints differences from the defaults, saves the configuration, starts run.log
-        run = resolve_warm_starts(run, job.console)  # trains missing warm starts
-        trainer = run.build(job.context)
+        trainer = job.build(run)
     try:
         trainer.fit()
     finally:
@@ -109,7 +106,7 @@ def quickstart(
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     written = {"curves": "ppo/curves.png", "actor": "ppo/actor", "samples": "ppo/samples"}
     written |= {"metrics": "ppo/metrics.jsonl", "summary": "summary.json"}
-    lines = [f"  {name:<8} {out / place}" for name, place in written.items() if (out / place).exists()]
+    lines = [f"  {name:<8} {out / file}" for name, file in written.items() if (out / file).exists()]
     echo(
         f"\nGreedy accuracy on held-out problems: {before:.1%} after SFT ({fine_tuning['wall_s']:.0f} s),\n"
         f"{after:.1%} after {training['steps']} steps of PPO ({training['wall_s']:.0f} s, "

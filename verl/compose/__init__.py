@@ -1,17 +1,15 @@
 """Composition of YAML and command line into a checked run. Only this package imports Hydra and OmegaConf.
 
 aliases        Aliases: other libraries' spellings of our configuration keys, and keys without an equivalent
-build_trainer  Builds a trainer with its run directory and log
 command_line   Reads the arguments of `verl ppo` and `verl sft`: flags, assignments, and values in Hydra's grammar
 compose        Composes a root configuration without `hydra.main`, and applies values to it
-from_yaml      Composes a run from a short YAML file over the default, and loads single options of groups
+from_yaml      Composes a run from a short YAML file over the default; single options of groups, and mappings of keys
 launch         Entry point of `verl ppo` and `verl sft`: command line, torchrun, run directory, logging
 load_policy    Finds a trained policy, in a checkpoint or as plain weights
 overrides      Overrides of the command line or a short file, as group options and values by path
-print_config   Locks a run directory, prints the differences from the defaults, and saves the configuration
+run_start      RunStart: checks of the machine, run directory, printed differences, log, before a run is built
 saved_config   Allow-list of a saved configuration: what an evaluation uses without being told to
 schema         The configuration directory, root keys, JSON schema
-suggestions    Suggestions for mistyped names
 sweep          The end of a multirun: a table of its jobs
 validate       Validation of a composed configuration: builds the components of a run
 warm_start     Warm starts: `warm-start://NAME` is the actor that `verl sft` trains with experiment=NAME

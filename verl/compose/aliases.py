@@ -114,16 +114,25 @@ OPTIONS = {"sharding=fsdp2": _FSDP2}
 
 
 @dataclass
-class TranslatedOverride:
-    """A translated assignment: group options, values by path, a note for the user, a fault."""
+class Overrides:
+    """Overrides, with aliases translated.
+
+    Attributes:
+        options: `group=option` choices, in Hydra's syntax.
+        values: by path, in order; texts from a command line are still in Hydra's grammar.
+        notes: one line for each alias, with its translation.
+        faults: overrides that cannot be composed; they are left out and reported with all other faults.
+        is_sweep: whether these are the overrides of a sweep, of all of its jobs.
+    """
 
     options: list[str] = field(default_factory=list)
     values: list[tuple[str, Any]] = field(default_factory=list)
-    note: str | None = None
-    fault: str | None = None
+    notes: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    is_sweep: bool = False
 
 
-def translate(root: str, key: str, value: Any, chosen: set[str]) -> TranslatedOverride | None:
+def translate(root: str, key: str, value: Any, chosen: set[str]) -> Overrides | None:
     """Translate `key=value`; None if the key is not an alias.
 
     Args:
@@ -134,21 +143,19 @@ def translate(root: str, key: str, value: Any, chosen: set[str]) -> TranslatedOv
     assignment, alias = f"{key}={_text(value)}", ALIASES.get(key)
     refusal = OPTIONS.get(assignment) or (_RAY if alias is None and f"{key}.".startswith("ray.") else None)
     if refusal is not None:
-        return TranslatedOverride(fault=f"{assignment} {refusal}")
+        return Overrides(faults=[f"{assignment} {refusal}"])
     if alias is None:
         return None
     if alias.path is not None:
         return _renamed(alias, root, key, value, chosen)
     choice = alias.choices.get(_text(value).lower())
     if choice is None:
-        return TranslatedOverride(fault=f"{assignment} {alias.refusal}")
-    return TranslatedOverride(
-        options=[choice] if choice else [],
-        note=f"{assignment} became {choice or 'nothing: the roles follow from the algorithm'}",
-    )
+        return Overrides(faults=[f"{assignment} {alias.refusal}"])
+    became = choice or "nothing: the roles follow from the algorithm"
+    return Overrides(options=[choice] if choice else [], notes=[f"{assignment} became {became}"])
 
 
-def _renamed(alias: Alias, root: str, key: str, value: Any, chosen: set[str]) -> TranslatedOverride:
+def _renamed(alias: Alias, root: str, key: str, value: Any, chosen: set[str]) -> Overrides:
     assert alias.path is not None
     option = alias.option if alias.option and alias.option.split("=")[0] not in chosen else None
     option = option.format(files=FILES[root]) if option else None
@@ -156,8 +163,8 @@ def _renamed(alias: Alias, root: str, key: str, value: Any, chosen: set[str]) ->
     if _text(value) in alias.nulls:
         value = "null" if isinstance(value, str) else None
     became = " ".join(part for part in (option, f"{alias.path}={_text(value)}") if part)
-    note = None if became == assignment else f"{assignment} became {became}"
-    return TranslatedOverride(options=[option] if option else [], values=[(alias.path, value)], note=note)
+    notes = [] if became == assignment else [f"{assignment} became {became}"]
+    return Overrides([option] if option else [], [(alias.path, value)], notes)
 
 
 def _text(value: Any) -> str:

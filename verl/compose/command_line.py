@@ -12,25 +12,30 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString, ValueType
+from hydra.core.override_parser.types import Quote, QuotedString, ValueType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, grammar_parser
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from verl.component import hint, nearest
 from verl.compose.compose import compose_root, readable
-from verl.compose.overrides import Overrides, assign, options_in, split_at_commas, with_copies
-from verl.compose.schema import CHOOSERS, conf_dir, group_options, own_conf_dirs, root_keys, set_own_conf_dirs
-from verl.errors import root_cause
+from verl.compose.overrides import (
+    WITHOUT_PACKAGE,
+    Overrides,
+    assign,
+    no_option,
+    parsed_override,
+    split_at_commas,
+    with_copies,
+)
+from verl.compose.schema import CHOOSERS, conf_dir, group_options, root_keys, set_own_conf_dirs
+from verl.errors import ConfigError, root_cause
 
 _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[^\W\d]\w*(\.\w+)*)=(?P<value>.*)$", re.DOTALL)
 _LOOSE = re.compile(r"^(?P<dashes>-*)(?P<prefix>[+~]{0,2})(?P<key>[^=]*)(?P<sign>=?)(?P<value>.*)$", re.DOTALL)
 _OF_A_PACKAGE = re.compile(r"^\+?[\w/]+@[\w./:]*=|^\+?[\w/]+/[\w/@]+=")  # group@package=option, hydra/launcher=basic
-_OTHER_SEARCH_PATH = ("--config-path", "-cp", "hydra.searchpath", "+hydra.searchpath")
 _CONFIG_DIR = ("--config-dir", "-cd")
 _PATH = re.compile(r"(^|[._])(path|paths|dir|dirs|directory|file|files|root|resume)$")
 QUOTES = "'\""
@@ -38,13 +43,12 @@ _NO_PATH = ("", "null", "???")
 
 SWITCHES = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m",
             "--shell-completion", "-sc", "--info", "-i")  # fmt: skip
-WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
+WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd")
 _INFORMED_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _MULTIRUN = ("-m", "--multirun")
 SHOWS_ONLY = ("--cfg", "-c", "--info", "-i")  # these print and never reach the run's own check
 PRINTS_ONLY = (*SHOWS_ONLY, "--help", "-h", "--hydra-help", "--version")
 _SHOWN = ("job", "hydra", "all")
-_PARSER = OverridesParser.create()
 
 
 def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overrides]:
@@ -55,8 +59,10 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
     passed unchanged.
     """
     flags, words, faults = _flags(arguments)
-    own = _value_of(flags, _CONFIG_DIR)
-    set_own_conf_dirs([] if own is None else [Path(own).absolute()])
+    config_dir = _value_of(flags, _CONFIG_DIR)
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError([*faults, f"--config-dir is {config_dir}: no such directory."])
+    set_own_conf_dirs([] if config_dir is None else [Path(config_dir).absolute()])
     sweeps = any(flag in _MULTIRUN for flag in flags) or any(word.startswith("sweep=") for word in words)
     for_hydra, pairs = [], []
     for word in words:
@@ -65,26 +71,23 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
             fault = _not_assigned(root, word)
             faults += [fault] if fault else []
             for_hydra += [] if fault else [word]
+        elif match["key"] == "hydra.searchpath":
+            faults.append(f"{word}: groups of your own are in the directory of --config-dir DIR. Leave it out.")
         elif match["key"].split(".")[0] == "hydra":
             value = in_grammar(match["key"], match["value"], sweeps=sweeps)
             for_hydra.append(f"{match['prefix']}{match['key']}={value}")
         else:
             pairs.append((match["key"], match["value"]))
-    is_missing = own is not None and not Path(own).is_dir()  # reported by Hydra
-    is_searched = is_missing or any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
-    assigned = assign(root, pairs, judge_options=not is_searched)
-    assigned.is_sweep = sweeps
+    assigned = assign(root, pairs, sweeps=sweeps)
     assigned.values = [(key, in_grammar(key, value, sweeps=sweeps)) for key, value in assigned.values]
-    of_options = [_option_fault(option, sweeps, is_searched) for option in assigned.options]
     of_values = [_value_fault(root, key, value, sweeps) for key, value in assigned.values]
-    faults += [fault for fault in (*of_options, *of_values) if fault is not None]
-    assigned.options = [x for x, fault in zip(assigned.options, of_options, strict=True) if fault is None]
+    faults += [fault for fault in of_values if fault is not None]
     assigned.values = [x for x, fault in zip(assigned.values, of_values, strict=True) if fault is None]
     assigned.notes += _twice(pairs)
     assigned.faults = [*faults, *assigned.faults]
     assigned.values = with_copies(root, assigned)
     options = [readable(option) for option in [*_replaced(assigned), *assigned.options]]
-    if (package := _value_of(flags, ("--package", "-p"))) is not None and not faults and not is_searched:
+    if (package := _value_of(flags, ("--package", "-p"))) is not None and not faults:
         try:
             has_part = OmegaConf.select(compose_root(root, assigned.options), package) is not None
         except (HydraException, OmegaConfBaseException):
@@ -122,7 +125,7 @@ def in_grammar(key: str, text: str, *, sweeps: bool = False) -> str:
     """
     if is_path(key) and text not in _NO_PATH and "${" not in text:
         return _path_in_grammar(text, sweeps)
-    if _parsed(f"key={text}") is not None:
+    if parsed_override(f"key={text}") is not None:
         return text
     if sweeps and len(pieces := split_at_commas(text)) > 1:
         return ",".join(in_grammar(key, piece) for piece in pieces)
@@ -130,7 +133,7 @@ def in_grammar(key: str, text: str, *, sweeps: bool = False) -> str:
 
 
 def _path_in_grammar(text: str, sweeps: bool) -> str:
-    parsed = _parsed(f"key={text}")
+    parsed = parsed_override(f"key={text}")
     if not Path(text).exists():
         if text[:1] in "'\"" and parsed is not None and not parsed.is_sweep_override():
             return text  # already quoted
@@ -141,7 +144,7 @@ def _path_in_grammar(text: str, sweeps: bool) -> str:
         if sweeps and len(pieces := split_at_commas(text)) > 1:
             return ",".join(_path_in_grammar(piece, sweeps=False) for piece in pieces)
         text = os.path.expanduser(text)
-        parsed = _parsed(f"key={text}")
+        parsed = parsed_override(f"key={text}")
     is_plain = parsed is not None and not parsed.is_sweep_override() and parsed.value() == text
     return text if is_plain else _quoted(text)
 
@@ -156,14 +159,6 @@ def _listed(text: str) -> list[str]:
     return [path for path in paths if path]
 
 
-def _parsed(text: str) -> Override | None:
-    """An override in Hydra's grammar; None if the grammar cannot parse it."""
-    try:
-        return _PARSER.parse_override(text)
-    except HydraException:
-        return None
-
-
 def _quoted(text: str) -> str:
     return QuotedString(text, Quote.single).with_quotes()
 
@@ -176,7 +171,7 @@ def parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], li
         if match is None:
             faults.append(f"overrides: {text!r} is not of the form key=value.")
             continue
-        parsed = _parsed(f"key={in_grammar(match['key'], match['value'])}")
+        parsed = parsed_override(f"key={in_grammar(match['key'], match['value'])}")
         assert parsed is not None, "in_grammar has quoted what cannot be parsed"
         if parsed.is_sweep_override():
             faults.append(f"overrides: {text!r} has several values; give one.")
@@ -219,10 +214,10 @@ def _flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 def _value_of(flags: Sequence[str], names: Sequence[str]) -> str | None:
     """The value of the last flag with one of these names."""
-    for place in reversed(range(len(flags))):
-        name, sign, value = flags[place].partition("=")
+    for index in reversed(range(len(flags))):
+        name, sign, value = flags[index].partition("=")
         if name in names:
-            return value if sign else flags[place + 1]
+            return value if sign else flags[index + 1]
     return None
 
 
@@ -271,37 +266,18 @@ def swept_overrides(arguments: Sequence[str], sweeper: Any, overrides: Sequence[
         sweeper: configuration of the sweeper, whose `params` may have more.
         overrides: of the job.
     """
-    given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-    parsed = [_parsed(text) for text in (*arguments, *given) if not text.startswith("-")]
+    params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    parsed = [parsed_override(text) for text in (*arguments, *params) if not text.startswith("-")]
     varied = {(x.key_or_group, x.package) for x in parsed if x is not None and x.is_sweep_override()}
-    read = [(text, _parsed(text)) for text in overrides]
+    read = [(text, parsed_override(text)) for text in overrides]
     return tuple(text for text, x in read if x is not None and (x.key_or_group, x.package) in varied)
-
-
-def _option_fault(option: str, sweeps: bool, is_searched: bool) -> str | None:
-    """The fault of a choice of options: its file, several without -m, none for a sweep, or unreadable."""
-    group, _, choice = option.lstrip("+").partition("=")
-    if not is_searched and "@" not in group:
-        for name in options_in(choice):
-            files = (directory / group / f"{name}.yaml" for directory in (conf_dir(), *own_conf_dirs()))
-            file = next((file for file in files if file.is_file()), None)
-            if file is not None and (fault := _file_fault(file, option, group)) is not None:
-                return fault
-    if not sweeps and len(split_at_commas(option)) > 1:
-        return f"{option} has several values: add -m for a sweep over them, or give one."
-    parsed, known = _parsed(readable(option)), group_options(conf_dir()).get(group, [])
-    if parsed is None:
-        return _no_option(option.replace("=", "/", 1))
-    if sweeps and parsed.value_type == ValueType.GLOB_CHOICE_SWEEP and not cast(Glob, parsed.value()).filter(known):
-        return f"{option}: there is no such option, so the sweep has no jobs; there are {', '.join(known)}."
-    return None
 
 
 def _value_fault(root: str, key: str, value: Any, sweeps: bool) -> str | None:
     """The fault of a value: several without -m, none for a sweep, a component without a name, an unclosed reference."""
     if not isinstance(value, str):
         return None
-    parsed = _parsed(f"key={value}")
+    parsed = parsed_override(f"key={value}")
     is_sweep = parsed is not None and parsed.is_sweep_override()
     if is_sweep and not sweeps:
         return f"{key}={value} has several values: add -m for a sweep over them, or write {key}=[{value}] for a list."
@@ -323,37 +299,25 @@ def _value_fault(root: str, key: str, value: Any, sweeps: bool) -> str | None:
 
 def _twice(pairs: Sequence[tuple[str, Any]]) -> Iterator[str]:
     """Yield a fault for each key that is assigned several different values."""
-    given: dict[str, list[str]] = {}
+    by_key: dict[str, list[str]] = {}
     for key, value in pairs:
-        given.setdefault(key, []).append(str(value))
-    for key, values in given.items():
+        by_key.setdefault(key, []).append(str(value))
+    for key, values in by_key.items():
         if len(set(values)) > 1:
             yield f"{key} is given {len(values)} times: {values[-1]} counts, not {', '.join(values[:-1])}."
-
-
-def _file_fault(file: Path, option: str, group: str) -> str | None:
-    text = file.read_text(encoding="utf-8", errors="replace")
-    try:
-        yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        line = getattr(getattr(error, "problem_mark", None), "line", None)
-        where = "" if line is None else f" line {line + 1}"
-        return f"{option}: {file}{where} is not readable as YAML: {getattr(error, 'problem', None) or error}."
-    if group in CHOOSERS and not re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE):
-        return f"{option}: {file} does not begin with the line `# @package _global_`. {_PACKAGE}"
-    return None
 
 
 def composition_faults(root: str, error: Exception) -> Iterator[str]:
     """Faults found by Hydra or OmegaConf during composition, with clearer messages."""
     text = str(error).strip()
-    if (found := re.search(r"Could not find '([^']+)'", text)) is not None:
-        yield _no_option(found[1])
-    elif (found := re.search(r"Key '([^']+)' (?:is )?not in|Could not override '([^'@]+)'", text)) is not None:
-        yield _unknown(root, found[1] or found[2])
+    if (match := re.search(r"Could not find '([^']+)'", text)) is not None:
+        group, _, option = match[1].rpartition("/")
+        yield no_option(group, option)
+    elif (match := re.search(r"Key '([^']+)' (?:is )?not in|Could not override '([^'@]+)'", text)) is not None:
+        yield _unknown(root, match[1] or match[2])
     else:
         matches = ((re.search(pattern, text, re.DOTALL), words) for pattern, words in _WORDS)
-        explanation = next((words.format(*found.groups()) for found, words in matches if found is not None), None)
+        explanation = next((words.format(*match.groups()) for match, words in matches if match is not None), None)
         other = _of_other_root(root, text)
         yield other or explanation or _in_brief(root, error)
 
@@ -386,20 +350,10 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _no_option(path: str) -> str:
-    group, _, option = path.rpartition("/")
-    known = group_options(conf_dir()).get(group, [])
-    if path.startswith("hydra/"):
-        return f"{group}={option}: Hydra has no such option; a plugin that brings it may not be installed."
-    if not known:
-        return f"{path}: there is no such group of options.{hint(nearest(group, list(group_options(conf_dir()))))}"
-    return f"{group}={option}: no such option; there are {', '.join(known)}.{hint(nearest(option, known))}"
-
-
 def _unknown(root: str, key: str) -> str:
     top, keys = key.partition(".")[0], root_keys(root)
     if top in CHOOSERS:
-        return f"the option file of {top} does not begin with the line `# @package _global_`. {_PACKAGE}"
+        return f"the option file of {top} does not begin with the line `# @package _global_`. {WITHOUT_PACKAGE}"
     if top == "hydra":
         return f"{key} is not a known key of Hydra. `--cfg hydra` lists the known ones."
     if top in keys:
@@ -407,7 +361,6 @@ def _unknown(root: str, key: str) -> str:
     return f"{key} is not a known key: {root}.yaml has no {top}.{hint(nearest(top, keys))}"
 
 
-_PACKAGE = "Without it the keys of the file are placed below its group instead of at the root. Add it as first line."
 _WORDS = (  # message of Hydra, replacement
     (r"Interpolation key '([^']+)' not found\s+full_key: (\S+)", "{1} refers to ${{{0}}}, which does not exist."),
     (r"Interpolation key '([^']+)' not found", "${{{0}}} refers to a key that does not exist."),
@@ -431,11 +384,8 @@ _WORDS = (  # message of Hydra, replacement
     (r"Could not delete.*'([^']+)' does not exist", "~{0}: there is no {0} to remove."),
     (r"Could not override '([^'@]+)@([^']*)'", "{0}@{1}: nothing is chosen there yet. Write +{0}@{1}=OPTION."),
     (r"Multiple values for ([\w/@.]+)", "{0} is chosen twice. In a file, write `override /{0}: OPTION`."),
-    (r"Cannot find primary config '([^']+)'", "--config-name is {0}: there is no such file. Leave it out."),
-    (r"Additional config directory '([^']+)' not found", "--config-dir is {0}: no such directory."),
     (
         r"maximum recursion depth exceeded",
         "a file of options names itself in its list of defaults, directly or through others. Remove it from there.",
     ),
-    (r"Primary config directory not found", "--config-path names no directory. Leave it out."),
 )

@@ -45,8 +45,8 @@ def _compose(root: str, overrides: Sequence[str], with_hydra: bool) -> DictConfi
 
 def _search_path() -> list[str]:
     """The override that adds the directories of `--config-dir` to Hydra's search path; empty without any."""
-    own = [QuotedString(f"file://{path}", Quote.single).with_quotes() for path in own_conf_dirs()]
-    return [f"hydra.searchpath=[{','.join(own)}]"] if own else []
+    directories = [QuotedString(f"file://{path}", Quote.single).with_quotes() for path in own_conf_dirs()]
+    return [f"hydra.searchpath=[{','.join(directories)}]"] if directories else []
 
 
 def readable(choice: str) -> str:

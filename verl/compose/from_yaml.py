@@ -1,29 +1,31 @@
-"""Configuration of a script: a run from a short YAML file over the default, and single options of groups.
+"""Configuration of a script: a run from a short YAML file over the default, single options, and mappings of keys.
 
-short file, overrides -> ComposedConfig       group, name of an option -> component
+short file, overrides -> ComposedConfig       group, name of an option -> component       mapping -> component
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from verl.component import hint, nearest
+from verl.component import Description, field_types, hint, nearest
 from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign, flatten
 from verl.compose.schema import conf_dir, group_options
 from verl.compose.validate import validate
-from verl.errors import ConfigError
+from verl.errors import ConfigError, faults_below
 from verl.rollout.base import Rollout
 from verl.rollout.hf import HFRollout
+
+Kind = TypeVar("Kind", bound=Description)
 
 
 @dataclass
@@ -130,3 +132,37 @@ def _refuse_unknown(rollout: str) -> None:
             f"rollout is {rollout!r}: this version has {', '.join(known)}.{hint(nearest(str(rollout), known))} "
             "rollout='hf' generates with the training weights."
         )
+
+
+def key_faults(argument: str, keys: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
+    """Yield a sentence for each unknown key of a mapping; `argument` is its name.
+
+    >>> list(key_faults("rollout_config", {"temprature": 1.0}, ["temperature", "top_p"]))
+    ['rollout_config.temprature is not a known key. Did you mean temperature?']
+    """
+    known = list(known)
+    for key in keys:
+        if key not in known:
+            listed = f" Known: {', '.join(known)}."
+            yield f"{argument}.{key} is not a known key.{hint(nearest(str(key), known)) or listed}"
+
+
+def described(kind: type[Kind], argument: str, values: Kind | Mapping[str, Any] | None) -> Kind:
+    """Make a component from a mapping; a component is returned unchanged.
+
+    Args:
+        kind: class of the component.
+        argument: name of the argument, for messages.
+        values: the mapping or component; None for the defaults.
+    Raises:
+        ConfigError: unknown keys, with the nearest known one, and invalid values.
+    """
+    if isinstance(values, kind):
+        return values
+    if values is not None and not isinstance(values, Mapping):
+        raise ConfigError(f"{argument} is {values!r}: expected a mapping of the keys of {kind.__name__}.")
+    values = dict(values or {})
+    if faults := list(key_faults(argument, values, field_types(kind))):
+        raise ConfigError(faults)
+    with faults_below(argument):
+        return kind(**values)

@@ -1,6 +1,6 @@
 """Entry point of `verl ppo` and `verl sft`: command line, torchrun, run directory, logging, and the clean end of a run.
 
-arguments -> aliases and checks of the command line -> Hydra -> LaunchedRun -> main(run)
+arguments -> aliases and checks of the command line -> Hydra -> RunStart -> main(run)
 
     torchrun --nproc_per_node=2 -m verl.cli ppo sharding=fsdp   is   verl ppo sharding=fsdp trainer.n_gpus_per_node=2
 
@@ -20,12 +20,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -35,15 +34,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl import errors
-from verl.component import BuildContext
 from verl.compose import schema
 from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_overrides
 from verl.compose.overrides import Overrides
-from verl.compose.print_config import lock_run_directory, print_start, remove_refused, save_config
+from verl.compose.run_start import RunStart
 from verl.compose.schema import conf_dir
 from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError, root_cause
-from verl.tracking.console import print_line, reader_may_leave, set_command, shown_path
-from verl.tracking.logging_setup import IN_RUN_LOG, setup_logging
+from verl.tracking.console import reader_may_leave, set_command, shown_path
+from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.utils import torchrun
 from verl.utils.address_space import out_of_memory_message, refuse_small_address_space
 from verl.utils.component_exits import component_exits
@@ -51,10 +49,6 @@ from verl.utils.kernel_cache import set_kernel_cache
 from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact, redact_output
 from verl.utils.signals import Terminated, ignore_interrupts, orderly_termination
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 COUNT = "trainer.n_gpus_per_node"
 RAY_OPTIONS = {"ppo": "trainer=ray", "sft": "trainer=sft_ray"}
@@ -93,93 +87,19 @@ def take_over(arguments: list[str], assigned: Overrides) -> None:
     torchrun.forget()
     if count == 1:
         return
-    wanted = [str(value) for name, value in assigned.values if name == COUNT]
-    if not wanted:
+    counts = [str(value) for name, value in assigned.values if name == COUNT]
+    if not counts:
         assigned.notes.append(f"torchrun has started {count} processes: {COUNT}={count}")
         arguments.append(f"++{COUNT}={count}")
-    elif wanted[-1] != str(count):
-        assigned.faults.append(f"{COUNT} is {wanted[-1]}: torchrun has started {count} processes. Leave it out.")
+    elif counts[-1] != str(count):
+        assigned.faults.append(f"{COUNT} is {counts[-1]}: torchrun has started {count} processes. Leave it out.")
 
 
 INTERRUPTED, HUNG_UP, TERMINATED = 130, 129, 143  # 128 + number of the signal, as in shells
 THREADS_TIMEOUT_S = 10.0  # wait for threads at the end of the run
 
 
-@dataclass
-class LaunchedRun:
-    """One run as composed from the command line.
-
-    Attributes:
-        config: the composed root.
-        root, choices: `ppo` or `sft`, and the option of every group.
-        overrides: of the command line.
-        faults: found on the command line, to be reported by the validation.
-        run_dir: directory of the run.
-        name: name of the job in a sweep, or empty.
-        console: standard output.
-        closing: exit stack that is closed with the run.
-        swept: overrides in which this job differs from others of its sweep.
-    """
-
-    config: DictConfig
-    root: str
-    choices: Mapping[str, str | None]
-    run_dir: Path
-    console: Console
-    name: str = ""
-    overrides: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    closing: ExitStack = field(default_factory=ExitStack)
-    is_recorded: bool = False
-    is_new: bool = False
-    swept: tuple[str, ...] = ()
-
-    @property
-    def context(self) -> BuildContext:
-        """The build context of the trainer."""
-        return BuildContext(run_dir=self.run_dir, job=self.name, swept=self.swept)
-
-    def record(self, run: Any = None) -> None:
-        """Print the differences from the defaults and the run directory, save the redacted configuration there, and
-        start run.log. If the run is refused later, `withdraw` removes these files.
-
-        Args:
-            run: the validated run; the differences that it never reads are told.
-        Raises:
-            ConfigError: another run writes into the run directory, or it cannot be written.
-        """
-        self.is_new = not self.run_dir.exists() or not any(self.run_dir.iterdir())
-        self._claim_directory()
-        changed = print_start(self.config, self.root, self.choices, self.run_dir, self.console)
-        if run is not None and (line := run.unused_settings(changed)) is not None:
-            print_line(self.console, line)
-        self.is_recorded = True
-        try:
-            save_config(self.config, self.overrides, self.run_dir)
-            self.closing.callback(setup_logging(self.run_dir))
-        except OSError as error:
-            raise ConfigError(
-                f"hydra.run.dir is {shown_path(self.run_dir)}: {error.filename or 'it'} cannot be written "
-                f"({error.strerror}). Give this run a directory that can be written: hydra.run.dir=DIR."
-            ) from error
-
-    def _claim_directory(self) -> None:
-        """Lock the run directory until this run ends, however it ends."""
-        try:
-            lock = lock_run_directory(self.run_dir)
-        except ConfigError:
-            self.is_new = False
-            raise
-        if lock is not None:
-            self.closing.callback(lock.release)
-
-    def withdraw(self) -> None:
-        """Remove the files of `record` and of a refused build, if the directory has no others."""
-        if self.is_new:
-            remove_refused(self.run_dir)
-
-
-def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[[], None]]:
+def entry_point(root: str) -> Callable[[Callable[[RunStart], Any]], Callable[[], None]]:
     """Decorator that makes `main(job)` a command; `root` is `ppo` or `sft`.
 
     Exit statuses: 2 after a list of configuration faults, 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP, 1 with a
@@ -187,7 +107,7 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
     identify the line; run.log has all tracebacks.
     """
 
-    def decorate(main: Callable[[LaunchedRun], Any]) -> Callable[[], None]:
+    def decorate(main: Callable[[RunStart], Any]) -> Callable[[], None]:
         @functools.wraps(main)
         def command() -> None:
             with _clean_end():
@@ -201,9 +121,9 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
                 set_kernel_cache()
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # user modules are in the working directory
-                script, given, count = sys.argv[0], sys.argv[1:], torchrun.counts()[0]
-                arguments, assigned = command_line(root, given)
-                set_command([*start_message(script, count), *given])
+                script, words, count = sys.argv[0], sys.argv[1:], torchrun.counts()[0]
+                arguments, assigned = command_line(root, words)
+                set_command([*start_message(script, count), *words])
                 take_over(arguments, assigned)
                 for note in assigned.notes:
                     _tell(note)
@@ -220,7 +140,7 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
     return decorate
 
 
-def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[str]) -> None:
+def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]) -> None:
     statuses: list[int] = []
     refusals: dict[str, int] = {}
     is_composed = False
@@ -236,7 +156,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         is_sweep = running.mode == RunMode.MULTIRUN
         name = f"job_{running.job.num}" if is_sweep else ""
         choices: Any = OmegaConf.to_container(running.runtime.choices)
-        job = LaunchedRun(config, root, choices, run_dir, rich.get_console(), name, overrides, list(faults))
+        job = RunStart(config, root, choices, run_dir, rich.get_console(), name, overrides, list(faults))
         if is_sweep:
             job.swept = swept_overrides(sys.argv[1:], running.sweeper, overrides)
             set_command([*start_message(sys.argv[0]), *overrides])
@@ -301,9 +221,9 @@ def _of_hydra_itself(error: Exception) -> str:
             f"{key} leads to {error.filename}, which cannot be created ({error.strerror}). Set {key} to another "
             "directory."
         )
-    given = ", ".join(word for word in sys.argv[1:] if word.startswith("hydra")) or "its arguments"
+    words = ", ".join(word for word in sys.argv[1:] if word.startswith("hydra")) or "its arguments"
     reason = f": {error}" if str(error) else ""
-    return f"{given}: refused by Hydra ({type(error).__name__}{reason}). `--cfg hydra` shows its configuration."
+    return f"{words}: refused by Hydra ({type(error).__name__}{reason}). `--cfg hydra` shows its configuration."
 
 
 def start_message(script: str, count: int = 1) -> list[str]:
@@ -343,7 +263,7 @@ def _without_threads() -> Iterator[None]:
             os._exit(status)
 
 
-def _with_log(main: Callable[[LaunchedRun], Any], job: LaunchedRun) -> None:
+def _with_log(main: Callable[[RunStart], Any], job: RunStart) -> None:
     """Run `main`, and write the traceback of an error to run.log."""
     try:
         main(job)
@@ -411,12 +331,12 @@ _OF_VERL = re.compile(r"^verl\.errors\.(\w+): ", re.MULTILINE)
 
 def _is_user_message(traces: str) -> str | None:
     """The message of an error in a worker that verl raised and user code did not cause; else None."""
-    found = [*_OF_VERL.finditer(traces)]
-    kind = getattr(errors, found[-1][1], None) if found else None
+    raised = [*_OF_VERL.finditer(traces)]
+    kind = getattr(errors, raised[-1][1], None) if raised else None
     last = traces[traces.rindex(_TRACEBACK) :]
     if kind is None or not issubclass(kind, (ConfigError, CheckpointError, StorageError)):
         return None
-    return traces[found[-1].end() :].strip() if _OF_VERL.search(last) else None
+    return traces[raised[-1].end() :].strip() if _OF_VERL.search(last) else None
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep

@@ -88,6 +88,13 @@ class SavedPolicy:
         """The directory that the weights come from; `actor` may be an exported copy."""
         return self.actor if self.point is None else self.point.checkpoint.directory / "actor"
 
+    def saved(self, *path: str) -> Any:
+        """The node of the saved configuration at some keys; None if there is none."""
+        node: Any = None if self.point is None else self.point.state.get("config")
+        for key in path:
+            node = node.get(key) if isinstance(node, dict) else None
+        return node
+
     @property
     def description(self) -> str:
         """Address for people."""
@@ -118,21 +125,14 @@ def locate_policy(path: str) -> SavedPolicy:
 
 def root_of(saved: SavedPolicy) -> str:
     """The root that trained a policy, `ppo` or `sft`; `ppo` for plain weights."""
-    config = None if saved.point is None else saved.point.state.get("config")
-    target = config.get("_target_") if isinstance(config, dict) else None
-    return "sft" if str(target).endswith("SFTRun") else "ppo"
+    return "sft" if str(saved.saved("_target_")).endswith("SFTRun") else "ppo"
 
 
 def trained_on_texts(saved: SavedPolicy) -> bool:
     """Whether the prompts of the training were texts, as those of the built-in data are, so that its policy has never
     seen a chat template. An agent program talks to an endpoint, which renders chats."""
-    config = None if saved.point is None else saved.point.state.get("config")
-    if not isinstance(config, dict):
-        return False
-    parts = map(config.get, ("data", "environment"))
-    data, environment = (part.get("_target_") if isinstance(part, dict) else None for part in parts)
     texts = {f"{source.__module__}.{source.__qualname__}" for source in BUILT_IN if source.prompts_are_texts}
-    return data in texts and environment != AGENT_PROGRAM
+    return saved.saved("data", "_target_") in texts and saved.saved("environment", "_target_") != AGENT_PROGRAM
 
 
 def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), file: Path | None = None) -> Any:
@@ -158,7 +158,7 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
     used = AllowedConfig()
     if saved.point is not None and root_of(saved) == root:
         replaced = () if file is None else ("data",)
-        used = allowed_config(saved.point.state.get("config"), root, named, saved.description, replaced)
+        used = allowed_config(saved.saved(), root, named, saved.description, replaced)
         _warn_of_own_code(saved, named)
     if problems := [*used.faults, *_model_faults(saved, named)]:
         raise ConfigError([*faults, *assigned.faults, *problems])
@@ -184,8 +184,8 @@ def _flat(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _warn_of_own_code(saved: SavedPolicy, named: Mapping[str, Any]) -> None:
-    model = saved_model(saved)
-    if model.get("trust_remote_code") and "actor.model.trust_remote_code" not in named:
+    is_trusted = saved.saved("actor", "model", "trust_remote_code")
+    if is_trusted and "actor.model.trust_remote_code" not in named:
         _log.warning(
             "actor.model.trust_remote_code was true in training and is now false: Python code in a model directory is "
             "run only if you set actor.model.trust_remote_code=true."
@@ -200,24 +200,16 @@ def _verify(saved: SavedPolicy) -> None:
             reader.check(entry.path)
 
 
-def saved_model(saved: SavedPolicy) -> Mapping[str, Any]:
-    """The model component of the saved configuration; empty if it holds none."""
-    node: Any = None if saved.point is None else saved.point.state.get("config")
-    for key in ("actor", "model"):
-        node = node.get(key) if isinstance(node, dict) else None
-    return node if isinstance(node, dict) else {}
-
-
-def _model(saved: SavedPolicy, kept: Mapping[str, Any]) -> dict[str, Any]:
+def _model(saved: SavedPolicy, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The model component for the weights, with dtype and attention as in training."""
-    return {"_target_": f"{Pretrained.__module__}.{Pretrained.__name__}", **kept, "path": str(saved.actor)}
+    return {"_target_": f"{Pretrained.__module__}.{Pretrained.__name__}", **settings, "path": str(saved.actor)}
 
 
 def _model_faults(saved: SavedPolicy, named: Mapping[str, Any]) -> Iterator[str]:
     """Faults of files of the model that name something outside of the checkpoint."""
     if saved.point is None or "actor.model" in named or "actor.model.path" in named:
         return
-    tokenizer = saved_model(saved).get("tokenizer_path")
+    tokenizer = saved.saved("actor", "model", "tokenizer_path")
     has_own = any((saved.actor / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if tokenizer is not None and not has_own and "actor.model.tokenizer_path" not in named:
         yield (
@@ -252,9 +244,11 @@ def _is_cached(name: str) -> bool:
 def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]) -> dict[str, Any]:
     """The data component for a file, read like the former files, with the context length of the model as limit."""
     before: Any = OmegaConf.to_container(config.data, resolve=False)
-    own = ("train_files", "eval_files", "weights")
-    kept = (
-        {key: value for key, value in before.items() if key not in own} if before["_target_"] == OF_FILES[root] else {}
+    of_files = ("train_files", "eval_files", "weights")
+    settings = (
+        {key: value for key, value in before.items() if key not in of_files}
+        if before["_target_"] == OF_FILES[root]
+        else {}
     )
     context = Pretrained(path=config.actor.model.path).max_positions() or UNKNOWN_CONTEXT
     if root == "ppo":
@@ -262,10 +256,12 @@ def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]
         if config.get("environment") is not None and assigned.get("environment", "") is not None:
             episode = config.environment.get("max_tokens", EnvironmentDescription.max_tokens)
             after.append(assigned.get("environment.max_tokens", episode))
-        kept["max_prompt_length"] = max(1, context - max(number for number in (0, *after) if isinstance(number, int)))
+        settings["max_prompt_length"] = max(
+            1, context - max(number for number in (0, *after) if isinstance(number, int))
+        )
     else:
-        kept["max_length"] = context
-    return {**kept, "_target_": EVALUATED[root], "train_files": [str(file)], "eval_files": [str(file)]}
+        settings["max_length"] = context
+    return {**settings, "_target_": EVALUATED[root], "train_files": [str(file)], "eval_files": [str(file)]}
 
 
 def _is_model(directory: Path) -> bool:
@@ -275,12 +271,12 @@ def _is_model(directory: Path) -> bool:
 def _last_trained() -> Path:
     """The newest checkpoint below `checkpoints/`."""
     directories = [file.parent for file in Path("checkpoints").rglob(FORMAT)]
-    found = []
+    newest = []
     for directory in directories:
         try:
-            found.append(CheckpointDirectory(directory).newest().directory)
+            newest.append(CheckpointDirectory(directory).newest().directory)
         except CheckpointNotFound:
             continue
-    if not found:
+    if not newest:
         raise ConfigError("PATH is 'latest': there is no complete checkpoint below checkpoints/. Give a path.")
-    return max(found, key=lambda checkpoint: (checkpoint / MANIFEST).stat().st_mtime_ns).absolute()
+    return max(newest, key=lambda checkpoint: (checkpoint / MANIFEST).stat().st_mtime_ns).absolute()

@@ -4,49 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override, ValueType
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.component import hint, nearest
-from verl.compose.aliases import SHORT, TranslatedOverride, translate
-from verl.compose.compose import compose_root, references_above
-from verl.compose.schema import CHOOSERS, LISTS, VALUES, conf_dir, group_options, root_keys
+from verl.compose.aliases import SHORT, Overrides, translate
+from verl.compose.compose import compose_root, readable, references_above
+from verl.compose.schema import CHOOSERS, LISTS, VALUES, conf_dir, group_options, own_conf_dirs, root_keys
 
+_PARSER = OverridesParser.create()
 _PLAIN_OPTION = re.compile(r"^[\w,]*$")
 OWN_SHARDING = ".sharding"  # of a role: a key that takes an option of the group `sharding`
 
 
-@dataclass
-class Overrides:
-    """Overrides, with aliases translated.
-
-    Attributes:
-        options: `group=option` choices, in Hydra's syntax.
-        values: by path, in order; texts from a command line are still in Hydra's grammar.
-        notes: one line for each alias, with its translation.
-        faults: overrides that cannot be composed; they are left out and reported with all other faults.
-        is_sweep: whether these are the overrides of a sweep, of all of its jobs.
-    """
-
-    options: list[str] = field(default_factory=list)
-    values: list[tuple[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    is_sweep: bool = False
-
-
-def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool = True) -> Overrides:
+def assign(root: str, pairs: Sequence[tuple[str, Any]], *, sweeps: bool = False) -> Overrides:
     """Sort `key=value` pairs into options and values, translating aliases and collecting what is refused.
 
     Args:
         root: `ppo` or `sft`.
         pairs: keys with their values.
-        judge_options: whether to report unknown options; off if groups may come from further directories.
+        sweeps: several values are the jobs of a sweep; otherwise they are a fault.
     """
-    groups, keys, out = group_options(conf_dir()), root_keys(root), Overrides()
+    groups, keys, out = group_options(conf_dir()), root_keys(root), Overrides(is_sweep=sweeps)
     chosen = {key for key, _ in pairs if key in keys}
     for key, value in pairs:
         if (translated := translate(root, key, value, chosen)) is not None:
@@ -54,7 +38,7 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
         elif key in VALUES:
             out.values.append((key, value))
         elif key.endswith(OWN_SHARDING) and key.removesuffix(OWN_SHARDING) in keys and _is_option(value):
-            fault = _option_fault("sharding", value, groups) if judge_options else None
+            fault = _option_fault("sharding", value, sweeps)
             out.faults += [f"{key}: {fault}"] if fault else []
             out.options += [] if fault else [f"+sharding@{key}={value}"]
         elif (top := key.partition(".")[0]) not in keys:
@@ -66,7 +50,7 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
             out.faults += (
                 [] if "none" in groups.get(key, []) or key in CHOOSERS else [f"{key} is null: a run needs one."]
             )
-        elif judge_options and (fault := _option_fault(key, value, groups)):
+        elif fault := _option_fault(key, value, sweeps):
             out.faults.append(fault)
         elif (option := f"{key}={_choice(key, value)}") not in out.options:
             out.options.append(option)
@@ -79,26 +63,26 @@ def split_at_commas(text: str) -> list[str]:
     >>> split_at_commas("${processes:${sharding._target_},2},4")
     ['${processes:${sharding._target_},2}', '4']
     """
-    pieces, start, place = [], 0, 0
-    while place < len(text):
-        if text[place] == ",":
-            pieces.append(text[start:place])
-            start = place + 1
-        elif text[place] in _CLOSING:
-            place = _end_of_bracket(text, place) or place
-        elif text[place] in "'\"" and not text[start:place].strip():
-            place = max(place, text.find(text[place], place + 1))
-        place += 1
+    pieces, start, position = [], 0, 0
+    while position < len(text):
+        if text[position] == ",":
+            pieces.append(text[start:position])
+            start = position + 1
+        elif text[position] in _CLOSING:
+            position = _end_of_bracket(text, position) or position
+        elif text[position] in "'\"" and not text[start:position].strip():
+            position = max(position, text.find(text[position], position + 1))
+        position += 1
     return [*pieces, text[start:]]
 
 
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 
 
-def _end_of_bracket(text: str, place: int) -> int | None:
-    """The place of the bracket that closes the one at `place`; None if there is none."""
+def _end_of_bracket(text: str, position: int) -> int | None:
+    """The position of the bracket that closes the one at `position`; None if there is none."""
     awaited: list[str] = []
-    for i in range(place, len(text)):
+    for i in range(position, len(text)):
         if text[i] in _CLOSING:
             awaited.append(_CLOSING[text[i]])
         elif text[i] == awaited[-1]:
@@ -146,11 +130,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield path, value
 
 
-def _add(out: Overrides, alias: TranslatedOverride, pairs: Sequence[tuple[str, Any]], root: str, source: str) -> None:
+def _add(out: Overrides, alias: Overrides, pairs: Sequence[tuple[str, Any]], root: str, source: str) -> None:
     """Add the translation of an alias; an option that contradicts an explicit choice is a fault."""
     out.values += alias.values
-    out.notes += [alias.note] if alias.note else []
-    out.faults += [alias.fault] if alias.fault else []
+    out.notes += alias.notes
+    out.faults += alias.faults
     for option in alias.options:
         group = option.partition("=")[0]
         if group not in root_keys(root):
@@ -182,13 +166,62 @@ def _choice(group: str, value: Any) -> str:
     return ",".join(SHORT.get(f"{group}={piece}", piece) for piece in split_at_commas(text))
 
 
-def _option_fault(group: str, value: Any, groups: Mapping[str, list[str]]) -> str | None:
-    text, known = _choice(group, value), groups.get(group, [])
+def _option_fault(group: str, value: Any, sweeps: bool) -> str | None:
+    """The fault of a choice: no such option, a list, several without -m, none for a sweep, or an unreadable file."""
+    text, known = _choice(group, value), group_options(conf_dir()).get(group, [])
+    parsed = parsed_override(readable(f"{group}={text}"))
     if re.match(r"(glob|choice|range|sort|shuffle)\(", text):  # sweep syntax
-        return None
-    if group not in LISTS and any(map(_is_list, split_at_commas(text))):
+        is_glob = parsed is not None and parsed.value_type == ValueType.GLOB_CHOICE_SWEEP
+        if sweeps and is_glob and not cast(Glob, parsed.value()).filter(known):  # type: ignore[union-attr]
+            return f"{group}={text}: there is no such option, so the sweep has no jobs; there are {', '.join(known)}."
+    elif group not in LISTS and any(map(_is_list, split_at_commas(text))):
         return f"{group}={text}: it takes one option, not a list; there are {', '.join(known)}."
-    unknown = [option for option in options_in(text) if option not in (*known, "null")]
-    if not unknown:
+    elif unknown := [option for option in options_in(text) if option not in (*known, "null")]:
+        return no_option(group, unknown[0])
+    elif parsed is None:
+        return no_option(group, text)
+    elif fault := next((fault for option in options_in(text) if (fault := _file_fault(group, option))), None):
+        return fault
+    if not sweeps and (len(split_at_commas(text)) > 1 or (parsed is not None and parsed.is_sweep_override())):
+        return f"{group}={text} has several values: add -m for a sweep over them, or give one."
+    return None
+
+
+def no_option(group: str, option: str) -> str:
+    """The fault of an option that a group does not have, or of a group that does not exist."""
+    groups = group_options(conf_dir())
+    if group.startswith("hydra/"):
+        return f"{group}={option}: Hydra has no such option; a plugin that brings it may not be installed."
+    if not (known := groups.get(group)):
+        return f"{group}/{option}: there is no such group of options.{hint(nearest(group, groups))}"
+    return f"{group}={option}: no such option; there are {', '.join(known)}.{hint(nearest(option, known))}"
+
+
+def _file_fault(group: str, option: str) -> str | None:
+    files = (directory / group / f"{option}.yaml" for directory in (conf_dir(), *own_conf_dirs()))
+    if (file := next((file for file in files if file.is_file()), None)) is None:
         return None
-    return f"{group}={unknown[0]}: no such option; there are {', '.join(known)}.{hint(nearest(unknown[0], known))}"
+    text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        where = "" if line is None else f" line {line + 1}"
+        reason = getattr(error, "problem", None) or error
+        return f"{group}={option}: {file}{where} is not readable as YAML: {reason}."
+    if group in CHOOSERS and not re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE):
+        return f"{group}={option}: {file} does not begin with the line `# @package _global_`. {WITHOUT_PACKAGE}"
+    return None
+
+
+WITHOUT_PACKAGE = (
+    "Without it the keys of the file are placed below its group instead of at the root. Add it as first line."
+)
+
+
+def parsed_override(text: str) -> Override | None:
+    """An override in Hydra's grammar; None if the grammar cannot parse it."""
+    try:
+        return _PARSER.parse_override(text)
+    except HydraException:
+        return None

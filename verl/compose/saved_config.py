@@ -1,7 +1,7 @@
 """Allow-list of a saved configuration: the components and fields of it that an evaluation uses without being told to.
 
-saved configuration ──> references resolved, resolvers refused ──> allowed components with allowed fields
-                                                              └──> a fault for everything else that the run would use
+saved configuration ──> interpolations refused ──> allowed components with allowed fields
+                                              └──> a fault for everything else that the run would use
 
 A checkpoint may come from anybody. What is allowed runs no code, reads no variable and opens no connection; anything
 else takes effect only where the user names it on the command line.
@@ -21,7 +21,6 @@ from verl.storage.config import is_address
 from verl.utils.redact import redact_tree
 
 MAX_DEPTH = 20  # of components within components; more than any real configuration
-REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 _SAMPLING = "temperature top_k top_p max_new_tokens min_new_tokens stop_token_ids router_replay"
 _EPISODE = (
@@ -77,7 +76,6 @@ RESOURCES = frozenset(
 OWN_FUNCTIONS = ("verl.rewards.math_rules:gsm8k_score", "verl.rewards.math_rules:math_score")
 OWN_PATTERNS = ("<think>.*</think>.+",)  # others may backtrack without end
 FILES = ("train_files", "eval_files")
-MAX_NODES = 100_000  # after references are resolved, which may repeat a node
 
 
 @dataclasses.dataclass
@@ -106,8 +104,8 @@ def allowed_config(
         replaced: root keys that the caller replaces; refused values below them are left out without a fault.
     """
     if not isinstance(saved, dict):
-        found = "nothing" if saved is None else f"a {type(saved).__name__}"
-        return AllowedConfig(faults=[f"{origin} holds no configuration: expected a mapping, found {found}."])
+        kind = "nothing" if saved is None else f"a {type(saved).__name__}"
+        return AllowedConfig(faults=[f"{origin} holds no configuration: expected a mapping, found {kind}."])
     return _Selection(saved, named, origin, replaced).select(NEEDED[root])
 
 
@@ -116,21 +114,24 @@ class _Selection:
         self.saved, self.named, self.origin, self.replaced = saved, named, origin, replaced
         self.parts: dict[str, Any] = {}
         self.faults: list[tuple[str, str]] = []  # path, sentence
-        self.num_nodes = 0
 
     def select(self, needed: Sequence[str]) -> AllowedConfig:
-        self._refuse_resolvers()
+        for path, value in _nodes(self.saved):
+            if path.count(".") > 2 * MAX_DEPTH:
+                return AllowedConfig(faults=[f"{path[:80]}: the configuration of {self.origin} is nested too deeply."])
+            if isinstance(value, str) and "${" in value and not self._is_named(path):
+                self._refuse_interpolation(path, value)
         for key in OF_TRAINING:
-            node = self._resolved(self.saved.get(key), key)
+            node = self.saved.get(key)
             if isinstance(node, dict):
                 self.parts[key] = _settings(node)
         for key in needed:
             if self._is_named(key):
                 continue
-            node = self._resolved(self.saved.get(key), key)
+            node = self.saved.get(key)
             if isinstance(node, dict):
-                kept = self._component(node, key, 0)
-                self.parts |= {} if kept is None else {key: kept}
+                component = self._component(node, key, 0)
+                self.parts |= {} if component is None else {key: component}
             elif key == "environment" and node is None:
                 self.parts[key] = None
             else:
@@ -148,7 +149,7 @@ class _Selection:
             return None
         is_own = target.startswith("verl.")
         fields, defaults = ALLOWED.get(target, frozenset[str]()), _defaults(target) if is_own else {}
-        kept: dict[str, Any] = {TARGET: target}
+        allowed: dict[str, Any] = {TARGET: target}
         for key, value in node.items():
             below = f"{path}.{_name(key)}"
             if key == TARGET or self._is_named(below):
@@ -157,10 +158,10 @@ class _Selection:
             is_number = is_chosen and (value is None or type(value) in (int, float))
             is_component = isinstance(value, dict) and TARGET in value  # judged by itself
             if not is_own or is_component or is_number or (key in fields and _stays_here(key, value)):
-                kept[key] = self._value(value, below, depth + 1)
+                allowed[key] = self._value(value, below, depth + 1)
             elif not (key in RESOURCES or (key in defaults and _equal(defaults[key], value))):
                 self._refuse(below, value)
-        return kept
+        return allowed
 
     def _value(self, value: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -190,43 +191,24 @@ class _Selection:
     def _fault(self, path: str, sentence: str) -> None:
         self.faults.append((path, sentence))
 
-    def _refuse_resolvers(self) -> None:
-        """Refuse every interpolation other than a reference such as `${actor.model}`."""
-        for path, value in _texts(self.saved):
-            if "${" in value and not REFERENCE.fullmatch(value) and not self._is_named(path):
-                self._fault(
-                    path,
-                    f"{path} is {_shown(value)}: the saved configuration of {self.origin} holds an interpolation other "
-                    f"than a reference to one of its values. It is not evaluated. If you trust it, add: "
-                    f"{_word(path, value)}.",
-                )
-
-    def _resolved(self, node: Any, path: str, depth: int = 0) -> Any:
-        """A node with its references replaced by the nodes that they name, and without other interpolations."""
-        self.num_nodes += 1
-        if depth > 2 * MAX_DEPTH or self.num_nodes > MAX_NODES:
-            self._fault(path, f"{path[:80]}: this value of {self.origin} is nested too deeply, or contains itself.")
-            return None
-        if isinstance(node, dict):
-            return {key: self._resolved(item, f"{path}.{_name(key)}", depth + 1) for key, item in node.items()}
-        if isinstance(node, list):
-            return [self._resolved(item, f"{path}.{index}", depth + 1) for index, item in enumerate(node)]
-        if not isinstance(node, str) or "${" not in node:
-            return node
-        match = REFERENCE.fullmatch(node)
-        return None if match is None else self._resolved(_at(self.saved, match[1]), path, depth + 1)
+    def _refuse_interpolation(self, path: str, text: str) -> None:
+        """Refuse `${...}`, which composition would evaluate; runs save resolved values."""
+        self._fault(
+            path,
+            f"{path} is {_shown(text)}: the saved configuration of {self.origin} holds an interpolation, which is not "
+            f"evaluated. If you trust it, add: {_word(path, text)}.",
+        )
 
     def _is_named(self, path: str) -> bool:
         return any(path == name or path.startswith(f"{name}.") for name in self.named)
 
 
-def _texts(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Every text with its path, without recursion, since the nesting is not known."""
-    waiting = [(path, node)]
+def _nodes(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Every node with its path, without recursion, since the nesting is not known."""
+    waiting = [("", tree)]
     while waiting:
         path, node = waiting.pop()
-        if isinstance(node, str):
-            yield path, node
+        yield path, node
         items: Iterable[Any] = node.items() if isinstance(node, dict) else ()
         items = enumerate(node) if isinstance(node, list) else items
         waiting += [(f"{path}.{_name(key)}" if path else _name(key), item) for key, item in items]
@@ -241,11 +223,11 @@ def _name(key: Any) -> str:
 def _settings(node: dict[str, Any]) -> dict[str, Any]:
     """The allowed plain settings of a part that otherwise serves training."""
     fields = ALLOWED.get(str(node.get(TARGET)), frozenset[str]())
-    kept = {name: node[name] for name in sorted(fields & node.keys()) if _is_plain(node[name])}
+    settings = {name: node[name] for name in sorted(fields & node.keys()) if _is_plain(node[name])}
     model = node.get("model")
     if isinstance(model, dict):
-        kept["model"] = {name: model[name] for name in OF_MODEL if isinstance(model.get(name), str)}
-    return kept
+        settings["model"] = {name: model[name] for name in OF_MODEL if isinstance(model.get(name), str)}
+    return settings
 
 
 def _stays_here(key: str, value: Any) -> bool:
@@ -257,31 +239,22 @@ def _stays_here(key: str, value: Any) -> bool:
     return key not in FILES or (isinstance(value, list) and not any(is_address(str(item)) for item in value))
 
 
-def _at(tree: Any, path: str) -> Any:
-    for key in path.split("."):
-        if isinstance(tree, list) and key.isdecimal() and int(key) < len(tree):
-            tree = tree[int(key)]
-        else:
-            tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
-
-
 def _defaults(target: str) -> dict[str, Any]:
     """The plain defaults of the fields of one of our components."""
     kind = import_component(target)
     if isinstance(kind, str):
         return {}
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         if field.default is not dataclasses.MISSING:
-            found[field.name] = as_plain(field.default)
+            defaults[field.name] = as_plain(field.default)
         elif field.default_factory is not dataclasses.MISSING:
-            found[field.name] = as_plain(field.default_factory())
-    return found
+            defaults[field.name] = as_plain(field.default_factory())
+    return defaults
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and one == other
+def _equal(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and value == other
 
 
 def _is_plain(value: Any) -> bool:

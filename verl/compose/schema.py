@@ -1,8 +1,8 @@
-"""The configuration directory, the root keys of a run as dataclasses, and the JSON schema of a run for editors.
+"""The configuration directory, the root keys of a run, and the JSON schema of a run for editors.
 
-The dataclasses make Hydra reject unknown root keys, so that a typing error or a forgotten `# @package _global_` in an
-experiment file is an error instead of an unused node. Everything below the root is validated against the components,
-in `compose/validate.py`.
+By the root keys Hydra rejects others, so that a typing error or a forgotten `# @package _global_` in an experiment file
+is an error instead of an unused node. Everything below the root is validated against the components, in
+`compose/validate.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +54,11 @@ def own_conf_dirs() -> tuple[Path, ...]:
 
 def group_options(directory: Path) -> dict[str, list[str]]:
     """All groups of a configuration directory and of `own_conf_dirs` with their options, without Hydra's groups."""
-    found: dict[str, set[str]] = {}
+    options: dict[str, set[str]] = {}
     for item in [item for conf in (directory, *_own_dirs) if conf.is_dir() for item in conf.iterdir()]:
         if item.is_dir() and item.name != "hydra":
-            found.setdefault(item.name, set()).update(file.stem for file in item.glob("*.yaml"))
-    return {group: sorted(found[group]) for group in sorted(found)}
+            options.setdefault(item.name, set()).update(file.stem for file in item.glob("*.yaml"))
+    return {group: sorted(options[group]) for group in sorted(options)}
 
 
 VALUES = ("resume",)  # root keys that are values, not components chosen from a group
@@ -67,51 +66,28 @@ LISTS = ("tracker",)  # groups with several options per run: tracker=[console,js
 CHOOSERS = ("experiment", "sweep", "debug")  # groups that set other nodes and have no node of their own
 
 
-@dataclass
-class PPORoot:
-    """Root keys of ppo.yaml; a component that an algorithm may do without starts as null."""
-
-    _target_: str = MISSING
-    actor: Any = MISSING
-    critic: Any = None
-    reference: Any = None
-    sandbox: Any = None
-    reward: Any = MISSING
-    rollout: Any = MISSING
-    environment: Any = None
-    sharding: Any = MISSING
-    algorithm: Any = MISSING
-    data: Any = MISSING
-    trainer: Any = MISSING
-    tracker: Any = MISSING
-    checkpoint: Any = None
-    replay: Any = None
-    storage: Any = None
-    resume: Any = None
+# The keys of a root; one with a question mark starts as null, since a run may do without.
+_KEYS = {
+    "ppo": (
+        "actor critic? reference? sandbox? reward rollout environment? sharding algorithm data trainer tracker "
+        "checkpoint? replay? storage? resume?"
+    ),
+    "sft": "actor sharding data trainer tracker checkpoint? storage? resume?",
+}
 
 
-@dataclass
-class SFTRoot:
-    """Root keys of sft.yaml."""
-
-    _target_: str = MISSING
-    actor: Any = MISSING
-    sharding: Any = MISSING
-    data: Any = MISSING
-    trainer: Any = MISSING
-    tracker: Any = MISSING
-    checkpoint: Any = None
-    storage: Any = None
-    resume: Any = None
+def _root_schema(root: str) -> type:
+    fields = [(key.rstrip("?"), Any, None if key.endswith("?") else MISSING) for key in _KEYS[root].split()]
+    return dataclasses.make_dataclass(f"{root.upper()}Root", [("_target_", str, MISSING), *fields])
 
 
-ROOTS: dict[str, type] = {"ppo": PPORoot, "sft": SFTRoot}
+ROOTS: dict[str, type] = {root: _root_schema(root) for root in _KEYS}
 
 
 def root_keys(root: str) -> list[str]:
     """The keys of a root on the command line: components, values and choosers."""
-    own = (f.name for f in dataclasses.fields(ROOTS[root]))
-    return [*(name for name in own if name not in ("_target_", *VALUES)), *CHOOSERS]
+    keys = (f.name for f in dataclasses.fields(ROOTS[root]))
+    return [*(name for name in keys if name not in ("_target_", *VALUES)), *CHOOSERS]
 
 
 def register() -> None:
@@ -175,8 +151,8 @@ def _name_of_model(path: str) -> str:
 def _class(node: Any, key: str = "") -> str:
     """The class name of a component, or of the component at `key`; empty if there is none."""
     where = f"{key}._target_" if key else "_target_"
-    found = OmegaConf.select(node, where, throw_on_missing=False) if OmegaConf.is_config(node) else None
-    return str(found or "").rpartition(".")[2]
+    target = OmegaConf.select(node, where, throw_on_missing=False) if OmegaConf.is_config(node) else None
+    return str(target or "").rpartition(".")[2]
 
 
 # The JSON schema
@@ -196,8 +172,8 @@ def json_schema(root: str) -> dict[str, Any]:
     kinds, run = known_components(), _import(RUNS[root])
     schema = _component_schema(run)
     for group, options in group_options(conf_dir()).items():
-        place = schema["properties"].setdefault(group, {"anyOf": []})
-        place["anyOf"].append({"enum": options, "description": f"an option of conf/{group}/"})
+        property_schema = schema["properties"].setdefault(group, {"anyOf": []})
+        property_schema["anyOf"].append({"enum": options, "description": f"an option of conf/{group}/"})
     schema["properties"]["defaults"] = {"type": "array", "description": "Options of groups, in a file of Hydra."}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -258,8 +234,8 @@ def _any_of(base: str, kinds: Iterable[type[Description]]) -> dict[str, Any]:
 
 def _component_schema(kind: type[Description]) -> dict[str, Any]:
     descriptions, fields = _field_texts(kind), {}
-    own = _raw_schema(kind).get("properties", {})
-    for name, raw in own.items():
+    raw_fields = _raw_schema(kind).get("properties", {})
+    for name, raw in raw_fields.items():
         schema = _with_places({key: value for key, value in raw.items() if key not in ("title", "default")})
         fields[name] = {"anyOf": [*schema.get("anyOf", [schema]), {"$ref": "#/$defs/reference"}]}
         fields[name] |= {"description": descriptions[name]} if name in descriptions else {}
@@ -269,7 +245,7 @@ def _component_schema(kind: type[Description]) -> dict[str, Any]:
         "type": "object",
         "properties": {"_target_": {"const": _target(kind)}, **fields},
         "additionalProperties": kind.other_keys is not None
-        and _with_places(own[kind.other_keys]["additionalProperties"]),
+        and _with_places(raw_fields[kind.other_keys]["additionalProperties"]),
     }
 
 
@@ -285,11 +261,11 @@ def _with_places(schema: Any) -> Any:
 
 def _field_texts(kind: type[Description]) -> dict[str, str]:
     """Descriptions of the fields from `Args:` or `Attributes:` in the docstrings of a class and its bases."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         doc = inspect.cleandoc(base.__doc__ or "")
         section = re.search(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)+)", doc, re.M)
         entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n(?:     .*|))*)", section[1] if section else "", re.M)
         for names, text in entries:
-            found |= dict.fromkeys(names.split(", "), re.sub(r"\s+", " ", text).strip())
-    return found
+            texts |= dict.fromkeys(names.split(", "), re.sub(r"\s+", " ", text).strip())
+    return texts

@@ -7,18 +7,27 @@ It imports no large library and loads no weights.
 
 from __future__ import annotations
 
-import dataclasses
+import difflib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.component import INVALID, NO_TARGET, BuildContext, Description, field_types, hint, set_fields
+from verl.component import (
+    INVALID,
+    NO_TARGET,
+    BuildContext,
+    Description,
+    components_in,
+    field_types,
+    hint,
+    join,
+    set_fields,
+)
 from verl.compose.schema import LISTS, conf_dir, group_options
-from verl.compose.suggestions import nearest_path
 from verl.errors import ConfigError
 from verl.utils.component_exits import as_component_exit, raised_by_code
 
@@ -57,11 +66,6 @@ def read_plain(config: DictConfig) -> PlainConfig:
     plain.tree = _read(config, "", plain)
     plain.faults = list(dict.fromkeys(plain.faults))
     return plain
-
-
-def join(path: str, key: object) -> str:
-    """The path of `key` below `path`."""
-    return f"{path}.{key}" if path else str(key)
 
 
 def _read(node: Any, path: str, plain: PlainConfig) -> Any:
@@ -127,11 +131,11 @@ def validate(config: DictConfig | dict[str, Any], faults: Sequence[str] = ()) ->
     plain = read_plain(config if isinstance(config, DictConfig) else OmegaConf.create(config))
     checking = _Validation(plain)
     run = checking.value(plain.tree, "")
-    found = list(dict.fromkeys([*faults, *plain.faults, *checking.faults]))
-    if not found and not isinstance(run, Description):
-        found = [f"the root of the configuration has no {TARGET}."]
-    if found:
-        raise ConfigError(found)
+    all_faults = list(dict.fromkeys([*faults, *plain.faults, *checking.faults]))
+    if not all_faults and not isinstance(run, Description):
+        all_faults = [f"the root of the configuration has no {TARGET}."]
+    if all_faults:
+        raise ConfigError(all_faults)
     return run
 
 
@@ -142,36 +146,12 @@ def refuse_here(run: Description, context: BuildContext | None = None) -> None:
     Raises:
         ConfigError: with everything that is missing, by configuration path.
     """
-    found = list(dict.fromkeys(_machine_faults(run, ""))) or list(
-        dict.fromkeys(_preflight(run, "", context or BuildContext()))
-    )
-    if found:
-        raise ConfigError(found)
-
-
-def _preflight(value: Any, path: str, context: BuildContext) -> Iterator[str]:
-    if isinstance(value, Description):
-        for fault in value.preflight(context):
-            yield join(path, fault)
-        for name in value.parts_here():
-            yield from _preflight(getattr(value, name), join(path, name), context)
-    elif isinstance(value, (list, tuple, dict)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _preflight(item, join(path, key), context)
-
-
-def _machine_faults(value: Any, path: str) -> Iterator[str]:
-    if isinstance(value, Description):
-        for fault in value.machine_faults():
-            yield join(path, fault)
-        for f in dataclasses.fields(value):
-            yield from _machine_faults(getattr(value, f.name), join(path, f.name))
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _machine_faults(item, join(path, i))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _machine_faults(item, join(path, key))
+    faults = [join(path, fault) for path, part in components_in(run) for fault in part.machine_faults()]
+    if not faults:
+        context, here = context or BuildContext(), components_in(run, fields=lambda part: part.parts_here())
+        faults = [join(path, fault) for path, part in here for fault in part.preflight(context)]
+    if faults:
+        raise ConfigError(list(dict.fromkeys(faults)))
 
 
 class _Validation:
@@ -195,41 +175,41 @@ class _Validation:
 
     def _component(self, node: dict[str, Any], path: str) -> Any:
         kind = self._locate(node[TARGET], path)
-        given = {key: item for key, item in node.items() if key != TARGET}
+        items = {key: item for key, item in node.items() if key != TARGET}
         if kind is not None and kind.other_keys is not None:
-            given = self._with_other_keys(kind, kind.other_keys, given, path)
+            items = self._with_other_keys(kind, kind.other_keys, items, path)
         if kind is None:
-            for key, item in given.items():
+            for key, item in items.items():
                 self.value(item, join(path, key))
             return INVALID
         known, before = field_types(kind), len(self.faults)
-        values = {key: self.value(item, join(path, key)) for key, item in given.items() if key in known}
-        self._unknown_keys(kind, [key for key in given if key not in known], path)
-        made = object.__new__(kind)
-        for fault in set_fields(made, values):
+        values = {key: self.value(item, join(path, key)) for key, item in items.items() if key in known}
+        self._unknown_keys(kind, [key for key in items if key not in known], path)
+        component = object.__new__(kind)
+        for fault in set_fields(component, values):
             self.faults.append(join(self.plain.origin(path), _of_group(path, fault)))
         sound = len(self.faults) == before and all(value is not INVALID for value in values.values())
-        return made if sound else INVALID
+        return component if sound else INVALID
 
-    def _with_other_keys(self, kind: type[Description], into: str, given: dict[str, Any], path: str) -> dict[str, Any]:
+    def _with_other_keys(self, kind: type[Description], into: str, items: dict[str, Any], path: str) -> dict[str, Any]:
         """Move components under keys that are not fields into the field that collects them; null removes one."""
-        own, others = given.get(into) or {}, [key for key in given if key not in field_types(kind)]
-        taken = {key: given[key] for key in others if given[key] is None or _is_component(given[key])}
-        if not taken or not isinstance(own, dict):
-            return given
-        below = {key: item for key, item in taken.items() if item is not None}
+        collected, others = items.get(into) or {}, [key for key in items if key not in field_types(kind)]
+        moved = {key: items[key] for key in others if items[key] is None or _is_component(items[key])}
+        if not moved or not isinstance(collected, dict):
+            return items
+        below = {key: item for key, item in moved.items() if item is not None}
         self.plain.borrowed |= {join(path, f"{into}.{key}"): join(path, key) for key in below}
-        return {**{key: item for key, item in given.items() if key not in taken}, into: {**own, **below}}
+        return {**{key: item for key, item in items.items() if key not in moved}, into: {**collected, **below}}
 
     def _locate(self, target: Any, path: str) -> type[Description] | None:
         where = join(path, TARGET)
         if target is INVALID:
             return None
-        found = import_component(target) if isinstance(target, str) else "expected the dotted path of a component class"
-        if isinstance(found, str):
-            self.faults.append(f"{self.plain.origin(where)} is {target!r}: {found}.")
+        kind = import_component(target) if isinstance(target, str) else "expected the dotted path of a component class"
+        if isinstance(kind, str):
+            self.faults.append(f"{self.plain.origin(where)} is {target!r}: {kind}.")
             return None
-        return found
+        return kind
 
     def _unknown_keys(self, kind: type[Description], keys: Sequence[str], path: str) -> None:
         for key in keys:
@@ -249,7 +229,7 @@ def import_component(target: str) -> type[Description] | str:
     if not module_name:
         return "expected the dotted path of a component class"
     try:
-        found = getattr(importlib.import_module(module_name), name, None)
+        kind = getattr(importlib.import_module(module_name), name, None)
     except ModuleNotFoundError as error:
         return f"there is no module {error.name}"
     except ImportError as error:
@@ -257,13 +237,13 @@ def import_component(target: str) -> type[Description] | str:
     except BaseException as error:  # the user's module runs here and may raise anything
         if not raised_by_code(error):
             raise
-        found = error if isinstance(error, Exception) else as_component_exit(error)
-        return f"importing it raised {type(found).__name__}: {found}"
-    if found is None:
+        cause = error if isinstance(error, Exception) else as_component_exit(error)
+        return f"importing it raised {type(cause).__name__}: {cause}"
+    if kind is None:
         return f"{module_name} has no {name}"
-    if not (isinstance(found, type) and issubclass(found, Description)):
+    if not (isinstance(kind, type) and issubclass(kind, Description)):
         return "it is not a component; give a class that inherits verl.component.Description, decorated by `component`"
-    return found
+    return kind
 
 
 def _is_component(node: Any) -> bool:
@@ -295,3 +275,19 @@ def _paths(node: Any, path: str) -> Iterator[str]:
         yield from (join(path, name) for name in names)
         for key, item in node.items():
             yield from _paths(item, join(path, key))
+
+
+def nearest_path(path: str, known: Iterable[str]) -> str | None:
+    """The known configuration path closest to `path`, mainly by its last key: `trainer.lr` gives
+    `actor.optimizer.lr`. The case of letters does not matter.
+    """
+    scored = ((_likeness(path.lower(), candidate.lower()), candidate) for candidate in known)
+    score, best = max(scored, key=lambda pair: (pair[0], -len(pair[1])), default=(0.0, ""))
+    return best if score >= 0.6 else None
+
+
+def _likeness(path: str, candidate: str) -> float:
+    whole = difflib.SequenceMatcher(None, path, candidate).ratio()
+    last = difflib.SequenceMatcher(None, path.rsplit(".", 1)[-1], candidate.rsplit(".", 1)[-1]).ratio()
+    same_parent = path.rpartition(".")[0] == candidate.rpartition(".")[0]
+    return 0.65 * last + 0.25 * whole + 0.1 * same_parent

@@ -51,7 +51,7 @@ def resolve_warm_starts(run: Any, console: Console, overrides: Sequence[str] = (
     def directory(name: str) -> str:
         return str(_actor_dir(name, console, [*same_machine, *overrides]))
 
-    return _replace(run, directory)
+    return _with_sources(run, lambda source, name: dataclasses.replace(source, path=directory(name)))
 
 
 def warm_start_dir(name: str, run: Any) -> Path:
@@ -66,27 +66,28 @@ def with_architectures(run: Any) -> Any:
     Raises:
         ConfigError: there is no such experiment.
     """
-    if not isinstance(run, Description):
-        return run
-    path = getattr(run, "path", None)
+
+    def untrained(source: Any, name: str) -> Any:
+        return dataclasses.replace(_warm_start_run(name, []).actor.model, dtype=source.dtype)
+
+    return _with_sources(run, untrained)
+
+
+def _with_sources(value: Any, source_of: Callable[[Any, str], Any]) -> Any:
+    """The value with a new source in place of each whose path is `warm-start://NAME`; unchanged if there is none.
+
+    Args:
+        source_of: makes it from the source and NAME.
+    """
+    if not isinstance(value, Description):
+        return value
+    path = getattr(value, "path", None)
     if isinstance(path, str) and path.startswith(WARM_START):
-        source = _warm_start_run(path.removeprefix(WARM_START), []).actor.model
-        return dataclasses.replace(source, dtype=getattr(run, "dtype", source.dtype))
-    old = {f.name: getattr(run, f.name) for f in dataclasses.fields(run)}
-    new = {name: with_architectures(item) for name, item in old.items()}
-    changed = {name: item for name, item in new.items() if item is not old[name]}
-    return dataclasses.replace(run, **changed) if changed else run
-
-
-def _replace(value: Any, directory: Callable[[str], str]) -> Any:
-    if isinstance(value, Description):
-        old = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        new = {name: _replace(item, directory) for name, item in old.items()}
-        changed = {name: item for name, item in new.items() if item is not old[name]}
-        return dataclasses.replace(value, **changed) if changed else value
-    if isinstance(value, str) and value.startswith(WARM_START):
-        return directory(value.removeprefix(WARM_START))
-    return value
+        return source_of(value, path.removeprefix(WARM_START))
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    new = {name: _with_sources(item, source_of) for name, item in fields.items()}
+    changed = {name: item for name, item in new.items() if item is not fields[name]}
+    return dataclasses.replace(value, **changed) if changed else value
 
 
 def _warm_start_run(name: str, overrides: Sequence[str]) -> Any:

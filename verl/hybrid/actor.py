@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from verl import config
 from verl.component import BuildContext
-from verl.compose.from_yaml import load_rollout
-from verl.compose.suggestions import described
+from verl.compose.from_yaml import described, load_rollout
 from verl.errors import ConfigError, RolloutError, WeightSyncError, faults_below
 from verl.hybrid.engine_faults import is_quantized, modules_with_own_code, own_weights_fault, prompt_learning_fault
 from verl.hybrid.generation_config import (
@@ -31,7 +31,7 @@ from verl.hybrid.generation_config import (
     stop_tokens_of_call,
     unsupported_settings,
 )
-from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_config_from, hybrid_parallelism, own_device
+from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_parallelism, own_device
 from verl.model_paths.check import forget
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
@@ -75,14 +75,17 @@ class HybridActor:
             itself.
         lora: train a LoRA adapter and freeze the model: a `LoRA`, or a mapping of its keys.
         seed: of the sampling noise.
-        contiguous, auto_cache_clear: keys of `hybrid_config` as separate arguments.
+        contiguous: copy parameters that are not contiguous in memory, instead of refusing them.
+        auto_cache_clear: empty the caching allocator of a GPU after generation; keys and values are freed in any case.
+            None follows `verl.config.auto_cache_clear`.
 
     Attributes:
         model: the Hugging Face model, with its adapter if it has one. Can be set, unless it is sharded.
         tokenizer: the tokenizer or None. Can be set.
         rollout: the component of the engine. Can be set, also by name.
         seed: can be set.
-        hybrid_config: the settings, as a `HybridConfig`; those that do not affect sharding can be set.
+        hybrid_config: how it is sharded, as a `HybridConfig`.
+        contiguous, auto_cache_clear: can be set.
 
     Raises:
         ConfigError: the model cannot be an actor, a key is unknown, or a setting is not supported.
@@ -97,10 +100,11 @@ class HybridActor:
         lora: LoRA | Mapping[str, Any] | None = None,
         seed: int = 0,
         *,
-        contiguous: bool | None = None,
+        contiguous: bool = False,
         auto_cache_clear: bool | None = None,
     ):
-        self._hybrid_config = hybrid_config_from(hybrid_config, contiguous, auto_cache_clear)
+        self.hybrid_config = described(HybridConfig, "hybrid_config", hybrid_config)
+        self.contiguous, self.auto_cache_clear = contiguous, auto_cache_clear
         _refuse_no_actor(model)
         parallelism = hybrid_parallelism(self.hybrid_config, str(model.device))
         if parallelism is not None:
@@ -134,7 +138,7 @@ class HybridActor:
         *,
         device: str = "auto",
         seed: int = 0,
-        contiguous: bool | None = None,
+        contiguous: bool = False,
         auto_cache_clear: bool | None = None,
         **source: Any,
     ) -> HybridActor:
@@ -142,16 +146,15 @@ class HybridActor:
 
         Args:
             name_or_path: directory or hub name.
-            hybrid_config, rollout, lora, seed: see the class.
+            hybrid_config, rollout, lora, seed, contiguous, auto_cache_clear: see the class.
             device: `auto` for a GPU if there is one.
-            contiguous, auto_cache_clear: keys of `hybrid_config` as separate arguments.
             source: further keys of `Pretrained`, such as `dtype`, `attention`, `revision`.
         """
-        config = hybrid_config_from(hybrid_config, contiguous, auto_cache_clear)  # before weights are loaded
+        config = described(HybridConfig, "hybrid_config", hybrid_config)  # before weights are loaded
         pretrained = described(Pretrained, "from_pretrained", {"path": str(name_or_path), **source})
         device = own_device() if device == "auto" else device
         parallelism, actor = hybrid_parallelism(config, device), cls.__new__(cls)
-        actor._hybrid_config = config
+        actor.hybrid_config, actor.contiguous, actor.auto_cache_clear = config, contiguous, auto_cache_clear
         with faults_below("from_pretrained"):
             if parallelism is None:
                 model = pretrained.load_causal_lm(device)
@@ -185,20 +188,6 @@ class HybridActor:
         with self._lock:
             self._rollout = load_rollout(rollout)
             self._end_engine()
-
-    @property
-    def hybrid_config(self) -> HybridConfig:
-        return self._hybrid_config
-
-    @hybrid_config.setter
-    def hybrid_config(self, hybrid_config: HybridConfig | Mapping[str, Any] | None) -> None:
-        config = described(HybridConfig, "hybrid_config", hybrid_config)
-        for name in ("tp_size", "dp_size", "fsdp_sharding"):
-            if (asked := getattr(config, name)) != (now := getattr(self._hybrid_config, name)):
-                raise ConfigError(
-                    f"hybrid_config.{name} is {asked}, but the actor was sharded with {now}: make a new HybridActor."
-                )
-        self._hybrid_config = config
 
     def _refuse_if_divided(self, fault: str) -> None:
         if self._parallelism is not None:
@@ -377,7 +366,7 @@ class HybridActor:
             finally:
                 for module in training:
                     module.training = True
-                if self.hybrid_config.clears_cache:
+                if config.auto_cache_clear if self.auto_cache_clear is None else self.auto_cache_clear:
                     release_cached(self.device)
 
     def _check_model(self) -> None:
@@ -496,10 +485,10 @@ class HybridActor:
         if not scattered:
             return
         names = ", ".join(list(scattered)[:3]) + (f" and {len(scattered) - 3} more" if len(scattered) > 3 else "")
-        if not self.hybrid_config.contiguous:
+        if not self.contiguous:
             raise ConfigError(
-                f"model has parameters that are not contiguous in memory: {names}. Set "
-                "hybrid_config={'contiguous': True} to have them copied."
+                f"model has parameters that are not contiguous in memory: {names}. Give contiguous=True to have them "
+                "copied."
             )
         for parameter in scattered.values():
             parameter.data = parameter.data.contiguous()

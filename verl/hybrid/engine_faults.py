@@ -77,14 +77,11 @@ def is_quantized(model: Any) -> bool:
 
 def _adapter_faults(path: str, module: Any, sends_adapter: bool) -> Iterator[str]:
     kind = type(module).__name__
-    if kind in ("ModulesToSaveWrapper", "TrainableTokensWrapper"):
-        yield (
-            f"model has an adapter that replaces {path} as a whole (modules_to_save): an engine with its own "
-            "weights receives LoRA layers only. Merge it (model.merge_and_unload()), or set rollout='hf'."
-        )
-    if not all(hasattr(module, name) for name in ("active_adapters", "base_layer", "merged_adapters")):
+    is_layer = all(hasattr(module, name) for name in ("active_adapters", "base_layer", "merged_adapters"))
+    replaces_module = kind in ("ModulesToSaveWrapper", "TrainableTokensWrapper")
+    if not is_layer and not replaces_module:
         return
-    if not _is_plain_lora(module):
+    if replaces_module or not _is_plain_lora(module):
         yield (
             f"model has an adapter at {path} that is not plain LoRA ({kind}): an engine with its own weights "
             "receives W + scale B A. Merge it (model.merge_and_unload()), or set rollout='hf'."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.compose.suggestions import key_faults
+from verl.compose.from_yaml import key_faults
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 

@@ -10,9 +10,8 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +19,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from verl import config
 from verl.component import BuildContext, Description, component
-from verl.compose.suggestions import described
 from verl.engines.fsdp import units_of
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import TENSOR, ShardedParallelism
@@ -35,9 +32,7 @@ from verl.workers.rank_checkpoint import whole_on_first
 
 @component
 class HybridConfig(Description):
-    """Settings of a `HybridActor`.
-
-    Without the first three settings the actor uses only its own process.
+    """How a `HybridActor` is sharded; without any of these settings it uses only its own process.
 
     Args:
         tp_size: size of tensor parallelism: consecutive ranks that split the layers and work on the same rows.
@@ -46,16 +41,11 @@ class HybridConfig(Description):
         fsdp_sharding: shard weights, gradients and optimizer state over the groups: FULL_SHARD, SHARD_GRAD_OP (weights
             stay gathered from the forward to the backward pass) or HYBRID_SHARD (within each machine). Null or NO_SHARD
             for no sharding.
-        contiguous: copy parameters that are not contiguous in memory, instead of refusing them.
-        auto_cache_clear: empty the caching allocator of a GPU after generation; keys and values are freed in any case.
-            Null follows `verl.config.auto_cache_clear`.
     """
 
     tp_size: PositiveInt = 1
     dp_size: PositiveInt | None = None
     fsdp_sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = None
-    contiguous: bool = False
-    auto_cache_clear: bool | None = None
 
     @property
     def shards(self) -> bool:
@@ -66,28 +56,6 @@ class HybridConfig(Description):
     def is_alone(self) -> bool:
         """Whether the actor uses a single process."""
         return self.tp_size == 1 and self.dp_size in (None, 1) and not self.shards
-
-    @property
-    def clears_cache(self) -> bool:
-        """Whether allocator caches are emptied, by this setting or that of `verl.config`."""
-        return config.auto_cache_clear if self.auto_cache_clear is None else self.auto_cache_clear
-
-
-def hybrid_config_from(
-    settings: HybridConfig | Mapping[str, Any] | None, contiguous: bool | None, auto_cache_clear: bool | None
-) -> HybridConfig:
-    """The settings of an actor, with those that were passed as separate arguments.
-
-    Raises:
-        ConfigError: a key is unknown, or has two different values.
-    """
-    config, defaults = described(HybridConfig, "hybrid_config", settings), HybridConfig()
-    arguments: dict[str, Any] = {"contiguous": contiguous, "auto_cache_clear": auto_cache_clear}
-    passed = {name: value for name, value in arguments.items() if value is not None}
-    for name, value in passed.items():
-        if (other := getattr(config, name)) not in (value, getattr(defaults, name)):
-            raise ConfigError(f"{name} is {value!r}, and hybrid_config.{name} is {other!r}: leave one of them out.")
-    return replace(config, **passed)
 
 
 TIMEOUT_S = 600.0
@@ -110,10 +78,10 @@ def sizes_of(config: HybridConfig, processes: int) -> tuple[int, int, int]:
     """
     tensors, groups = config.tp_size, config.dp_size or max(1, processes // config.tp_size)
     if tensors * groups != processes:
-        wanted = f"a multiple of {tensors}" if config.dp_size is None else str(tensors * groups)
+        needed = f"a multiple of {tensors}" if config.dp_size is None else str(tensors * groups)
         name, size = ("tp_size", tensors) if tensors > 1 else ("dp_size", groups)
         raise ConfigError(
-            f"hybrid_config.{name} is {size}: it needs {wanted} processes, and there "
+            f"hybrid_config.{name} is {size}: it needs {needed} processes, and there "
             f"{'is' if processes == 1 else 'are'} {processes}. "
             f"Start them with `torchrun --nproc_per_node={tensors * groups} SCRIPT.py`, or leave it out."
         )
@@ -275,13 +243,13 @@ def _completing(module: nn.Module, names: list[str], group: Any) -> Any:
     forward = module.forward
 
     def completed(*args: Any, **kwargs: Any) -> Any:
-        own = {name: module._parameters[name] for name in names}
+        weights = {name: module._parameters[name] for name in names}
         try:
-            for name, parameter in own.items():
+            for name, parameter in weights.items():
                 module._parameters[name] = _CompletedWeight.apply(parameter, group)  # type: ignore[assignment]
             return forward(*args, **kwargs)
         finally:
-            module._parameters.update(own)
+            module._parameters.update(weights)
 
     return completed
 

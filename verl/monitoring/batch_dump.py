@@ -80,8 +80,8 @@ def blame_for(metric: str, batch: DataProto) -> Attribution:
     if "log_prob_gap" in metric and "old_log_probs" in batch:
         mask = batch["response_mask"]
         gap = (batch["rollout_log_probs"] - batch["old_log_probs"]).abs()
-        own = mask if "is_on_policy" not in batch else mask & batch["is_on_policy"][:, None]
-        return Attribution("mean distance of the engine's log-probs to the trainer's", _mean(gap, own))
+        on_policy = mask if "is_on_policy" not in batch else mask & batch["is_on_policy"][:, None]
+        return Attribution("mean distance of the engine's log-probs to the trainer's", _mean(gap, on_policy))
     if "advantages" not in batch:
         return Attribution("number of tokens", batch["attention_mask"].sum(dim=1))
     mask = batch["response_mask"]
@@ -96,17 +96,17 @@ def blame_for(metric: str, batch: DataProto) -> Attribution:
 
 def described(batch: DataProto, row: int, weight: float, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """One row for people: its texts and columns, and mean, least and greatest of each number it has per token."""
-    found: dict[str, Any] = {"row": row, "weight": weight}
-    found |= {name: column[row] for name, column in batch.non_tensor_batch.items()}
-    if "response_text" not in found and "input_ids" in batch:
-        found["text"] = decode(batch["input_ids"][row][batch["attention_mask"][row].bool()].tolist())
+    fields: dict[str, Any] = {"row": row, "weight": weight}
+    fields |= {name: column[row] for name, column in batch.non_tensor_batch.items()}
+    if "response_text" not in fields and "input_ids" in batch:
+        fields["text"] = decode(batch["input_ids"][row][batch["attention_mask"][row].bool()].tolist())
     for name, tensor in batch.batch.items():
         if tensor.is_floating_point():
             x = tensor[row]
             if "response_mask" in batch and x.shape == batch["response_mask"][row].shape:
                 x = x[batch["response_mask"][row]]
-            found[name] = _summary(x.double().reshape(-1))
-    return found
+            fields[name] = _summary(x.double().reshape(-1))
+    return fields
 
 
 def _summary(x: Tensor) -> dict[str, float]:

@@ -13,7 +13,7 @@ OUTCOMES = ("ok", "tool_error", "timeout", "infra")
 ENDS = ("terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens")
 
 
-def episode_metrics(batch: DataProto, prefix: str = "episode") -> dict[str, float]:
+def episode_metrics(batch: DataProto) -> dict[str, float]:
     """Metrics of the episodes of a batch; none where its rows are single turns."""
     records: Any = batch.non_tensor_batch.get("episode")
     if records is None or not len(records):
@@ -37,7 +37,7 @@ def episode_metrics(batch: DataProto, prefix: str = "episode") -> dict[str, floa
         metrics |= {f"journal_{name}": float(sum(counts[name] for counts in journal)) for name in journal[0]}
     metrics |= {f"outcome_{name}": _mean([call["outcome"] == name for call in calls]) for name in OUTCOMES}
     metrics |= {f"end_{name}": _mean([record["end"] == name for record in records]) for name in ENDS}
-    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+    return {f"episode/{name}": value for name, value in metrics.items()}
 
 
 def accuracy_by_calls(batch: DataProto, is_right: Sequence[bool]) -> dict[str, float]:
@@ -47,11 +47,11 @@ def accuracy_by_calls(batch: DataProto, is_right: Sequence[bool]) -> dict[str, f
         return {}
     has_call = np.array([bool(calls_of(record)) for record in records])
     right = np.asarray(is_right, dtype=float)
-    found = {"eval/turns": _mean([len(record["turns"]) for record in records]), "eval/call_share": _mean(has_call)}
+    metrics = {"eval/turns": _mean([len(record["turns"]) for record in records]), "eval/call_share": _mean(has_call)}
     for name, chosen in (("with_call", has_call), ("without_call", ~has_call)):
         if chosen.any():
-            found[f"eval/accuracy_{name}"] = float(right[chosen].mean())
-    return found
+            metrics[f"eval/accuracy_{name}"] = float(right[chosen].mean())
+    return metrics
 
 
 def calls_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:

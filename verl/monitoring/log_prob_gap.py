@@ -90,11 +90,11 @@ class Excess:
             f"same tokens other log-probs, where {self.limit:.3g} may be rounding ({self.reason}){first}."
         )
 
-    def causes(self, place: str = "") -> str:
+    def causes(self, where: str = "") -> str:
         """Likely causes, the likeliest first, and what to do.
 
         Args:
-            place: result of `where_gaps_lie`.
+            where: result of `where_gaps_lie`.
         """
         engine = "the engine" if self.numerics is None else self.numerics.engine_kind
         type_name = "was expected" if self.numerics is None else self.numerics.engine
@@ -110,7 +110,7 @@ class Excess:
             "actor.autocast=null)"
         )
         likely = [model, drawing, masks, rounding]
-        if place:
+        if where:
             likely.sort(key=lambda cause: cause is not masks)
         elif self.gap <= LIMITS["bfloat16"]:
             likely.sort(key=lambda cause: cause is not rounding)
@@ -178,9 +178,9 @@ class GapWatch:
         limit, reason = limit_of(numerics)
         if self.settings.limit_nats is not None:
             limit, reason = self.settings.limit_nats, "trainer.safety.log_prob_gap.limit_nats"
-        own = 0.0 if self.first is None else min(self.settings.factor * self.first, CAP_NATS)
-        if own > limit:
-            return own, f"{self.settings.factor:g} times the first step's, at most {CAP_NATS:g}"
+        by_first = 0.0 if self.first is None else min(self.settings.factor * self.first, CAP_NATS)
+        if by_first > limit:
+            return by_first, f"{self.settings.factor:g} times the first step's, at most {CAP_NATS:g}"
         return limit, reason
 
 
@@ -212,12 +212,12 @@ def where_gaps_lie(batch: DataProto) -> str:
     gap = (batch["rollout_log_probs"] - batch["old_log_probs"]).abs().double()
     prompts = batch["attention_mask"].sum(dim=1) - batch["response_mask"].sum(dim=1)
     is_padded = (prompts < prompts.max())[:, None].expand_as(mask)
-    place = mask.long().cumsum(dim=1)
-    is_late = 2 * place > mask.sum(dim=1, keepdim=True)
+    position = mask.long().cumsum(dim=1)
+    is_late = 2 * position > mask.sum(dim=1, keepdim=True)
     parts = {
         "rows with a padded prompt": (is_padded, "the rows of the longest prompt"),
         "the rows of the longest prompt": (~is_padded, "rows with a padded prompt"),
-        "the first token of each response": (place == 1, "later tokens"),
+        "the first token of each response": (position == 1, "later tokens"),
         "the second half of each response": (is_late, "the first half"),
     }
     for name, (part, others) in parts.items():

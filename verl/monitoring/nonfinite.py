@@ -82,10 +82,10 @@ class NonFiniteGuard:
         except NonFiniteRewardError as error:
             blamed = torch.zeros(len(rows))
             blamed[list(error.rows)] = 1.0
-            place = self._dump("reward", str(error), rows, [Attribution("their reward is not finite", blamed)])
-            if self._skips("reward", f"{len(error.rows) or 'some'} rewards are not finite", place):
+            dump = self._dump("reward", str(error), rows, [Attribution("their reward is not finite", blamed)])
+            if self._skips("reward", f"{len(error.rows) or 'some'} rewards are not finite", dump):
                 raise StepSkipped from error
-            raise NonFiniteRewardError(f"{error}{_at(place)}", error.rows) from error
+            raise NonFiniteRewardError(f"{error}{_at(dump)}", error.rows) from error
         self._in_a_row["reward"] = 0
 
     def inspect(self, batch: DataProto, what: str) -> None:
@@ -99,14 +99,14 @@ class NonFiniteGuard:
         if not wrong:
             self._in_a_row[what] = 0
             return
-        found = "; ".join(
+        story = "; ".join(
             f"{name} at {_rows(torch.nonzero(count).flatten().tolist())}" for name, count in wrong.items()
         )
-        found = f"not finite: {found}"
-        place = self._dump(what, found, batch, [self._ranking(what, batch)])
-        if self._skips(what, found, place):
+        story = f"not finite: {story}"
+        dump = self._dump(what, story, batch, [self._ranking(what, batch)])
+        if self._skips(what, story, dump):
             raise StepSkipped
-        raise NonFiniteError(f"Step {self.step}: {found}. The weights are as they were.{_at(place)}")
+        raise NonFiniteError(f"Step {self.step}: {story}. The weights are as they were.{_at(dump)}")
 
     def compare(self, rows: DataProto, plain: Callable[[DataProto], DataProto]) -> None:
         """Compare the engine's log-probs with a plain forward pass of a row, before anything is trained on them.
@@ -124,10 +124,10 @@ class NonFiniteGuard:
         if self._gap is None or longest_row(drawn) <= self._longest_compared:
             return
         chosen = drawn[chosen_rows(drawn)]
-        found = plain(chosen)
-        chosen = chosen.union(found)
-        if "is_on_policy" in found:
-            chosen = chosen[found["is_on_policy"]]
+        scores = plain(chosen)
+        chosen = chosen.union(scores)
+        if "is_on_policy" in scores:
+            chosen = chosen[scores["is_on_policy"]]
         if not len(chosen):
             return
         self._longest_compared = longest_row(drawn)
@@ -151,13 +151,11 @@ class NonFiniteGuard:
         if is_finite(metrics):
             self._in_a_row[role] = 0
             return
-        found = ", ".join(f"{role}/{key} is {x}" for key, x in metrics.items() if not math.isfinite(x))
+        story = ", ".join(f"{role}/{key} is {x}" for key, x in metrics.items() if not math.isfinite(x))
         rows = batch()
-        place = (
-            None if self._anomalies.is_full else self._dump(role, found, rows, [self._ranking(f"{role}/loss", rows)])
-        )
-        if not self._skips(role, found, place):
-            raise NonFiniteError(f"Step {self.step}: {found}. The weights are as they were before.{_at(place)}")
+        dump = None if self._anomalies.is_full else self._dump(role, story, rows, [self._ranking(f"{role}/loss", rows)])
+        if not self._skips(role, story, dump):
+            raise NonFiniteError(f"Step {self.step}: {story}. The weights are as they were before.{_at(dump)}")
 
     def watch(self, metrics: Mapping[str, float], batch: DataProto) -> None:
         """Look at the metrics of a whole step, with its batch.
@@ -175,8 +173,8 @@ class NonFiniteGuard:
         if not (excess.is_news or excess.stops):
             return
         where = where_gaps_lie(batch)
-        place = self._dump("log_prob_gap", f"{excess}{where}", batch, [self._ranking(GAP, batch)])
-        message = f"Step {self.step}: {excess}{where} {excess.causes(where)}{_at(place)}"
+        dump = self._dump("log_prob_gap", f"{excess}{where}", batch, [self._ranking(GAP, batch)])
+        message = f"Step {self.step}: {excess}{where} {excess.causes(where)}{_at(dump)}"
         if excess.stops:
             raise LogProbGapError(message, excess.gap, excess.limit)
         _log.warning("%s", message)
@@ -186,8 +184,8 @@ class NonFiniteGuard:
         if not self._has_watched:
             self._has_watched = True
             for key in self._bands.keys() - metrics.keys() - set(WATCHED):
-                found = hint(nearest(key, metrics))
-                _log.warning("trainer.safety.watched has %r: the first step has no such metric.%s", key, found)
+                suggestion = hint(nearest(key, metrics))
+                _log.warning("trainer.safety.watched has %r: the first step has no such metric.%s", key, suggestion)
         added = [self._bands[key].add(metrics[key]) for key in self._bands if key in metrics]
         spikes = [spike for spike in added if spike is not None]
         if not spikes:
@@ -195,10 +193,10 @@ class NonFiniteGuard:
         self._counts["spikes"] += len(spikes)
         story = "; ".join(map(str, spikes))
         blames = [] if self._anomalies.is_full else [self._ranking(spike.metric, batch) for spike in spikes]
-        place = self._dump("spike", story, batch, blames) if blames else None
+        dump = self._dump("spike", story, batch, blames) if blames else None
         rows = [f"{_rows(guilty)} by {blame.reason}" for blame in blames if (guilty := blame.guilty(4))]
         most = f" Most behind it: {'; '.join(rows)}." if rows else ""
-        _log.warning("Step %d: beyond its band: %s.%s%s", self.step, story, most, _at(place))
+        _log.warning("Step %d: beyond its band: %s.%s%s", self.step, story, most, _at(dump))
 
     def take(self) -> dict[str, float]:
         """Counts since the last call, as metrics; empty for a sound step."""
@@ -227,7 +225,7 @@ class NonFiniteGuard:
         assert self.settings.spike_factor is not None
         return self.settings.spike_factor
 
-    def _skips(self, kind: str, found: str, place: Path | None) -> bool:
+    def _skips(self, kind: str, story: str, dump: Path | None) -> bool:
         """Whether to go on. Counts, tells, and says no to one skip too many."""
         if self.settings.on_non_finite == "stop":
             return False
@@ -237,17 +235,17 @@ class NonFiniteGuard:
             return False
         is_update = kind in ("actor", "critic", "sft")
         self._counts["skipped_updates" if is_update else "skipped_steps"] += 1
-        _log.warning("Step %d skips %s: %s.%s", self.step, "an update" if is_update else "itself", found, _at(place))
+        _log.warning("Step %d skips %s: %s.%s", self.step, "an update" if is_update else "itself", story, _at(dump))
         return True
 
-    def _dump(self, what: str, found: str, batch: DataProto, blames: list[Attribution]) -> Path | None:
+    def _dump(self, what: str, story: str, batch: DataProto, blames: list[Attribution]) -> Path | None:
         count, rows = max(1, self.settings.dump_rows // len(blames)), []
         for blame in blames:
             worst = blame.worst(count)
             rows += [described(batch, row, float(blame.weights[row]), self._decode) for row in worst]
         reason = "; ".join(dict.fromkeys(blame.reason for blame in blames))
         title = f"Step {self.step}: {what}"
-        return self._anomalies.write(f"step_{self.step}_{what}", title, found, batch, rows, reason)
+        return self._anomalies.write(f"step_{self.step}_{what}", title, story, batch, rows, reason)
 
     def _decode(self, tokens: Any) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
@@ -263,5 +261,5 @@ def _rows(rows: list[int]) -> str:
     return f"row{'s' if len(rows) > 1 else ''} {shown}{' ...' if len(rows) > 8 else ''}"
 
 
-def _at(place: Path | None) -> str:
-    return "" if place is None else f" The batch: {place}"
+def _at(dump: Path | None) -> str:
+    return "" if dump is None else f" The batch: {dump}"

@@ -90,8 +90,8 @@ def mean_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     A metric that some of them lack, such as one of a user's loss, is the mean of the others.
     """
     metrics = [m for m in metrics if is_finite(m)] or metrics
-    values = {name: [m[name] for m in metrics if name in m] for one in metrics for name in one}
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    values = {name: [m[name] for m in metrics if name in m] for step_metrics in metrics for name in step_metrics}
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
 def _scores(batch: DataProto) -> Tensor:

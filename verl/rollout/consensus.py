@@ -58,19 +58,19 @@ def consensus(parallel_info: ParallelInfo, part: Callable[[], T], may_repeat: Ca
         ConsensusFailed: one of them failed.
     """
     try:
-        own: Any = part()
+        outcome: Any = part()
     except Exception as error:  # noqa: BLE001 - sent to all
-        own = RankFailure(parallel_info.rank, error, may_repeat(error))
-    found = [own]
+        outcome = RankFailure(parallel_info.rank, error, may_repeat(error))
+    outcomes: list[Any] = [outcome]
     if parallel_info.mesh.size > 1:
         import torch.distributed as dist
 
         meet(parallel_info)
-        found = [None] * parallel_info.mesh.size
-        dist.all_gather_object(found, own)
-    if failures := [value for value in found if isinstance(value, RankFailure)]:
+        outcomes = [None] * parallel_info.mesh.size
+        dist.all_gather_object(outcomes, outcome)
+    if failures := [value for value in outcomes if isinstance(value, RankFailure)]:
         raise ConsensusFailed(failures)
-    return found
+    return outcomes
 
 
 def among_siblings(parallel_info: ParallelInfo, value: T) -> list[T]:

@@ -126,7 +126,7 @@ class Trackers(Description):
     more: dict[str, TrackerDescription] = field(default_factory=dict)
 
     def faults(self) -> Iterator[str]:
-        for name in self.more.keys() & {one.name for one in fields(self)}:
+        for name in self.more.keys() & {tracker.name for tracker in fields(self)}:
             yield f"more has the name {name!r} of a built-in tracker: choose another."
 
     def machine_faults(self) -> Iterator[str]:
@@ -149,8 +149,10 @@ class Trackers(Description):
 
     def _described(self) -> dict[str, TrackerDescription]:
         """Trackers by name in order of their start; those with `shows_others` last."""
-        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "more"} | self.more
-        there = {name: kind for name, kind in found.items() if kind is not None}
+        by_name = {
+            tracker.name: getattr(self, tracker.name) for tracker in fields(self) if tracker.name != "more"
+        } | self.more
+        there = {name: kind for name, kind in by_name.items() if kind is not None}
         return dict(sorted(there.items(), key=lambda item: item[1].shows_others))
 
 
@@ -210,8 +212,8 @@ class TrackerSet(Tracker):
     def identity(self) -> dict[str, Any]:
         """Identities by name of the tracker."""
         with kept_generators():
-            found = {name: tracker.identity() for name, tracker in self.trackers.items()}
-        return {name: identity for name, identity in found.items() if identity}
+            identities = {name: tracker.identity() for name, tracker in self.trackers.items()}
+        return {name: identity for name, identity in identities.items() if identity}
 
     def stage_begins(self, name: str) -> None:
         self._each(lambda tracker: tracker.stage_begins(name))
@@ -281,8 +283,8 @@ class TrackerSet(Tracker):
 
 def _cause(error: BaseException) -> str:
     """Description of an error, redacted; for SystemExit with the line that raised it."""
-    found = error if isinstance(error, Exception) else as_component_exit(error)
-    return redact(f"{type(found).__name__}: {found}")
+    cause = error if isinstance(error, Exception) else as_component_exit(error)
+    return redact(f"{type(cause).__name__}: {cause}")
 
 
 def _number(key: str, value: Any) -> float:

@@ -223,12 +223,12 @@ def step_line(count: str, metrics: Mapping[str, float], left: str, width: int) -
 
 def stages_line(seconds: Mapping[str, float], width: int) -> str:
     """`  gen 1.24s  reward 0.02s  update_actor 0.71s`; the shortest stages are left out if it is too long."""
-    kept = dict(seconds)
-    while kept:
-        line = "  " + "  ".join(f"{name} {taken:.2f}s" for name, taken in kept.items())
-        if len(line) <= width or len(kept) == 1:
+    shown = dict(seconds)
+    while shown:
+        line = "  " + "  ".join(f"{name} {taken:.2f}s" for name, taken in shown.items())
+        if len(line) <= width or len(shown) == 1:
             return line
-        del kept[min(kept, key=kept.__getitem__)]
+        del shown[min(shown, key=shown.__getitem__)]
     return ""
 
 
@@ -237,9 +237,7 @@ def sample_line(head: str, row: Mapping[str, Any], width: int) -> str:
     texts = {key: _text(value) for key, value in row.items()}
     label = {key: key.removesuffix("_text") for key in texts}
     room = width - len(head) - sum(len(label[key]) + 3 for key in texts)
-    share = max(map(len, texts.values()), default=0)
-    while share > 8 and sum(min(len(text), share) for text in texts.values()) > room:
-        share -= 1
+    share = equal_share([len(text) for text in texts.values()], room, 8)
     cut = {key: (middle_cut if key in _FROM_BOTH_ENDS else end_cut)(text, share) for key, text in texts.items()}
     return end_cut("  ".join([head, *(f"{label[key]}={text}" for key, text in cut.items())]), width)
 
@@ -262,12 +260,12 @@ def result_lines(
         yield f"  {error}"
     if changed := _before_and_after(result["evaluations"]):
         yield f"  {changed}"
-    place = shown_path(run_dir)
-    yield f"  results in {place}"
+    directory = shown_path(run_dir)
+    yield f"  results in {directory}"
     if result["status"] == "restarting":
         return
     yield "  next:"
-    for line in _next_commands(result, place, run_dir, command):
+    for line in _next_commands(result, directory, run_dir, command):
         yield f"    {line}"
 
 
@@ -294,24 +292,24 @@ def _before_and_after(evaluations: Mapping[Any, Mapping[str, float]]) -> str:
     )
 
 
-def _next_commands(result: Mapping[str, Any], place: str, run_dir: Path, command: Sequence[str]) -> list[str]:
+def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, command: Sequence[str]) -> list[str]:
     """At most three commands, most useful first."""
-    where = shlex.quote(place)
+    where = shlex.quote(directory)
     is_over = result["status"] == "finished"
     has_weights = bool(result.get("saved")) or bool(result.get("checkpoints"))
     can_go_on = not is_over and bool(command) and (bool(result.get("checkpoints")) or result["steps"] == 0)
-    resumed = [] if not result.get("checkpoints") else [f"resume={place}"]
+    resumed = [] if not result.get("checkpoints") else [f"resume={directory}"]
     of_this_run = ("resume=", "trainer.stop_after=", "hydra.run.dir=")
     again = shlex.join([*(word for word in command if not word.lstrip("+").startswith(of_this_run)), *resumed])
-    found = [
+    commands = [
         (can_go_on, again),
-        (result["status"] == "failed", f"less {shlex.quote(os.path.join(place, 'run.log'))}"),
+        (result["status"] == "failed", f"less {shlex.quote(os.path.join(directory, 'run.log'))}"),
         ((run_dir / "samples").is_dir(), f"verl samples {where}"),
         (has_weights, f"verl eval {where}"),
         (has_weights, f'verl generate {where} --prompt "..."'),
         (True, "verl lineage"),
     ]
-    return [line for is_of_use, line in found if is_of_use][:3]
+    return [line for is_of_use, line in commands if is_of_use][:3]
 
 
 def _label(key: str) -> str:
@@ -355,13 +353,19 @@ def middle_cut(text: str, width: int) -> str:
     """Truncate to `width` characters in the middle."""
     if len(text) <= width:
         return text
-    kept = max(0, width - len(_CUT))
-    return text[: kept // 2] + _CUT + text[len(text) - (kept - kept // 2) :]
+    room = max(0, width - len(_CUT))
+    return text[: room // 2] + _CUT + text[len(text) - (room - room // 2) :]
 
 
 def end_cut(text: str, width: int) -> str:
     """Truncate to `width` characters at the end."""
     return text if len(text) <= width else text[: max(0, width - len(_CUT))] + _CUT
+
+
+def equal_share(widths: Sequence[int], room: int, least: int) -> int:
+    """The most characters that each text may have so that texts of these widths fit in `room`; at least `least`."""
+    shares = range(max(widths, default=0), least, -1)
+    return next((share for share in shares if sum(min(width, share) for width in widths) <= room), least)
 
 
 def fitting_columns(widths: Sequence[int], width: int, drop: Sequence[int]) -> list[int]:
@@ -372,12 +376,12 @@ def fitting_columns(widths: Sequence[int], width: int, drop: Sequence[int]) -> l
         width: available characters.
         drop: columns that may be left out, first one first.
     """
-    kept = list(range(len(widths)))
+    columns = list(range(len(widths)))
     for index in drop:
-        if sum(widths[i] for i in kept) <= width:
+        if sum(widths[i] for i in columns) <= width:
             break
-        kept.remove(index)
-    return kept
+        columns.remove(index)
+    return columns
 
 
 def visible(text: str) -> str:

@@ -77,7 +77,7 @@ class JsonLinesTracker(Tracker):
 
     def _write(self, record: _Record) -> None:
         self._waiting.append(record)
-        while sum(len(kept.data) for kept in self._waiting) > KEPT_BYTES and len(self._waiting) > 1:
+        while sum(len(waiting.data) for waiting in self._waiting) > KEPT_BYTES and len(self._waiting) > 1:
             self._waiting.popleft()
             self.num_lost = (self.num_lost or 0) + 1
         self._write_waiting()

@@ -126,8 +126,8 @@ def draw(panels: Mapping[str, Mapping[str, MetricSeries]], path: Path, title: st
     figure = Figure(figsize=(5.0 * width, 3.4 * height + 0.4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=13, fontweight="bold", parse_math=False)
-    for place, (name, series) in enumerate(panels.items(), start=1):
-        _panel(figure.add_subplot(height, width, place), name, series)
+    for number, (name, series) in enumerate(panels.items(), start=1):
+        _panel(figure.add_subplot(height, width, number), name, series)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", metadata={"Title": title, "Description": ", ".join(panels)})
     with open(path, "wb", opener=regular_opener) as file:
@@ -142,8 +142,8 @@ def draw(panels: Mapping[str, Mapping[str, MetricSeries]], path: Path, title: st
 def _panel(axes: Axes, name: str, series: Mapping[str, MetricSeries]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    for number, (key, one) in enumerate(series.items()):
-        _draw_series(axes, one, key, COLORS[number % len(COLORS)])
+    for number, (key, metric) in enumerate(series.items()):
+        _draw_series(axes, metric, key, COLORS[number % len(COLORS)])
     axes.set_title(name, fontsize=11)
     axes.set_xlabel("step", fontsize=9)
     axes.grid(visible=True, color="#dddddd", linewidth=0.7)
@@ -154,17 +154,17 @@ def _panel(axes: Axes, name: str, series: Mapping[str, MetricSeries]) -> None:
     axes.legend(fontsize=7.5, frameon=False)
 
 
-def _draw_series(axes: Axes, one: MetricSeries, label: str, color: str) -> None:
+def _draw_series(axes: Axes, metric: MetricSeries, label: str, color: str) -> None:
     """Draw a series: with markers if it comes from evaluations, smoothed over faint raw values if it is long."""
     label = label.replace("$", r"\$")  # not a formula
-    if one.evaluated:
-        axes.plot(one.steps, one.values, "o-", color=color, label=label, linewidth=1.6, markersize=5, zorder=3)
-    elif len(one.steps) >= _SMOOTH_FROM:
-        axes.plot(one.steps, one.values, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(one.steps, moving_average(one.values), color=color, label=label, linewidth=1.6)
+    if metric.evaluated:
+        axes.plot(metric.steps, metric.values, "o-", color=color, label=label, linewidth=1.6, markersize=5, zorder=3)
+    elif len(metric.steps) >= _SMOOTH_FROM:
+        axes.plot(metric.steps, metric.values, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(metric.steps, moving_average(metric.values), color=color, label=label, linewidth=1.6)
     else:
-        marker = "." if len(one.steps) <= 3 else None  # a line needs two points to be seen
-        axes.plot(one.steps, one.values, color=color, label=label, linewidth=1.4, marker=marker)
+        marker = "." if len(metric.steps) <= 3 else None  # a line needs two points to be seen
+        axes.plot(metric.steps, metric.values, color=color, label=label, linewidth=1.4, marker=marker)
 
 
 def moving_average(values: Sequence[float]) -> list[float]:

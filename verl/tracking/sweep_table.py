@@ -124,16 +124,16 @@ def show(jobs: Sequence[JobOutcome], title: str) -> None:
     names = [column if index < first else _in_words(column) for index, column in enumerate(head)]
     cells = [max(map(len, (*name.split("\n"), *(row[i] for row in rows)))) for i, name in enumerate(names)]
     order = [head.index(column) for column in DROPPED_FIRST if column in head]
-    kept = fitting_columns([cell + len(" | ") for cell in cells], console.width - 1, order)
+    fitting = fitting_columns([cell + len(" | ") for cell in cells], console.width - 1, order)
     shown = Table(title=title)
-    for index in kept:
+    for index in fitting:
         shown.add_column(names[index], justify="right" if index >= first else "left", no_wrap=True)
     for job, row in zip(jobs, rows, strict=True):
         link = f"link {job.wandb}" if "://" in job.wandb else ""
-        shown.add_row(*(Text(row[index], style="" if index else link) for index in kept))
+        shown.add_row(*(Text(row[index], style="" if index else link) for index in fitting))
     console.print(shown, crop=False, no_wrap=True, overflow="ignore")
-    if len(kept) < len(head):
-        left_out = ", ".join(column for index, column in enumerate(head) if index not in kept)
+    if len(fitting) < len(head):
+        left_out = ", ".join(column for index, column in enumerate(head) if index not in fitting)
         print_line(console, f"only in sweep.csv: {left_out}")
 
 
@@ -173,8 +173,8 @@ def _last_reward(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]])
 
 
 def _last_accuracy(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
-    found = [metrics["eval/accuracy"] for metrics in summary["evaluations"].values() if "eval/accuracy" in metrics]
-    return found[-1] if found else None
+    values = [metrics["eval/accuracy"] for metrics in summary["evaluations"].values() if "eval/accuracy" in metrics]
+    return values[-1] if values else None
 
 
 COLUMNS: dict[str, Measure] = {
@@ -204,16 +204,16 @@ def _differs(jobs: Sequence[JobOutcome], key: str) -> bool:
 
 def _overrides(run_dir: Path) -> dict[str, str]:
     file = run_dir / "overrides.yaml"
-    given = yaml.safe_load(read_text(file)) if file.exists() else None
-    pairs = (text.lstrip("+~").partition("=") for text in given or [])
+    overrides = yaml.safe_load(read_text(file)) if file.exists() else None
+    pairs = (text.lstrip("+~").partition("=") for text in overrides or [])
     return {key: value for key, _, value in pairs}
 
 
 def _wandb(run_dir: Path) -> str:
-    place = _json(run_dir / RUN_FILE)
-    if place is None:
+    run = _json(run_dir / RUN_FILE)
+    if run is None:
         return ""
-    return place["url"] or os.path.relpath(place["directory"], run_dir.parent)
+    return run["url"] or os.path.relpath(run["directory"], run_dir.parent)
 
 
 def _json(file: Path) -> dict[str, Any] | None:

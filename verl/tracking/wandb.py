@@ -105,8 +105,8 @@ class WandBTracker(Tracker):
             reinit="create_new",  # separate runs in a sweep; a run of the user is not touched
             settings=wandb.Settings(console="off", quiet=True),
         )
-        place = {"id": run_id, "url": self._run.url, "directory": str(Path(self._run.dir).parent)}
-        write_text(run_dir / RUN_FILE, json.dumps(place, indent=2) + "\n")
+        location = {"id": run_id, "url": self._run.url, "directory": str(Path(self._run.dir).parent)}
+        write_text(run_dir / RUN_FILE, json.dumps(location, indent=2) + "\n")
         services = dict.fromkeys(children(SERVICE), "W&B's background process")
         self._watch = StoppedWatch(services, chosen.timeout_s, "tracker.wandb.timeout_s")
         self._run.define_metric("step")

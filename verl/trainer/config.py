@@ -89,8 +89,8 @@ class LoopSettings(Description):
         if (fault := library_fault(self.cpu_matmul)) is not None:
             yield f"cpu_matmul is {self.cpu_matmul!r}: {fault}."
         if device.startswith("cuda") and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
-            found = f"{count} GPUs, numbered from 0," if count else "no GPU"
-            yield f"device is {device!r}: torch finds {found} here. Set trainer.device=auto."
+            gpus = f"{count} GPUs, numbered from 0," if count else "no GPU"
+            yield f"device is {device!r}: torch finds {gpus} here. Set trainer.device=auto."
 
     ray_option: ClassVar[str] = "trainer=ray"
 

@@ -87,11 +87,11 @@ class PPOTrainer(PPOLifecycle):
 
     def select(self, rollout: DataProto, selection: DynamicSampling, step: int) -> tuple[DataProto, dict[str, float]]:
         """Keep groups with mixed rewards, and sample further prompts to replace the others."""
-        drawn, kept = [self._rewarded(rollout)], []
+        drawn, groups = [self._rewarded(rollout)], []
         for round_ in range(1, selection.max_rounds + 1):
-            kept = kept_groups(drawn, selection)
-            wanted = self.settings.prompts_per_step
-            if len(kept) >= wanted or round_ == selection.max_rounds:
+            groups = kept_groups(drawn, selection)
+            num_groups = self.settings.prompts_per_step
+            if len(groups) >= num_groups or round_ == selection.max_rounds:
                 break
             seen = torch.cat([rows["prompt_ids"] for rows in drawn])
             further = self.train_data.collate(self.sampler.next_batch())
@@ -99,10 +99,10 @@ class PPOTrainer(PPOLifecycle):
             if not len(further):  # an epoch ended within the step: all that is left was drawn already
                 break
             drawn.append(self._rewarded(self.generate(further, GenerationRequest(step, self.settings.group_size))))
-        if not kept and selection.on_none == "error":
+        if not groups and selection.on_none == "error":
             raise no_group_error(drawn)
-        chosen = concat_groups(kept[: self.settings.prompts_per_step]) if kept else drawn[0][:0]
-        return chosen, selection_metrics(drawn, kept)
+        chosen = concat_groups(groups[: self.settings.prompts_per_step]) if groups else drawn[0][:0]
+        return chosen, selection_metrics(drawn, groups)
 
     def score(self, rollout: DataProto) -> DataProto:
         """Score responses: rewards, log-probs under pi_old and pi_ref, values."""

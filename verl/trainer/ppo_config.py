@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.component import BuildContext, component
 from verl.engines.parallel_degrees import ParallelDegrees
-from verl.engines.sharding import Sharding
 from verl.environments.episode_loop import environment_faults
 from verl.errors import ConfigError
 from verl.models.own_module import ModuleModel
 from verl.monitoring.ppo_metrics import evaluation_keys
 from verl.rewards.base import missing_columns
 from verl.trainer.plan.unused_settings import unused_settings
+from verl.trainer.plan.workload import role_processes
 from verl.trainer.ppo_description import PPODescription
 from verl.trainer.rollout_pipeline import ahead_faults
 from verl.trainer.setup import (
-    RoleSharding,
     metric_faults,
     placement_faults,
     resume_faults,
     saving_faults,
     sharding_faults,
 )
-from verl.workers.base import TrainedRole
 
 if TYPE_CHECKING:
     from verl.trainer.ppo import PPOTrainer
@@ -79,32 +77,20 @@ def _sharding_faults(run: Any) -> Iterator[str]:
                 "reference.sharding differs from that of the actor, and under actor.lora the reference is the "
                 "actor with its adapter off. Set reference.sharding=null, or give reference.model."
             )
-    counts, roles = _processes(run, shardings), []
-    for role, sharding in shardings.items():
-        described = getattr(run, role, None)
-        path = "sharding" if getattr(described, "sharding", None) is None else f"{role}.sharding"
-        model = described.model if isinstance(described, TrainedRole) else None
-        roles.append(RoleSharding(path, sharding, counts[role], model, f"{role}.model"))
-    yield from sharding_faults(roles, run.trainer, run.trainer.placement is not None)
-
-
-def _processes(run: Any, shardings: Mapping[str, Sharding]) -> Mapping[str, int]:
-    """Number of processes of each role."""
-    placement = run.trainer.placement
-    count: int = run.trainer.n_gpus_per_node * run.trainer.nnodes
-    return dict.fromkeys(shardings, count) if placement is None else placement.sizes(tuple(shardings), count)
+    yield from sharding_faults(run)
 
 
 def _rollout_faults(run: Any) -> Iterator[str]:
     shardings, adapter = run.shardings(), run.actor.lora
-    is_divided = shardings["actor"].parameter_shards(_processes(run, shardings)["actor"]) > 1
+    count = role_processes(run)["actor"]
+    is_divided = shardings["actor"].parameter_shards(count) > 1
     yield from run.rollout.faults_with_actor(None if adapter is None else adapter.rank, is_divided)
     if isinstance(run.actor.model, ModuleModel) and "modules" not in run.rollout.supports:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes models of transformers alone, and actor.model is a "
             f"{type(run.actor.model).__name__}. Set rollout=hf, where its own forward draws the responses."
         )
-    degrees = shardings["actor"].degrees(_processes(run, shardings)["actor"])
+    degrees = shardings["actor"].degrees(count)
     stages, ep = degrees.pp, degrees.ep
     if stages > 1 and "stages" not in run.rollout.supports:
         yield (

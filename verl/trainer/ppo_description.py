@@ -46,20 +46,20 @@ class PPODescription(Description):
 
     def shardings(self) -> dict[str, Sharding]:
         """Sharding of each role: its own, or that of the run."""
-        own = {"actor": self.actor.sharding, "critic": self.critic and self.critic.sharding}
-        own["reference"] = self.reference and reference_sharding(self.reference, self.actor)
-        return {role: own.get(role) or self.sharding for role in self.roles}
+        by_role = {"actor": self.actor.sharding, "critic": self.critic and self.critic.sharding}
+        by_role["reference"] = self.reference and reference_sharding(self.reference, self.actor)
+        return {role: by_role.get(role) or self.sharding for role in self.roles}
 
     @property
     def roles(self) -> tuple[str, ...]:
         """Names of the roles that the algorithm needs and that can run in other processes."""
-        wanted = {
+        needs = {
             "actor": True,
             "critic": self.critic is not None and self.algorithm.needs_values,
             "reference": self.reference is not None and self.algorithm.needs_reference,
             "rm": self.reward.is_model,
         }
-        return tuple(role for role, is_needed in wanted.items() if is_needed)
+        return tuple(role for role, is_needed in needs.items() if is_needed)
 
     @property
     def reward_as_role(self) -> Any:

@@ -3,152 +3,111 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from verl.cluster.rpc import WorkerGroup, role_handles
+from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, as_plain
-from verl.data.base import named_source, report_counts
 from verl.data.chat_template import ChatTemplate
-from verl.data.sampler import EpochSampler, Mixture
 from verl.environments.rendered_history import check_template
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
 from verl.monitoring.nonfinite import NonFiniteGuard
-from verl.protocol import DataProto
 from verl.replay.mixing import ReplayMixing
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
 from verl.rollout.base import Rollout
-from verl.trainer.plan.run_plan import log_plan
 from verl.trainer.ppo_description import PPODescription
 from verl.trainer.rollout_pipeline import LengthPredictor, RolloutPipeline
 from verl.trainer.setup import (
-    ProcessState,
+    LoopTrainer,
     fit_with_restarts,
-    library_messages,
-    prepare_context,
     prepare_saving,
     rank_writers_of,
     restore_of,
     start_cluster,
 )
-from verl.trainer.state.driver_state import (
-    WHEN_BUILT,
-    GeneratorStates,
-    PartStates,
-    RewardStats,
-    Stateful,
-    load_parts,
-    states_of,
-)
+from verl.trainer.state.driver_state import GeneratorStates, RewardStats, Stateful
 from verl.trainer.state.run_date import go_on_from, run_date, with_day
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import TrainResult, fit
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.colocated import RLHost, with_tokenizer
-from verl.workers.load_state import SavedRoleState
 from verl.workers.reward import RemoteRewardModel
 
 log = logging.getLogger(__name__)
 
 
-class PPOLifecycle(ABC):
+class PPOLifecycle(LoopTrainer):
     """Everything of a running trainer except the step: roles, data, reward, tracker, checkpoints.
 
     Attributes:
         actor, critic, reference: handles to the roles, in any process; None if a role is not needed.
-        restarts: reason of each restart.
     """
 
+    reward: Reward | None = None
+    reuse: ReplayMixing | None = None
+
     def __init__(self, run: PPODescription, context: BuildContext):
-        self.restarts: list[str] = []
-        self._context = context = with_day(context)  # kept for a rebuild
-        self._build(run, context)
-
-    @abstractmethod
-    def step(self, batch: DataProto, step: int) -> dict[str, float]:
-        """One iteration on a batch of prompts [B P]; returns its metrics."""
-
-    @abstractmethod
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of the weights after `step` steps."""
+        super().__init__(run, with_day(context))
 
     def _build(self, run: PPODescription, context: BuildContext) -> None:
-        self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
-        self._state = ProcessState(run.trainer)
-        self.cluster: WorkerGroup | None = None
-        self.reward: Reward | None = None
-        self.reuse: ReplayMixing | None = None
-        self.lengths = LengthPredictor()
-        self.saving: Any = None
-        try:
-            context = prepare_context(context, run.trainer)
-            with faults_below("actor.model"):
-                context = with_tokenizer(context, run.actor)
-            assert context.run_dir is not None
-            if run.trainer.placement is None:  # else the actor may live on another machine, or another device
-                run.rollout.check_here(context.device)
-            self.context = context
-            self.run_dir, self.tokenizer = context.run_dir, context.tokenizer
-            self._refuse_other_tokenizers(run)
-            context = replace(
-                context,
-                chat_template=getattr(run.data, "chat_template", None),
-                tools=() if run.environment is None else run.environment.tool_schemas(),
-                prompts=None if run.environment is None else run.environment.prompts,
-            )
-            self.date = run_date(context, context.chat_template)
+        self.algorithm, self.lengths = run.algorithm, LengthPredictor()
+        self.reward = self.reuse = None
+        with faults_below("actor.model"):
+            context = with_tokenizer(context, run.actor)
+        assert context.run_dir is not None
+        if run.trainer.placement is None:  # else the actor may live on another machine, or another device
+            run.rollout.check_here(context.device)
+        self.context = context
+        self.run_dir, self.tokenizer = context.run_dir, context.tokenizer
+        self._refuse_other_tokenizers(run)
+        context = replace(
+            context,
+            chat_template=getattr(run.data, "chat_template", None),
+            tools=() if run.environment is None else run.environment.tool_schemas(),
+            prompts=None if run.environment is None else run.environment.prompts,
+        )
+        self.date = run_date(context, context.chat_template)
+        self._load_data(run, context)
+        self._refuse_missing_columns(run.reward)
+        if run.environment is not None and (run.environment.has_tools or context.tools):
+            chat = ChatTemplate(context.tokenizer, context.chat_template)
+            check_template(run.environment, chat, "prompt_messages" in getattr(self.train_data, "columns", ()))
+        if run.reward_as_role is None:
+            with faults_below("reward"):
+                self.reward = in_time(run.reward.build(context))
+        self.tracker = run.tracker.build(context)
+        self.stages = StageTimers(self.tracker)
+        uses = ("ref_log_probs",) if run.algorithm.needs_reference else ()
+        self.saving = prepare_saving(run, context, "actor/loss", uses, is_restart=bool(self.restarts))
+        if go_on_from(self.date, self.saving.resumed, self.tokenizer):
+            context = replace(context, day=self.date.day)
+            self.context = replace(self.context, day=self.date.day)
             self._load_data(run, context)
-            self._refuse_missing_columns(run.reward)
-            if run.environment is not None and (run.environment.has_tools or context.tools):
-                chat = ChatTemplate(context.tokenizer, context.chat_template)
-                check_template(run.environment, chat, "prompt_messages" in getattr(self.train_data, "columns", ()))
-            if run.reward_as_role is None:
-                with faults_below("reward"):
-                    self.reward = in_time(run.reward.build(context))
-            self.tracker = run.tracker.build(context)
-            self.stages = StageTimers(self.tracker)
-            uses = ("ref_log_probs",) if run.algorithm.needs_reference else ()
-            self.saving = prepare_saving(run, context, "actor/loss", uses, is_restart=bool(self.restarts))
-            if go_on_from(self.date, self.saving.resumed, self.tokenizer):
-                context = replace(context, day=self.date.day)
-                self.context = replace(self.context, day=self.date.day)
-                self._load_data(run, context)
-            if self.reward is not None:
-                self.saving.messages += self._check_rows(self.reward)
-            self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, self.tokenizer)
-            self.kl = run.algorithm.kl.build(context)
-            self.reuse = ReplayMixing(run, context, self.saving.directory)
-            plan = log_plan(run, context, self.saving.directory)
-            self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
-            self.saving.messages += library_messages(context)
-            beside = None if plan is None else plan.memory.beside_engine
-            self.start_roles(run, replace(context, bytes_beside_engine=beside))
-            assert self.reward is not None
-            self.reward_stats = RewardStats(run.reward, self.reward)
-            self.guard.numerics = self.actor.numerics().result()
-            seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it
-            if (point := self.saving.resumed) is not None:
-                load_parts(point, self.parts, WHEN_BUILT)
-        except BaseException:
-            self.close()
-            raise
+        if self.reward is not None:
+            self.saving.messages += self._check_rows(self.reward)
+        self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, self.tokenizer)
+        self.kl = run.algorithm.kl.build(context)
+        self.reuse = ReplayMixing(run, context, self.saving.directory)
+        plan = self._plan(context)
+        beside = None if plan is None else plan.memory.beside_engine
+        self.start_roles(run, replace(context, bytes_beside_engine=beside))
+        assert self.reward is not None
+        self.reward_stats = RewardStats(run.reward, self.reward)
+        self.guard.numerics = self.actor.numerics().result()
+        seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it
 
     def _load_data(self, run: PPODescription, context: BuildContext) -> None:
         with faults_below("data"):
             splits = run.data.build(context)
-        self.train_data, self.eval_data = splits.train, splits.eval
+        self._use_data(splits, self.settings.prompts_per_step, "trainer.prompts_per_step")
         self.eval_data_without_tools = None
         if run.trainer.eval_without_tools:
             self.eval_data_without_tools = splits.eval
             if context.tools and ChatTemplate(context.tokenizer, context.chat_template).reads_tools:
                 with faults_below("data"):
                     self.eval_data_without_tools = run.data.build(replace(context, tools=())).eval
-        self.data_counts = report_counts(splits)
-        self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
-        self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
 
     def _refuse_other_tokenizers(self, run: PPODescription) -> None:
         """Refuse other tokenizers of critic and reference, because they get the actor's token ids."""
@@ -158,8 +117,8 @@ class PPOLifecycle(ABC):
         }
         others = {name: model for name, model in needed.items() if model is not None and model != run.actor.model}
         faults = [tokenizer_fault(name, model, self.tokenizer) for name, model in others.items()]
-        if found := [fault for fault in faults if fault is not None]:
-            raise ConfigError(found)
+        if present := [fault for fault in faults if fault is not None]:
+            raise ConfigError(present)
 
     def _refuse_missing_columns(self, reward: RewardDescription) -> None:
         """Refuse data without the columns that the reward names, before any weight is loaded."""
@@ -174,11 +133,6 @@ class PPOLifecycle(ABC):
         named = {"training rows": self.train_data, "evaluation rows": self.eval_data}
         with faults_below("reward"):
             return [x for name, data in named.items() if data is not None for x in reward.check_rows(name, data)]
-
-    def _make_sampler(self, size: int, mixture: Mixture | None) -> EpochSampler:
-        seed, name = derive_seed(self.settings.seed, "data order"), "trainer.prompts_per_step"
-        source = named_source(self.description.data)
-        return EpochSampler(size, self.settings.prompts_per_step, seed, name, mixture, source)
 
     def start_roles(self, run: PPODescription, context: BuildContext) -> None:
         """Start the processes of the roles and build actor, critic and reference in them."""
@@ -252,21 +206,6 @@ class PPOLifecycle(ABC):
             "rng": GeneratorStates(self.cluster, self.actor, self.settings.seed),
         }
 
-    def save(self, directory: Path) -> list[Path]:
-        """Write `actor/`, and `critic/` if there is one, as Hugging Face directories below `directory`."""
-        paths = []
-        for name, role in (("actor", self.actor), ("critic", self.critic)):
-            if role is not None:
-                (directory / name).mkdir(parents=True, exist_ok=True)  # transformers only logs that it cannot write
-                role.save(directory / name).result()
-                paths.append(directory / name)
-        return paths
-
-    def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
-        """State for a checkpoint: that of the roles, and everything else that a resumed run needs."""
-        assert self.cluster is not None
-        return self.saving.states_of(self.trained, self.cluster.shares_memory), states_of(self.parts)
-
     @property
     def trained(self) -> dict[str, Any]:
         """The roles whose weights are updated, by name."""
@@ -290,38 +229,14 @@ class PPOLifecycle(ABC):
         """Train to the end; see `verl.trainer.train_loop.fit`. In Ray, a lost worker costs the steps since the last
         save.
         """
+        return fit_with_restarts(self, self._fit_once, self.settings.max_restarts)
 
-        def fit_once(may_restart: bool) -> TrainResult:
-            return fit(self, as_plain(self.description), may_restart=may_restart)
-
-        return fit_with_restarts(self, fit_once, self.max_restarts)
-
-    @property
-    def max_restarts(self) -> int:
-        """Maximum number of automatic restarts after a lost worker."""
-        return self.settings.max_restarts
-
-    def restart(self, resume: str | None, why: str) -> None:
-        """Rebuild everything and continue from a checkpoint, or from the beginning if `resume` is None."""
-        self.close()
-        self.restarts.append(why)
-        self._build(replace(self.description, resume=resume), self._context)
+    def _fit_once(self, may_restart: bool) -> TrainResult:
+        return fit(self, as_plain(self.description), may_restart=may_restart)
 
     def close(self) -> None:
-        """Stop the workers, free the weights, and restore the process settings that the run changed."""
-        if self.saving is not None:
-            self.saving.close()
-        if self.cluster is not None:
-            self.cluster.close()
-            self.cluster = None
+        super().close()
         if self.reward is not None:
             self.reward.close()
         if self.reuse is not None:
             self.reuse.close()
-        self._state.restore()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -1,4 +1,5 @@
-"""Set-up and tear-down that all trainers share (device, seeds, threads, roles, restored state), and fault tolerance.
+"""LoopTrainer: set-up and tear-down that all trainers share (device, seeds, threads, roles, restored state), and fault
+tolerance.
 
 With `trainer=ray` a run that loses a worker, or one of whose workers hangs, restarts from its last checkpoint, at most
 `trainer.placement.max_restarts` times; otherwise it ends with `WorkerDied` or `WorkerHung`:
@@ -11,10 +12,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 
@@ -27,24 +29,31 @@ from verl.checkpoint.resume_point import find
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain, hint, nearest
-from verl.compose.print_config import lock_run_directory
+from verl.compose.run_start import lock_run_directory
+from verl.data.base import Dataset, DataSplits, named_source, report_counts
+from verl.data.sampler import EpochSampler
 from verl.engines.sharding import Sharding
 from verl.errors import CheckpointNotFound, ConfigError, WorkerDied, faults_below
 from verl.models.pretrained import WARM_START, ModelSource
+from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.ops.cpu_matmul import active_library, chosen_library, use_library
+from verl.protocol import DataProto
 from verl.storage.config import is_address
+from verl.tracking.base import TrackerSet
 from verl.trainer.config import LoopSettings
+from verl.trainer.plan.run_plan import RunPlan, log_plan
+from verl.trainer.plan.workload import role_processes
 from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
 from verl.trainer.state.distributed_save import RankWriters
-from verl.trainer.state.resume import difference_messages
-from verl.trainer.state.run_directory import run_dir_faults
-from verl.trainer.state.save_directory import SaveDirectoryChoice, job_name
-from verl.trainer.state.training_identity import identity_of, paths_of_texts
-from verl.trainer.train_loop import TrainResult
+from verl.trainer.state.driver_state import WHEN_BUILT, PartStates, Stateful, load_parts, states_of
+from verl.trainer.state.save_directory import SaveDirectoryChoice, job_name, run_dir_faults
+from verl.trainer.state.training_identity import difference_messages, identity_of, paths_of_texts
+from verl.trainer.timers import StageTimers
 from verl.utils import torchrun
 from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
-from verl.workers.load_state import RestoreSource
+from verl.workers.base import TrainedRole
+from verl.workers.load_state import RestoreSource, SavedRoleState
 
 _log = logging.getLogger(__name__)
 
@@ -100,8 +109,8 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
         )
     device = settings.device
     with faults_below("trainer"):
-        if found := list(settings.machine_faults()):
-            raise ConfigError(found)
+        if faults := list(settings.machine_faults()):
+            raise ConfigError(faults)
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     run_dir = context.run_dir or Path("outputs") / settings.project_name / settings.experiment_name
@@ -154,13 +163,15 @@ def prepare_saving(
     identity = identity_of(config, context.tokenizer) if chosen is not None or run.resume is not None else {}
     run_id = new_run_id()
     job = job_name(context.job, context.swept)
-    place = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id).choose(run.resume)
-    point = place.resumed
-    saver = CheckpointSaver(chosen, place, config, identity, loss_key, uses, run_id)
+    save_directory = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id).choose(run.resume)
+    point = save_directory.resumed
+    saver = CheckpointSaver(chosen, save_directory, config, identity, loss_key, uses, run_id)
     if context.run_dir is not None:
         try:
             saver.run_dir_lock = lock_run_directory(context.run_dir)
-            if not is_restart and (faults := list(run_dir_faults(context.run_dir, run.resume, point, place.directory))):
+            if not is_restart and (
+                faults := list(run_dir_faults(context.run_dir, run.resume, point, save_directory.directory))
+            ):
                 raise ConfigError(faults)
         except BaseException:
             saver.close()
@@ -244,9 +255,9 @@ def start_cluster(host: Any, settings: LoopSettings, context: BuildContext) -> W
     if not sharded:
         return InlineWorkerGroup(host, context)
     if context.device.startswith("cuda") and torch.cuda.device_count() < settings.n_gpus_per_node:
-        wanted, count = settings.n_gpus_per_node, torch.cuda.device_count()
+        needed, count = settings.n_gpus_per_node, torch.cuda.device_count()
         raise ConfigError(
-            f"trainer.n_gpus_per_node is {wanted}: this machine has {count} GPUs. Set it lower, or trainer.device=cpu."
+            f"trainer.n_gpus_per_node is {needed}: this machine has {count} GPUs. Set it lower, or trainer.device=cpu."
         )
     if world_size == 1:
         names = ", ".join(dict.fromkeys(type(sharding).__name__ for sharding in sharded.values()))
@@ -270,75 +281,162 @@ def placement_faults(settings: LoopSettings, shardings: Mapping[str, Sharding]) 
         yield "trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Leave it null."
 
 
-@dataclass(frozen=True)
-class RoleSharding:
-    """Sharding of one role.
-
-    Attributes:
-        path: configuration path of the sharding.
-        sharding: its own, or that of the run.
-        count: number of its processes.
-        model: model whose heads and layers must be divisible, and its path; None if the model is not checked.
-    """
-
-    path: str
-    sharding: Sharding
-    count: int
-    model: ModelSource | None = None
-    model_path: str = ""
-
-
-def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_placed: bool = False) -> list[str]:
-    """Faults of the combination of shardings, number of processes and models; each fault is reported once.
-
-    Args:
-        is_placed: a placement determines the number of processes of each role, and checks it itself.
-    """
-    whole = [role for role in roles if not role.sharding.needs_processes]
-    if not is_placed and whole and whole[0].count > 1:
-        count, path = whole[0].count, whole[0].path
+def sharding_faults(run: Any) -> list[str]:
+    """Faults of the shardings of a run's roles with the number of processes and the models; each is reported once."""
+    settings, shardings, counts = run.trainer, run.shardings(), role_processes(run)
+    described = {role: getattr(run, role, None) for role in shardings}
+    has_own = {role: getattr(described[role], "sharding", None) is not None for role in shardings}
+    paths = {role: f"{role}.sharding" if has_own[role] else "sharding" for role in shardings}
+    whole = [role for role, sharding in shardings.items() if not sharding.needs_processes]
+    is_placed = settings.placement is not None  # it determines the number of processes of each role, and checks it
+    if not is_placed and whole and counts[whole[0]] > 1:
+        count, path = counts[whole[0]], paths[whole[0]]
         return [f"trainer.n_gpus_per_node is {count}: {path}=none runs in one process. Set it to 1, or {path}=fsdp."]
-    if len(whole) < len(roles) and settings.profile is not None:
+    if len(whole) < len(shardings) and settings.profile is not None:
         return ["trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set sharding=none."]
-    if len(whole) < len(roles) and ":" in settings.device:
+    if len(whole) < len(shardings) and ":" in settings.device:
         return [f"trainer.device is {settings.device!r}: each process needs its own GPU. Set it to cuda or auto."]
-    roles_in_processes = [role for role in roles if not is_placed or role.count > 1]
-    sizes = [
-        f"{role.path}.{fault}"
-        for role in roles_in_processes
-        if (fault := role.sharding.size_fault(role.count)) is not None
-    ]
-    if sizes:
-        return list(dict.fromkeys(sizes))
-    heads: dict[str, str] = {}
-    for role in roles_in_processes:
-        found = None if role.model is None else role.model.attention_heads()
-        if found is not None and (fault := role.sharding.heads_fault(*found, role.count)) is not None:
-            heads.setdefault(role.path, f"{role.path}.{fault} (heads of {role.model_path})")
-        layers = None if role.model is None else role.model.layer_count()
-        if layers is not None and (fault := role.sharding.layers_fault(layers, role.count)) is not None:
-            heads.setdefault(role.path, f"{role.path}.{fault} (layers of {role.model_path})")
-        kind = None if role.model is None else role.model.experts()
-        if kind is not None and (fault := role.sharding.experts_fault(*kind, role.count)) is not None:
-            heads.setdefault(role.path, f"{role.path}.{fault} (experts of {role.model_path})")
-    return list(heads.values())
+    in_processes = {role: sharding for role, sharding in shardings.items() if not is_placed or counts[role] > 1}
+    sizes = {role: sharding.size_fault(counts[role]) for role, sharding in in_processes.items()}
+    if faults := [f"{paths[role]}.{fault}" for role, fault in sizes.items() if fault is not None]:
+        return list(dict.fromkeys(faults))
+    indivisible: dict[str, str] = {}
+    for role, sharding in in_processes.items():
+        if not isinstance(described[role], TrainedRole):
+            continue
+        model: ModelSource = described[role].model
+        layers = model.layer_count()
+        divided = {
+            "heads": (sharding.heads_fault, model.attention_heads()),
+            "layers": (sharding.layers_fault, None if layers is None else (layers,)),
+            "experts": (sharding.experts_fault, model.experts()),
+        }
+        for name, (fault_of, size) in divided.items():
+            if size is not None and (fault := fault_of(*size, counts[role])) is not None:
+                indivisible.setdefault(paths[role], f"{paths[role]}.{fault} ({name} of {role}.model)")
+    return list(indivisible.values())
 
 
-class Restartable(Protocol):
-    """Interface of a trainer that can be restarted.
+class LoopTrainer(ABC):
+    """A running trainer: roles in their processes, data, trackers and checkpoints. The training loop calls its steps.
+
+    Call `close` when done, or use it as a context manager.
 
     Attributes:
+        description: the run's description, written beside the results.
+        settings: those of the loop, and of the trainer's own kind.
+        cluster: the processes of the roles; None when they are closed.
+        saving: a `CheckpointSaver`; None before it is made.
         restarts: reason of each restart.
     """
 
     description: Any
-    saving: CheckpointSaver
-    restarts: list[str]
+    settings: Any
+    tracker: TrackerSet
+    stages: StageTimers
+    guard: NonFiniteGuard
+    train_data: Dataset
+    eval_data: Dataset | None
+    data_counts: dict[str, int]
+    sampler: EpochSampler
+    num_steps: int
+    run_dir: Path
+    cluster: WorkerGroup | None
+    saving: Any
 
-    def restart(self, resume: str | None, why: str) -> None: ...
+    def __init__(self, run: Any, context: BuildContext):
+        self.restarts: list[str] = []
+        self._context = context  # kept for a rebuild
+        self._start(run, context)
+
+    def _start(self, run: Any, context: BuildContext) -> None:
+        self.description, self.settings = run, run.trainer
+        self.cluster = self.saving = None
+        self._state = ProcessState(run.trainer)
+        try:
+            self._build(run, prepare_context(context, run.trainer))
+            if (point := self.saving.resumed) is not None:
+                load_parts(point, self.parts, WHEN_BUILT)
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _build(self, run: Any, context: BuildContext) -> None:
+        """Load data and weights, and start the processes of the roles; sets every attribute."""
+
+    @abstractmethod
+    def step(self, batch: DataProto, step: int) -> dict[str, float]:
+        """One training step, number `step` from 1; returns its metrics."""
+
+    @abstractmethod
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of the weights after `step` steps."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> dict[str, Any]:
+        """Handles of the roles whose weights are updated, by name."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> dict[str, Stateful]:
+        """The driver's parts of a checkpoint; see `verl.trainer.state.driver_state`."""
+
+    def _use_data(self, splits: DataSplits, batch_size: int, setting: str) -> None:
+        """Take over data sets; `setting` is the path of the batch size, for messages."""
+        self.train_data, self.eval_data = splits.train, splits.eval
+        self.data_counts = report_counts(splits)
+        seed, source = derive_seed(self.settings.seed, "data order"), named_source(self.description.data)
+        self.sampler = EpochSampler(len(splits.train), batch_size, seed, setting, splits.mixture, source)
+        self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
+
+    def _plan(self, context: BuildContext) -> RunPlan | None:
+        """Plan the run, with messages for its start."""
+        plan = log_plan(self.description, context, self.saving.directory)
+        self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
+        self.saving.messages += library_messages(context)
+        return plan
+
+    def save(self, directory: Path) -> list[Path]:
+        """Write the trained roles as Hugging Face directories below `directory`; returns these."""
+        paths = [directory / name for name in self.trained]
+        for path, role in zip(paths, self.trained.values(), strict=True):
+            path.mkdir(parents=True, exist_ok=True)  # transformers only logs that it cannot write
+            role.save(path).result()
+        return paths
+
+    def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
+        """State for a checkpoint: that of the roles by name, and that of the parts; see `TrainState.of`."""
+        assert self.cluster is not None
+        return self.saving.states_of(self.trained, self.cluster.shares_memory), states_of(self.parts)
+
+    def restart(self, resume: str | None, why: str) -> None:
+        """Rebuild everything and continue from a checkpoint, or from the beginning if `resume` is None."""
+        self.close()
+        self.restarts.append(why)
+        self._start(replace(self.description, resume=resume), self._context)
+
+    def close(self) -> None:
+        """Stop the workers, free the weights, and restore the process settings that the run changed."""
+        if self.saving is not None:
+            self.saving.close()
+        if self.cluster is not None:
+            self.cluster.close()
+            self.cluster = None
+        self._state.restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
-def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], max_restarts: int) -> TrainResult:
+Result = TypeVar("Result")
+
+
+def fit_with_restarts(trainer: LoopTrainer, fit: Callable[[bool], Result], max_restarts: int) -> Result:
     """Train to the end, with restarts after lost workers.
 
     Args:
@@ -364,7 +462,7 @@ def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], 
             _log.warning("Restart %d of at most %d, from %s: %s", number, max_restarts, where, why)
 
 
-def _restart_fault(trainer: Restartable, max_restarts: int) -> str | None:
+def _restart_fault(trainer: LoopTrainer, max_restarts: int) -> str | None:
     """Why the run cannot be restarted automatically; None if it can."""
     if not trainer.saving.is_wanted:
         return "The run keeps no checkpoints, so it cannot go on by itself. Set checkpoint=async."
@@ -379,5 +477,5 @@ def last_checkpoint_of(saving: CheckpointSaver) -> str | None:
         complete = CheckpointDirectory(saving.directory).complete()
     except CheckpointNotFound:
         return None
-    own = [checkpoint for checkpoint in complete if checkpoint.manifest.run_id == saving.run_id]
-    return str(own[-1].directory) if own else None
+    of_run = [checkpoint for checkpoint in complete if checkpoint.manifest.run_id == saving.run_id]
+    return str(of_run[-1].directory) if of_run else None

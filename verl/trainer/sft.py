@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from verl.checkpoint.config import Checkpointing
-from verl.cluster.rpc import WorkerGroup, role_handles
+from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, Description, as_plain, component
-from verl.data.base import TextSource, named_source, report_counts
-from verl.data.sampler import EpochSampler, Mixture
+from verl.data.base import TextSource
 from verl.engines.sharding import Sharding
 from verl.errors import faults_below
 from verl.monitoring.batch_dump import Attribution
@@ -22,17 +20,12 @@ from verl.protocol import DataProto
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import SFTSettings
-from verl.trainer.plan.run_plan import log_plan
 from verl.trainer.plan.unused_settings import unused_settings
-from verl.trainer.plan.workload import role_layouts
 from verl.trainer.setup import (
-    ProcessState,
-    RoleSharding,
+    LoopTrainer,
     fit_with_restarts,
-    library_messages,
     metric_faults,
     placement_faults,
-    prepare_context,
     prepare_saving,
     rank_writers_of,
     restore_of,
@@ -42,19 +35,13 @@ from verl.trainer.setup import (
     start_cluster,
 )
 from verl.trainer.state.driver_state import (
-    WHEN_BUILT,
     GeneratorStates,
-    PartStates,
     Stateful,
-    load_parts,
-    states_of,
 )
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import TrainResult, fit
-from verl.utils.seeding import derive_seed
 from verl.workers.actor import Actor
 from verl.workers.colocated import SFTHost, with_tokenizer
-from verl.workers.load_state import SavedRoleState
 
 
 @component
@@ -72,10 +59,7 @@ class SFTRun(Description):
 
     def faults(self) -> Iterator[str]:
         """Faults between components, each with its full config path."""
-        path, placement = "sharding" if self.actor.sharding is None else "actor.sharding", self.trainer.placement
-        count = role_layouts(self)["actor"].processes
-        role = RoleSharding(path, self.shardings()["actor"], count, self.actor.model, "actor.model")
-        yield from sharding_faults([role], self.trainer, placement is not None)
+        yield from sharding_faults(self)
         yield from placement_faults(self.trainer, self.shardings())
         yield from metric_faults(self, ("eval/loss", "eval/token_accuracy"))
         if (fault := self.actor.model.policy_fault()) is not None:
@@ -106,54 +90,28 @@ class SFTRun(Description):
         return SFTTrainer(self, context)
 
 
-class SFTTrainer:
+class SFTTrainer(LoopTrainer):
     """The running trainer. Call `close` when done, or use it as a context manager."""
 
-    def __init__(self, run: SFTRun, context: BuildContext):
-        self.restarts: list[str] = []
-        self._context = context  # kept for a rebuild
-        self._build(run, context)
-
     def _build(self, run: SFTRun, context: BuildContext) -> None:
-        self.description, self.settings = run, run.trainer
-        self._state = ProcessState(run.trainer)
-        self.cluster: WorkerGroup | None = None
-        self.saving: Any = None
-        try:
-            context = prepare_context(context, run.trainer)
-            with faults_below("actor.model"):
-                self.context = context = with_tokenizer(context, run.actor)
-            assert context.run_dir is not None
-            self.run_dir = context.run_dir
-            with faults_below("data"):
-                splits = run.data.build(context)
-            self.train_data, self.eval_data = splits.train, splits.eval
-            self.data_counts = report_counts(splits)
-            self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
-            self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
-            self.tracker = run.tracker.build(context)
-            self.stages = StageTimers(self.tracker)
-            self.saving = prepare_saving(run, context, "sft/loss", is_restart=bool(self.restarts))
-            self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
-            plan = log_plan(run, context, self.saving.directory)
-            self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
-            self.saving.messages += library_messages(context)
-            restore = restore_of(self.saving)
-            host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
-            context = replace(context, row_tokens=getattr(run.data, "max_length", None))
-            self.cluster = start_cluster(host, run.trainer, context)
-            self.learner = role_handles(self.cluster, host)["learner"]
-            self.saving.rank_writers = rank_writers_of(self.cluster, {"actor": self.learner}, run.checkpoint)
-            if (point := self.saving.resumed) is not None:
-                load_parts(point, self.parts, WHEN_BUILT)
-        except BaseException:
-            self.close()
-            raise
-
-    def _make_sampler(self, size: int, mixture: Mixture | None) -> EpochSampler:
-        seed, name = derive_seed(self.settings.seed, "data order"), "trainer.batch_size"
-        source = named_source(self.description.data)
-        return EpochSampler(size, self.settings.batch_size, seed, name, mixture, source)
+        with faults_below("actor.model"):
+            self.context = context = with_tokenizer(context, run.actor)
+        assert context.run_dir is not None
+        self.run_dir = context.run_dir
+        with faults_below("data"):
+            splits = run.data.build(context)
+        self._use_data(splits, run.trainer.batch_size, "trainer.batch_size")
+        self.tracker = run.tracker.build(context)
+        self.stages = StageTimers(self.tracker)
+        self.saving = prepare_saving(run, context, "sft/loss", is_restart=bool(self.restarts))
+        self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
+        self._plan(context)
+        restore = restore_of(self.saving)
+        host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
+        context = replace(context, row_tokens=getattr(run.data, "max_length", None))
+        self.cluster = start_cluster(host, run.trainer, context)
+        self.learner = role_handles(self.cluster, host)["learner"]
+        self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One optimizer step on the mean negative log-likelihood per learned token."""
@@ -182,14 +140,12 @@ class SFTTrainer:
     def _blame(self, metric: str, batch: DataProto) -> Attribution:
         """Rows ranked by their loss under the current weights; costs a forward pass, only after a fault."""
         sums = [self.learner.evaluate(batch[row]).result() for row in range(len(batch))]
-        return Attribution("loss per token", torch.tensor([found["nll"] / max(1.0, found["tokens"]) for found in sums]))
+        return Attribution("loss per token", torch.tensor([x["nll"] / max(1.0, x["tokens"]) for x in sums]))
 
-    def save(self, directory: Path) -> list[Path]:
-        """Write `actor/` as a Hugging Face directory below `directory`."""
-        actor = directory / "actor"
-        actor.mkdir(parents=True, exist_ok=True)  # transformers only logs that it cannot write
-        self.learner.save(actor).result()
-        return [actor]
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The role whose weights are updated, by its name in checkpoints."""
+        return {"actor": self.learner}
 
     @property
     def parts(self) -> dict[str, Stateful]:
@@ -198,38 +154,11 @@ class SFTTrainer:
         generators = GeneratorStates(self.cluster, self.learner, self.settings.seed)
         return {"sampler": self.sampler, "safety": self.guard, "rng": generators}
 
-    def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
-        """State for a checkpoint: that of the model, and everything else that a resumed run needs."""
-        assert self.cluster is not None
-        return self.saving.states_of({"actor": self.learner}, self.cluster.shares_memory), states_of(self.parts)
-
     def fit(self) -> TrainResult:
         """Train to the end; see `verl.trainer.train_loop.fit`. In Ray, a lost worker costs the steps since the last
         save.
         """
+        return fit_with_restarts(self, self._fit_once, self.settings.max_restarts)
 
-        def fit_once(may_restart: bool) -> TrainResult:
-            return fit(self, as_plain(self.description), may_restart=may_restart)
-
-        return fit_with_restarts(self, fit_once, self.settings.max_restarts)
-
-    def restart(self, resume: str | None, why: str) -> None:
-        """Rebuild everything and continue from a checkpoint, or from the beginning if `resume` is None."""
-        self.close()
-        self.restarts.append(why)
-        self._build(replace(self.description, resume=resume), self._context)
-
-    def close(self) -> None:
-        """Stop the workers, free the weights, and restore the process settings that the run changed."""
-        if self.saving is not None:
-            self.saving.close()
-        if self.cluster is not None:
-            self.cluster.close()
-            self.cluster = None
-        self._state.restore()
-
-    def __enter__(self) -> SFTTrainer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def _fit_once(self, may_restart: bool) -> TrainResult:
+        return fit(self, as_plain(self.description), may_restart=may_restart)

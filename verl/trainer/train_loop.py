@@ -18,24 +18,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from verl.checkpoint.core.filesystem import write_errors
 from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.save_request import SaveOutcome
-from verl.data.base import Dataset
-from verl.data.sampler import EpochSampler
 from verl.errors import CheckpointFenced, VerlError, WorkerDied, WorkerError
-from verl.monitoring.nonfinite import NonFiniteGuard, StepSkipped
+from verl.monitoring.nonfinite import StepSkipped
 from verl.protocol import DataProto
-from verl.tracking.base import TrackerSet
 from verl.tracking.logging_setup import IN_RUN_LOG
-from verl.trainer.config import LoopSettings
-from verl.trainer.state.checkpointing import CheckpointSaver
-from verl.trainer.state.driver_state import PartStates, Stateful, load_parts
-from verl.trainer.timers import Profiler, StageTimers
+from verl.trainer.setup import LoopTrainer
+from verl.trainer.state.driver_state import PartStates, load_parts
+from verl.trainer.timers import Profiler
 from verl.utils.component_exits import component_exits
 from verl.utils.external_input import write_text
 from verl.utils.memory import forget_peak, peak_memory
@@ -44,49 +40,6 @@ from verl.utils.signals import StopRequest, interruption
 from verl.workers.load_state import SavedRoleState
 
 _log = logging.getLogger(__name__)
-
-
-class LoopTrainer(Protocol):
-    """Interface of a trainer, as used by the loop."""
-
-    tracker: TrackerSet
-    stages: StageTimers
-    guard: NonFiniteGuard
-    train_data: Dataset
-    eval_data: Dataset | None
-    sampler: EpochSampler
-    num_steps: int
-    run_dir: Path
-    description: Any  # the run's description, written beside the results
-    saving: CheckpointSaver
-    restarts: list[str]
-    data_counts: dict[str, int]
-
-    @property
-    def settings(self) -> LoopSettings:
-        """Settings of the loop, and those of the trainer's own kind."""
-        ...
-
-    def step(self, batch: DataProto, step: int) -> dict[str, float]:
-        """One training step, number `step` from 1; returns its metrics."""
-        ...
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of the weights after `step` steps."""
-        ...
-
-    @property
-    def parts(self) -> dict[str, Stateful]:
-        """The driver's parts of a checkpoint; see `verl.trainer.state.driver_state`."""
-        ...
-
-    def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
-        """State for a checkpoint: that of the roles by name, and that of the parts; see `TrainState.of`."""
-        ...
-
-    def save(self, directory: Path) -> list[Path]:
-        """Write the weights below `directory`; returns the directories written."""
-        ...
 
 
 @dataclass
@@ -496,8 +449,8 @@ def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
 
 def _errno_in(text: str) -> int:
     """The system's error number in a message, such as `(os error 28)`."""
-    found = re.search(r"os error (\d+)", text, re.IGNORECASE)
-    return int(found[1]) if found else errno.EIO
+    number = re.search(r"os error (\d+)", text, re.IGNORECASE)
+    return int(number[1]) if number else errno.EIO
 
 
 def _save(trainer: LoopTrainer, result: TrainResult) -> None:

@@ -30,8 +30,7 @@ from verl.cli.checkpoint import app as checkpoint_commands
 from verl.component import BuildContext
 from verl.errors import CheckpointFenced, ConfigError, NoSpaceForCheckpoint
 from verl.storage.config import LocalStorage, S3Storage
-from verl.trainer.state.run_directory import run_dir_faults
-from verl.trainer.state.save_directory import job_name
+from verl.trainer.state.save_directory import job_name, run_dir_faults
 from verl.trainer.train_loop import TrainLoop
 
 OTHER = Prompts(train=("1+1=", "2+2=", "3+3=", "4+4="), eval=())
@@ -103,7 +102,7 @@ def test_a_second_script_in_a_run_directory_is_refused_before_its_first_step(mod
     """Neither has trained yet, so that only a lock tells."""
     context = BuildContext(run_dir=tmp_path / "run")
     script = (
-        "import sys\nfrom pathlib import Path\nfrom verl.compose.print_config import lock_run_directory\n"
+        "import sys\nfrom pathlib import Path\nfrom verl.compose.run_start import lock_run_directory\n"
         "lock_run_directory(Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()\n"
     )
     first = subprocess.Popen(

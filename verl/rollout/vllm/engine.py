@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 
 from verl.component import BuildContext
-from verl.errors import ConfigError, RolloutError, WeightSyncError
+from verl.errors import ConfigError, RolloutError
 from verl.model_paths.expert_routing import routing_of
 from verl.models.parallel_info import Autocast, ParallelInfo, parallel_info_of
 from verl.rollout.base import RolloutEngine, SyncResult, TurnEngine, TurnLimits, open_turns_error, stop_tokens
@@ -278,13 +278,13 @@ class VLLMEngine(RolloutEngine):
                 self.process.kill()
             self._num_failures += 1
             return self._num_failures == 1
-        return self.weights is not None and self.weights.load_anew_after(error)
+        return self.weights is not None and self.weights.may_repeat(error)
 
     def _repeat_or_raise(self, failed: ConsensusFailed) -> None:
         """Called in all processes after a failure in one; returns if they are to try again."""
         error = failed.error
         if failed.may_repeat:
-            log.warning("%s\n%s", error, _announcement(error))
+            log.warning("%s\n%s", error, RESTARTED if isinstance(error, EngineDied) else "Retrying once.")
         elif isinstance(error, EngineDied):
             reason = f"The rollout engine died twice in a row. The second time: {error.reason}"
             raise RolloutError(message_after_log(reason, error.found, error.log)) from None
@@ -329,15 +329,6 @@ def grouped(parallel_info: ParallelInfo, size: int) -> ParallelInfo:
     groups = [list(range(first, first + size)) for first in range(0, parallel_info.mesh.size, size)]
     own, _ = dist.new_subgroups_by_enumeration(groups, timeout=parallel_info.timeout)
     return replace(parallel_info, siblings=tuple(groups[parallel_info.rank // size]), sibling_group=own)
-
-
-def _announcement(error: Exception) -> str:
-    """What is done after a failure that may be repeated."""
-    if isinstance(error, EngineDied):
-        return RESTARTED
-    if isinstance(error, WeightSyncError):
-        return "Not all of these could be loaded in place: vLLM reloads its model at each sync from now on."
-    return "Retrying once."
 
 
 def _experts_shape(model: Any, options: VLLMOptions) -> tuple[int, int] | None:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from torch import nn
 
-from verl.component import BuildContext, Description, component
+from verl.component import BuildContext, Description, component, components_in
 from verl.compose.from_yaml import ComposedConfig
 from verl.compose.validate import validate
 from verl.data.base import DataSplits, PromptOptions, PromptSource
@@ -172,45 +172,40 @@ class ModelObject(ModelSource):
 
 def carrying(described: Any, value: Any) -> Any:
     """A copy of the description with its object attached."""
-    made = dataclasses.replace(described)
-    object.__setattr__(made, "_carried", value)
-    return made
+    described = dataclasses.replace(described)
+    object.__setattr__(described, "_carried", value)
+    return described
 
 
 def carried_by(described: Any) -> Any:
     """The object attached by `carrying`."""
-    found = getattr(described, "_carried", None)
-    if found is None:
+    value = getattr(described, "_carried", None)
+    if value is None:
         raise ConfigError(
             f"{type(described).__name__} stands for an object that a script passed, and this process has none. Run it "
             "in the script's own process (sharding=none), or give a path instead of the object."
         )
-    return found
+    return value
 
 
-def run_with_objects(composed: ComposedConfig, given: Mapping[str, Description]) -> Any:
+def run_with_objects(composed: ComposedConfig, replacements: Mapping[str, Description]) -> Any:
     """The checked run of a configuration with placeholders, which then get their objects.
 
     Args:
-        given: placeholders and other components that replace configuration nodes, by path.
+        replacements: placeholders and other components that replace configuration nodes, by path.
     Raises:
         ConfigError: with all faults of the configuration.
     """
     run = validate(composed.config, composed.faults)
-    objects = {key_of(item): carried_by(item) for item in _placeholders(dict(given))}
+    objects = {key_of(item): carried_by(item) for item in _placeholders(replacements)}
     for item in _placeholders(run):  # made by this composition, so that nobody else has them
         object.__setattr__(item, "_carried", objects.get(key_of(item)))
     return dataclasses.replace(run)  # checked once more, now that what a reward reads is known
 
 
-def _placeholders(value: Any) -> Iterator[PromptsObject | RewardObject | ModelObject]:
-    """All placeholders in a description."""
-    if isinstance(value, (PromptsObject, RewardObject, ModelObject)):
-        yield value
-    elif isinstance(value, Description):
-        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    for item in value.values() if isinstance(value, dict) else ():
-        yield from _placeholders(item)
+def _placeholders(value: Any) -> list[PromptsObject | RewardObject | ModelObject]:
+    """All placeholders in a value."""
+    return [item for _, item in components_in(value) if isinstance(item, (PromptsObject, RewardObject, ModelObject))]
 
 
 def key_of(described: PromptsObject | RewardObject | ModelObject) -> str:
@@ -364,10 +359,10 @@ def data_from_object(train: Any, held_out: Any = None, options: PromptOptions | 
     if not hasattr(train, "__len__") or isinstance(train, Mapping):
         raise ConfigError(f"train_dataset is a {type(train).__name__}: expected rows, an RLHFDataset, or a file.")
     rows = None if eval_files is not None else held_out
-    given = PromptsObject(
+    prompts = PromptsObject(
         num_rows=len(train), num_eval_rows=0 if rows is None else len(rows), eval_files=eval_files or (), **settings
     )
-    return carrying(given, (train, rows))
+    return carrying(prompts, (train, rows))
 
 
 def _files(data: Any) -> tuple[str, ...] | None:

@@ -18,8 +18,7 @@ from verl.checkpoint.resume_point import ResumePoint, find
 from verl.component import as_plain
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.trainer.state.driver_state import load_parts
-from verl.trainer.state.resume import refuse_other_identity
-from verl.trainer.state.training_identity import identity_of
+from verl.trainer.state.training_identity import identity_of, refuse_other_identity
 from verl.trainer.train_loop import TrainLoop
 from verl.workers.load_state import CheckpointSelection
 
@@ -59,8 +58,8 @@ def load_checkpoint(
     if point is None:
         raise CheckpointNotFound(f"path is {path!r}: there is no checkpoint in {trainer.saving.directory}")
     if components is None and point.state.get("identity"):
-        own = trainer.saving.identity or identity_of(as_plain(trainer.description), trainer.tokenizer)
-        _refuse_with_path(point, own)
+        identity = trainer.saving.identity or identity_of(as_plain(trainer.description), trainer.tokenizer)
+        _refuse_with_path(point, identity)
     _verify(point, chosen)
     loop.begin(evaluates=False)
     for name in trainer.trained:
@@ -78,14 +77,14 @@ def load_checkpoint(
 def _chosen(trainer: Any, components: Sequence[str] | None) -> list[str]:
     reuse = getattr(trainer, "reuse", None)  # a trainer of supervised fine-tuning has none
     is_own = {"critic": "critic" in trainer.trained, "replay_buffer": reuse is not None and reuse.buffer is not None}
-    own = [name for name in COMPONENTS if is_own.get(name, True)]
+    known = [name for name in COMPONENTS if is_own.get(name, True)]
     if components is None:
-        return own
+        return known
     if isinstance(components, str):
         raise ConfigError(f"load_components is {components!r}: expected a list, such as [{components!r}].")
-    unknown = [name for name in components if name not in own]
+    unknown = [name for name in components if name not in known]
     if unknown:
-        raise ConfigError(f"load_components has {', '.join(map(repr, unknown))}: this trainer has {', '.join(own)}.")
+        raise ConfigError(f"load_components has {', '.join(map(repr, unknown))}: this trainer has {', '.join(known)}.")
     return list(components)
 
 
@@ -101,9 +100,9 @@ def _refuse_devices(device_map: DeviceMap) -> None:
             raise ConfigError(f"device_map is {device_map!r}: torch has no {device} here ({reason}).") from error
 
 
-def _refuse_with_path(point: ResumePoint, own: Mapping[str, Any]) -> None:
+def _refuse_with_path(point: ResumePoint, identity: Mapping[str, Any]) -> None:
     try:
-        refuse_other_identity(point, own)
+        refuse_other_identity(point, identity)
     except ConfigError as error:
         hint = "To take over weights alone, give load_components=['actor']."
         raise ConfigError([*error.faults, f"path is {point.checkpoint.directory}: another training. {hint}"]) from error
@@ -116,7 +115,7 @@ def _verify(point: ResumePoint, chosen: Sequence[str]) -> None:
 
 
 def _files(reader: CheckpointReader, chosen: Sequence[str]) -> Iterator[str]:
-    wanted = {*chosen, *(["scheduler"] if "optimizer" in chosen else [])}
-    for component in sorted(wanted):
+    components = {*chosen, *(["scheduler"] if "optimizer" in chosen else [])}
+    for component in sorted(components):
         for entry in reader.files(component):
             yield entry.path

@@ -60,7 +60,7 @@ class DataPipeline:
     ):
         settings = dict(train_config or {})
         roles = {"actors": actors, "critics": critics, "references": references}
-        faults = [fault for name, given in roles.items() for fault in _count_faults(name, given)]
+        faults = [fault for name, models in roles.items() for fault in _count_faults(name, models)]
         if not _is_list(reward_models):
             faults.append(f"reward_models is {reward_models!r}: expected a list of rewards.")
         if faults:
@@ -126,12 +126,12 @@ def _with_names_of_parts(fault: str) -> str:
     return re.sub(rf"\b({'|'.join(parts)})\b", lambda name: parts[name[0]], fault)
 
 
-def _count_faults(name: str, given: Any) -> list[str]:
-    if not _is_list(given):
-        return [f"{name} is {given!r}: expected a list, such as [{given!r}]."]
-    if name == "actors" and not given:
+def _count_faults(name: str, models: Any) -> list[str]:
+    if not _is_list(models):
+        return [f"{name} is {models!r}: expected a list, such as [{models!r}]."]
+    if name == "actors" and not models:
         return ["actors is empty: give the policy to train."]
-    return [f"{name} has {len(given)}. {INSTEAD[name]}."] if len(given) > 1 else []
+    return [f"{name} has {len(models)}. {INSTEAD[name]}."] if len(models) > 1 else []
 
 
 def _is_list(value: Any) -> bool:

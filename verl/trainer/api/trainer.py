@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -19,16 +20,17 @@ from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.read.lazy_tensors import DeviceMap
 from verl.component import Description, as_plain, field_types
-from verl.compose.build_trainer import build_trainer
 from verl.compose.from_yaml import (
     ComposedConfig,
     compose_over_default,
+    described,
+    key_faults,
     load_option,
     read_short_file,
     rollout_kind,
 )
 from verl.compose.overrides import flatten
-from verl.compose.suggestions import described, key_faults
+from verl.compose.run_start import RunStart
 from verl.data.arithmetic import ArithmeticPrompts
 from verl.data.base import PromptOptions
 from verl.errors import ConfigError
@@ -139,30 +141,34 @@ class Trainer:
         _refuse_unknown_keys(rollout_config, checkpoint_config, train_config, data_config)
         self._reward_tokenizer = reward_tokenizer
         tokenizer = None if tokenizer is None else _padding(tokenizer)
-        given: dict[str, Description] = {
+        replacements: dict[str, Description] = {
             "actor.model": model_from_object("model", model, tokenizer),
             "reward": reward_from_object(reward_model, reward_tokenizer),
         }
         if ref_model is not None:
-            given["reference.model"] = model_from_object("ref_model", ref_model, tokenizer)
+            replacements["reference.model"] = model_from_object("ref_model", ref_model, tokenizer)
         if critic_model is not None:
-            given["critic.model"] = model_from_object("critic_model", critic_model, tokenizer)
+            replacements["critic.model"] = model_from_object("critic_model", critic_model, tokenizer)
         if lora is not None:
-            given["actor.lora"] = described(LoRA, "lora", lora)
-        rollout_config, data_config = _with_lengths(given["actor.model"], rollout_config or {}, data_config or {})
+            replacements["actor.lora"] = described(LoRA, "lora", lora)
+        rollout_config, data_config = _with_lengths(
+            replacements["actor.model"], rollout_config or {}, data_config or {}
+        )
         if train_dataset is not None:
-            room = _room(given["actor.model"], rollout_config, data_config)
-            given["data"] = data_from_object(train_dataset, eval_dataset, described(PromptOptions, "data_config", room))
+            room = _room(replacements["actor.model"], rollout_config, data_config)
+            replacements["data"] = data_from_object(
+                train_dataset, eval_dataset, described(PromptOptions, "data_config", room)
+            )
         if isinstance(algorithm, Algorithm):
-            given["algorithm"] = algorithm
-        below = _defaults(given, checkpoint_config is not None, algorithm)
+            replacements["algorithm"] = algorithm
+        below = _defaults(replacements, checkpoint_config is not None, algorithm)
         above = _arguments(algorithm, rollout_config, checkpoint_config, train_config)
         if train_dataset is None:
             above |= {f"data.{key}": value for key, value in data_config.items()}
-        composed = _compose(below, config, above, given, overrides)
-        run = run_with_objects(composed, given)
+        composed = _compose(below, config, above, replacements, overrides)
+        run = run_with_objects(composed, replacements)
         _refuse_unused(run, ref_model, critic_model)
-        _refuse_objects_elsewhere(run, given)
+        _refuse_objects_elsewhere(run, replacements)
         self._build(run, composed, overrides, tokenizer)
         if train_dataset is None and isinstance(run.data, ArithmeticPrompts):
             _log.warning("No prompts are given: the run trains on the built-in sums, such as 37+58=.")
@@ -184,12 +190,22 @@ class Trainer:
         tokenizer: Any = None,
         choices: Mapping[str, str | None] | None = None,
     ) -> None:
-        """Build a checked run; see `build_trainer`."""
+        """Build a checked run; nothing is left on the disk if this machine cannot run it."""
         import rich
 
-        self.config = composed.config
-        built = build_trainer(run, composed.config, overrides, rich.get_console(), tokenizer, choices)
-        self.run, self.run_dir, self.trainer, self._closing = built
+        now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f")
+        run_dir = Path("outputs").resolve() / run.trainer.project_name / run.trainer.experiment_name / now
+        start = RunStart(composed.config, "ppo", choices, run_dir, rich.get_console(), overrides=list(overrides))
+        try:
+            self.trainer = start.build(run, tokenizer)
+        except BaseException as error:
+            start.closing.close()
+            if isinstance(error, ConfigError):
+                start.withdraw()
+            raise
+        start.closing.callback(self.trainer.close)
+        self.config, self.run, self.run_dir = composed.config, self.trainer.description, run_dir
+        self._closing = start.closing
 
     @property
     def steps(self) -> int:
@@ -227,7 +243,7 @@ class Trainer:
         In Ray, a lost worker costs the steps since the last save: see `verl.trainer.setup`.
         """
         self._under_way()
-        return fit_with_restarts(self.trainer, self._fit_once, self.trainer.max_restarts)
+        return fit_with_restarts(self.trainer, self._fit_once, self.trainer.settings.max_restarts)
 
     def _fit_once(self, may_restart: bool) -> TrainResult:
         if self._loop.is_over:  # a worker was lost: the trainer is rebuilt
@@ -363,20 +379,20 @@ def _refuse_unknown_keys(
         "train_config": (train, [*OF_TRAINING, *field_types(PPOSettings)]),
         "data_config": (data, field_types(PromptOptions)),
     }
-    faults = [fault for name, (given, keys) in known.items() for fault in key_faults(name, given or {}, keys)]
+    faults = [fault for name, (mapping, keys) in known.items() for fault in key_faults(name, mapping or {}, keys)]
     if faults:
         raise ConfigError(faults)
 
 
-def _defaults(given: Mapping[str, Description], saves: bool, algorithm: str | Algorithm) -> dict[str, Any]:
+def _defaults(replacements: Mapping[str, Description], saves: bool, algorithm: str | Algorithm) -> dict[str, Any]:
     """Defaults for library use: options of groups, and values by path."""
     options = {
         "actor": "pretrained",
-        "critic": "own_model" if "critic.model" in given else "same_as_actor",
+        "critic": "own_model" if "critic.model" in replacements else "same_as_actor",
         "checkpoint": "async" if saves else "off",
         "tracker.console": None,
     }
-    if (data := given.get("data")) is None:
+    if (data := replacements.get("data")) is None:
         return options
     prompts = min(PROMPTS_PER_STEP, data.num_rows if isinstance(data, PromptsObject) else PROMPTS_PER_STEP)
     if prompts % 2:  # of few rows; what a step has must divide into its mini-batches
@@ -411,12 +427,12 @@ def _compose(
     below: Mapping[str, Any],
     config: str | Path | Mapping[str, Any] | None,
     above: Mapping[str, Any],
-    given: Mapping[str, Description],
+    replacements: Mapping[str, Description],
     overrides: Sequence[str],
 ) -> ComposedConfig:
     short = read_short_file(config) if isinstance(config, (str, Path)) else dict(config or {})
-    replacements = {key: as_plain(item) for key, item in given.items()}
-    return compose_over_default("ppo", {**below, **dict(flatten(short)), **above}, overrides, replacements)
+    nodes = {key: as_plain(item) for key, item in replacements.items()}
+    return compose_over_default("ppo", {**below, **dict(flatten(short)), **above}, overrides, nodes)
 
 
 def _refuse_unused(run: Any, ref_model: Any, critic_model: Any) -> None:
@@ -429,8 +445,8 @@ def _refuse_unused(run: Any, ref_model: Any, critic_model: Any) -> None:
         raise ConfigError(faults)
 
 
-def _refuse_objects_elsewhere(run: Any, given: Mapping[str, Description]) -> None:
-    models = [item.argument for item in given.values() if isinstance(item, ModelObject)]
+def _refuse_objects_elsewhere(run: Any, replacements: Mapping[str, Description]) -> None:
+    models = [item.argument for item in replacements.values() if isinstance(item, ModelObject)]
     if models and (sharded := [sharding for sharding in run.shardings().values() if sharding.needs_processes]):
         kind = type(sharded[0]).__name__.lower()
         raise ConfigError(

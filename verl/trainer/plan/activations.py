@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -39,11 +41,11 @@ class LiveBytes(TorchDispatchMode):
         self._handles: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = self._run(func, args, kwargs or {})
-        for leaf in tree_leaves(found):
+        result = self._run(func, args, kwargs or {})
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
-        return found
+        return result
 
     def watch(self, module: nn.Module) -> None:
         """Exclude the parameters of a module and their gradients."""
@@ -94,7 +96,7 @@ class Activations:
 
     Attributes:
         training: peak of forward and backward pass, without logits.
-        kept: at the end of the forward pass, when logits are added.
+        after_forward: at the end of the forward pass, when logits are added.
         scoring: peak of a forward pass without gradients.
         logits: of one chunk of tokens in the backward pass.
         why_counted: why the layers could not be traced, so that a formula for Llama layers was used; None if they were
@@ -102,7 +104,7 @@ class Activations:
     """
 
     training: int
-    kept: int
+    after_forward: int
     scoring: int
     logits: int
     why_counted: str | None = None
@@ -110,9 +112,24 @@ class Activations:
     @property
     def bytes(self) -> tuple[int, int, int]:
         """Bytes that depend on the number of experts of a token."""
-        return self.training, self.kept, self.scoring
+        return self.training, self.after_forward, self.scoring
 
 
+def _cached(trace: Callable[..., Activations]) -> Callable[..., Activations]:
+    """A plan with its changes asks many times for the same micro-batch."""
+    known: dict[tuple[Any, ...], Activations] = {}
+
+    @functools.wraps(trace)
+    def traced(config: Any, *args: Any, **kwargs: Any) -> Activations:
+        key = (config.to_json_string(), *args, *sorted(kwargs.items()))
+        if key not in known:
+            known[key] = trace(config, *args, **kwargs)
+        return known[key]
+
+    return traced
+
+
+@_cached
 def trace_activations(
     config: Any,
     tokens: int,
@@ -134,25 +151,6 @@ def trace_activations(
         expert_load: of experts that are divided over processes, how many times its share of the tokens this one's get:
             1 where routing is balanced. None where each process has all experts, or there are none.
     """
-    key = (config.to_json_string(), tokens, dtype, recomputed, siblings, exact, device_type, expert_load)
-    if key not in _found:
-        _found[key] = _trace_or_count(config, tokens, dtype, recomputed, siblings, exact, device_type, expert_load)
-    return _found[key]
-
-
-_found: dict[tuple[Any, ...], Activations] = {}  # a plan with its changes asks many times for the same micro-batch
-
-
-def _trace_or_count(
-    config: Any,
-    tokens: int,
-    dtype: torch.dtype,
-    recomputed: bool,
-    siblings: int,
-    exact: bool,
-    device_type: str,
-    expert_load: float | None,
-) -> Activations:
     layers = config.get_text_config().num_hidden_layers
     logits = _logits(config, tokens, dtype, siblings, device_type)
     log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints tracebacks of what fails below
@@ -163,19 +161,22 @@ def _trace_or_count(
         if expert_load is None:
             return _trace(config, depths, tokens, dtype, recomputed, siblings, logits)
         share = config.get_text_config().num_experts_per_tok * expert_load / siblings  # of a token's experts, here
-        one, two = (
+        with_one, with_two = (
             _trace(_with_chosen(config, chosen, siblings), depths, tokens, dtype, recomputed, siblings, logits)
             for chosen in (1, 2)
         )
         return Activations(
-            *(int(a + (share - 1) * (b - a)) for a, b in zip(one.bytes, two.bytes, strict=True)), logits=logits
+            *(int(a + (share - 1) * (b - a)) for a, b in zip(with_one.bytes, with_two.bytes, strict=True)),
+            logits=logits,
         )
     except Exception as error:  # noqa: BLE001 - a model's own code on tensors without data may fail in any way
         sizes = model_stats(config)
-        kept = sizes.activation_elements(tokens, recomputed) * dtype.itemsize // siblings
+        activation_bytes = sizes.activation_elements(tokens, recomputed) * dtype.itemsize // siblings
         scoring = sizes.layer_elements * tokens * dtype.itemsize // siblings
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return Activations(training=kept, kept=kept, scoring=scoring, logits=logits, why_counted=why)
+        return Activations(
+            training=activation_bytes, after_forward=activation_bytes, scoring=scoring, logits=logits, why_counted=why
+        )
     finally:
         log.setLevel(level)
 
@@ -196,7 +197,7 @@ def _trace(
     scored = [at(depth, False, False) for depth in depths]
     return Activations(
         training=_at([peak for peak, _ in trained], layers),
-        kept=_at([kept for _, kept in trained], layers),
+        after_forward=_at([remaining for _, remaining in trained], layers),
         scoring=_at([peak for peak, _ in scored], layers),
         logits=logits,
     )
@@ -212,15 +213,15 @@ def num_experts(config: Any) -> int:
 
 def _with_chosen(config: Any, chosen: int, siblings: int) -> Any:
     """The same with so many experts for each token, among those of one of some processes."""
-    found = deepcopy(config)
-    text = found.get_text_config()
+    part_config = deepcopy(config)
+    text = part_config.get_text_config()
     for name in EXPERTS:
         if getattr(text, name, None):
             setattr(text, name, max(2, getattr(text, name) // siblings))
     text.num_experts_per_tok = chosen
     if not hasattr(text, "moe_intermediate_size") and getattr(text, "intermediate_size", None):
         text.intermediate_size *= siblings  # experts are whole: `_with_layers` divides the widths of dense layers
-    return found
+    return part_config
 
 
 def _are_alike(config: Any) -> bool:
@@ -237,8 +238,8 @@ def _are_alike(config: Any) -> bool:
     return bool(stacks) and len(shapes[0]) == 1
 
 
-def _at(found: list[int], layers: int) -> int:
-    return found[0] + (layers - 1) * (found[1] - found[0]) if len(found) == 2 else found[0]
+def _at(peaks: list[int], layers: int) -> int:
+    return peaks[0] + (layers - 1) * (peaks[1] - peaks[0]) if len(peaks) == 2 else peaks[0]
 
 
 def traced_activations(
@@ -263,10 +264,10 @@ def traced_activations(
         with FakeBytes() as counted, torch.set_grad_enabled(trains):
             counted.watch(model)
             hidden = model(input_ids=ids, use_cache=False)[0]
-            kept = counted.live
+            remaining = counted.live
             if trains:
                 hidden.backward(torch.empty_like(hidden))
-        return counted.peak, kept
+        return counted.peak, remaining
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
@@ -274,21 +275,21 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 
 def _with_layers(config: Any, layers: int, siblings: int) -> Any:
-    found = deepcopy(config)
-    for one in {id(x): x for x in (found, found.get_text_config())}.values():
-        one.num_hidden_layers = layers
-        if "layer_types" in vars(one):
-            one.layer_types = list(one.layer_types)[:layers]
-        one.use_cache = False
+    shallow = deepcopy(config)
+    for part in {id(x): x for x in (shallow, shallow.get_text_config())}.values():
+        part.num_hidden_layers = layers
+        if "layer_types" in vars(part):
+            part.layer_types = list(part.layer_types)[:layers]
+        part.use_cache = False
         if siblings > 1:
-            size = getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads
-            one.head_dim = size
-            one.num_attention_heads = max(1, one.num_attention_heads // siblings)
-            if getattr(one, "num_key_value_heads", None):
-                one.num_key_value_heads = max(1, one.num_key_value_heads // siblings)
-            if getattr(one, "intermediate_size", None):
-                one.intermediate_size = max(1, one.intermediate_size // siblings)
-    return found
+            size = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
+            part.head_dim = size
+            part.num_attention_heads = max(1, part.num_attention_heads // siblings)
+            if getattr(part, "num_key_value_heads", None):
+                part.num_key_value_heads = max(1, part.num_key_value_heads // siblings)
+            if getattr(part, "intermediate_size", None):
+                part.intermediate_size = max(1, part.intermediate_size // siblings)
+    return shallow
 
 
 def _logits(config: Any, tokens: int, dtype: torch.dtype, siblings: int, device_type: str) -> int:

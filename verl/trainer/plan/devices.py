@@ -95,10 +95,10 @@ def device_named(name: str) -> DeviceRates:
     """
     if name == "cpu":
         return this_cpu()
-    found = DEVICES.get(name.lower())
-    if found is None:
+    rates = DEVICES.get(name.lower())
+    if rates is None:
         raise ConfigError(f"plan.device is {name!r}: known are {', '.join(DEVICES)} and cpu.")
-    return found
+    return rates
 
 
 def gpu_here() -> DeviceRates:
@@ -150,10 +150,10 @@ def measured_here(hidden: int, mlp: int, dtype: str = "float32", seconds: float 
     copy_s = _fastest(lambda: large.clone(), seconds)
     rate = 4 * rows * hidden * mlp / product_s
     layer_s = _layer_seconds(seconds)
-    found = this_cpu()
+    unmeasured = this_cpu()
     return DeviceRates(
         name="cpu",
-        memory=found.memory,
+        memory=unmeasured.memory,
         products={dtype: rate, "float32": rate},
         bandwidth=2 * large.nbytes / copy_s,
         link=large.nbytes / copy_s,

@@ -129,7 +129,7 @@ class MemoryEstimate:
         processes: number of processes with roles on this machine.
         machines: number of machines with as many processes.
         saving: bytes of one checkpoint.
-        kept: checkpoints on disk at a time.
+        num_checkpoints: checkpoints on disk at a time.
         copied: bytes of host buffers on this machine for asynchronous saves.
         on_host: roles are in main memory, because there is no GPU.
         stays_awake: the engine keeps its GPU memory while the trainer works.
@@ -139,7 +139,7 @@ class MemoryEstimate:
     cache: int
     processes: int
     saving: int
-    kept: int
+    num_checkpoints: int
     copied: int = 0
     on_host: bool = True
     machines: int = 1
@@ -184,7 +184,7 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
         processes=-(-sum(count for _, count in groups) // settings.nnodes),
         machines=settings.nnodes,
         saving=saved,
-        kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
+        num_checkpoints=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
         on_host=not on_gpu,
         stays_awake=stays_awake,
@@ -256,8 +256,8 @@ def _role_plan(run: Any, memory: RoleMemory, step: Workload, device: DeviceRates
             replace(
                 traced,
                 scoring=int(more * traced.scoring),
-                training=int(traced.training + (under_way - 1) * traced.kept),
-                kept=int(under_way * traced.kept),
+                training=int(traced.training + (under_way - 1) * traced.after_forward),
+                after_forward=int(under_way * traced.after_forward),
                 logits=0 if memory.name in _HEADS else traced.logits,
             )
         )
@@ -427,10 +427,12 @@ def _phases(
     for role in members:
         if not role.memory.gradients:
             continue
-        made = role.activations
-        on_top = max(0, made.kept + made.logits - made.training)  # gone when layers are recomputed
+        activations = role.activations
+        on_top = max(
+            0, activations.after_forward + activations.logits - activations.training
+        )  # gone when layers are recomputed
         working = {
-            "activations": made.training,
+            "activations": activations.training,
             "logits": on_top if role.name == "actor" else 0,
             "gathered weights": role.memory.gathered,
         }
@@ -456,29 +458,29 @@ def _engine_parts(
         return {}
     vocabulary = actor.memory.config.get_text_config().vocab_size
     rows = getattr(rollout, "max_rows", None) or getattr(rollout, "max_num_seqs", 0)
-    found = {"sampling": 3 * 4 * min(rows or 1, run.trainer.prompts_per_step * run.trainer.group_size) * vocabulary}
+    working = {"sampling": 3 * 4 * min(rows or 1, run.trainer.prompts_per_step * run.trainer.group_size) * vocabulary}
     if not hasattr(rollout, "kv_cache_gib"):
-        return {"keys and values": estimate.cache, **found}
+        return {"keys and values": estimate.cache, **working}
     room = rollout.with_room_for(getattr(run.data, "max_prompt_length", 0), run.response_tokens)
     shape = engine_shape(room, actor.memory.config, actor.memory.dtype, device.is_gpu)
     memory = None
     if device.is_gpu:
-        found = {"engine working": shape.overhead}
+        working = {"engine working": shape.overhead}
         if getattr(rollout, "sleep", False) and not estimate.stays_awake:
-            found[ASLEEP] = shape.asleep
+            working[ASLEEP] = shape.asleep
         memory = DeviceMemory(device.memory, min(device.memory - device.context, limit))
     try:
         cache = cache_bytes(rollout, shape, memory, beside)
     except ConfigError:  # it does not fit: the plan shows by how much
         cache = shape.cache_of(1)
-    return {"engine weights": shape.weights, "keys and values": cache, **found}
+    return {"engine weights": shape.weights, "keys and values": cache, **working}
 
 
 def free_memory(device: str, processes: int) -> int | None:
     """Free bytes for each of this many processes on this machine; None if unknown."""
     if device.startswith("cuda"):  # asked by the driver, which has no context on a GPU and shall not get one
-        found = gpu_memory_from_outside(torch.device(device).index or 0)
-        return None if found is None else found.free
+        gpu = gpu_memory_from_outside(torch.device(device).index or 0)
+        return None if gpu is None else gpu.free
     free = free_main_memory()
     return None if free is None else max(0, free // processes - _PROCESS_BYTES * (processes > 1))
 

@@ -138,11 +138,11 @@ class RunPlan:
                 f"{twice.name} then needs about {twice.total / GIB:.1f} GiB, and {limit / GIB:.1f} are free. Lower "
                 f"{twice.name.split()[-1]}.micro_batch_tokens."
             )
-        if disk is not None and estimate.saving * estimate.kept > disk:
+        if disk is not None and estimate.saving * estimate.num_checkpoints > disk:
             yield (
-                f"Disk may not suffice: {estimate.kept} checkpoints of {estimate.saving / GIB:.1f} GiB, and "
+                f"Disk may not suffice: {estimate.num_checkpoints} checkpoints of {estimate.saving / GIB:.1f} GiB, and "
                 f"{disk / GIB:.1f} GiB are free. "
-                + ("Lower checkpoint.keep_last_n, or set" if estimate.kept > 2 else "Set")
+                + ("Lower checkpoint.keep_last_n, or set" if estimate.num_checkpoints > 2 else "Set")
                 + " checkpoint.save_dir to a larger disk."
             )
 
@@ -167,7 +167,7 @@ class RunPlan:
                 {"name": s.name, "seconds": s.seconds, "bound": s.bound, "sent_bytes": s.sent} for s in self.stages
             ],
             "checkpoint_bytes": self.memory.estimate.saving,
-            "checkpoints_kept": self.memory.estimate.kept,
+            "checkpoints_kept": self.memory.estimate.num_checkpoints,
             "changes": [
                 {"settings": list(c.settings), "peak_bytes": c.peak, "relative_time": c.slower} for c in self.changes
             ],
@@ -264,9 +264,9 @@ def _disk(run: Any, memory: MemoryPlan, step_s: float, free: int | None, upload_
     every = saves.save_interval
     often = "" if every is None else f", one every {every} steps (about {_duration(every * step_s)})"
     if saves.keep_last_n is not None:
-        kept = saves.keep_last_n + 1
-        yield f"A checkpoint takes {size / GIB:.2f} GiB{often}; {saves.keep_last_n} stay: {kept * size / GIB:.2f} GiB."
-        if free is not None and kept * size > free:
+        count = saves.keep_last_n + 1
+        yield f"A checkpoint takes {size / GIB:.2f} GiB{often}; {saves.keep_last_n} stay: {count * size / GIB:.2f} GiB."
+        if free is not None and count * size > free:
             soon = f", in about {_duration((free // size + 1) * every * step_s)}" if every is not None else ""
             yield (
                 f"{free / GIB:.2f} GiB are free there, full with checkpoint {free // size + 1}{soon}: lower "

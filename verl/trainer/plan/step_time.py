@@ -142,11 +142,11 @@ def _generation(run: Any, work: _Work, rows: int, same: int, prompt: int, new: i
     waves = -(-rows // batch)
     engine = _Work(work.sizes, work.parameters, work.itemsize, work.dtype, device, max(siblings, work.ways))
     read_s = engine.pass_s(rows * prompt // max(1, run.trainer.group_size), max(1, prompt), waves)[0]
-    kept = work.sizes.cache_elements * work.itemsize / engine.ways
+    cache_bytes = work.sizes.cache_elements * work.itemsize / engine.ways
 
     def token_s(count: int, length: float) -> tuple[float, str]:
         seconds, bound = engine.pass_s(count, int(length))
-        return seconds + device.decode_s + count * length * kept / device.reads(), bound
+        return seconds + device.decode_s + count * length * cache_bytes / device.reads(), bound
 
     each_s, bound = token_s(batch, prompt + new / 2)
     longest = run.response_tokens

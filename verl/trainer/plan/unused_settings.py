@@ -15,11 +15,11 @@ def unused_settings(run: Any, changed: Sequence[str]) -> str | None:
         run: a `PPORun` or an `SFTRun`.
         changed: configuration paths that differ from the defaults.
     """
-    found = []
+    sentences = []
     for beginning, reason in _unread(run):
         if paths := [path for path in changed if path == beginning or path.startswith(f"{beginning}.")]:
-            found.append(f"{', '.join(paths)} ({reason})")
-    return f"Settings without effect in this run: {'; '.join(found)}." if found else None
+            sentences.append(f"{', '.join(paths)} ({reason})")
+    return f"Settings without effect in this run: {'; '.join(sentences)}." if sentences else None
 
 
 def _unread(run: Any) -> Iterator[tuple[str, str]]:

@@ -52,14 +52,17 @@ class RoleLayout:
         return max(self.siblings, self.sharding.degrees(self.processes).ep)
 
 
-def role_layouts(run: Any) -> dict[str, RoleLayout]:
-    """Layout of each role, by `trainer.placement` if it is set."""
-    settings = run.trainer
+def role_processes(run: Any) -> dict[str, int]:
+    """Number of processes of each role, by `trainer.placement` if it is set."""
+    settings, roles = run.trainer, tuple(run.shardings())
     world: int = settings.n_gpus_per_node * settings.nnodes
-    shardings, placement = run.shardings(), settings.placement
-    counts = dict.fromkeys(shardings, world) if placement is None else placement.sizes(tuple(shardings), world)
-    alone = NoSharding()
-    return {role: RoleLayout(shardings[role] if counts[role] > 1 else alone, counts[role]) for role in shardings}
+    return dict.fromkeys(roles, world) if settings.placement is None else settings.placement.sizes(roles, world)
+
+
+def role_layouts(run: Any) -> dict[str, RoleLayout]:
+    """Layout of each role."""
+    shardings, counts, alone = run.shardings(), role_processes(run), NoSharding()
+    return {role: RoleLayout(x if counts[role] > 1 else alone, counts[role]) for role, x in shardings.items()}
 
 
 @dataclass(frozen=True)

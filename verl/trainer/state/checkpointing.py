@@ -38,8 +38,7 @@ from verl.ops.cpu_matmul import active_library
 from verl.storage.config import Storage
 from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.driver_state import RNG, PartStates
-from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version
-from verl.trainer.state.resume import parent_of
+from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version, parent_of
 from verl.trainer.state.save_directory import SaveDirectory, ancestors_of
 from verl.trainer.state.train_state import TrainState
 from verl.trainer.state.training_identity import sources_of

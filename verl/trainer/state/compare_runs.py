@@ -128,10 +128,10 @@ def _difference(x: Tensor, y: Tensor, near: Tolerance) -> str | None:
     apart = near.elements(x, y)
     if not bool(apart.any()):
         return None
-    place = torch.nonzero(apart)[0].tolist()
+    index = torch.nonzero(apart)[0].tolist()
     most = float((x.double() - y.double()).abs().max())
-    values = f"{x[tuple(place)].item()!r} in the first run and {y[tuple(place)].item()!r} in the second"
-    return f"{int(apart.sum())} of {x.numel()} elements differ, the first is {place}: {values}; at most by {most:.3g}"
+    values = f"{x[tuple(index)].item()!r} in the first run and {y[tuple(index)].item()!r} in the second"
+    return f"{int(apart.sum())} of {x.numel()} elements differ, the first is {index}: {values}; at most by {most:.3g}"
 
 
 def _states_apart(first: CheckpointReader, second: CheckpointReader, near: Tolerance) -> Iterator[str]:

@@ -23,8 +23,9 @@ import verl
 from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.resume_point import ResumePoint
 from verl.errors import BadCheckpoint
-from verl.trainer.state.training_identity import DIGEST, differences
+from verl.trainer.state.training_identity import DIGEST, differences, training_differences
 from verl.utils.external_input import (
     ExternalInputError,
     checked_as,
@@ -55,6 +56,13 @@ class ParentCheckpoint:
     checkpoint: str
     step: int
     differences: dict[str, list[Any]]
+
+
+def parent_of(point: ResumePoint, config: Mapping[str, Any]) -> ParentCheckpoint:
+    """The checkpoint as the origin of a run with a configuration."""
+    differing = training_differences(point.state.get("config", {}), config)
+    manifest = point.checkpoint.manifest
+    return ParentCheckpoint(manifest.run_id, str(point.checkpoint.directory), point.step, differing)
 
 
 class Lineage:
@@ -144,14 +152,14 @@ def _lines(file: Path) -> list[str]:
 
 def code_version() -> dict[str, Any]:
     """Version of verl and, where the code lies in a git repository, its commit and whether files differ from it."""
-    found: dict[str, Any] = {"verl": verl.__version__}
+    version: dict[str, Any] = {"verl": verl.__version__}
     where = Path(verl.__file__).parent
     try:
         commit = _git(where, "rev-parse", "HEAD")
-        found |= {"commit": commit, "modified": bool(_git(where, "status", "--porcelain", "--untracked-files=no"))}
+        version |= {"commit": commit, "modified": bool(_git(where, "status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.SubprocessError):
         pass
-    return found
+    return version
 
 
 def _git(where: Path, *arguments: str) -> str:
@@ -221,36 +229,22 @@ class LineageRun:
 def forest(directory: Path) -> list[LineageRun]:
     """The runs recorded in a directory and below it: those without a parent there, in order of time.
 
-    A run below `MAX_DEPTH` others, or in a cycle of parents, begins a tree of its own; its `parent` is as recorded.
+    A run below `MAX_DEPTH` others, or whose parent began later, begins a tree of its own; its `parent` is as recorded.
     """
     runs = _runs(directory)
-    depths = _depths(runs)
+    depths: dict[str, int] = {}  # number of runs above each in its tree
     roots = []
     for run in runs.values():
-        above = None if run.parent is None or not depths[run.run_id] else runs[run.parent.run_id]
-        if above is None:
+        depth = 0 if run.parent is None else depths.get(run.parent.run_id, -1) + 1
+        depths[run.run_id] = depth % MAX_DEPTH
+        if run.parent is None or not depths[run.run_id]:
             roots.append(run)
             continue
+        above = runs[run.parent.run_id]
         above.children.append(run)
         changed = differences(above.identity, run.identity)
         run.data_changes = {path: values for path, values in changed.items() if any(map(_is_content, values))}
     return roots
-
-
-def _depths(runs: Mapping[str, LineageRun]) -> dict[str, int]:
-    """The number of runs above each run in its tree."""
-    depths: dict[str, int] = {}
-    for run in runs.values():
-        below: dict[str, LineageRun] = {}
-        node: LineageRun | None = run
-        while node is not None and node.run_id not in depths and node.run_id not in below:
-            below[node.run_id] = node
-            node = None if node.parent is None else runs.get(node.parent.run_id)
-        depth = -1 if node is None or node.run_id in below else depths[node.run_id]
-        for run_id in reversed(below):
-            depth = (depth + 1) % MAX_DEPTH
-            depths[run_id] = depth
-    return depths
 
 
 def _runs(directory: Path) -> dict[str, LineageRun]:

@@ -52,10 +52,10 @@ def with_day(context: BuildContext) -> BuildContext:
 
 def run_date(context: BuildContext, template: str | None) -> RunDate:
     """The day of a run that begins, said once where its chat template reads it."""
-    found = RunDate(context.day, ChatTemplate(context.tokenizer, template).is_dated)
-    if found.is_read:
-        _log.info("The chat template writes the current date: %s, for the whole run and its resumes.", found.day)
-    return found
+    date = RunDate(context.day, ChatTemplate(context.tokenizer, template).is_dated)
+    if date.is_read:
+        _log.info("The chat template writes the current date: %s, for the whole run and its resumes.", date.day)
+    return date
 
 
 def go_on_from(date: RunDate, point: ResumePoint | None, tokenizer: Any) -> bool:

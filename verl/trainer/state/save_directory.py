@@ -1,4 +1,4 @@
-"""Save directory: where a run saves, and which checkpoint it resumes from.
+"""Directories of a run: where it saves, which checkpoint it resumes from, and whose run directory it is.
 
 A checkpoint belongs to the training with its identity (`verl.trainer.state.training_identity`), and a directory to one
 training at a time:
@@ -9,7 +9,7 @@ resume=latest   the newest checkpoint of this training in the directory or in th
 resume=PATH     that checkpoint; the run saves in its own directory, as without resume
 
 A directory that is locked by a running run is refused, and so is a location in object storage that is leased by a run
-on another machine; the error names the holder.
+on another machine; the error names the holder. A run directory is refused if another run has trained there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import functools
 import itertools
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,15 +31,16 @@ from verl.checkpoint.commit.fencing import LockHolder, RunLock
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
+from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory, read_pointer
 from verl.checkpoint.remote.lease import LEASE_S, RENEW_EVERY_S, LeaseRecord, StoreLease, living_holder
 from verl.checkpoint.remote.resolve import CheckpointTier, find_at, tier_of
 from verl.checkpoint.resume_point import ResumePoint, find
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, StorageError, StorageRefused
 from verl.storage.config import Storage, is_address, storage_at
+from verl.tracking.console import shown_path
 from verl.trainer.config import LoopSettings
-from verl.trainer.state.resume import refuse_other_identity
-from verl.trainer.state.training_identity import differences
+from verl.trainer.state.training_identity import differences, refuse_other_identity
+from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping
 from verl.utils.temporary_directory import unwritable
 
 _log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ _log = logging.getLogger(__name__)
 MOST_KEYS = 3  # that differ, in a sentence
 WATCH_S = RENEW_EVERY_S + 2  # in which a living run of another machine renews its lease
 LONGEST_NAME = 120  # characters of the directory of a sweep's job
+LONGEST_LINE_BYTES = 2**20  # of metrics.jsonl; what is longer is no record of metrics
 OTHER_DIRECTORY = "give this run another directory: trainer.experiment_name=NAME, or checkpoint.save_dir=DIR"
 
 
@@ -160,9 +163,9 @@ class SaveDirectoryChoice:
             point = self._seen_at(resume)
         else:
             verify = used.verify and not dry
-            found = find(resume, self.directory, used.strict, verify, self._tier, self._storage, self._is_own)
-            assert found is not None, "only `latest` may find none"
-            point = found
+            verified = find(resume, self.directory, used.strict, verify, self._tier, self._storage, self._is_own)
+            assert verified is not None, "only `latest` may find none"
+            point = verified
         self._refuse_other(point)
         return point
 
@@ -352,3 +355,63 @@ def ancestors_of(point: ResumePoint | None) -> dict[str, int]:
         if isinstance(number, int)
     }
     return {**before, manifest.run_id: manifest.sequence}
+
+
+def run_dir_faults(run_dir: Path, resume: str | None, point: ResumePoint | None, save_dir: Path) -> Iterator[str]:
+    """Fault of a run directory with training steps of another run, which this one does not resume.
+
+    A run that ended before its first step owns nothing. A run that resumes may write where it, its ancestors, or an
+    earlier start of it wrote; with `resume=latest` and no checkpoint yet, where a run with the same save directory did.
+
+    Args:
+        resume: the setting of this run.
+        point: the checkpoint that it resumes from, or None.
+        save_dir: where this run saves.
+    """
+    step = _first_step(run_dir)
+    if step is None or (resume is not None and _is_resumed(run_dir, resume, point, save_dir)):
+        return
+    yield (
+        f"hydra.run.dir is {shown_path(run_dir)}: another run has trained there ({step}), and the metrics, "
+        "configuration and weights of two runs would mix. Give this run a directory of its own (hydra.run.dir=DIR; in "
+        "Python, run_dir), or continue the run that wrote there with resume=latest."
+    )
+
+
+def _is_resumed(run_dir: Path, resume: str, point: ResumePoint | None, save_dir: Path) -> bool:
+    try:
+        written = read_pointer(run_dir)
+    except CheckpointNotFound:
+        return False
+    if point is None:
+        return resume == LATEST and any(
+            os.path.realpath(directory) == os.path.realpath(save_dir) for directory in written.places(run_dir)[:2]
+        )
+    return not {written.run_id, *written.ancestors, *written.earlier}.isdisjoint(ancestors_of(point))
+
+
+def _first_step(run_dir: Path) -> str | None:
+    """Evidence of a completed training step, or None."""
+    for name in ("summary.json", "metrics.jsonl"):
+        try:
+            with open(open_regular(run_dir / name), "rb") as file:
+                if name == "summary.json":
+                    steps = _steps(file.read(LONGEST_LINE_BYTES), "steps")
+                    if steps:
+                        return f"{steps} steps in {name}"
+                    continue
+                while line := file.readline(LONGEST_LINE_BYTES):
+                    if step := _steps(line, "step"):
+                        return f"step {step} in {name}"
+        except OSError:  # it is missing, or no file of a run
+            continue
+    return None
+
+
+def _steps(record: bytes, key: str) -> int:
+    """The number under `key`; 0 for half a line, which a killed run leaves."""
+    try:
+        number = parse_mapping(record).get(key)
+    except ExternalInputError:
+        return 0
+    return number if isinstance(number, int) else 0

@@ -2,7 +2,6 @@
 differ.
 
 Optimizer, seed, sharding and whatever else is not in `IDENTITY` may change at a resume; the run then names each change.
-Who refuses: `refuse_other_identity` in `verl/trainer/state/resume.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +13,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from blake3 import blake3
 
+from verl.checkpoint.resume_point import ResumePoint
+from verl.errors import ConfigError
+from verl.ops.cpu_matmul import active_library
 from verl.rewards.import_path import source_file
 
 IDENTITY = (
@@ -78,8 +81,8 @@ def reward_identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Files of functions and models of this machine are replaced by digests of their content, as in `identity_of`.
     """
-    own = {path: value for path, value in _flat(config) if REWARD_TRANSPORT_KEYS.isdisjoint(path.split("."))}
-    return {path: _rates_by(value) for path, value in own.items()}
+    settings = {path: value for path, value in _flat(config) if REWARD_TRANSPORT_KEYS.isdisjoint(path.split("."))}
+    return {path: _rates_by(value) for path, value in settings.items()}
 
 
 def _rates_by(value: Any) -> Any:
@@ -93,7 +96,7 @@ def sources_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
     A function (`file.py:function`, `module:function`) and a component's class stay under one name when they are edited.
     """
-    found: dict[str, Any] = {}
+    digests: dict[str, Any] = {}
     for path, value in _flat(config):
         if not isinstance(value, str) or value.startswith("verl."):
             continue
@@ -108,8 +111,8 @@ def sources_of(config: Mapping[str, Any]) -> dict[str, Any]:
         except (ImportError, OSError, KeyError):
             continue
         if file is not None and file.is_file():
-            found[path] = {DIGEST: _file_digest(file)}
-    return found
+            digests[path] = {DIGEST: _file_digest(file)}
+    return digests
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -121,15 +124,15 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     for path, value in DEFAULTS_OF_OLDER_CHECKPOINTS.items():
         if path in new and f"algorithm{KIND}" in old:
             old.setdefault(path, value)
-    found = {
+    differing = {
         path: [old.get(path, ABSENT), new.get(path, ABSENT)]
         for path in [*old, *(p for p in new if p not in old)]
         if old.get(path, ABSENT) != new.get(path, ABSENT)
     }
-    replaced = [path.removesuffix(KIND) for path in found if path.endswith(KIND)]
+    replaced = [path.removesuffix(KIND) for path in differing if path.endswith(KIND)]
     outermost = [path for path in replaced if not any(path.startswith(f"{other}.") for other in replaced)]
     kinds = {f"{path}{KIND}" for path in outermost}
-    return {path: values for path, values in found.items() if path in kinds or not _below(path, tuple(outermost))}
+    return {path: values for path, values in differing.items() if path in kinds or not _below(path, tuple(outermost))}
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -175,10 +178,73 @@ def _digest(data: bytes) -> str:
 
 
 def _file_digest(path: Path) -> str:
-    found = path.stat()
-    return _digest_of(str(path.absolute()), found.st_ino, found.st_size, found.st_mtime_ns)
+    stat = path.stat()
+    return _digest_of(str(path.absolute()), stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=4096)
 def _digest_of(path: str, *stat: int) -> str:
     return blake3().update_mmap(path).hexdigest()
+
+
+def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> None:
+    """Refuse to go on from a checkpoint of another training.
+
+    Raises:
+        ConfigError: model, tokenizer, data or algorithm are not those of the checkpoint; names every key.
+    """
+    differing = differences(point.state.get("identity", {}), identity)
+    if differing:
+        raise ConfigError(
+            [
+                f"{path} is {_shown(now)}: the checkpoint {point.checkpoint.name} was trained with {_shown(before)}, "
+                "so this would be another training. Set it back, or start without resume."
+                for path, (before, now) in differing.items()
+            ]
+        )
+
+
+def difference_messages(point: ResumePoint, config: Mapping[str, Any]) -> list[str]:
+    """A line for each value that differs from the checkpoint's and may."""
+    differing = training_differences(point.state.get("config", {}), config)
+    messages = [f"{path}: {_shown(before)} before, {_shown(now)} now" for path, (before, now) in differing.items()]
+    before, now = point.state.get("sources"), sources_of(config)
+    if isinstance(before, Mapping):
+        edited = [path for path in now if path in before and before[path] != now[path] and path not in differing]
+        named = {path: _at(config, path) for path in edited}
+        messages += [f"{path}: the source of {name} was edited since the save" for path, name in named.items()]
+    threads, here = point.state.get("num_threads"), torch.get_num_threads()
+    if isinstance(threads, int) and threads != here and "trainer.num_threads" not in differing:
+        messages.append(
+            f"threads of torch: {threads} before, {here} now. Sums may be rounded otherwise; set "
+            f"trainer.num_threads={threads} for the same numbers"
+        )
+    library = point.state.get("cpu_matmul", "mkl")
+    if library in ("mkl", "onednn") and library != active_library() and "trainer.cpu_matmul" not in differing:
+        messages.append(
+            f"float32 products on the CPU: by {library} before, by {active_library()} now. Last bits differ; set "
+            f"trainer.cpu_matmul={library} for the same numbers"
+        )
+    return messages
+
+
+def _at(config: Mapping[str, Any], path: str) -> Any:
+    node: Any = config
+    for key in path.split("."):
+        node = node[int(key)] if isinstance(node, (list, tuple)) else node[key]
+    return node
+
+
+# Settings of the end of a run and of the checkpoint location, which do not affect training.
+OF_THIS_START = ("resume", "trainer.stop_after")
+
+
+def training_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Differences of what is trained, and how."""
+    return {path: values for path, values in differences(before, now).items() if path not in OF_THIS_START}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping) and set(value) == {DIGEST}:
+        return f"content {value[DIGEST][:12]}"
+    return json.dumps(value) if not isinstance(value, str) else value

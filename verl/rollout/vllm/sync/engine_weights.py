@@ -67,7 +67,7 @@ class EngineWeights:
     ):
         self.process, self.info, self.model, self.verifier = process, info, model, verifier
         self.lora_rank, self.num_threads, self.in_place = lora_rank, num_threads, True
-        self._state, self._num_adapters = ProcessState(None), 0
+        self._state, self._num_adapters, self._sends_all = ProcessState(None), 0, True
 
     @property
     def state(self) -> ProcessState:
@@ -87,9 +87,9 @@ class EngineWeights:
         Args:
             prepare: starts the engine if it is not running.
         """
-        all_weights = self.lora_rank is None or self.needs_sync
+        self._sends_all = self.lora_rank is None or self.needs_sync
         # Before what may fail: questions are counted alike beside all engines.
-        question = self.verifier.question(weights=all_weights, adapter_rank=self.lora_rank)
+        question = self.verifier.question(weights=self._sends_all, adapter_rank=self.lora_rank)
         prepare()
         self._wake("weights")
         assert self.state.process_id is not None
@@ -168,11 +168,19 @@ class EngineWeights:
         self.state.is_current = self.state.was_verified = True
         return result
 
-    def load_anew_after(self, error: Exception) -> bool:
-        """Let vLLM load its model itself from now on, if its first sync was not verified: it may make more of a tensor
-        than its layers tell. Returns whether that may help."""
-        if not isinstance(error, WeightSyncError) or not self.in_place or self.state.was_verified:
+    def may_repeat(self, error: Exception) -> bool:
+        """Whether another sync may be verified where this one was not.
+
+        The frozen weights below an adapter may have been changed: the next sync sends them too. And vLLM may make more
+        of a tensor than its layers tell: after a first sync it loads its model itself from now on.
+        """
+        if not isinstance(error, WeightSyncError):
             return False
+        if not self._sends_all:
+            return not error.faults
+        if not self.in_place or self.state.was_verified:
+            return False
+        log.warning("Not all weights could be loaded in place: vLLM reloads its model at each sync from now on.")
         self.in_place = False
         return True
 

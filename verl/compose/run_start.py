@@ -1,25 +1,118 @@
-"""Files that a run writes into its directory before it builds anything: its lock, and its configuration without
-secrets; and the printed differences from the defaults.
+"""RunStart: what happens to a checked run before it is built, from a command line and from a script alike.
+
+checks of this machine -> lock of the run directory -> differences from the defaults, config.yaml, run.log
+    -> missing warm starts are trained -> data, weights, processes
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl.checkpoint.commit.fencing import RunLock
+from verl.component import BuildContext
 from verl.compose.compose import choices_of, compose_root
 from verl.compose.overrides import options_in
 from verl.compose.schema import CHOOSERS, LISTS, conf_dir, group_options
-from verl.compose.validate import TARGET
+from verl.compose.validate import TARGET, refuse_here
+from verl.compose.warm_start import resolve_warm_starts
 from verl.errors import ConfigError
 from verl.tracking.console import end_cut, print_line, shown_path, visible
+from verl.tracking.logging_setup import setup_logging
 from verl.utils.external_input import write_text
 from verl.utils.redact import redact, redact_tree
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass
+class RunStart:
+    """The start of one run.
+
+    Attributes:
+        config: the composed root.
+        root: `ppo` or `sft`.
+        choices: the option of every group, to print the differences from the defaults; None prints nothing.
+        run_dir: directory of the run.
+        console: standard output.
+        name: name of the job in a sweep, or empty.
+        overrides: as the user gave them.
+        faults: found on the command line, to be reported by the validation.
+        swept: overrides in which this job differs from others of its sweep.
+        closing: exit stack that is closed with the run.
+    """
+
+    config: DictConfig
+    root: str
+    choices: Mapping[str, str | None] | None
+    run_dir: Path
+    console: Console
+    name: str = ""
+    overrides: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    swept: tuple[str, ...] = ()
+    closing: ExitStack = field(default_factory=ExitStack)
+    is_recorded: bool = False
+    is_new: bool = False
+
+    @property
+    def context(self) -> BuildContext:
+        """The build context of the trainer."""
+        return BuildContext(run_dir=self.run_dir, job=self.name, swept=self.swept)
+
+    def build(self, run: Any, tokenizer: Any = None) -> Any:
+        """Check, record and build a run.
+
+        Args:
+            run: the validated description.
+            tokenizer: of the actor; None for the one saved with its model.
+        Returns:
+            The trainer; the caller closes it, and `closing` after it.
+        Raises:
+            ConfigError: this machine cannot run it, or another run writes into the run directory.
+        """
+        refuse_here(run, self.context)
+        self.record(run)
+        return resolve_warm_starts(run, self.console).build(replace(self.context, tokenizer=tokenizer))
+
+    def record(self, run: Any = None) -> None:
+        """Print the differences from the defaults and the run directory, save the redacted configuration there, and
+        start run.log. If the run is refused later, `withdraw` removes these files.
+
+        Args:
+            run: the validated run; the differences that it never reads are told.
+        Raises:
+            ConfigError: another run writes into the run directory, or it cannot be written.
+        """
+        is_new = not self.run_dir.exists() or not any(self.run_dir.iterdir())
+        if (lock := lock_run_directory(self.run_dir)) is not None:
+            self.closing.callback(lock.release)
+        self.is_new = is_new
+        if self.choices is not None:
+            changed = print_start(self.config, self.root, self.choices, self.run_dir, self.console)
+            if run is not None and (line := run.unused_settings(changed)) is not None:
+                print_line(self.console, line)
+        self.is_recorded = True
+        try:
+            save_config(self.config, self.overrides, self.run_dir)
+            self.closing.callback(setup_logging(self.run_dir))
+        except OSError as error:
+            raise ConfigError(
+                f"hydra.run.dir is {shown_path(self.run_dir)}: {error.filename or 'it'} cannot be written "
+                f"({error.strerror}). Give this run a directory that can be written: hydra.run.dir=DIR."
+            ) from error
+
+    def withdraw(self) -> None:
+        """Remove the files of `record` and of a refused build, if the directory has no others."""
+        if self.is_new:
+            remove_refused(self.run_dir)
 
 
 def print_start(
@@ -35,27 +128,27 @@ def print_start(
     """
     name = f"{config.trainer.project_name}/{config.trainer.experiment_name}"
     print_line(console, visible(redact(f"{name} writes to {shown_path(run_dir)}")), "bold", wraps=False)
-    found = differences(config, root, choices)
-    if found:
+    changed = differences(config, root, choices)
+    if changed:
         print_line(console, "differs from the defaults (--cfg job shows the whole configuration):")
-    names = {path: visible(f"{path}={_text(now)}") for path, (now, _) in found.items()}
+    names = {path: visible(f"{path}={_text(now)}") for path, (now, _) in changed.items()}
     column = min(max(map(len, names.values()), default=0), console.width // 2)
-    for path, (_, before) in found.items():
+    for path, (_, before) in changed.items():
         line = f"  {names[path]:<{column}}  was {visible(_text(before))}"
         print_line(console, line if len(line) <= console.width else end_cut(f"  {names[path]}", console.width))
-    return list(found)
+    return list(changed)
 
 
 def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]) -> dict[str, tuple[Any, Any]]:
     """(value, default) by group or path, redacted; without values that are references to others."""
     default, known = choices_of(root), group_options(conf_dir())
-    found: dict[str, tuple[Any, Any]] = {}
+    changed: dict[str, tuple[Any, Any]] = {}
     for group in dict.fromkeys([*default, *choices]):
         now, before = choices.get(group), default.get(group)
         is_list = group in LISTS and now is None  # Hydra does not report lists of options: compare their members
         if now != before and not is_list and not group.startswith("hydra/"):
-            found[group] = now, before
-    chosen = {group: _text(now) for group, (now, _) in found.items() if now is not None and group not in CHOOSERS}
+            changed[group] = now, before
+    chosen = {group: _text(now) for group, (now, _) in changed.items() if now is not None and group not in CHOOSERS}
     shown = {group: text for group, text in chosen.items() if {*options_in(text)} <= {*known.get(_name(group), [])}}
     options = [f"{'+' if '@' in group else ''}{group}={text}" for group, text in shown.items()]
     base = compose_root(root, options)
@@ -64,8 +157,8 @@ def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]
     for path in _differing(raw, raw_base, ()):
         value, former = _at(now, path), _at(before, path)
         if value != former:
-            found[".".join(path)] = value, former
-    return found
+            changed[".".join(path)] = value, former
+    return changed
 
 
 def _name(group: str) -> str:
