@@ -4,8 +4,8 @@
     python benchmarks/checkpoint_faults.py --sample 30 --cuts 60        fewer of each kind
 
 Prints one JSON line. Every tool saves three steps of a tiny training as documented, and faults are injected into the
-last save at the level of system calls (tests/faults/interposer/). The counts depend on the versions of
-the tools, not on the machine. docs/results.md says what the outcomes mean.
+last save at the level of system calls (tests/faults/interposer/) by fault_campaign/ beside this file. The counts depend
+on the versions of the tools, not on the machine. docs/results.md says what the outcomes mean.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MEASURED = {
 def campaign(arguments: list[str]) -> list[dict[str, Any]]:
     """The rows of every tool, from a process that is interposed."""
     with tempfile.TemporaryDirectory() as made:
-        command = [sys.executable, "-m", "faults.peers.campaign", *arguments]
+        command = [sys.executable, "-m", "peers.campaign", *arguments]
         done = subprocess.run(
             command, env=environment(build(Path(made))), stdout=subprocess.PIPE, text=True, check=True
         )

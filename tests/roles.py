@@ -61,6 +61,21 @@ def experience(actor: ActorWorker, prompts: DataProto, num_samples: int = 3) -> 
     return with_experience(actor.generate(prompts, GenerationRequest(0, num_samples)), actor)
 
 
+def gap_from_plain_rows(actor: ActorWorker, rows: DataProto, *names: str) -> float:
+    """Largest distance of these log-probs from a plain forward pass of each row alone, in nats."""
+    worst = 0.0
+    for row in range(len(rows)):
+        mask = rows["attention_mask"][row].bool()
+        ids, width = rows["input_ids"][row][mask], int(rows["prompt_mask"][row].sum())
+        with torch.no_grad():
+            logits = actor.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
+        plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
+        for name in names:
+            found = rows[name][row][rows["response_mask"][row]].double()
+            worst = max(worst, float((found - plain).abs().max()))
+    return worst
+
+
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A copy of the weights."""
     return {name: weight.detach().clone() for name, weight in model.state_dict().items()}

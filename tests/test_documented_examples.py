@@ -64,9 +64,6 @@ NOT_RUN = {  # the beginning of a command, and why it is not run here
     "verl ppo trainer=ray trainer.placement.address=auto sharding=fsdp trainer.nnodes=2": "needs two machines; "
     "tests/faults/test_two_hosts.py has two namespaces",
 }
-SHOWN_ELSEWHERE = {
-    "checkpoints.md": "```console blocks: tests/cli/test_documented.py compares them with what is printed"
-}
 PLACEHOLDERS = {"URL": "http://localhost:8000", "NAME": "judge", "DIR": "model", "RUN_DIR": "outputs/quickstart/ppo"}
 NEEDS = {  # what a command takes from the environment
     "storage=s3": ["storage.bucket=models"],

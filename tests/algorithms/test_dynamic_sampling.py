@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from refusals import refusal
 
 from verl.algorithms.dynamic_sampling import (
     DynamicSampling,
@@ -53,8 +52,3 @@ def test_a_step_without_a_group_says_so():
     metrics = selection_metrics(drawn, [])
     assert (metrics["selection/skipped"], metrics["perf/samples"]) == (1, 0)
     assert "1 prompts in 1 rounds (rewards from 1 to 1)" in str(no_group_error(drawn))
-
-
-def test_no_round_at_all_is_refused():
-    with refusal("max_rounds"):
-        DynamicSampling(max_rounds=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from refusals import refusal
 
 from verl.algorithms.losses import ClippedValueLoss
 
@@ -66,12 +65,6 @@ def test_shapes_and_dtypes_are_kept(dtype, shape):
     for tensor in (per_token, *stats.values()):
         assert tensor.shape == shape
         assert tensor.dtype is dtype
-
-
-@pytest.mark.parametrize("clip", [0.0, -1.0, float("inf")])
-def test_a_clip_not_above_zero_is_refused(clip):
-    with refusal("clip"):
-        ClippedValueLoss(clip=clip)
 
 
 def test_a_value_that_moved_less_than_the_clip_is_never_counted_as_clipped():

@@ -160,24 +160,26 @@ def test_a_long_prompt_is_an_error_by_default_that_counts_and_places_it(tmp_path
     )
 
 
-def test_dropping_every_row_is_an_error():
-    with refusal("max_prompt_length"):
-        open_rows(ROWS, max_prompt_length=1, truncation="drop")
+CHAT = [{"prompt": [{"role": "user", "content": "1"}]}]
+FIELDS = ("responses", "prompts", "prompt_text", "score", "advantages")
 
 
 @pytest.mark.parametrize(
-    ("config", "fault"),
+    ("rows", "config", "fault"),
     [
-        ({"max_promt_length": 4}, "config.max_promt_length is not a known key. Did you mean max_prompt_length?"),
-        ({"zzz": 4}, "config.zzz is not a known key. Known keys: prompt_key, max_prompt_length"),
-        ({"max_prompt_length": 0}, "max_prompt_length is 0: must be at least 1."),
-        ({"max_prompt_length": "512"}, "max_prompt_length is '512': expected a whole number."),
-        ({"truncation": "middle"}, "truncation is 'middle': expected one of error, left, right, drop."),
+        (ROWS, {"max_promt_length": 4}, "config.max_promt_length is not a known key. Did you mean max_prompt_length?"),
+        (ROWS, {"zzz": 4}, "config.zzz is not a known key. Known keys: prompt_key, max_prompt_length"),
+        (ROWS, {"max_prompt_length": 0}, "max_prompt_length is 0: must be at least 1."),
+        (ROWS, {"max_prompt_length": "512"}, "max_prompt_length is '512': expected a whole number."),
+        (ROWS, {"max_prompt_length": 1, "truncation": "drop"}, "max_prompt_length is 1: "),
+        (ROWS, {"truncation": "middle"}, "truncation is 'middle': expected one of error, left, right, drop."),
+        (CHAT, {"chat_template": "{{ raise_exception('u') }}"}, "chat_template refuses the roles user at row 0"),
+        *(([{"prompt": "1", name: "2"}], {}, f"column '{name}' has the name of a batch field") for name in FIELDS),
     ],
-)
-def test_a_wrong_key_or_value_of_config_is_named(config, fault):
+)  # fmt: skip
+def test_rows_and_settings_that_cannot_be_are_named(rows, config, fault):
     with pytest.raises(ConfigError) as refused:
-        open_rows(ROWS, **config)
+        open_rows(rows, **config)
     assert str(refused.value).startswith(fault)
 
 
@@ -268,18 +270,6 @@ def test_chat_messages_without_any_template_are_refused():
     rows = [{"prompt": "1"}, {"prompt": [{"role": "user", "content": "1"}]}]
     with pytest.raises(ConfigError, match="chat_template is null: row 1 needs one for its chat messages"):
         RLHFDataset.from_rows(rows, tokenizer=bare)
-
-
-def test_a_template_that_refuses_the_messages_is_reported_with_the_row():
-    template = "{{ raise_exception('only users speak') }}"
-    with pytest.raises(ConfigError, match="chat_template refuses the roles user at row 0: only users speak"):
-        open_rows([{"prompt": [{"role": "user", "content": "1"}]}], chat_template=template)
-
-
-@pytest.mark.parametrize("column", ["responses", "prompts", "prompt_text", "score", "advantages"])
-def test_a_column_with_the_name_of_a_field_is_refused(column):
-    with pytest.raises(ConfigError, match=f"column '{column}' has the name of a batch field"):
-        open_rows([{"prompt": "1", column: "2"}])
 
 
 def test_rows_that_repeat_another_and_those_in_both_parts_are_counted_and_told_once(tmp_path, caplog):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import ray
 from devices.gpu_hosts import GpuHost
-from refusals import refusal
 
 from verl.cluster.ray.ray_placement import RayPlacement
 from verl.cluster.ray.ray_worker import own_gpu
@@ -140,8 +139,3 @@ def test_a_worker_uses_the_gpu_that_ray_gave_it_whatever_it_sees():
 )
 def test_pools_share_as_many_as_their_fractions_fill_a_gpu(gpus, shared):
     assert RayPlacement.sharing(["a", "b", "c"], gpus) == shared
-
-
-def test_a_fraction_above_one_is_refused():
-    with refusal("num_gpus"):
-        RayPlacement(num_gpus=1.5)

@@ -69,7 +69,7 @@ OTHERS = [pytest.param("critic", "off", marks=pytest.mark.exhaustive)]
 def test_an_update_waits_for_the_device_as_often_with_many_micro_batches_as_with_one(role, packing, prompts, pretended):
     start = start_actor if role == "actor" else start_critic
     found, numbers = {}, {}
-    rows = experience(start_actor(MODEL), prompts(), num_samples=6)
+    rows = experience(start_actor(MODEL), prompts(), num_samples=2)
     for budget in (10_000, 25):
         worker = start(MODEL, packing=packing, micro_batch_tokens=budget, gradient_checkpointing=True)
         worker.update(rows)  # the first batch is looked at in another way
@@ -113,7 +113,7 @@ def test_a_packed_layer_computed_by_the_kernel_takes_half_of_the_operations_that
 
 def test_scores_come_to_main_memory_once_whatever_the_number_of_micro_batches(prompts, pretended):
     actor = start_actor(MODEL, micro_batch_tokens=25)
-    rows = experience(actor, prompts(), num_samples=6)
+    rows = experience(actor, prompts(), num_samples=2)
     assert micro_batches_of(rows, actor) >= 4
     found = counted(pretended, lambda: actor.compute_log_probs(rows))
     assert found.pop("to") == 2  # log-probs and entropies
@@ -123,7 +123,7 @@ def test_scores_come_to_main_memory_once_whatever_the_number_of_micro_batches(pr
 def test_the_load_of_experts_is_counted_without_a_question_per_micro_batch(prompts, pretended, tmp_path):
     model = Pretrained(path=str(save_random_model(tmp_path, "qwen3_moe", torch.float32)))
     found = {}
-    rows = experience(start_actor(model), prompts(), num_samples=6)
+    rows = experience(start_actor(model), prompts(), num_samples=2)
     for budget in (10_000, 25):
         worker = start_actor(model, micro_batch_tokens=budget, gradient_checkpointing=True, lora=LoRA(rank=2))
         worker.update(rows)

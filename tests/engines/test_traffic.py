@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from cases import each_value_once
 from collective_bytes import bytes_of_update, planned_bytes
 from equivalence.one_update import rows_with_holes
 from random_models import save_random_model
@@ -58,11 +59,12 @@ def sent_by(sharding, size, autocast, tied, group, tmp_path):
     return sent, planned_bytes(sharding, size, sizes, ran, predicted, 4, 2 if autocast else 4), len(ran)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(
-    ("sharding", "size", "autocast"), CASES, ids=lambda x: type(x).__name__ if hasattr(x, "build") else str(x)
+    ("case", "tied"),
+    each_value_once({f"{number} {case[0]}": case for number, case in enumerate(CASES)}, {"": False, "tied": True}),
 )
-def test_an_update_sends_what_the_cost_model_says(sharding, size, autocast, tied, group, tmp_path):
+def test_an_update_sends_what_the_cost_model_says(case, tied, group, tmp_path):
+    sharding, size, autocast = case
     sent, wanted, _ = sent_by(sharding, size, autocast, tied, group, tmp_path)
     assert sent.total() == pytest.approx(wanted, rel=0.01), sent
     assert wanted > 500_000

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cluster.processes_of import wait_until_gone
 from environments import planted_faults
 from environments.episodes import engine_of, prompts_of, tiny
 
@@ -229,13 +230,6 @@ class World:
 """
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_processes_that_an_environment_started_end_with_it_however_it_ends(tmp_path):
     """Daemons of it, in sessions of their own, whose parent has ended: it dies, it is closed, its trainer is killed."""
     (tmp_path / "world.py").write_text(SURVIVORS)
@@ -265,10 +259,7 @@ def test_processes_that_an_environment_started_end_with_it_however_it_ends(tmp_p
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = [int((tmp_path / name).read_text()) for name in ("dies", "closed", "killed")]
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert [is_alive(pid) for pid in pids] == [False, False, False]
+    assert wait_until_gone(pids) == []
 
 
 CLASSES = {

@@ -189,29 +189,6 @@ def test_episodes_beside_a_sharded_actor_are_played_again_if_an_engine_dies(tmp_
 
 
 @pytest.mark.parametrize(
-    ("overrides", "fault"),
-    [
-        (["rollout=scripted"], "ScriptedRollout draws no turns"),
-        (["trainer.rollout_ahead=1"], "trainer.rollout_ahead is 1, and episodes are not drawn ahead"),
-        (["replay=tiered"], "the replay buffer does not keep the masks of episodes"),
-        (["algorithm=remax"], "the greedy baseline of algorithm=remax was not tried"),
-        (["algorithm=dapo"], "algorithm.selection was not tried with episodes"),
-        (["rollout.min_new_tokens=2"], "a turn has no minimum"),
-        (["environment=guess_number"], "the rows of data have no column 'secret'"),
-        (["environment=none", "reward=environment"], "environment is null"),
-        (
-            ["environment=none", "trainer.eval_without_tools=true"],
-            "eval_without_tools is true, and environment is null",
-        ),
-        (["environment.max_tokens=500"], "with environment.max_tokens 500 that makes 516 tokens"),
-    ],
-)
-def test_what_was_not_tried_with_an_environment_is_refused_by_name(overrides, fault):
-    with pytest.raises(ConfigError, match=fault):
-        validate(compose_root("ppo", [*CALCULATOR, *overrides]))
-
-
-@pytest.mark.parametrize(
     ("section", "file", "number"),
     [
         ("## An environment of your own", "world.py", 0),

@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from verl.cluster.batch_partition import BatchPartition
+from verl.component import BuildContext
 from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
+from verl.engines.sharding import NoSharding, Sharding
 from verl.model_paths.check import paths_for
 from verl.models.heads import LMHead
 from verl.models.parallel_info import full_tensor
@@ -112,3 +114,16 @@ def _one_update(
         if parameter.requires_grad:
             found[f"gradient of {name}"] = full_tensor(parameter.grad).detach().clone()
     return found
+
+
+def same_update(
+    bench: Any, model: ModelSource, rows: DataProto, sharding: Sharding, tolerance: float = 1e-9, **options: Any
+) -> None:
+    """Assert that every process scores what one process does, and that all come to its loss and gradients."""
+    wanted = one_update(model, NoSharding().build(BuildContext()), rows, **options)
+    seen = set()
+    for found in bench.updated(model, sharding, rows, options).result(timeout=600):
+        gaps = {name: float((x - wanted[name]).abs().max()) for name, x in found.items()}
+        assert {name: gap for name, gap in gaps.items() if not gap <= tolerance} == {}
+        seen |= found.keys()
+    assert seen == wanted.keys()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from collective_bytes import planned_bytes
-from equivalence.laboratory import laboratory
 from equivalence.one_update import rows_with_holes
 from random_models import save_random_model
 
@@ -31,18 +30,6 @@ FOUR = [
 ]
 
 
-@pytest.fixture(scope="module")
-def bench():
-    with laboratory(2) as bench:
-        yield bench
-
-
-@pytest.fixture(scope="module")
-def four():
-    with laboratory(4) as bench:
-        yield bench
-
-
 def compared(bench, size, sharding, path, tied):
     """Bytes of the process that sends most, or where tokens go to experts of all of them, and what is planned."""
     is_mixture = getattr(sharding, "ep", 1) > 1
@@ -59,15 +46,15 @@ def compared(bench, size, sharding, path, tied):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("sharding", TWO, ids=lambda x: x.degrees(2).overrides())
-def test_two_processes(sharding, tied, bench, tmp_path):
-    sent, planned = compared(bench, 2, sharding, tmp_path, tied)
+def test_two_processes(sharding, tied, two_processes, tmp_path):
+    sent, planned = compared(two_processes, 2, sharding, tmp_path, tied)
     assert sent == pytest.approx(planned, rel=0.01)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("sharding", FOUR, ids=lambda x: x.degrees(4).overrides())
-def test_four_processes(sharding, tied, four, tmp_path):
-    sent, planned = compared(four, 4, sharding, tmp_path, tied)
+def test_four_processes(sharding, tied, four_processes, tmp_path):
+    sent, planned = compared(four_processes, 4, sharding, tmp_path, tied)
     if sharding.pp > 2 and tied:  # no stage has both: two neighbours, and gradients that the ends add up
         assert 0.7 * planned < sent < planned
     else:

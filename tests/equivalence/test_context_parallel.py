@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence.laboratory import laboratory
-from equivalence.one_update import one_update, rows_with_holes
+from equivalence.one_update import rows_with_holes, same_update
 from random_models import save_random_model
 from same_training import ROUNDING, run_course, same_training
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
-from verl.component import BuildContext
-from verl.engines.sharding import NoSharding, Parallel
+from verl.engines.sharding import Parallel
 from verl.errors import ConfigError
 from verl.model_paths.check import paths_for
 from verl.models.lora import LoRA
@@ -27,51 +25,21 @@ ALONE = rows_with_holes([2, 11, 5], 1, [9, 1])
 SINGLE = rows_with_holes([1], 1, [2])  # a line of two tokens, of which one predicts
 
 
-@pytest.fixture(scope="module")
-def bench():
-    with laboratory(2) as bench:
-        yield bench
-
-
 def made(path, family, **options):
     return Pretrained(path=str(save_random_model(path / family, family, torch.float64, **options)), dtype="float64")
 
 
-def assert_equal_updates(bench, model, rows, sharding, tolerance=1e-9, **options):
-    """What every process scores, and the loss and the gradients that all come to, are those of one process."""
-    wanted = one_update(model, NoSharding().build(BuildContext()), rows, **options)
-    seen = set()
-    for found in bench.updated(model, sharding, rows, options).result(timeout=120):
-        gaps = {name: float((x - wanted[name]).abs().max()) for name, x in found.items()}
-        assert {name: gap for name, gap in gaps.items() if not gap <= tolerance} == {}
-        seen |= found.keys()
-    assert seen == wanted.keys()
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("style", STYLES)
-def test_loss_gradients_and_scores_are_those_of_one_process(style, bench, model64, tmp_path):
+def test_loss_gradients_and_scores_are_those_of_one_process(style, two_processes, model64, tmp_path):
     sharding = Parallel(cp=2, cp_style=style)
     for rows in (SHARED, LONG, ALONE, SINGLE):
-        assert_equal_updates(bench, model64, rows, sharding)
-    assert_equal_updates(bench, model64, SHARED, sharding, tokens=10, lora=LoRA(rank=2))  # many micro-batches
+        same_update(two_processes, model64, rows, sharding)
+    same_update(two_processes, model64, SHARED, sharding, tokens=10, lora=LoRA(rank=2))  # many micro-batches
     windows = made(
         tmp_path, "gemma3_text", sliding_window=5, num_key_value_heads=1, tie_word_embeddings=True, head_dim=8
     )  # fewer key-value heads than processes, windows in some layers, tied embeddings
-    assert_equal_updates(bench, windows, SHARED, sharding, 1e-6, checkpointing=True)  # its norms pass through float32
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("style", STYLES)
-def test_steps_of_ppo_and_grpo_are_those_of_one_process(style, bench, model64, tmp_path):
-    sharding = Parallel(cp=2, cp_style=style)
-    for name, algorithm, group, prompts in (
-        ("ppo", PPO_ALGORITHM, 1, [[0, 1, 2, 3, 4], [3]]),
-        ("grpo", GRPO_ALGORITHM, 3, [[2, 0, 5], [1]]),
-    ):
-        alone = run_course(ppo_run(model64, algorithm, group_size=group), prompts, tmp_path / name / "one")
-        run = ppo_run(model64, algorithm, group_size=group, sharding=sharding, n_gpus_per_node=2, micro_batch_tokens=40)
-        same_training(alone, bench.course(run, prompts, tmp_path / name / "two").result(timeout=120), ROUNDING)
+    same_update(two_processes, windows, SHARED, sharding, 1e-6, checkpointing=True)  # its norms pass through float32
 
 
 @pytest.mark.exhaustive
@@ -104,11 +72,11 @@ def test_a_model_whose_tokens_meet_outside_of_attention_is_refused_by_name(tmp_p
         ("gpt_neox", {}),
     ],
 )
-def test_models_of_many_families_train_the_same(family, options, style, bench, tmp_path):
+def test_models_of_many_families_train_the_same(family, options, style, two_processes, tmp_path):
     model = made(tmp_path, family, **options)
     tolerance = 1e-9 if family in ("starcoder2", "gpt_neox") else 1e-6  # other norms pass through float32
     for rows in (SHARED, LONG):
-        assert_equal_updates(bench, model, rows, Parallel(cp=2, cp_style=style), tolerance, checkpointing=True)
+        same_update(two_processes, model, rows, Parallel(cp=2, cp_style=style), tolerance, checkpointing=True)
 
 
 IN_SHORT = Parallel(cp=2, dp_replicate=2, cp_style="ulysses")
@@ -133,7 +101,7 @@ OTHERS = (
 )
 def test_four_processes_of_several_kinds_train_the_same(sharding, four_processes, model64, tmp_path):
     for rows in (SHARED, SINGLE):  # of one row, one share is empty
-        assert_equal_updates(four_processes, model64, rows, sharding, tokens=30)
+        same_update(four_processes, model64, rows, sharding, tokens=30)
     alone = run_course(ppo_run(model64, PPO_ALGORITHM, group_size=1), [[0, 1, 2], [3]], tmp_path / "one")
     run = ppo_run(model64, PPO_ALGORITHM, group_size=1, sharding=sharding, n_gpus_per_node=4, micro_batch_tokens=40)
     same_training(alone, four_processes.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120), ROUNDING)

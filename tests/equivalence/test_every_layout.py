@@ -11,14 +11,12 @@ import dataclasses
 
 import pytest
 import torch
-from equivalence.laboratory import laboratory
-from equivalence.one_update import one_update, rows_with_holes
+from equivalence.one_update import rows_with_holes, same_update
 from random_models import save_random_model
 from same_training import ROUNDING, run_course, same_training
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
-from verl.component import BuildContext
-from verl.engines.sharding import NoSharding, Parallel
+from verl.engines.sharding import Parallel
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 
@@ -44,17 +42,11 @@ COURSES = {
 }
 
 
-@pytest.fixture(scope="module")
-def two():
-    with laboratory(2) as bench:
-        yield bench
-
-
 @pytest.fixture(params=LAYOUTS)
-def layout(request, two, four_processes):
+def layout(request, two_processes, four_processes):
     """(name, processes, sharding, bench)"""
     count, sharding = LAYOUTS[request.param]
-    return request.param, count, sharding, two if count == 2 else four_processes
+    return request.param, count, sharding, two_processes if count == 2 else four_processes
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +68,7 @@ def test_loss_scores_and_every_gradient_are_those_of_one_process(rows, kind, lay
     model, options = models[name == "ep2", kind == "tied"], {"tokens": 30, "exact": True}
     if kind == "adapter":  # norms that a mixture computes again pass through float32
         options |= {"lora": LoRA(rank=2, target_modules=("q_proj", "v_proj")), "checkpointing": name != "ep2"}
-    wanted = one_update(model, NoSharding().build(BuildContext()), ROWS[rows], **options)
-    seen = set()
-    for found in bench.updated(model, sharding, ROWS[rows], options).result(timeout=600):
-        gaps = {key: float((x - wanted[key]).abs().max()) for key, x in found.items()}
-        assert {key: gap for key, gap in gaps.items() if not gap <= 1e-9} == {}
-        seen |= found.keys()
-    assert seen == wanted.keys()
+    same_update(bench, model, ROWS[rows], sharding, **options)
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapter", "tied"])

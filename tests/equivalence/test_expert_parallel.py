@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from equivalence.laboratory import laboratory
-from equivalence.one_update import one_update, rows_with_holes
+from equivalence.one_update import rows_with_holes, same_update
 from random_models import save_random_model
 from safetensors.torch import load_file
 from same_training import ROUNDING, run_course, same_training
@@ -18,9 +17,8 @@ from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.component import BuildContext
 from verl.engines.expert_parallel import PROVEN
-from verl.engines.sharding import NoSharding, Parallel
+from verl.engines.sharding import Parallel
 from verl.models.lora import LoRA
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
@@ -32,70 +30,37 @@ SHARED = rows_with_holes([9, 3, 1], 4, [14, 3, 6, 1])  # shared prompts, uneven 
 SINGLE = rows_with_holes([1], 1, [2])  # of one row, one share is empty
 
 
-@pytest.fixture(scope="module")
-def bench():
-    with laboratory(2) as bench:
-        yield bench
-
-
-@pytest.fixture(scope="module")
-def four():
-    with laboratory(4) as bench:
-        yield bench
+def same(bench, model, rows, sharding, tolerance=1e-9, **options):
+    same_update(bench, model, rows, sharding, tolerance, exact=tolerance < 1e-6, **options)
 
 
 def made(path, family, **options):
     return Pretrained(path=str(save_random_model(path / family, family, torch.float64, **options)), dtype="float64")
 
 
-def assert_equal_updates(bench, model, rows, sharding, tolerance=1e-9, **options):
-    """What every process scores, and the loss and the gradients that all come to, are those of one process."""
-    options["exact"] = tolerance < 1e-6
-    wanted = one_update(model, NoSharding().build(BuildContext()), rows, **options)
-    seen = set()
-    for found in bench.updated(model, sharding, rows, options).result(timeout=120):
-        gaps = {name: float((x - wanted[name]).abs().max()) for name, x in found.items()}
-        assert {name: gap for name, gap in gaps.items() if not gap <= tolerance} == {}
-        seen |= found.keys()
-    assert seen == wanted.keys()
-
-
-def test_loss_gradients_and_scores_are_those_of_one_process(bench, tmp_path):
+def test_loss_gradients_and_scores_are_those_of_one_process(two_processes, tmp_path):
     sharding, model = Parallel(ep=2), made(tmp_path, "qwen3_moe")
     for rows in (SHARED, SINGLE):
-        assert_equal_updates(bench, model, rows, sharding)
-    assert_equal_updates(
-        bench, model, SHARED, sharding, tokens=10, lora=LoRA(rank=2, target_modules=("q_proj", "v_proj"))
+        same(two_processes, model, rows, sharding)
+    same(
+        two_processes, model, SHARED, sharding, tokens=10, lora=LoRA(rank=2, target_modules=("q_proj", "v_proj"))
     )  # many micro-batches
-    assert_equal_updates(bench, model, SHARED, sharding, 1e-6, checkpointing=True)  # recomputed norms pass float32
+    same(two_processes, model, SHARED, sharding, 1e-6, checkpointing=True)  # recomputed norms pass float32
 
 
-def test_the_balance_loss_is_that_of_all_processes_together(bench, tmp_path):
+def test_the_balance_loss_is_that_of_all_processes_together(two_processes, tmp_path):
     for options in ({"tokens": 100}, {"tokens": 10}, {"tokens": 100, "checkpointing": True}):
         tolerance = 1e-6 if "checkpointing" in options else 1e-9
         model = made(tmp_path, "qwen3_moe")
-        assert_equal_updates(bench, model, SHARED, Parallel(ep=2), tolerance, router_aux_loss_coef=0.5, **options)
-
-
-def test_steps_of_ppo_and_grpo_are_those_of_one_process(bench, tmp_path):
-    model = made(tmp_path, "qwen3_moe")
-    for name, algorithm, group, prompts in (
-        ("ppo", PPO_ALGORITHM, 1, [[0, 1, 2, 3, 4], [3]]),
-        ("grpo", GRPO_ALGORITHM, 3, [[2, 0, 5], [1]]),
-    ):
-        alone = run_course(ppo_run(model, algorithm, group_size=group), prompts, tmp_path / name / "one")
-        run = ppo_run(
-            model, algorithm, group_size=group, sharding=Parallel(ep=2), n_gpus_per_node=2, micro_batch_tokens=40
-        )
-        same_training(alone, bench.course(run, prompts, tmp_path / name / "two").result(timeout=120), ROUNDING)
+        same(two_processes, model, SHARED, Parallel(ep=2), tolerance, router_aux_loss_coef=0.5, **options)
 
 
 @pytest.mark.parametrize("family", sorted(PROVEN))
-def test_models_of_every_family_that_is_not_refused_train_the_same(family, bench, tmp_path):
+def test_models_of_every_family_that_is_not_refused_train_the_same(family, two_processes, tmp_path):
     model = made(tmp_path, family)
     for rows in (SHARED, SINGLE):
-        assert_equal_updates(bench, model, rows, Parallel(ep=2))
-    assert_equal_updates(bench, model, SHARED, Parallel(ep=2), 1e-6, checkpointing=True)
+        same(two_processes, model, rows, Parallel(ep=2))
+    same(two_processes, model, SHARED, Parallel(ep=2), 1e-6, checkpointing=True)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +78,10 @@ def test_models_of_every_family_that_is_not_refused_train_the_same(family, bench
     ],
     ids=lambda x: x.degrees(4).overrides() + " " + x.cp_style + " offload" * x.cpu_offload,
 )
-def test_four_processes_of_several_kinds_train_the_same(sharding, four, tmp_path):
+def test_four_processes_of_several_kinds_train_the_same(sharding, four_processes, tmp_path):
     model = made(tmp_path, "qwen3_moe")
     for rows in (SHARED, SINGLE):
-        assert_equal_updates(four, model, rows, sharding, tokens=30)
+        same(four_processes, model, rows, sharding, tokens=30)
     alone = run_course(ppo_run(model, PPO_ALGORITHM, group_size=1), [[0, 1, 2], [3]], tmp_path / "one")
     if sharding.pp > 1:  # a stage does not see what all routers choose
         alone.metrics = {
@@ -124,10 +89,10 @@ def test_four_processes_of_several_kinds_train_the_same(sharding, four, tmp_path
             for step, line in alone.metrics.items()
         }
     run = ppo_run(model, PPO_ALGORITHM, group_size=1, sharding=sharding, n_gpus_per_node=4, micro_batch_tokens=40)
-    same_training(alone, four.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120), ROUNDING)
+    same_training(alone, four_processes.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120), ROUNDING)
 
 
-def test_what_one_process_saves_is_loaded_bit_by_bit_and_given_away_whole(bench, tmp_path):
+def test_what_one_process_saves_is_loaded_bit_by_bit_and_given_away_whole(two_processes, tmp_path):
     model = made(tmp_path, "qwen3_moe")
     checkpoint = Checkpointing(save_dir=str(tmp_path / "checkpoints"), save_interval=1, save_async=False)
     run = dataclasses.replace(ppo_run(model, PPO_ALGORITHM, total_steps=1, save_final=False), checkpoint=checkpoint)
@@ -135,7 +100,7 @@ def test_what_one_process_saves_is_loaded_bit_by_bit_and_given_away_whole(bench,
     spread = dataclasses.replace(
         run, sharding=Parallel(ep=2), trainer=dataclasses.replace(run.trainer, n_gpus_per_node=2)
     )
-    states = bench.loaded(spread, tmp_path / "checkpoints/global_step_1").result(timeout=120)
+    states = two_processes.loaded(spread, tmp_path / "checkpoints/global_step_1").result(timeout=120)
     reader = CheckpointReader(open_checkpoint(FileSystem(), tmp_path / "checkpoints/global_step_1"), FileSystem())
     for role, state in states.items():
         there = {tensor.name: tensor for tensor in reader.tensors(role)}
@@ -147,7 +112,7 @@ def test_what_one_process_saves_is_loaded_bit_by_bit_and_given_away_whole(bench,
                 full = f"{role}.{name}" if component else name
                 assert torch.equal(x, as_tensor(reader.tensor(component or role, full), kept[full])), name
     spread = ppo_run(model, PPO_ALGORITHM, sharding=Parallel(ep=2), n_gpus_per_node=2)
-    given = bench.sent(spread, [2, 0, 5], tmp_path).result(timeout=120)
+    given = two_processes.sent(spread, [2, 0, 5], tmp_path).result(timeout=120)
     saved = load_file(tmp_path / "0/actor/model.safetensors")
     assert given.keys() == saved.keys()
     assert all(torch.equal(x, saved[name]) for name, x in given.items())
@@ -155,41 +120,41 @@ def test_what_one_process_saves_is_loaded_bit_by_bit_and_given_away_whole(bench,
 
 
 @pytest.mark.parametrize("sharding", [Parallel(ep=4), Parallel(ep=2)], ids=["ep=4", "ep=2"])
-def test_weights_and_moments_of_experts_are_held_once(sharding, four, tmp_path):
+def test_weights_and_moments_of_experts_are_held_once(sharding, four_processes, tmp_path):
     options = {"num_experts": 8, "moe_intermediate_size": 64}
     model = Pretrained(path=str(save_random_model(tmp_path / "model", "qwen3_moe", torch.float32, **options)))
     cost = sharding.cost(4, model_stats(model.load_config()))
     run = ppo_run(model, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1), sharding=sharding, n_gpus_per_node=4)
-    for held in four.held(run, [0, 1], tmp_path / "runs").result(timeout=120):
+    for held in four_processes.held(run, [0, 1], tmp_path / "runs").result(timeout=120):
         assert held["weights"] == pytest.approx(cost.weights, rel=0.05)
         assert held["optimizer"] == pytest.approx(cost.optimizer, rel=0.05)
 
 
-def test_sampled_tokens_have_the_experts_again_that_they_were_sampled_with(bench, tmp_path):
+def test_sampled_tokens_have_the_experts_again_that_they_were_sampled_with(two_processes, tmp_path):
     model, rollout = made(tmp_path, "qwen3_moe"), HFRollout(max_new_tokens=6, router_replay=True)
     alone = run_course(ppo_run(model, PPO_ALGORITHM, group_size=2, rollout=rollout), [[2, 0], [1]], tmp_path / "one")
     options = {"sharding": Parallel(ep=2), "n_gpus_per_node": 2, "micro_batch_tokens": 40}
     run = ppo_run(model, PPO_ALGORITHM, group_size=2, rollout=rollout, **options)
-    found = bench.course(run, [[2, 0], [1]], tmp_path / "two").result(timeout=120)
+    found = two_processes.course(run, [[2, 0], [1]], tmp_path / "two").result(timeout=120)
     assert all(metrics["rollout/log_prob_gap_nats"] < 1e-6 for metrics in found.metrics.values())
     same_training(alone, found, 1e-6)  # weights of experts are made of logits in float32, and so is the sampled gap
 
 
-def test_what_a_process_of_a_stage_holds_of_experts_is_what_the_cost_model_tells(four, tmp_path):
+def test_what_a_process_of_a_stage_holds_of_experts_is_what_the_cost_model_tells(four_processes, tmp_path):
     path = save_random_model(tmp_path / "model", "qwen3_moe", torch.float32, num_hidden_layers=4, hidden_size=64)
     model, sharding = Pretrained(path=str(path)), Parallel(pp=2, ep=2)
     cost = sharding.cost(4, model_stats(model.load_config()))
     run = ppo_run(model, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1), sharding=sharding, n_gpus_per_node=4)
-    held = four.held(run, [0, 1], tmp_path / "runs").result(timeout=600)
+    held = four_processes.held(run, [0, 1], tmp_path / "runs").result(timeout=600)
     assert max(one["weights"] for one in held) == pytest.approx(cost.weights, rel=0.05)
     assert max(one["optimizer"] for one in held) == pytest.approx(cost.optimizer, rel=0.05)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_exchange_sends_what_the_cost_model_computes(size, bench, four, tmp_path):
+def test_the_exchange_sends_what_the_cost_model_computes(size, two_processes, four_processes, tmp_path):
     model, sharding = made(tmp_path, "qwen3_moe"), Parallel(ep=size)
     sizes, rows = model_stats(model.load_config()), rows_with_holes([9, 5, 7, 2], 6, [14, 3, 6, 1])
-    found = (bench if size == 2 else four).exchanged(model, sharding, rows).result(timeout=120)
+    found = (two_processes if size == 2 else four_processes).exchanged(model, sharding, rows).result(timeout=120)
     sent, tokens = (sum(x) for x in zip(*found, strict=True))  # a process sends back what others have sent to it
     assert sent == pytest.approx(8 * sharding.expert_exchange_elements(sizes, tokens), rel=0.01)
     assert sent > 100_000

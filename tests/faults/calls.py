@@ -70,9 +70,9 @@ def refusal(library: Path) -> str | None:
 
 
 def environment(library: Path) -> dict[str, str]:
-    """For a Python that finds the library, this package and verl, whatever directory it is started in."""
-    tests = SOURCES.parents[1]
-    paths = os.pathsep.join([str(tests.parent), str(tests)])
+    """For a Python that finds the library, this package, its campaign and verl, whatever directory it is started in."""
+    root = SOURCES.parents[2]
+    paths = os.pathsep.join(map(str, (root, root / "tests", root / "benchmarks/fault_campaign")))
     return os.environ | {LIBRARY: str(library), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 

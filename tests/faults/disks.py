@@ -18,6 +18,21 @@ CHANGING = {
 }  # fmt: skip
 
 
+def is_killed(act: Callable[[], object]) -> bool:
+    """Do it in a child process; whether that was killed, and not done before."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, KILLED), "the child failed by itself"
+    return code == KILLED
+
+
 @dataclass(frozen=True)
 class Operation:
     """One operation as it was performed; handles are replaced by their paths, views by their bytes."""

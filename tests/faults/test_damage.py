@@ -107,10 +107,6 @@ def test_damage_that_shows_from_outside_is_found_by_every_discovery(kind, store,
     assert save(CheckpointStore(store.directory), 200, 3).name == "global_step_200-2"
 
 
-def published_files(store: CheckpointStore) -> list[str]:
-    return [entry.path for entry in store.newest().manifest.files]
-
-
 def test_a_single_bit_anywhere_is_found_and_the_file_named(store):
     newest = store.newest()
     for entry in newest.manifest.files:

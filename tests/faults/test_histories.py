@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from faults.disks import KILLED, KillingDisk
+from faults.disks import KillingDisk, is_killed
 from faults.scenarios import check_next_save, fast_directory, save, version_of
 
 from verl.checkpoint.commit.store import CheckpointStore
@@ -20,17 +19,7 @@ LONGEST_SAVE = 100  # operations that change the disk, about
 
 def acted(root: Path, act: Callable[[CheckpointStore], object], disk: KillingDisk) -> bool:
     """Do something in a child process. Whether it came to its end."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            act(CheckpointStore(root, "run", disk))
-            code = 0
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, KILLED), "the child failed by itself"
-    return code == 0
+    return not is_killed(lambda: act(CheckpointStore(root, "run", disk)))
 
 
 def live(root: Path, seed: int, num_acts: int) -> int:

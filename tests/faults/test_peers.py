@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from faults.calls import environment
-from faults.peers.outcomes import OUTCOMES
-from faults.peers.tools import DistributedCheckpoint, Ours, TorchSave, TorchSaveLatest
-from faults.peers.training import Gate, Training
+from peers.outcomes import OUTCOMES
+from peers.tools import DistributedCheckpoint, Ours, TorchSave, TorchSaveLatest
+from peers.training import Gate, Training
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = {"kill", "error", "short write"}
@@ -24,7 +24,7 @@ POWER = {f"power cut {model}, {moment}" for model in ("posix", "journal") for mo
 
 def campaign(library, *arguments):
     """The rows that a campaign prints."""
-    command = [sys.executable, "-m", "faults.peers.campaign", *arguments]
+    command = [sys.executable, "-m", "peers.campaign", *arguments]
     done = subprocess.run(command, env=environment(library), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

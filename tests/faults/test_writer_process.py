@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.requests import request, tensors_of
+from cluster.processes_of import is_running, wait_until_gone
 from faults.process_disks import COUNTED, KILL_AT, KILLS, SLEEP, KillingProcessDisk, SlowDisk
 from faults.scenarios import fast_directory
 
@@ -183,7 +184,7 @@ def test_closing_gives_up_a_writer_that_hangs_and_says_so(tmp_path, caplog):
     os.kill(pid, signal.SIGSTOP)
     writer.save(request(2, weights(2)))
     writer.close(timeout_s=0.1)
-    assert not _lives(pid)
+    assert not is_running(pid)
     with pytest.raises(CheckpointWriteFailed, match="step 2 was given up"):
         writer.poll()
     assert "step 2 was never saved" in caplog.text
@@ -286,27 +287,13 @@ class TrainerProcess:
         self.process.communicate()
 
 
-def wait_until_gone(pid: int, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while _lives(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.02)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.parametrize("ending", ["returned", "raised"])
 def test_a_trainer_that_ends_without_closing_has_its_saves_finished_and_leaves_no_process(tmp_path, ending):
     with TrainerProcess(tmp_path / "checkpoints", ending, sleep_s=0.03) as trainer:
         pids = {trainer.next_step()[1] for _ in (1, 2)}
         assert trainer.process.wait(timeout=30) == (ending == "raised")
         for pid in pids:
-            assert not _lives(pid)
+            assert not is_running(pid)
     check(CheckpointStore(tmp_path / "checkpoints"), [1, 2])
 
 
@@ -315,7 +302,7 @@ def test_a_terminated_trainer_leaves_no_process_and_the_save_under_way_is_finish
         _, pid = trainer.next_step()
         trainer.next_step()
         assert trainer.process.wait(timeout=30) == -signal.SIGTERM
-        wait_until_gone(pid)
+        assert wait_until_gone([pid]) == []
     good, bad = CheckpointStore(tmp_path / "checkpoints").survey("full")
     assert bad == []
     assert [checkpoint.step for checkpoint in good] in ([1], [1, 2])
@@ -327,7 +314,7 @@ def test_a_writer_notices_the_death_of_its_trainer_even_while_a_forked_child_liv
         trainer.next_step()
         assert trainer.process.wait(timeout=30) == -signal.SIGKILL
         for pid in pids:
-            wait_until_gone(pid)
+            assert wait_until_gone([pid]) == []
     good, bad = CheckpointStore(tmp_path / "checkpoints").survey("full")
     assert bad == []
     assert [checkpoint.step for checkpoint in good] in ([1], [1, 2])
@@ -342,7 +329,7 @@ def rounds_of_killed_trainers(root: Path, rounds: int, seed: int) -> None:
             time.sleep(coin.random() * 0.3)
             trainer.process.kill()
             trainer.process.wait()
-            wait_until_gone(pid)
+            assert wait_until_gone([pid]) == []
         good, bad = CheckpointStore(root).survey("full")
         assert bad == []
         assert not good or good[-1].sequence >= newest

@@ -10,7 +10,7 @@ import pytest
 import torch
 from random_models import save_random_model
 from refusals import refusal
-from roles import experience, start_actor, start_critic
+from roles import experience, gap_from_plain_rows, start_actor, start_critic
 
 from verl.component import component
 from verl.model_paths.check import paths_for
@@ -43,21 +43,6 @@ class Ignoring(Pretrained):
         return model
 
 
-def largest_gap(actor: Any, rows: Any) -> float:
-    """Between the log-probs of sampling, of training, and of a plain forward pass of each row alone, in nats."""
-    worst = 0.0
-    for row in range(len(rows)):
-        mask = rows["attention_mask"][row].bool()
-        ids, width = rows["input_ids"][row][mask], int(rows["prompt_mask"][row].sum())
-        with torch.no_grad():
-            logits = actor.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
-        plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
-        for name in ("rollout_log_probs", "old_log_probs"):
-            found = rows[name][row][rows["response_mask"][row]].double()
-            worst = max(worst, float((found - plain).abs().max()))
-    return worst
-
-
 @pytest.fixture
 def saved(tmp_path: Path):
     def save(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> str:
@@ -72,7 +57,7 @@ def test_a_model_that_ignores_its_mask_or_its_positions_is_run_without_padding(f
     actor = start_actor(Ignoring(path=saved(family), ignored=ignored), HFRollout(max_new_tokens=7))
     rows = experience(actor, prompts())
     assert len(set(rows["prompt_mask"].sum(1).tolist())) > 1
-    assert largest_gap(actor, rows) < 1e-4
+    assert gap_from_plain_rows(actor, rows, "rollout_log_probs", "old_log_probs") < 1e-4
     assert actor.engine.paths(rows) == paths_for(actor.model, 30) != FAST
     told = [record.message for record in caplog.records if "takes a plain path" in record.message]
     assert len(told) == 1

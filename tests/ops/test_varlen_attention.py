@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import each_value_once
 from devices.attention_cost import (
     BYTES,
     KINDS,
@@ -61,9 +62,7 @@ def test_outputs_and_gradients_are_those_under_masks(share, kinds, window, scali
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 12])
-@pytest.mark.parametrize("size", [1, 2, 3, 64])
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("share", "size", "window"), each_value_once([True, False], [1, 2, 3, 64], [12, 1, 4, None]))
 def test_ranks_that_share_the_tokens_of_a_line_come_to_its_outputs_and_gradients(share, size, window, monkeypatch):
     packing = line(share)
     heads, above = heads_of(packing, 2)

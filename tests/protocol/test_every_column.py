@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from any_batches import DTYPES, NAMES, any_batches, assert_identical, exact, objects, tensors, values
+from batches import rollout
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from refusals import refusal
 from replay.rows_here import scored_rows
+from safetensors.torch import load_file
 
 from verl.cluster import shm_channel
 from verl.cluster.serialization import RowSubset, deserialize, serialize
@@ -29,8 +31,8 @@ few = settings(deadline=None, max_examples=40, suppress_health_check=list(Health
 
 
 def saved(data: DataProto, directory: Path) -> DataProto:
-    data.save(directory / "rows")
-    return DataProto.load(directory / "rows")
+    data.save(directory / "deep/rows.safetensors")
+    return DataProto.load(directory / "deep/rows.safetensors")
 
 
 def journeys(data: DataProto, directory: Path):
@@ -67,6 +69,7 @@ def filled(parcel):
 def test_a_batch_is_the_same_after_every_journey_and_joins_with_what_arrives(tmp_path_factory, data):
     for journey, found in journeys(data, tmp_path_factory.mktemp("batch")):
         assert_identical(found, data, journey)
+        assert all(found.producer(name) == data.producer(name) for name in data.batch), journey
         joined = data.union(found)
         assert_identical(joined, data, journey)
         assert all(joined[name] is data[name] for name in [*data.batch, *data.non_tensor_batch]), journey
@@ -248,6 +251,37 @@ def test_a_column_of_other_kind_or_length_is_refused_without_a_row():
 
 
 # What travels
+
+
+def test_slices_and_chunks_share_the_memory_of_the_batch():
+    data = rollout(6)
+    assert data[2:4]["values"].data_ptr() == data["values"][2:].data_ptr()
+    assert data.union(DataProto())["values"] is data["values"]
+    assert data.to("cpu")["values"] is data["values"]
+
+
+def test_what_arrives_is_writable(tmp_path):
+    data = DataProto.from_dict({"x": torch.ones(2, 3).t()})
+    for again in (pickle.loads(pickle.dumps(data, 5)), saved(data, tmp_path), copy.copy(data)):
+        again["x"].zero_()
+        assert not again["x"].any()
+
+
+def test_no_pickle_is_in_the_file_and_nothing_unfinished_stays(tmp_path):
+    rollout().save(tmp_path / "rows")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
+    assert "values" in load_file(tmp_path / "rows")
+
+
+def test_a_missing_foreign_or_damaged_file_is_refused_by_name(tmp_path):
+    with pytest.raises(DataProtoValidationError, match=r"no saved batch at .*rows"):
+        DataProto.load(tmp_path / "rows")
+    rollout().save(tmp_path / "whole")
+    (tmp_path / "cut").write_bytes((tmp_path / "whole").read_bytes()[:-10])
+    (tmp_path / "foreign").write_bytes(b"PK not ours")
+    for name in ("cut", "foreign"):
+        with pytest.raises(DataProtoValidationError, match=f"{name} is not a batch"):
+            DataProto.load(tmp_path / name)
 
 
 def test_a_part_weighs_what_its_rows_do_and_no_more():

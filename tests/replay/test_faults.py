@@ -6,11 +6,10 @@ import dataclasses
 import errno
 import os
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from faults.disks import KILLED
+from faults.disks import KILLED, is_killed
 from replay.rows_here import scored_rows
 from replay.test_buffer import SMALL, saved, shared, texts
 from replay.test_remote_tier import uploaded
@@ -117,21 +116,6 @@ class DeadlyDisk(FileSystem):
             os._exit(KILLED)
         self._left -= 1
         return super().perform(operation, call, *args)
-
-
-def is_killed(act: Callable[[], object]) -> bool:
-    """Do it in a child process; whether that was killed, and not done before."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            act()
-            code = 0
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, KILLED), "the child failed by itself"
-    return code == KILLED
 
 
 def sealed(directory: Path, disk: FileSystem | None = None) -> dict[str, Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from refusals import refusal
 
 from verl.errors import RewardError
 from verl.protocol import DataProto
@@ -78,8 +77,3 @@ def test_a_batch_without_texts_is_refused():
     batch = DataProto.from_dict(tensors={"response_mask": torch.ones(2, 3, dtype=torch.bool)})
     with pytest.raises(RewardError, match="no prompt_text and no response_text"):
         ExactMatch().score(batch)
-
-
-def test_equal_scores_for_right_and_wrong_are_refused():
-    with refusal("correct"):
-        ExactMatch(correct=0.0)

@@ -7,7 +7,6 @@ import torch
 from trainer.runs import JSONL, Arbitrary, Echo, ppo_run, read_lines
 
 from verl.component import BuildContext
-from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rewards.function import RewardFunction
@@ -53,22 +52,6 @@ def test_closing_a_sum_closes_its_parts_and_failures_carry_the_name_of_their_par
     assert pool.workers
     reward.close()
     assert not pool.workers
-
-
-@pytest.mark.parametrize(
-    ("parts", "weights", "fault"),
-    [
-        ({}, {}, r"parts is \{\}: expected at least one reward"),
-        (PARTS, {"correct": 1.0}, r"weights has no overlong: expected the weight of parts\.overlong"),
-        (PARTS, {"correct": 1.0, "overlong": 1.0, "long": 1.0}, r"weights\.long: there is no such part"),
-        (PARTS, {"correct": 1.0, "overlong": float("inf")}, r"weights\.overlong is inf: must be finite"),
-        ({"mean": ExactMatch()}, {"mean": 1.0}, r"parts\.mean: expected a name"),
-        ({"a b": ExactMatch()}, {"a b": 1.0}, r"parts\.a b: expected a name"),
-    ],
-)
-def test_weights_and_parts_go_together(parts, weights, fault):
-    with pytest.raises(ConfigError, match=fault):
-        WeightedSum(parts=parts, weights=weights)
 
 
 def test_a_run_logs_each_part_and_shows_it_with_its_samples_and_closes_the_reward(dir32, tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from random_models import save_random_model
-from roles import start_actor
+from roles import gap_from_plain_rows, start_actor
 from transformers import Qwen2ForCausalLM
 
 from verl.component import component
@@ -31,20 +31,6 @@ LLAMA4 = {
 TEXTS = ("1+2=", "what is 6*7? what is 6*7? what is 6*7? what is 6*7? ")
 
 
-def largest_gap(actor: Any, rows: Any) -> float:
-    """From a plain forward pass of each row alone, in nats."""
-    worst = 0.0
-    for row in range(len(rows)):
-        mask = rows["attention_mask"][row].bool()
-        ids, width = rows["input_ids"][row][mask], int(rows["prompt_mask"][row].sum())
-        with torch.no_grad():
-            logits = actor.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
-        plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
-        gap = rows["rollout_log_probs"][row][rows["response_mask"][row]].double() - plain
-        worst = max(worst, float(gap.abs().max()))
-    return worst
-
-
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if "drawn again" in record.message]
 
@@ -55,7 +41,7 @@ def test_a_model_whose_record_is_wrong_is_decoded_by_a_plainer_way(tmp_path, pro
     path = save_random_model(tmp_path / "llama4", "llama4_text", torch.float32, **LLAMA4)
     actor = start_actor(Pretrained(path=str(path)), HFRollout(max_new_tokens=40, min_new_tokens=40))
     rows = actor.generate(prompts(*TEXTS), GenerationRequest(0, 2))
-    assert largest_gap(actor, rows) < 1e-4
+    assert gap_from_plain_rows(actor, rows, "rollout_log_probs") < 1e-4
     assert len(told(caplog)) == 1
     assert told(caplog)[0].startswith("rollout=hf draws from a Llama4ForCausalLM by decoding with a cache in place, ")
 
@@ -88,7 +74,7 @@ def test_a_fault_that_only_long_rows_show_is_found_in_the_first_of_them(tmp_path
     assert told(caplog) == []
     long = prompts("1+2=" * 20, "1+2=" * 151)
     rows = actor.generate(long, GenerationRequest(1, 2))
-    assert largest_gap(actor, rows) < 1e-4
+    assert gap_from_plain_rows(actor, rows, "rollout_log_probs") < 1e-4
     assert "decoding without a cache" in told(caplog)[-1]
     rows = rows.union(actor.compute_log_probs(rows))
     gap = (rows["old_log_probs"] - rows["rollout_log_probs"])[rows["response_mask"]].abs()

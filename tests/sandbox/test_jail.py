@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cluster.processes_of import wait_until_gone
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, SandboxError
@@ -403,17 +404,7 @@ def test_jails_end_with_the_process_that_made_them():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     first = [int(pid) for pid in done.stdout.split()]
     assert len(first) == 2
-    deadline = time.monotonic() + 20
-    while any(_runs(pid) for pid in first):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    assert wait_until_gone(first) == []
 
 
 def processes_of_jails_besides(pool) -> list[int]:

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from refusals import refusal
 from rich.console import Console as RichConsole
 
 from verl.tracking.console import Console, ConsoleTracker, set_command
@@ -227,11 +226,6 @@ def test_a_message_during_the_bar_stands_above_it():
     tracker.message("one sentence")
     tracker.close("interrupted")
     assert "one sentence\n" in shown(console)
-
-
-def test_a_negative_number_of_samples_is_refused():
-    with refusal("sample_rows"):
-        Console(sample_rows=-1)
 
 
 def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path):

@@ -39,8 +39,3 @@ def test_a_directory_that_cannot_be_made_is_an_error_at_start(tmp_path):
     running = Trackers(tensorboard=TensorBoard()).build(BuildContext())
     with refusal("tracker.tensorboard"):
         running.start("run", {}, tmp_path, 3)
-
-
-def test_a_flush_time_of_nothing_is_refused():
-    with refusal("flush_s"):
-        TensorBoard(flush_s=0)

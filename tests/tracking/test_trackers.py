@@ -162,11 +162,6 @@ def test_a_further_tracker_needs_a_name_of_its_own_and_no_other_edit(tmp_path):
         Trackers(more={"console": JsonLines()})
 
 
-def test_a_tracker_of_the_wrong_kind_is_refused():
-    with refusal("jsonl"):
-        Trackers(jsonl="yes")
-
-
 # Composed from a list
 
 

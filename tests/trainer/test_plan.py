@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import each_value_once
 from random_models import save_random_model
 from refusals import refusal
 from roles import experience, start_actor
@@ -305,8 +306,7 @@ def test_the_command_ends_with_1_where_a_run_does_not_fit(llama_8b):
     assert "It does not fit" in found.stdout
 
 
-@pytest.mark.parametrize("device", [*DEVICES, "cpu"])
-@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize(("device", "fits"), each_value_once([*DEVICES, "cpu"], [True, False]))
 def test_fine_tuning_is_planned_on_every_device(llama_8b, device, fits):
     large = ["actor=llama8b", f"actor.model.path={llama_8b}", "actor.micro_batch_tokens=262144"]
     run = validate(compose_root("sft", [] if fits else [*large, "trainer.batch_size=4096"]))

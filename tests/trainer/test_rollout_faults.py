@@ -23,26 +23,6 @@ def lora(rank: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (
-            [*ADAPTER, lora(8), "sharding=fsdp", *TWO],
-            "rollout.lora is adapter, and the actor is divided",
-        ),
-        ([*ADAPTER, lora(8), "sharding=tp", *TWO], "rollout.lora is adapter, and the actor is divided"),
-        ([*ADAPTER, lora(600)], "actor.lora.rank is 600: vLLM takes adapters of at most rank 512"),
-        (
-            ["rollout=vllm", "rollout.call_timeout_s=600", "sharding=fsdp", *TWO],
-            r"rollout.call_timeout_s is 600: .* give it up after sharding.timeout_s 600. Set rollout.call_time",
-        ),
-    ],
-)
-def test_an_engine_that_does_not_go_with_the_actor_is_refused_with_the_way_out(overrides, says):
-    with pytest.raises(ConfigError, match=says):
-        validate(compose_root("ppo", overrides))
-
-
-@pytest.mark.parametrize(
     "overrides",
     [
         [*ADAPTER, "sharding=fsdp", *TWO],

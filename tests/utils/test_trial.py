@@ -13,6 +13,7 @@ from verl.data.chat_template import ChatTemplate
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import character_tokenizer
+from verl.utils.child_process import trial
 from verl.utils.child_process.trial import pattern_fault, template_fault
 
 RANGES = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -22,7 +23,9 @@ SOUND = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{% endfor 
 
 
 @pytest.mark.parametrize(("template", "said"), [(RANGES, "did not end"), (TAGGED, "GiB of memory")])
-def test_a_chat_template_without_end_is_refused_within_seconds(template, said):
+def test_a_chat_template_without_end_is_refused_within_seconds(template, said, monkeypatch):
+    if said == "did not end":
+        monkeypatch.setattr(trial, "PROCESSOR_S", 1)
     chat = ChatTemplate(character_tokenizer(), template)
     started = time.monotonic()
     with refusal("chat_template") as caught:
@@ -38,7 +41,8 @@ def test_a_sound_template_is_tried_once_and_rendered():
     assert template_fault("{{ raise_exception('no') }}{{ nothing.at.all }}", {"messages": messages}) is None
 
 
-def test_an_adapter_whose_regular_expression_does_not_end_is_refused(model32, tmp_path):
+def test_an_adapter_whose_regular_expression_does_not_end_is_refused(model32, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "PROCESSOR_S", 1)
     adapted = LoRA(rank=2).apply(model32.load_causal_lm("cpu"), causal_lm=True)
     adapted.save_pretrained(tmp_path / "adapter")
     file = tmp_path / "adapter/adapter_config.json"

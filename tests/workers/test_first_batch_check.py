@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import refusal
-from roles import experience, start_actor, start_critic
+from roles import experience, gap_from_plain_rows, start_actor, start_critic
 from torch import Tensor
 
 from verl.model_paths import packed_attention
@@ -36,19 +36,6 @@ def also_sees(layer: Any, seen: Any) -> None:
     layer.mlp.forward = lambda x: forward(x) + seen(x)
 
 
-def largest_gap(actor: Any, rows: Any, name: str) -> float:
-    """From a plain forward pass of each row alone, in nats."""
-    worst = 0.0
-    for row in range(len(rows)):
-        mask = rows["attention_mask"][row].bool()
-        ids, width = rows["input_ids"][row][mask], int(rows["prompt_mask"][row].sum())
-        with torch.no_grad():
-            logits = actor.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
-        plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
-        worst = max(worst, float((rows[name][row][rows["response_mask"][row]].double() - plain).abs().max()))
-    return worst
-
-
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -59,7 +46,7 @@ def test_a_model_that_looks_at_padding_is_run_with_padding_on_the_right(model32,
     assert actor.engine.paths(rows) == FAST
     also_sees(actor.model.model.layers[0], running_mean)
     rows = rows.union(actor.compute_log_probs(rows))
-    assert largest_gap(actor, rows, "old_log_probs") < 1e-4
+    assert gap_from_plain_rows(actor, rows, "old_log_probs") < 1e-4
     assert actor.engine.paths(rows).scoring == "right_padded"
     actor.compute_log_probs(rows)
     (message,) = told(caplog)
@@ -77,7 +64,7 @@ def test_a_model_that_asks_more_of_attention_than_packed_rows_have_is_run_padded
     actor = start_actor(model32, HFRollout(max_new_tokens=6))
     rows = actor.generate(prompts(*LONGER), GenerationRequest(0, 3))
     rows = rows.union(actor.compute_log_probs(rows))
-    assert largest_gap(actor, rows, "old_log_probs") < 1e-4
+    assert gap_from_plain_rows(actor, rows, "old_log_probs") < 1e-4
     assert actor.engine.paths(rows).scoring == "padded"
     assert "attention with softcap has no such form" in told(caplog)[0]
 

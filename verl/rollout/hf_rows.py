@@ -473,9 +473,10 @@ def slots_distance(rows: SlotRows) -> float:
         texts[ended] = [*texts[ended], 1, 2, 3]
         admit([ended])
         read()
-    worst = 0.0
+    plain, worst = {}, 0.0
+    for row in {row for row, _, _ in found}:
+        ids = torch.tensor([texts[row]], device=rows.device)
+        plain[row] = call_model(rows.model, input_ids=ids, use_cache=False).logits[0].double().log_softmax(-1)
     for row, length, logits in found:
-        ids = torch.tensor([texts[row][:length]], device=rows.device)
-        plain = call_model(rows.model, input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
-        worst = max(worst, float((plain.double().log_softmax(-1) - logits.double().log_softmax(-1)).abs().max()))
+        worst = max(worst, float((plain[row][length - 1] - logits.double().log_softmax(-1)).abs().max()))
     return worst

@@ -11,7 +11,7 @@ from refusals import refusal
 from trainer.runs import JSONL, fit, ppo_run, read_lines
 
 from verl.component import BuildContext
-from verl.errors import ConfigError, NonFiniteRewardError, RewardError
+from verl.errors import NonFiniteRewardError, RewardError
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rewards.remote.http_reward import HTTPReward
@@ -232,25 +232,6 @@ def test_a_server_that_does_not_answer_is_told_before_anything_loads(tmp_path):
     described = HTTPReward(endpoint=server.endpoint(), cache_dir=str(tmp_path))
     with refusal("endpoint.base_url"):
         described.build(BuildContext())
-
-
-@pytest.mark.parametrize(
-    ("settings", "fault"),
-    [
-        ({"fields": {"prompt": "prompt"}}, "fields has no response"),
-        ({"options": {"a": 1}}, "Set items_key, its key"),
-        ({"options": {"a": 1}, "items_key": "a"}, r"options\.a: is the key of the list of samples"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"error_score": float("nan")}, "error_score is nan"),
-        ({"cache_gib": -1.0}, "cache_gib is -1"),
-        ({"on_error": "zero"}, "on_error is 'zero': expected one of raise, score"),
-    ],
-)
-def test_settings_that_cannot_be_are_faults(settings, fault):
-    from verl.http_client.endpoint import Endpoint
-
-    with pytest.raises(ConfigError, match=fault):
-        HTTPReward(endpoint=Endpoint(base_url="http://localhost:1"), **settings)
 
 
 def test_a_run_asks_logs_and_shows_its_samples_without_the_key(dir32, tmp_path, monkeypatch):

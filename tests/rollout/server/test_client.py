@@ -210,28 +210,6 @@ def test_no_server_is_told_at_the_start(model32):
         start_actor(model32, ServerRollout(endpoint=server.endpoint()))
 
 
-@pytest.mark.parametrize(
-    ("options", "fault"),
-    [
-        ({"base_url": "http://h/v1"}, "endpoint.base_url ends with /v1"),
-        ({"weights": "fixed", "log_probs": "trainer"}, "log_probs is trainer, and weights is fixed"),
-        ({"weights": "fixed", "transfer_dir": "/x"}, "nothing is transferred where weights is fixed"),
-        ({"max_gap_nats": 0.0}, "max_gap_nats is 0.0"),
-        ({"protocol": "tgi"}, "weights is reload: TGI has no way to take new weights"),
-        (
-            {"protocol": "tgi", "weights": "fixed", "min_new_tokens": 1},
-            "min_new_tokens is 1: TGI knows nothing like",
-        ),
-    ],
-)
-def test_settings_that_cannot_be_are_faults(options, fault):
-    from verl.http_client.endpoint import Endpoint
-
-    endpoint = Endpoint(base_url=options.pop("base_url", "http://h"))
-    with pytest.raises(ConfigError, match=fault):
-        ServerRollout(endpoint=endpoint, **options)
-
-
 # What log-probs mean
 
 
@@ -252,7 +230,7 @@ def test_settings_that_cannot_be_are_faults(options, fault):
 def test_log_probs_are_right_whatever_the_server_means_by_them(mode, options, source, attached, dir32, prompts):
     actor = attached(Speaker(dir32, mode), **options)
     assert actor.sampler.engine.parts.source == source
-    for request in (GenerationRequest(0, 4), GenerationRequest(0, greedy=True)):
+    for request in (GenerationRequest(0, 2), GenerationRequest(0, greedy=True)):
         rows = actor.generate(prompts(), request)
         assert rows["rollout_log_probs"].dtype == torch.float32
         assert gap(actor, rows) < 1e-5

@@ -21,31 +21,6 @@ from verl.rollout.vllm.config import VLLMRollout
 from verl.utils import env_check
 
 
-@pytest.mark.parametrize(
-    ("options", "fault"),
-    [
-        ({"kv_cache_gib": 0.0}, "kv_cache_gib is 0.0: must be above 0"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0: must be at least 1"),
-        (
-            {"max_num_seqs": 64, "max_num_batched_tokens": 32},
-            "a pass takes at least one token of each of the max_num_se",
-        ),
-        ({"max_model_len": 128, "max_new_tokens": 128}, "max_model_len is 128: it holds prompt and response"),
-        ({"max_model_len": 0}, "max_model_len is 0: must be at least 1, or null"),
-        ({"num_threads": 0}, "num_threads is 0"),
-        ({"lora": "merge"}, "lora is 'merge'"),
-        ({"temperature": 0.0}, "temperature is 0.0: must be above 0"),
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
-        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size is 0"),
-        ({"call_timeout_s": 0.0}, "call_timeout_s is 0.0: must be above 0"),
-        ({"start_timeout_s": 0.0}, "start_timeout_s is 0.0: must be above 0, or null"),
-    ],
-)
-def test_a_fault_names_its_field(options, fault):
-    with pytest.raises(ConfigError, match=fault):
-        VLLMRollout(**options)
-
-
 def attach(path, **options):
     source = Pretrained(path=str(path), **options)
     return VLLMRollout().attach(source.load_causal_lm("cpu"), source.load_tokenizer(), 0)

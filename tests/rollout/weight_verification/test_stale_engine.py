@@ -19,7 +19,9 @@ ONE_UPDATE = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)  # no log-probs
 CORRECTED = dataclasses.replace(ONE_UPDATE, correction=TruncatedIS())
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(
+    scope="module", params=[True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["tied", "untied"]
+)
 def model(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
     save_random_model(path, "qwen2", torch.float32, tie_word_embeddings=request.param)

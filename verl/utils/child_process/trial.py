@@ -12,12 +12,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-TIMEOUT_S = 10.0  # wall clock, of the child; its own work has half of that as processor time
+TIMEOUT_S = 10.0  # wall clock, of the child
+PROCESSOR_S = 5  # of its own work
 MEMORY_BYTES = 2**30
-_LIMITS = f"""
+_LIMITS = """
 import json, resource, sys
-resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_BYTES}, {MEMORY_BYTES}))
-resource.setrlimit(resource.RLIMIT_CPU, ({int(TIMEOUT_S / 2)}, {int(TIMEOUT_S / 2) + 1}))
+memory, seconds = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
 given = json.load(sys.stdin)
 """
 _TEMPLATE = """
@@ -65,7 +67,7 @@ def pattern_fault(patterns: Sequence[str], names: Sequence[str]) -> str | None:
 def _fault(script: str, given: str) -> str | None:
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _LIMITS + script],
+            [sys.executable, "-c", _LIMITS + script, str(MEMORY_BYTES), str(PROCESSOR_S)],
             input=given,
             capture_output=True,
             text=True,
@@ -75,7 +77,7 @@ def _fault(script: str, given: str) -> str | None:
     except subprocess.TimeoutExpired:
         return f"it did not end within {TIMEOUT_S:g} s"
     if done.returncode < 0:
-        return f"it did not end within {TIMEOUT_S / 2:g} s of processor time"
+        return f"it did not end within {PROCESSOR_S} s of processor time"
     if done.returncode == 3 or "MemoryError" in done.stderr:
         return f"it takes more than {MEMORY_BYTES // 2**30} GiB of memory"
     return None

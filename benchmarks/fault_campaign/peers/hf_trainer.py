@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from faults.peers.training import LAST, Gate, Resumed, digests, random_states
+from peers.training import LAST, Gate, Resumed, digests, random_states
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 

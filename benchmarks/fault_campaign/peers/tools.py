@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
-from faults.peers.training import Gate, Resumed, Training
+from peers.training import Gate, Resumed, Training
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from verl.checkpoint.commit.store import CheckpointStore

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from faults.calls import Interposer, Strike
-from faults.peers.tools import Tool
-from faults.peers.training import LAST, Gate, Resumed
+from peers.tools import Tool
+from peers.training import LAST, Gate, Resumed
 
 RETURNED, RAISED = 0, 3
 LIMIT_S = 120

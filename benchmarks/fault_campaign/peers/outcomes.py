@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from faults.peers.held import Found
-from faults.peers.training import Resumed
+from peers.held import Found
+from peers.training import Resumed
 
 OUTCOMES = ["whole", "older", "other values", "said", "stopped", "nothing", "claimed"]
 SILENT = {"older", "other values", "claimed"}

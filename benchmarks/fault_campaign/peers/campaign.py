@@ -1,6 +1,6 @@
 """Every fault against every way to save, and what a resume then does. Run with TEST_INTERPOSER set:
 
-    python -m faults.peers.campaign [--tools verl,torch] [--sample 20] [--cuts 20]
+    python -m peers.campaign [--tools verl,torch] [--sample 20] [--cuts 20]
 
 Prints one JSON line: a row for every tool, with the outcomes of `outcomes.py` counted.
 """
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from faults.calls import Strike, recorded
-from faults.peers.cuts import sampled_cuts
-from faults.peers.held import Found, HeldTraining, resume
-from faults.peers.hf_trainer import HuggingFaceTrainer
-from faults.peers.outcomes import Known, Tally
-from faults.peers.tools import DistributedCheckpoint, Ours, Tool, TorchSave, TorchSaveLatest
-from faults.peers.training import LAST
 from faults.power_cut import Trace, fingerprint, materialise, snapshot
 from faults.scenarios import fast_directory
+from peers.cuts import sampled_cuts
+from peers.held import Found, HeldTraining, resume
+from peers.hf_trainer import HuggingFaceTrainer
+from peers.outcomes import Known, Tally
+from peers.tools import DistributedCheckpoint, Ours, Tool, TorchSave, TorchSaveLatest
+from peers.training import LAST
 
 TOOLS: dict[str, Callable[[], Tool]] = {
     "verl": Ours,
