@@ -32,7 +32,7 @@ from verl.workers.rank_checkpoint import whole_on_first
 
 @component
 class HybridConfig(Description):
-    """How a `HybridActor` is sharded; without any of these settings it uses only its own process.
+    """Sharding of a `HybridActor`; without any of these settings it uses only its own process.
 
     Args:
         tp_size: size of tensor parallelism: consecutive ranks that split the layers and work on the same rows.

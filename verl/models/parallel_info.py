@@ -93,7 +93,7 @@ def wait_for(store: Any, keys: list[str]) -> None:
 
 
 def parallel_info_of(model: Any) -> ParallelInfo:
-    """How a model is sharded; one that is not sharded is held by a mesh of this process alone."""
+    """Sharding of a model; one that is not sharded is held by a mesh of this process alone."""
     if (parallel_info := getattr(model, "parallel_info", None)) is not None:
         return parallel_info
     return ParallelInfo(

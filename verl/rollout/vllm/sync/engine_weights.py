@@ -28,8 +28,8 @@ MIB = 1 << 20
 
 
 @dataclass
-class ProcessState:
-    """What one vLLM process holds, from its start to its end.
+class EngineState:
+    """Weights that one vLLM process holds, from its start to its end.
 
     Attributes:
         is_current: the weights of the last sync, which were verified.
@@ -67,13 +67,13 @@ class EngineWeights:
     ):
         self.process, self.info, self.model, self.verifier = process, info, model, verifier
         self.lora_rank, self.num_threads, self.in_place = lora_rank, num_threads, True
-        self._state, self._num_adapters, self._sends_all = ProcessState(None), 0, True
+        self._state, self._num_adapters, self._sends_all = EngineState(None), 0, True
 
     @property
-    def state(self) -> ProcessState:
-        """Of the present process; a new one holds nothing."""
+    def state(self) -> EngineState:
+        """State of the present process; a new one holds nothing."""
         if self._state.process_id != self.process.process_id:
-            self._state = ProcessState(self.process.process_id)
+            self._state = EngineState(self.process.process_id)
         return self._state
 
     @property
