@@ -30,8 +30,8 @@ from verl.errors import RolloutError
 from verl.ops.counter_rng import EVALUATION
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
-from verl.rollout.base import GenerationRequest, assemble, sequence_fields
-from verl.rollout.prompt_rows import prompt_tokens, right_padded
+from verl.rollout.base import GenerationRequest
+from verl.rollout.rows import assemble, prompt_tokens, right_padded, sequence_fields
 
 End = Literal["", "terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped"]
 ENDS: tuple[End, ...] = ("terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped")
@@ -237,7 +237,7 @@ def episode_batch(
     *,
     has_rows: bool,
 ) -> DataProto:
-    """Episodes in the form of `rollout.base.assemble`, a line each: the tokens of all its samples, side by side.
+    """Episodes in the form of `rollout.rows.assemble`, a line each: the tokens of all its samples, side by side.
 
     Args:
         samples: of each episode, in the order of `prompts`, `request.num_samples` for each; none of a dropped one.

@@ -39,8 +39,8 @@ from verl.rollout.base import (
     TurnRequest,
 )
 from verl.rollout.lockstep import in_lockstep
-from verl.rollout.prompt_rows import longest_prompt, prompt_tokens
 from verl.rollout.responses import ResponseSampler
+from verl.rollout.rows import longest_prompt, prompt_tokens
 from verl.utils.progress import report
 from verl.utils.seeding import derive_seed
 

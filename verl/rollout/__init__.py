@@ -1,14 +1,14 @@
 """Prompts in; responses and their log-probabilities out.
 
 auto              `rollout=auto`: chooses the engine that was faster in measurements with models of this size
-base              The interface of rollout engines: turns, sync, rest, close; and rows of prompts with their responses
+base              The interface of rollout engines: turns, sync, rest, close
 consensus         Consensus of ranks around engines that may fail: all of them go on, or all of them stop
 generation_group  How the processes that hold one model divide the generation of responses
 hf                `rollout=hf`: generation on the tensors that train
 hf_rows           Rows that `rollout=hf` decodes beside each other, in slots of a key-value cache or in batches
 lockstep          Episodes of processes that compute every forward pass together: one plays, all generate
-prompt_rows       Prompts of a batch, padded on the left, as lists of token ids, and back
 responses         Responses to prompts, sampled as single turns of a rollout engine
+rows              Rows of prompts with their responses, made of turns and checked
 scripted          Scripted responses: for tests, and for replaying text that another system wrote
 server/           Rollout by an external server: vLLM, another OpenAI-compatible one, or TGI
 token_sampler     From logits to the next token of each row: the sampling rule of every rollout engine

@@ -1,9 +1,8 @@
-"""The interface of rollout engines: a generation request, and rows of prompts with their responses."""
+"""The interface of rollout engines: descriptions, requests, turns, and what an engine does with them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,12 +16,8 @@ from verl.models.parallel_info import Autocast
 from verl.ops.counter_rng import TRAINING
 from verl.protocol import DataProto
 from verl.rollout.generation_group import GenerationGroup
-from verl.rollout.prompt_rows import right_padded
 
 ALONE = BuildContext()
-DRAWN = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
-LARGEST_LOG_PROB = 1e-3  # nats above 0 that are put down to rounding; more is not a log-prob
-PLACEHOLDER = -9000.0  # nats: values at or below are minus infinity, such as -9999 of vLLM
 
 
 # Weights from an actor in pipeline `stages`, or whose `experts` are divided (sharding.ep); a torch module of the user's
@@ -362,149 +357,3 @@ def stop_tokens(model: Any, tokenizer: Any, extra: tuple[int, ...]) -> Tensor:
     ids = {tokenizer.eos_token_id, *extra}
     ids |= set(configured if isinstance(configured, list) else [configured])
     return torch.tensor(sorted(i for i in ids if i is not None and i < size), dtype=torch.int64)
-
-
-def assemble(
-    prompts: DataProto,
-    num_samples: int,
-    responses: Tensor,
-    mask: Tensor,
-    log_probs: Tensor,
-    pad_id: int,
-    attended: Tensor | None = None,
-    routed: Tensor | None = None,
-    sample_ids: Tensor | None = None,
-) -> DataProto:
-    """Join prompts and their responses into the rows that training reads.
-
-    Args:
-        prompts: `prompts`, `prompt_mask` [b P], `prompt_ids`, `group_ids` [b].
-        responses, mask, log_probs: [b * num_samples, T], a prompt's samples side by side.
-        pad_id: fills the places without a token.
-        attended: [b * num_samples, T], True on all tokens of the response, including those that the policy did not
-            sample; None if it sampled all of them.
-        routed: [b * num_samples, T layers k], experts of each token, -1 off the mask; None if not recorded.
-        sample_ids: [b * num_samples]; None to count them.
-    Returns:
-        B = b * num_samples rows with the fields of prompts, and `sample_ids`, `input_ids`, `attention_mask`,
-        `position_ids`, `responses`, `response_mask`, `rollout_log_probs`; T is the longest response.
-    Raises:
-        RolloutError: a log-prob is invalid or a token id is negative; names prompt, sample and token.
-    """
-    attended = mask if attended is None else attended
-    width = int(attended.sum(dim=1).max()) if attended.numel() else 0
-    mask, attended = mask[:, :width], attended[:, :width]
-    responses = responses[:, :width].masked_fill(~attended, pad_id)
-    rows = prompts.select(["prompts", "prompt_mask", "prompt_ids", "group_ids"]).repeat(num_samples)
-    made = DataProto.from_dict(
-        {
-            "sample_ids": torch.arange(num_samples).repeat(len(prompts)) if sample_ids is None else sample_ids,
-            **sequence_fields(rows.batch["prompts"], rows.batch["prompt_mask"], responses, attended),
-            "responses": responses,
-            "response_mask": mask,
-            "rollout_log_probs": log_probs[:, :width].masked_fill(~mask, 0.0),
-        }
-    )
-    if routed is not None:
-        made = made.union(DataProto.from_dict({"routed_experts": routed[:, :width].clone()}))
-    made = rows.union(made)
-    refuse_wrong_responses(made)
-    return made
-
-
-def sequence_fields(prompts: Tensor, prompt_mask: Tensor, responses: Tensor, attended: Tensor) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask` and `position_ids` [B S] of prompts [B P] and the tokens after them [B T]."""
-    attention = torch.cat([prompt_mask, attended], dim=1).long()
-    return {
-        "input_ids": torch.cat([prompts, responses], dim=1),
-        "attention_mask": attention,
-        "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),
-    }
-
-
-def assemble_turns(
-    prompts: DataProto,
-    drawn: Sequence[DrawnTurn],
-    turns: TurnEngine,
-    pad_id: int,
-    num_samples: int = 1,
-    sample_ids: Tensor | None = None,
-) -> DataProto:
-    """Rows of responses; see `assemble`.
-
-    Args:
-        drawn: the single turn of each response, a prompt's samples side by side.
-        turns: the engine that generated them.
-    Raises:
-        RolloutError: a log-prob is invalid or a token id is negative; names prompt, sample and token.
-    """
-    responses = right_padded([turn.tokens for turn in drawn], pad_id, torch.int64)
-    log_probs = right_padded([turn.log_probs for turn in drawn], 0.0, turns.dtype)
-    lengths, routed = torch.tensor([len(turn.tokens) for turn in drawn], dtype=torch.int64), None
-    mask = torch.arange(responses.shape[1]) < lengths[:, None]
-    if turns.experts is not None:
-        routed = torch.full((*responses.shape, *turns.experts), -1, dtype=torch.int16)
-        for row, turn in enumerate(drawn):
-            if turn.routed_experts is not None:
-                routed[row, : len(turn.tokens)] = turn.routed_experts
-    return assemble(prompts, num_samples, responses, mask, log_probs, pad_id, routed=routed, sample_ids=sample_ids)
-
-
-def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> None:
-    """Check the responses of any engine.
-
-    Args:
-        rows: as of `assemble`.
-        num_tokens: size of the model's vocabulary; None if the model is not known here.
-    Raises:
-        RolloutError: see `assemble`.
-    """
-    if missing := [name for name in DRAWN if name not in rows.batch]:
-        raise RolloutError(
-            f"The rollout engine gives rows without {', '.join(missing)}: see verl.rollout.base.assemble."
-        )
-    mask, tokens, log_probs = (rows.batch[name] for name in DRAWN)
-    if not bool(mask.any()):
-        return
-    lowest, highest = log_probs[mask].aminmax()  # one pass: nan comes through
-    if not (float(lowest) > PLACEHOLDER and float(highest) <= LARGEST_LOG_PROB):
-        exact = log_probs.double()
-        is_wrong = ~((exact > PLACEHOLDER) & (exact <= LARGEST_LOG_PROB)) & mask
-        row, place = is_wrong.nonzero()[0].tolist()
-        fault = log_prob_fault(float(exact[row, place]))
-        raise RolloutError(f"{_of_token(rows, row, place)} has the log-prob {fault}. {_count(is_wrong, mask)}")
-    lowest, highest = tokens[mask].aminmax()
-    if int(lowest) < 0 or (num_tokens is not None and int(highest) >= num_tokens):
-        is_wrong = ((tokens < 0) | (tokens >= (num_tokens or int(highest) + 1))) & mask
-        row, place = is_wrong.nonzero()[0].tolist()
-        known = "no id is negative" if num_tokens is None else f"the model knows 0 to {num_tokens - 1}"
-        raise RolloutError(
-            f"{_of_token(rows, row, place)} is not a token: {known}. {_count(is_wrong, mask)} Does the engine run with "
-            "the actor's tokenizer?"
-        )
-
-
-def log_prob_fault(log_prob: float) -> str | None:
-    """Why a number cannot be the log-prob of a sampled token, with the number; None if it can."""
-    if PLACEHOLDER < log_prob <= LARGEST_LOG_PROB:
-        return None
-    if LARGEST_LOG_PROB < log_prob < math.inf:
-        return f"{log_prob:.3f}: above 0 it is none. Does the engine run with a logits mode?"
-    if not log_prob < 0 or log_prob == -math.inf:
-        return f"{log_prob}, one that is not finite: the logits were not, or the token was cut off before it was drawn"
-    return (
-        f"{log_prob:g}: that is written in place of a probability of zero (vLLM: -9999), and such a token cannot be "
-        "drawn. Log-probs must be log_softmax(logits / temperature) over the whole vocabulary, of the tokens drawn"
-    )
-
-
-def _of_token(rows: DataProto, row: int, place: int) -> str:
-    prompt, sample = int(rows["prompt_ids"][row]), int(rows["sample_ids"][row])
-    length, token = int(rows["response_mask"][row].sum()), int(rows["responses"][row, place])
-    return (
-        f"The rollout engine's response to prompt {prompt}, sample {sample}: token {place + 1} of {length}, id {token},"
-    )
-
-
-def _count(is_wrong: Tensor, mask: Tensor) -> str:
-    return f"{int(is_wrong.sum())} such of {int(mask.sum())} tokens."

@@ -40,7 +40,6 @@ from verl.rollout.base import (
     TurnLimits,
     TurnQueue,
     TurnRequest,
-    assemble_turns,
     open_turns_error,
     stop_tokens,
 )
@@ -53,7 +52,7 @@ from verl.rollout.hf_rows import (
     slots_distance,
     slots_fault,
 )
-from verl.rollout.prompt_rows import left_padded
+from verl.rollout.rows import assemble_turns, left_padded
 from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler, greedy_rows, noise_keys
 from verl.utils.progress import report
 

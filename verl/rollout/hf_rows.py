@@ -30,7 +30,7 @@ from verl.models.call import call_model
 from verl.models.parallel_info import compute_device
 from verl.ops.attention import PromptGroups
 from verl.rollout.base import TurnRequest
-from verl.rollout.prompt_rows import left_padded
+from verl.rollout.rows import left_padded
 
 PREFILL_TOKENS = 8192  # of one forward pass, padding included
 WORTH_SHARING = 64  # tokens of a prompt, from which on reading it once per group saves more than it costs

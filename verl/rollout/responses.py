@@ -24,10 +24,9 @@ from verl.rollout.base import (
     TurnEngine,
     TurnLimits,
     TurnRequest,
-    assemble_turns,
 )
 from verl.rollout.generation_group import RepeatGeneration
-from verl.rollout.prompt_rows import longest_prompt, prompt_tokens
+from verl.rollout.rows import assemble_turns, longest_prompt, prompt_tokens
 from verl.utils.memory import on_current_device
 
 

@@ -22,9 +22,9 @@ from verl.rollout.base import (
     TurnEngine,
     TurnLimits,
     TurnQueue,
-    refuse_wrong_responses,
     stop_tokens,
 )
+from verl.rollout.rows import refuse_wrong_responses
 
 
 @component

@@ -15,7 +15,7 @@ from verl.rollout.base import (
     TurnQueue,
     TurnRequest,
 )
-from verl.rollout.prompt_rows import left_padded
+from verl.rollout.rows import left_padded
 
 
 class WholeBatchEngine(RolloutEngine):

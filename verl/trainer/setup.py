@@ -302,9 +302,9 @@ def sharding_faults(run: Any) -> list[str]:
         return list(dict.fromkeys(faults))
     indivisible: dict[str, str] = {}
     for role, sharding in in_processes.items():
-        if not isinstance(described[role], TrainedRole):
+        if not isinstance(trained := described[role], TrainedRole):
             continue
-        model: ModelSource = described[role].model
+        model: ModelSource = trained.model
         layers = model.layer_count()
         divided = {
             "heads": (sharding.heads_fault, model.attention_heads()),

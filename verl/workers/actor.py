@@ -25,8 +25,9 @@ from verl.ops.logprobs import LogProbGap
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.protocol.dispatch import by_rows, by_rows_to_one, on_all
-from verl.rollout.base import GenerationRequest, Rollout, SyncResult, refuse_wrong_responses, stop_tokens
+from verl.rollout.base import GenerationRequest, Rollout, SyncResult, stop_tokens
 from verl.rollout.responses import ResponseSampler
+from verl.rollout.rows import refuse_wrong_responses
 from verl.utils.memory import release_cached
 from verl.workers.base import TrainedRole, TrainedWorker
 from verl.workers.first_batch_check import FirstBatchCheck

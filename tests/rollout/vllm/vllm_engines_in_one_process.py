@@ -26,9 +26,9 @@ from rollout.engines import agreement, generate, random_prompts, save_family, sh
 from verl.models.lora import LoRA
 from verl.ops.counter_rng import NO_TURN
 from verl.protocol import DataProto
-from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest, assemble_turns
+from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
 from verl.rollout.hf import HFRollout
-from verl.rollout.prompt_rows import prompt_tokens
+from verl.rollout.rows import assemble_turns, prompt_tokens
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import as_config_error, engine_args, write_model_directory
 from verl.rollout.vllm.client.engine_process import EngineError

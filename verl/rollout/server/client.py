@@ -28,8 +28,9 @@ from verl.models.parallel_info import (
 from verl.ops.batching import micro_batches
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
-from verl.rollout.base import RolloutEngine, SyncResult, TurnEngine, TurnLimits, refuse_wrong_responses
+from verl.rollout.base import RolloutEngine, SyncResult, TurnEngine, TurnLimits
 from verl.rollout.generation_group import OneGenerates
+from verl.rollout.rows import refuse_wrong_responses
 from verl.rollout.server.logprob_check import LogProbCheck
 from verl.rollout.server.options import ServerOptions
 from verl.rollout.server.protocols import SamplingRequest, ServerProtocol

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.errors import RolloutError
 from verl.http_client.request import NotRetryable, Request, RetryableAnswer
-from verl.rollout.base import log_prob_fault
+from verl.rollout.rows import log_prob_fault
 
 
 @dataclass(frozen=True)
