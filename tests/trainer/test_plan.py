@@ -326,6 +326,19 @@ def test_fine_tuning_that_starts_on_a_gpu_has_a_plan_and_no_warning(monkeypatch,
     assert "update actor" in (tmp_path / "plan.txt").read_text()
 
 
+def test_a_run_that_starts_counts_small_activations_and_traces_large_ones(monkeypatch, tmp_path):
+    run, context = validate(compose_root("sft", ["checkpoint=off"])), BuildContext(run_dir=tmp_path)
+    for limit, is_counted in ((70 * GIB, True), (GIB // 4, False)):
+        monkeypatch.setattr(run_plan, "free_memory", lambda device, processes, limit=limit: limit)
+        plan = run_plan.log_plan(run, context, tmp_path)
+        assert plan is not None
+        (role,) = plan.memory.roles
+        assert (role.activations.why_counted is not None) == is_counted
+    traced = role.activations.training
+    counted = plan_run(run, device_named("cpu"), limit=GIB, counted_below=GIB).memory.roles[0].activations.training
+    assert counted == pytest.approx(traced, rel=0.5)
+
+
 @pytest.mark.parametrize(("device", "dtype"), [("h100", torch.bfloat16), ("cpu", torch.float32)])
 @pytest.mark.parametrize("root", ["ppo", "sft"])
 def test_a_pretrained_model_computes_in_bfloat16_with_float32_weights_on_a_gpu(tmp_path, root, device, dtype):

@@ -99,8 +99,7 @@ class Activations:
         after_forward: at the end of the forward pass, when logits are added.
         scoring: peak of a forward pass without gradients.
         logits: of one chunk of tokens in the backward pass.
-        why_counted: why the layers could not be traced, so that a formula for Llama layers was used; None if they were
-            traced.
+        why_counted: why the layers were not traced, so that a formula for Llama layers was used; None if they were.
     """
 
     training: int
@@ -138,6 +137,7 @@ def trace_activations(
     recomputed: bool = False,
     siblings: int = 1,
     exact: bool = False,
+    counted_below: int = 0,
     device_type: str = "cpu",
     expert_load: float | None = None,
 ) -> Activations:
@@ -147,12 +147,17 @@ def trace_activations(
         recomputed: with gradient checkpointing.
         siblings: processes that share each layer (tensor parallelism): each has its part of MLP and attention.
         exact: run all layers, rather than one and two. They are run too where layers differ in their parameters.
+        counted_below: bytes: activations that take less by a formula are not traced, which takes seconds.
         device_type: on which it will run: parts of the logits are larger on a GPU.
         expert_load: of experts that are divided over processes, how many times its share of the tokens this one's get:
             1 where routing is balanced. None where each process has all experts, or there are none.
     """
     layers = config.get_text_config().num_hidden_layers
     logits = _logits(config, tokens, dtype, siblings, device_type)
+    if counted_below:
+        counted = _counted(config, tokens, dtype, recomputed, siblings, logits, "they take little")
+        if counted.training < counted_below:
+            return counted
     log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints tracebacks of what fails below
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -170,15 +175,19 @@ def trace_activations(
             logits=logits,
         )
     except Exception as error:  # noqa: BLE001 - a model's own code on tensors without data may fail in any way
-        sizes = model_stats(config)
-        activation_bytes = sizes.activation_elements(tokens, recomputed) * dtype.itemsize // siblings
-        scoring = sizes.layer_elements * tokens * dtype.itemsize // siblings
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return Activations(
-            training=activation_bytes, after_forward=activation_bytes, scoring=scoring, logits=logits, why_counted=why
-        )
+        return _counted(config, tokens, dtype, recomputed, siblings, logits, why)
     finally:
         log.setLevel(level)
+
+
+def _counted(
+    config: Any, tokens: int, dtype: torch.dtype, recomputed: bool, siblings: int, logits: int, why: str
+) -> Activations:
+    sizes = model_stats(config)
+    training = sizes.activation_elements(tokens, recomputed) * dtype.itemsize // siblings
+    scoring = sizes.layer_elements * tokens * dtype.itemsize // siblings
+    return Activations(training=training, after_forward=training, scoring=scoring, logits=logits, why_counted=why)
 
 
 def _trace(

@@ -229,7 +229,9 @@ def _role_memory(run: Any, name: str, layout: RoleLayout) -> RoleMemory:
     )
 
 
-def _role_plan(run: Any, memory: RoleMemory, step: Workload, device: DeviceRates, exact: bool) -> RolePlan:
+def _role_plan(
+    run: Any, memory: RoleMemory, step: Workload, device: DeviceRates, exact: bool, counted_below: int
+) -> RolePlan:
     """A role with traced activations; equal models and micro-batches are traced once."""
     role, layout, sharding = getattr(run, memory.name), memory.layout, memory.layout.sharding
     limit = micro_batch_limit(run, memory, step)
@@ -249,6 +251,7 @@ def _role_plan(run: Any, memory: RoleMemory, step: Workload, device: DeviceRates
             recomputed=recomputed,
             siblings=layout.siblings,
             exact=exact,
+            counted_below=counted_below,
             device_type="cuda" if device.is_gpu else "cpu",
             expert_load=load,
         )
@@ -336,15 +339,18 @@ class MemoryPlan:
                 yield f"Activations of {role.name} are counted as those of Llama, not traced ({why[:100]})."
 
 
-def memory_plan(run: Any, device: DeviceRates, exact: bool = False, limit: int | None = None) -> MemoryPlan:
+def memory_plan(
+    run: Any, device: DeviceRates, exact: bool = False, limit: int | None = None, counted_below: int = 0
+) -> MemoryPlan:
     """Memory of a run on devices of one kind, computed from the configurations of its models.
 
     Args:
+        exact, counted_below: see `trace_activations`.
         limit: bytes available to a process; None: its share of the device.
     """
     run, step = roles_on_device(run, device.is_gpu), workload(run)
     estimate = estimate_memory(run, device.is_gpu)
-    roles = [_role_plan(run, memory, step, device, exact) for memory in estimate.roles]
+    roles = [_role_plan(run, memory, step, device, exact, counted_below) for memory in estimate.roles]
     if limit is None:
         limit = device.memory if device.is_gpu else device.memory // max(1, estimate.processes)
     phases: list[PhaseMemory] = []

@@ -190,17 +190,19 @@ def plan_run(
     free_disk: int | None = None,
     upload_rate: float | None = None,
     limit: int | None = None,
+    counted_below: int = 0,
 ) -> RunPlan:
     """Plan a run from its configuration; no weight is loaded and no process started.
 
     Args:
         exact: trace the activations of all layers.
+        counted_below: bytes: smaller activations are counted, not traced.
         response: average tokens of a response, for the time; None: the maximum.
         free_disk: free bytes for checkpoints.
         upload_rate: bytes per second to the object storage.
         limit: bytes available to a process; None: its share of the device.
     """
-    memory = memory_plan(run, device, exact, limit)
+    memory = memory_plan(run, device, exact, limit, counted_below)
     stages = tuple(stage_times(run, memory, device, response))
     step_s = sum(stage.seconds for stage in stages)
     changes = () if memory.fits else tuple(changes_that_fit(run, device, memory, step_s, response))
@@ -213,6 +215,9 @@ def _shipped(run: Any, memory: MemoryPlan) -> tuple[str, ...]:
     """Hub names of models that were computed by shipped shapes."""
     sources = [getattr(getattr(run, role.name), "model", None) or run.actor.model for role in memory.roles]
     return tuple(dict.fromkeys(source.base_path() for source in sources if has_shipped_shapes(source)))
+
+
+SMALL_SHARE = 16  # of the memory: what takes less than one part is not traced at the start of a run
 
 
 def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | None:
@@ -229,7 +234,8 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
         device = gpu_here() if context.device.startswith("cuda") else device_named("cpu")
         processes = estimate_memory(run, device.is_gpu).processes
         disk = free_disk(checkpoints)
-        plan = plan_run(run, device, free_disk=disk, limit=free_memory(context.device, processes))
+        limit = free_memory(context.device, processes)
+        plan = plan_run(run, device, free_disk=disk, limit=limit, counted_below=(limit or 0) // SMALL_SHARE)
     except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, a plan stops no run
         _log.warning("The plan of this run could not be made: %s: %s", type(error).__name__, error)
         return None
