@@ -132,7 +132,7 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
-    columns = [printable(column) for column in columns]
+    columns, right, drop, cut = ([*map(printable, names)] for names in (columns, right, drop, cut))
     cells = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else width

@@ -141,7 +141,7 @@ class WriterClient:
     @property
     def process_id(self) -> int | None:
         """None where there is no process just now."""
-        return None if self._child is None else self._child.pid
+        return None if self._child is None or not self._child.is_alive() else self._child.pid
 
     def prepare(self) -> None:
         """Start the process."""
@@ -192,8 +192,9 @@ class WriterClient:
             WriterDied: it could not be started.
             CheckpointError: the directory could not be claimed.
         """
-        if self._child is not None:
+        if self._child is not None and self._child.is_alive():
             return self._child
+        self._kill()  # what is left of one that ended between two saves, which is no attempt of this one
         self._store.claim_directory()
         try:
             child = self._child = ChildProcess(
