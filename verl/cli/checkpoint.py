@@ -26,10 +26,10 @@ from verl.checkpoint.read.discovery import (
     resolve_path,
 )
 from verl.checkpoint.read.verify import Level
-from verl.checkpoint.remote.download import pull as pull_one
 from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.resolve import find_at
-from verl.checkpoint.remote.upload import CheckpointUpload
+from verl.checkpoint.remote.transfer import CheckpointUpload
+from verl.checkpoint.remote.transfer import pull as pull_one
 from verl.checkpoint.retention import Retention, clean, plan
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
 from verl.cli.console import (

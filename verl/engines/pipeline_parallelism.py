@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from verl.component import BuildContext
 from verl.engines.expert_parallel import EXPERT, EXPERT_SHARD, divide_experts, experts_gathered
 from verl.engines.fsdp import read_slices
-from verl.engines.parallel_degrees import ParallelDegrees
+from verl.engines.parallel_degrees import ParallelDegrees, stage_bounds
 from verl.engines.parallel_dims import REPLICATE, SHARD, STAGE, TENSOR, ShardedParallelism
 from verl.engines.pipeline import (
     PipelineRunner,
@@ -34,7 +34,6 @@ from verl.engines.pipeline import (
     output_head,
     refuse_untrue,
 )
-from verl.engines.stage_balance import stage_bounds
 from verl.engines.stage_shards import StageShards, shard_rows
 from verl.engines.tensor_parallel import shard_over
 from verl.errors import ConfigError

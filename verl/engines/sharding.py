@@ -17,9 +17,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from verl.component import BuildContext, Description, component
-from verl.engines.parallel_degrees import ParallelDegrees, nearest_ep, nearest_layout
+from verl.engines.parallel_degrees import ParallelDegrees, largest_stage, nearest_ep, nearest_layout
 from verl.engines.parallel_dims import DataParallelism, Parallelism
-from verl.engines.stage_balance import largest_stage
 from verl.engines.tensor_parallel import exchanged_elements, heads_fault
 from verl.models.model_stats import ModelStats
 

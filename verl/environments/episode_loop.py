@@ -23,8 +23,7 @@ from verl.environments.base import Action, EnvironmentDescription, Fault, Observ
 from verl.environments.calls import STUCK_S, CallResult, CallRunner
 from verl.environments.episode import End, Episode, EpisodeSample, Turn, dropped_with, episode_batch, episode_record
 from verl.environments.journal import EpisodeJournal, JournalEntry, refuse_other_answer
-from verl.environments.observation_tokens import ObservationEncoder
-from verl.environments.rendered_history import ConversationRenderer
+from verl.environments.observation_tokens import ConversationRenderer, ObservationEncoder
 from verl.environments.tool_calls.parse import ToolFormat, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import ConfigError, RolloutError

@@ -28,9 +28,16 @@ from ray.exceptions import GetTimeoutError, ObjectStoreFullError, RayActorError,
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.cluster.network import LOOPBACK, ReachabilityWatch, free_address, interface_of
 from verl.cluster.ray.ray_init import RaySession
-from verl.cluster.ray.ray_worker import RayReply, RoleWorker, own_gpu
+from verl.cluster.ray.ray_worker import (
+    LOOPBACK,
+    RayReply,
+    ReachabilityWatch,
+    RoleWorker,
+    free_address,
+    interface_of,
+    own_gpu,
+)
 from verl.cluster.rpc import (
     END_TIMEOUT_S,
     STACK_TIMEOUT_S,
