@@ -205,21 +205,17 @@ def page(samples: Sequence[DumpedSample], title: str) -> str:
     data = json.dumps(plain([sample.as_json() for sample in samples]), allow_nan=False)
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     heading = html.escape(title)
+    # the rule of browsers that the page runs this script and loads nothing
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
+    rules = "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'".format(*digests)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n'
-        f"{_policy(script, style)}"
+        f'<meta http-equiv="Content-Security-Policy" content="{rules}; form-action \'none\'">\n'
         f'<meta name="viewport" content="width=device-width"><style>{style}</style></head>\n'
         f'<body><h1>{heading}</h1><form></form><p id="count"></p>\n'
         "<table><thead><tr></tr></thead><tbody></tbody></table>\n"
         f'<script id="rows" type="application/json">{data}</script>\n<script>{script}</script></body></html>\n'
     )
-
-
-def _policy(script: str, style: str) -> str:
-    """The rule of browsers that the page runs this script and loads nothing."""
-    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
-    rules = "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'".format(*digests)
-    return f'<meta http-equiv="Content-Security-Policy" content="{rules}; form-action \'none\'">\n'
 
 
 WIDTH = 60  # width of a text if the output has none
