@@ -422,11 +422,8 @@ def _expected(fault: ErrorDetails, value: Any, annotation: Any) -> str:
         return f"must {_bounds(choices[0])}{or_null}."
     if alone and fault["type"] in _EMPTY and len(value) == 0:
         return f"must not be empty{or_null}."
-    return f"expected {in_words(annotation)}.{NO_TARGET if _lacks(value, choices) else ''}"
-
-
-def _lacks(value: Any, choices: Sequence[Any]) -> bool:
-    return isinstance(value, dict) and any(isinstance(kind, type) and issubclass(kind, Description) for kind in choices)
+    takes_component = any(isinstance(kind, type) and issubclass(kind, Description) for kind in choices)
+    return f"expected {in_words(annotation)}.{NO_TARGET if isinstance(value, dict) and takes_component else ''}"
 
 
 _WORDS_OF_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -435,10 +432,10 @@ _WORDS_OF_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "bel
 def _bounds(annotation: Any) -> str:
     """The bounds of a number as text: `lie in [0, 1)`, `be at least 1`."""
     bounds: dict[str, Any] = {}
-    for item in _metadata(annotation):
-        bounds |= {
-            name: getattr(item, name) for name in ("gt", "ge", "lt", "le") if getattr(item, name, None) is not None
-        }
+    for metadata in getattr(annotation, "__metadata__", ()):
+        for item in getattr(metadata, "metadata", [metadata]):
+            numbers = {name: getattr(item, name, None) for name in ("gt", "ge", "lt", "le")}
+            bounds |= {name: number for name, number in numbers.items() if number is not None}
     if _bare(annotation) is int and "gt" in bounds:
         bounds["ge"] = bounds.pop("gt") + 1
     low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
@@ -447,11 +444,6 @@ def _bounds(annotation: Any) -> str:
     if bounds in ({}, {"ge": 0}):
         return "not be negative" if bounds else ""
     return "be " + " and ".join(f"{_WORDS_OF_BOUNDS[name]} {bound:g}" for name, bound in bounds.items())
-
-
-def _metadata(annotation: Any) -> Iterator[Any]:
-    for item in getattr(annotation, "__metadata__", ()):
-        yield from getattr(item, "metadata", [item])
 
 
 def _bare(annotation: Any) -> Any:

@@ -64,6 +64,7 @@ def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
     """Build the roles and answer calls until the driver hangs up."""
     report("importing")
     with rare_garbage_collection():
+        from verl.cluster.rpc import versions
         from verl.cluster.shm_channel import MessagePacker, ShmChannel  # imports torch
 
     post, host = MessagePacker(), None
@@ -71,11 +72,11 @@ def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
     try:
         try:
             with rare_garbage_collection():
-                host, versions = _build(start), _versions()
+                host, local_versions = _build(start), versions()
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             messages.send(post.pack(WorkerReply(start.number, error=traceback.format_exc())))
             return
-        messages.send(post.pack(WorkerReply(start.number, versions)))
+        messages.send(post.pack(WorkerReply(start.number, local_versions)))
         report("idle")
         while (call := messages.receive()) is not None:
             report(f"{call.role}.{call.method}")
@@ -86,12 +87,6 @@ def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
     finally:
         if host is not None:
             host.close()
-
-
-def _versions() -> dict[str, str]:
-    from verl.cluster.rpc import versions
-
-    return versions()
 
 
 def _packed(post: Any, answer: WorkerReply) -> Any:

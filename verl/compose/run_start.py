@@ -149,7 +149,11 @@ def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]
         if now != before and not is_list and not group.startswith("hydra/"):
             changed[group] = now, before
     chosen = {group: _text(now) for group, (now, _) in changed.items() if now is not None and group not in CHOOSERS}
-    shown = {group: text for group, text in chosen.items() if {*options_in(text)} <= {*known.get(_name(group), [])}}
+    shown = {
+        group: text
+        for group, text in chosen.items()
+        if {*options_in(text)} <= {*known.get(group.partition("@")[0], [])}  # `sharding` of `sharding@actor.sharding`
+    }
     options = [f"{'+' if '@' in group else ''}{group}={text}" for group, text in shown.items()]
     base = compose_root(root, options)
     raw, raw_base = (OmegaConf.to_container(node, resolve=False) for node in (config, base))
@@ -159,11 +163,6 @@ def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]
         if value != former:
             changed[".".join(path)] = value, former
     return changed
-
-
-def _name(group: str) -> str:
-    """`sharding` of `sharding@actor.sharding`."""
-    return group.partition("@")[0]
 
 
 def _differing(node: Any, other: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -148,7 +148,9 @@ class HeadGradients:
         self._places: list[tuple[dict[str, Any], str, Any, _Float32Sum]] = []
         for module in head.modules() if torch.is_grad_enabled() else ():
             for name, weight in module._parameters.items():
-                if weight is None or not weight.requires_grad or not _is_narrow(weight):
+                if weight is None or not weight.requires_grad or not weight.is_floating_point():
+                    continue
+                if weight.dtype.itemsize >= torch.float32.itemsize:
                     continue
                 if id(weight) not in sources:
                     total = _Float32Sum()
@@ -166,10 +168,6 @@ class HeadGradients:
         finally:
             for parameters, name, weight in before:
                 parameters[name] = weight
-
-
-def _is_narrow(weight: Tensor) -> bool:
-    return weight.is_floating_point() and weight.dtype.itemsize < torch.float32.itemsize
 
 
 class _Float32Sum:

@@ -194,9 +194,9 @@ class PipelineParallelism(ShardedParallelism):
 
     def from_last_stage(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
         named = self._broadcast_from_last([(name, x.shape, x.dtype) for name, x in results.items()])
-        received = {}
+        is_last, received = self.stage == self.num_stages - 1, {}
         for name, shape, dtype in named:
-            x = results[name] if self._is_last else torch.empty(shape, dtype=dtype, device=self.device)
+            x = results[name] if is_last else torch.empty(shape, dtype=dtype, device=self.device)
             received[name] = x = x.to(self.device).contiguous()
             self.dist.broadcast(x, src=self._last, group=self.stage_group)
         return received
@@ -204,10 +204,6 @@ class PipelineParallelism(ShardedParallelism):
     def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
         """See `Parallelism.of_each`; the numbers are those of the last stage."""
         return super().of_each(self._broadcast_from_last(dict(values)))
-
-    @property
-    def _is_last(self) -> bool:
-        return self.stage == self.num_stages - 1
 
     def _broadcast_from_last(self, value: Any) -> Any:
         """The value of the last stage, on all stages."""

@@ -61,8 +61,12 @@ def exchanged_elements(
 
 def with_experts(model: Any, plan: dict[str, str], size: int) -> dict[str, str]:
     """The plan with whole experts distributed over `size` processes, or replicated where they cannot be."""
-    places = {general(name): name for name, module in model.named_modules() if _holds_experts(module)}
-    for pattern, name in places.items():
+    names = {
+        general(name): name
+        for name, module in model.named_modules()  # with experts in the layout that transformers' kernels expect
+        if hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
+    }
+    for pattern, name in names.items():
         experts, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
         plan = {at: style for at, style in plan.items() if at != pattern and not at.startswith(f"{pattern}.")}
         router, count = _router_of(parent, experts.num_experts), experts.num_experts
@@ -77,11 +81,6 @@ def with_experts(model: Any, plan: dict[str, str], size: int) -> dict[str, str]:
 def general(name: str) -> str:
     """`layers.3.q_norm` as `layers.*.q_norm`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _holds_experts(module: Any) -> bool:
-    """Whether a module holds experts in the layout that transformers' expert kernels expect."""
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
 
 
 def _router_of(parent: Any, count: int) -> str | None:
@@ -108,7 +107,7 @@ def shard_over(model: Any, mesh: Any) -> list[str]:
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    base = _base(model)
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
     refuse_unfit(base, mesh.size())
     plan = plan_of(base, mesh.size())
     partial = {name for name, style in plan.items() if style == PARTIAL}
@@ -173,11 +172,6 @@ def plan_of(model: Any, size: int) -> dict[str, str]:
         _log.info("tensor parallelism: %s are replicated", ", ".join(sorted(ends)))
         plan = {name: style for name, style in plan.items() if name not in ends}
     return plan
-
-
-def _base(model: Any) -> Any:
-    """The Hugging Face model under a peft adapter, or the model itself."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _adapted(model: Any) -> Iterator[tuple[str, Any]]:

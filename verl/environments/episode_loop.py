@@ -343,8 +343,10 @@ class _EpisodeLoop:
         self.turns.forget(episode.number)
         self.calls.end(episode.environment)
         self._close(episode, "dropped" if episode.is_unwanted else end)
-        if end == "terminated":
-            self._tell_difference(episode)
+        messages = episode.row.get("prompt_messages")
+        if end == "terminated" and messages is not None and len(episode.turns) > 1 and self.engine.renderer is None:
+            turns = [(turn.text, turn.observation if turn.observed else None) for turn in episode.turns]
+            self.engine.encoder.warn_of_difference(messages, turns, episode.context)
 
     def _close(self, episode: Episode, end: End) -> None:
         episode.end = end
@@ -439,13 +441,6 @@ class _EpisodeLoop:
             what = "reset" if result.record.name == "reset" else "step"
             key = self._key(journal, episode, what, episode.attempt)
         journal.write_answer(key, entry)
-
-    def _tell_difference(self, episode: Episode) -> None:
-        messages = episode.row.get("prompt_messages")
-        if messages is None or len(episode.turns) < 2 or self.engine.renderer is not None:
-            return
-        turns = [(turn.text, turn.observation if turn.observed else None) for turn in episode.turns]
-        self.engine.encoder.warn_of_difference(messages, turns, episode.context)
 
 
 def environment_faults(run: Any) -> Iterator[str]:

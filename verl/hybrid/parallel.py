@@ -200,7 +200,11 @@ class HybridParallelism(ShardedParallelism):
         found: list[Any] = [None] * self.world_size
         self.dist.all_gather_object(found, norms)
         for rank, other in enumerate(found):
-            differing = [name for name in found[0] if not _are_close(found[0][name], other.get(name))]
+            differing = [
+                name
+                for name, norm in found[0].items()
+                if not math.isclose(norm, other.get(name, math.nan), rel_tol=1e-9)
+            ]
             if differing:
                 raise ConfigError(
                     f"model has other weights in process {rank} than in process 0: {differing[0]} and "
@@ -236,10 +240,6 @@ class HybridParallelism(ShardedParallelism):
             if tokenizer is not None:
                 tokenizer.save_pretrained(directory)
         self.dist.barrier()
-
-
-def _are_close(number: float, other: float | None) -> bool:
-    return other is not None and math.isclose(number, other, rel_tol=1e-9)
 
 
 def _completing(module: nn.Module, names: list[str], group: Any) -> Any:
