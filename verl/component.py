@@ -253,14 +253,14 @@ def field_types(kind: type[Description]) -> dict[str, Any]:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word closest to `word`, whatever the case of their letters; None if none is close."""
-    of_lower = {one.lower(): one for one in known}
+    of_lower = {known_word.lower(): known_word for known_word in known}
     matches = difflib.get_close_matches(word.lower(), of_lower, n=1, cutoff=0.6)
     return of_lower[matches[0]] if matches else None
 
 
-def hint(found: str | None) -> str:
+def hint(word: str | None) -> str:
     """The sentence ` Did you mean ...?`; empty for None."""
-    return f" Did you mean {found}?" if found else ""
+    return f" Did you mean {word}?" if word else ""
 
 
 # Checking
@@ -286,31 +286,31 @@ class InvalidValue:
 INVALID = InvalidValue()
 
 
-def set_fields(made: Description, values: Mapping[str, Any]) -> list[str]:
+def set_fields(new: Description, values: Mapping[str, Any]) -> list[str]:
     """Set the fields of a new component from `values`; returns all faults, each beginning with the field.
 
     Args:
-        made: the new component.
+        new: the new component.
         values: by field; `INVALID` for a field with a known fault. Other invalid fields are set to that.
     """
-    kind = type(made)
+    kind = type(new)
     validator = _validator(kind)
     invalid = {name for name, value in values.items() if value is INVALID}
     try:
-        validator.validate_python(ArgsKwargs((), dict(values)), self_instance=made)
+        validator.validate_python(ArgsKwargs((), dict(values)), self_instance=new)
         faults = []
     except ValidationError as error:
         details = error.errors(include_url=False)
         faults = faults_of(kind, values, details)
         invalid |= {str(fault["loc"][0]) for fault in details} & field_types(kind).keys()
         known = {name: value for name, value in values.items() if name in field_types(kind)}
-        validator.validate_python(ArgsKwargs((), known | dict.fromkeys(invalid, INVALID)), self_instance=made)
+        validator.validate_python(ArgsKwargs((), known | dict.fromkeys(invalid, INVALID)), self_instance=new)
     if not invalid:
         if _is_checked(kind):
-            made.__post_init__()
-        return [*faults, *made.faults()]
+            new.__post_init__()
+        return [*faults, *new.faults()]
     with contextlib.suppress(Exception):  # of a rule that uses an invalid value
-        faults.extend(made.faults())
+        faults.extend(new.faults())
     return faults
 
 

@@ -466,9 +466,9 @@ class RemoteWorkerGroup:
         states = {rank: self._transport.state(rank) for rank in ranks if not stacks[rank]}
         if states:
             rank = next((rank for rank, state in states.items() if "stopped" in state), min(states))
-            state, found = states[rank], self._transport.progress.stage(rank)
+            state, last_stage = states[rank], self._transport.progress.stage(rank)
             words = f"the process does not react at all{f': {state}' if state else ''}"
-            stage = f"; its last progress was at: {found}" if found else ""
+            stage = f"; its last progress was at: {last_stage}" if last_stage else ""
             tail = self._transport.tail(rank)
             return WorkerHung(rank, pending.name, pending.step, "\n".join([f"{waited}{words}{stage}", tail]).rstrip())
         where = [f"rank {rank} is at:\n{stacks[rank]}" for rank in ranks]
@@ -510,8 +510,8 @@ def refuse_mixed_versions(workers: Sequence[Mapping[str, str]], where: str) -> N
         ConfigError: one of them has another.
     """
     here = versions()
-    for rank, found in enumerate(workers):
-        for name, version in found.items():
+    for rank, worker_versions in enumerate(workers):
+        for name, version in worker_versions.items():
             if version != here[name]:
                 raise ConfigError(
                     f"{where}: rank {rank} has {name} {version}, the driver has {here[name]}. Install the same set "

@@ -67,7 +67,7 @@ class ParallelDegrees:
     def context_ranks(self, rank: int) -> tuple[int, ...]:
         """Ranks of the context-parallel group of a rank, in order of their tokens."""
         first = rank - rank // self.tp % self.cp * self.tp
-        return tuple(first + place * self.tp for place in range(self.cp))
+        return tuple(first + position * self.tp for position in range(self.cp))
 
     def overrides(self, prefix: str = "") -> str:
         """Sizes above 1 as command-line overrides."""

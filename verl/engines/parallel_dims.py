@@ -177,8 +177,8 @@ class DataParallelism(Parallelism):
 
     def sums(self, values: Mapping[str, float]) -> dict[str, float]:
         everyone = self.of_each(values)
-        names = dict.fromkeys(name for given in everyone for name in given)
-        return {name: sum(given.get(name, 0.0) for given in everyone) for name in names}
+        names = dict.fromkeys(name for of_rank in everyone for name in of_rank)
+        return {name: sum(of_rank.get(name, 0.0) for of_rank in everyone) for name in names}
 
     def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
         everyone: list[dict[str, float]] = [{} for _ in range(self.dist.get_world_size(self.data_group))]

@@ -152,10 +152,10 @@ class PipelineParallelism(ShardedParallelism):
                     else:
                         data = parameter.to(self.device)
                     trains = parameter.requires_grad
-                    own = data if isinstance(data, nn.Parameter) else nn.Parameter(data, requires_grad=trains)
-                    at_stage(own, None if held == everywhere else held[0])
-                    parameters[id(parameter)] = own
-                    self._stages[id(own)] = held
+                    moved = data if isinstance(data, nn.Parameter) else nn.Parameter(data, requires_grad=trains)
+                    at_stage(moved, None if held == everywhere else held[0])
+                    parameters[id(parameter)] = moved
+                    self._stages[id(moved)] = held
                 module._parameters[name] = parameters[id(parameter)]
         self._kept.append(parameters)
 

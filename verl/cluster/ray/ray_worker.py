@@ -191,7 +191,7 @@ class ReachabilityWatch:
 
 def interface_of(address: str) -> str:
     """The network interface of this machine that has an address of IPv4; empty where none does."""
-    return next((name for name, own in _interfaces() if own == address), "")
+    return next((interface for interface, interface_address in _interfaces() if interface_address == address), "")
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:

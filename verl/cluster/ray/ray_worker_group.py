@@ -245,10 +245,10 @@ class RayTransport:
             stored = {id(share): ray.put(tuple(share)) for share in {id(share): share for share in shares}.values()}
             calls = [
                 actor.call.remote(
-                    role, method, stored[id(share)], None if own is None else own.numpy(), rank in result_ranks
+                    role, method, stored[id(share)], None if part is None else part.numpy(), rank in result_ranks
                 )
                 for result_ranks in [pending.result_ranks]
-                for rank, (actor, share, own) in enumerate(zip(self._actors, shares, rows, strict=True))
+                for rank, (actor, share, part) in enumerate(zip(self._actors, shares, rows, strict=True))
             ]
         except (RayError, OSError, ValueError) as error:
             raise _refusal(error, pending.name, pending.step) from error
