@@ -31,11 +31,10 @@ from verl.cluster.rpc import (
     Deadline,
     PendingCall,
     RemoteWorkerGroup,
-    refuse_mixed_versions,
 )
 from verl.cluster.serialization import RowSubset
 from verl.cluster.shm_channel import Message, MessagePacker, ShmChannel, nameless_file, send_if_open
-from verl.cluster.worker import WorkerCall, WorkerReply, WorkerStart
+from verl.cluster.worker import WorkerCall, WorkerReply, WorkerStart, refuse_mixed_versions
 from verl.component import BuildContext
 from verl.protocol.dispatch import dispatch_of
 from verl.utils.child_process.channel import ChannelClosed

@@ -13,7 +13,6 @@ operation for ever.
 from __future__ import annotations
 
 import atexit
-import platform
 import re
 import threading
 import time
@@ -28,7 +27,7 @@ from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.shm_channel import ShmBlockPool
 from verl.component import BuildContext
 from verl.engines.sharding import Sharding
-from verl.errors import ConfigError, VerlError, WorkerDied, WorkerError, WorkerHung
+from verl.errors import VerlError, WorkerDied, WorkerError, WorkerHung
 from verl.protocol.dispatch import Dispatch, dispatch_of
 from verl.utils.child_process.stopped_watch import StoppedTime
 from verl.utils.progress import Progress, ProgressWatch, report
@@ -490,30 +489,3 @@ class RemoteWorkerGroup:
             self._failure = failure
             failed, self._pending = list(self._pending.values()), {}
             return failed
-
-
-def versions() -> dict[str, str]:
-    """Versions of the libraries in this process."""
-    import torch
-
-    import verl
-
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "verl": verl.__version__}
-
-
-def refuse_mixed_versions(workers: Sequence[Mapping[str, str]], where: str) -> None:
-    """Compare the versions of workers, by rank, with those of this process, the driver.
-
-    Args:
-        where: the path of what put the workers where they are.
-    Raises:
-        ConfigError: one of them has another.
-    """
-    here = versions()
-    for rank, worker_versions in enumerate(workers):
-        for name, version in worker_versions.items():
-            if version != here[name]:
-                raise ConfigError(
-                    f"{where}: rank {rank} has {name} {version}, the driver has {here[name]}. Install the same set "
-                    "everywhere, and start the run anew if it was replaced meanwhile."
-                )

@@ -10,7 +10,8 @@ parallel_degrees      Sizes of the process mesh, one per kind of parallelism; la
 parallel_dims         The parallel dimensions of one training process: data-parallel replicas, FSDP shards
 pipeline              Pipeline stages of a model
 pipeline_parallelism  One process of a pipeline: its stage, and what the stages exchange
-sharding              `sharding=`: how a model in training is spread over processes, and what that costs each of them
+sharding              `sharding=`: how a model in training is spread over processes
+sharding_cost         Memory and traffic of each process under a sharding, by arithmetic
 stage_shards          Weights of a pipeline stage that are sharded over processes, and whole while it runs
 tensor_parallel       Tensor parallelism: by the plan that transformers has for a model, or of a module of the user's
 """

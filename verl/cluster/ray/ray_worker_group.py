@@ -45,9 +45,9 @@ from verl.cluster.rpc import (
     Deadline,
     PendingCall,
     RemoteWorkerGroup,
-    refuse_mixed_versions,
 )
 from verl.cluster.serialization import Serialized, deserialize, serialize
+from verl.cluster.worker import refuse_mixed_versions
 from verl.component import BuildContext
 from verl.errors import VerlError, WorkerDied
 from verl.utils.child_process.exit_report import excerpt
