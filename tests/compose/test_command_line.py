@@ -40,7 +40,7 @@ def test_a_value_that_is_a_path_is_taken_as_it_stands(key, path):
     assert config == path
     assert parse_overrides([f"{key}={path}"]) == ([(key, path)], [])  # and by LocalPPOTrainer(overrides=[...])
     if key != "resume":
-        composed = compose_over_default("ppo", {}, [f"{key}={path}", *more])
+        composed = compose_over_default({}, [f"{key}={path}", *more])
         assert composed.faults == []
 
 

@@ -265,7 +265,7 @@ class LocalTransport:
         except (ChannelClosed, EOFError):
             group.on_end(rank, partial(self._ending, rank))
         except Exception:  # noqa: BLE001 - an unreadable reply; raised where it is awaited
-            group.fail_call(-1, rank, traceback.format_exc())
+            group.fail_reply(rank, traceback.format_exc())
 
 
 def device_of_rank(device: str, rank: int) -> str:

@@ -395,11 +395,9 @@ class RemoteWorkerGroup:
         name, step = ("idle", self.step) if pending is None else (pending.name, pending.step)
         self._fail(WorkerDied(rank, name, step, words()))
 
-    def fail_call(self, number: int, rank: int, error: str) -> None:
+    def fail_reply(self, rank: int, error: str) -> None:
         """A reply cannot be read: raised where it is awaited, without waiting for the other workers."""
-        pending = self._pending.get(number)
-        name, step = ("an answer", self.step) if pending is None else (pending.name, pending.step)
-        self._fail(WorkerError(rank, name, step, error))
+        self._fail(WorkerError(rank, "an answer", self.step, error))
 
     def _begin(self, pending: PendingCall, send: Callable[[int, PendingCall], object]) -> Future[Any]:
         with self._lock:

@@ -19,7 +19,7 @@ from verl.checkpoint.commit.fencing import RunLock
 from verl.component import BuildContext
 from verl.compose.compose import choices_of, compose_root
 from verl.compose.overrides import options_in
-from verl.compose.schema import CHOOSERS, LISTS, conf_dir, group_options
+from verl.compose.schema import CHOOSERS, LISTS, group_options
 from verl.compose.validate import TARGET, refuse_here
 from verl.compose.warm_start import resolve_warm_starts
 from verl.errors import ConfigError
@@ -141,7 +141,7 @@ def print_start(
 
 def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]) -> dict[str, tuple[Any, Any]]:
     """(value, default) by group or path, redacted; without values that are references to others."""
-    default, known = choices_of(root), group_options(conf_dir())
+    default, known = choices_of(root), group_options()
     changed: dict[str, tuple[Any, Any]] = {}
     for group in dict.fromkeys([*default, *choices]):
         now, before = choices.get(group), default.get(group)
