@@ -87,14 +87,11 @@ def _headline(run: LineageRun) -> Any:
     text.append(printable(run.status), style=COLORS.get(run.status, "yellow"))
     first = 1 if run.parent is None else run.parent.step + 1
     steps = f"steps {first} to {run.steps}" if run.steps >= first else "no step saved"
-    text.append(printable(f"  {steps}  {run.began[:19]}  {_code(run)}  {run.run_dir}"), style="not bold")
-    return text
-
-
-def _code(run: LineageRun) -> str:
     commit = run.code.get("commit")
     changed = " and changes" if run.code.get("modified") else ""
-    return f"verl {run.code.get('verl', '?')}" + (f" at {str(commit)[:10]}{changed}" if commit else "")
+    code = f"verl {run.code.get('verl', '?')}" + (f" at {str(commit)[:10]}{changed}" if commit else "")
+    text.append(printable(f"  {steps}  {run.began[:19]}  {code}  {run.run_dir}"), style="not bold")
+    return text
 
 
 def _changes(run: LineageRun) -> list[str]:

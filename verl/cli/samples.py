@@ -142,17 +142,15 @@ def _of_dumps(directory: Path) -> Iterator[DumpedSample]:
         bad = 0
         for line in filter(str.strip, lines):
             try:
-                yield _dumped(int(number), parse_mapping(line))
+                row = parse_mapping(line)
+                table, score = str(row.pop("table", "samples")), row.pop("score", None)
+                texts = [_text(row.pop(name, "")) for name in ("prompt_text", "response_text")]
+                score = None if score is None else float(score)
+                yield DumpedSample(table, int(number), *texts, score=score, others=row)
             except (ExternalInputError, ValueError, TypeError, OverflowError):
                 bad += 1
         if bad:
             echo(f"{str(file)!a}: {bad} lines are not samples, and are left out.", err=True)
-
-
-def _dumped(step: int, row: dict[str, Any]) -> DumpedSample:
-    source, score = str(row.pop("table", "samples")), row.pop("score", None)
-    texts = (_text(row.pop(name, "")) for name in ("prompt_text", "response_text"))
-    return DumpedSample(source, step, *texts, score=None if score is None else float(score), others=row)
 
 
 def _text(value: Any) -> str:

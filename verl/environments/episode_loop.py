@@ -69,8 +69,7 @@ class EpisodeSampler(ResponseSampler):
         self.options, self.tokenizer = options, tokenizer
         self.seed = context.seed
         self.stop_ids = stop_ids
-        template = context.chat_template
-        self.chat = ChatTemplate(tokenizer, template)
+        self.chat = ChatTemplate(tokenizer, context.chat_template)
         self.style: ToolFormat = format_of(
             self.chat, options.tool_format if options.has_tools or context.tools else "plain"
         )
