@@ -1,4 +1,4 @@
-"""What a sharding costs each process: memory at rest, memory during passes, and traffic. Arithmetic only.
+"""Memory at rest, memory during passes and traffic of each process under a sharding. Arithmetic only.
 
 Traffic is counted as bytes sent per process with ring algorithms: (k - 1) / k x for an all-gather or a reduce-scatter
 of x bytes over k processes, and twice that for an all-reduce.
