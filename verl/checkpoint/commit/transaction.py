@@ -168,8 +168,7 @@ class SaveTransaction:
         if faults:
             raise CheckpointIncomplete(self.directory, faults)
         return Manifest(
-            sequence=0, step=self.step, tag=self.tag, run_id=self._store.run_id,
-            saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            sequence=0, step=self.step, tag=self.tag, run_id=self._store.run_id, saved_at=_now(),
             verl_version=verl.__version__, metrics={k: float(v) for k, v in metrics.items() if math.isfinite(v)},
             files=tuple(entries[path] for path in sorted(entries)), tensors=tuple(tensors),
         )  # fmt: skip
@@ -258,3 +257,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
