@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from verl.cli.main import app
 from verl.errors import ConfigError
-from verl.models.known_shapes import has_shipped_shapes, known_shapes, sizes_config
-from verl.models.model_stats import model_stats
+from verl.models.model_stats import has_shipped_shapes, known_shapes, model_stats, sizes_config
 from verl.models.pretrained import Pretrained, is_local
 
 ENTRIES = json.loads(files("verl.models").joinpath("known_shapes.json").read_text())

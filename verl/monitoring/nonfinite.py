@@ -16,7 +16,7 @@ import torch
 
 from verl.component import hint, nearest
 from verl.errors import LogProbGapError, NonFiniteError, NonFiniteRewardError
-from verl.model_paths.row_check import WINDOW, chosen_rows, longest_row, row_gaps
+from verl.model_paths.check import WINDOW, chosen_rows, longest_row, row_gaps
 from verl.models.parallel_info import Numerics
 from verl.monitoring.batch_dump import Attribution, BatchDump, blame_for, described, non_finite_fields
 from verl.monitoring.config import WATCHED, Monitoring

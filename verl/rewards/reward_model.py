@@ -23,8 +23,8 @@ from torch import Tensor
 from verl.component import BuildContext, component
 from verl.data.chat_template import pinned_date
 from verl.errors import ConfigError, faults_below
+from verl.model_paths.check import bound_of
 from verl.model_paths.families import row_limit
-from verl.model_paths.row_check import bound_of
 from verl.models.call import unwrapped
 from verl.models.heads import RewardHeadModel, label_fault
 from verl.models.interfaces import reads_alike

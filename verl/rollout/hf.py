@@ -18,11 +18,19 @@ from torch import Tensor
 
 from verl.component import BuildContext, component
 from verl.errors import ConfigError, LogProbGapError
-from verl.model_paths.check import decoding_name, paths_for, plainer_decoding
+from verl.model_paths.check import (
+    WINDOW,
+    bound_of,
+    chosen_rows,
+    decoding_name,
+    longest_row,
+    paths_for,
+    plainer_decoding,
+    row_gaps,
+)
 from verl.model_paths.decode import BatchReader, NextToken, allowed
 from verl.model_paths.expert_routing import routing_of
-from verl.model_paths.paths import ModelPaths
-from verl.model_paths.row_check import WINDOW, bound_of, chosen_rows, longest_row, row_gaps
+from verl.model_paths.families import ModelPaths
 from verl.models.call import call_model, unwrapped
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.ops.cpu_matmul import packed_weights

@@ -25,7 +25,7 @@ from torch import Tensor
 from verl.model_paths import packed_attention
 from verl.model_paths.decode import BatchReader, NextToken
 from verl.model_paths.expert_routing import ExpertRouting
-from verl.model_paths.paths import ModelPaths
+from verl.model_paths.families import ModelPaths
 from verl.models.call import call_model
 from verl.models.parallel_info import compute_device
 from verl.ops.attention import PromptGroups

@@ -30,10 +30,9 @@ from verl.environments.hosts.host_pool import HostedDescription
 from verl.environments.hosts.host_process import PROGRAMS
 from verl.errors import RolloutError
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnEngine
-from verl.serving.conversations import RecordedTurn, merge_turns
+from verl.serving.conversations import RecordedTurn, Session, merge_turns
 from verl.serving.endpoint import PolicyEndpoint
 from verl.serving.http_api import PolicyServer
-from verl.serving.sessions import Session
 from verl.utils.progress import report
 
 log = logging.getLogger(__name__)

@@ -34,8 +34,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.model_paths.expert_routing import routing_of
 from verl.models.parallel_info import Autocast, ParallelInfo, parallel_info_of
 from verl.rollout.base import RolloutEngine, SyncResult, TurnEngine, TurnLimits, open_turns_error, stop_tokens
-from verl.rollout.consensus import ConsensusFailed, among_siblings, consensus
-from verl.rollout.generation_group import OneGenerates
+from verl.rollout.generation_group import ConsensusFailed, OneGenerates, among_siblings, consensus
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import (
     EngineArgs,

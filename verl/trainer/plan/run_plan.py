@@ -15,7 +15,7 @@ from typing import Any
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
-from verl.models.known_shapes import has_shipped_shapes
+from verl.models.model_stats import has_shipped_shapes
 from verl.trainer.plan.activations import num_experts
 from verl.trainer.plan.changes import FittingChange, changes_that_fit
 from verl.trainer.plan.devices import DeviceRates, device_named, gpu_here

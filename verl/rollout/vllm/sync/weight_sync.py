@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verl.models.parallel_info import Autocast, ParallelInfo, meet
 from verl.rollout.base import SyncResult
-from verl.rollout.consensus import among_siblings, consensus
+from verl.rollout.generation_group import among_siblings, consensus
 from verl.rollout.vllm.client.engine_process import EngineDied
 from verl.rollout.vllm.messages import FeedPlan, SyncOffer, SyncRound, WantedSlices
 from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
