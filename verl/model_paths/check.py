@@ -241,7 +241,9 @@ def modified_part(model: Any) -> str | None:
     if getattr(base.config, "quantization_config", None) is not None:
         return None
     try:
-        original = {name: type(module) for name, module in _skeleton(base).named_modules()}
+        with torch.random.fork_rng(devices=[]), quiet_transformers(), torch.device("meta"):  # without weights
+            skeleton = model_class(base)(copy.deepcopy(base.config))
+        original = {name: type(module) for name, module in skeleton.named_modules()}
     except Exception:  # noqa: BLE001 - whatever a class of its own needs to be made
         return "its class cannot be made from its configuration"
     for name, module in base.named_modules():
@@ -257,12 +259,6 @@ def model_class(model: Any) -> type:
 
     kind = type(model)
     return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
-
-
-def _skeleton(model: Any) -> Any:
-    """A model of the same class and configuration, without weights."""
-    with torch.random.fork_rng(devices=[]), quiet_transformers(), torch.device("meta"):
-        return model_class(model)(copy.deepcopy(model.config))
 
 
 def _states(model: Any, ids: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,10 +53,6 @@ class RouterWeights:
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights * self.scale
-
-
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(dim=-1)
 
 
 class ExpertLoad:
@@ -254,7 +251,7 @@ def weights_of_router(router: Any) -> RouterWeights | None:
         return None
     logits, weights, experts = answer
     scales = {1.0, float(getattr(router, "routed_scaling_factor", 1.0))}
-    for score in (_softmax, torch.sigmoid):
+    for score in (partial(torch.softmax, dim=-1), torch.sigmoid):
         for normalised in (False, True):
             for scale in scales:
                 way = RouterWeights(score, normalised, scale)

@@ -105,7 +105,9 @@ class ObjectStore:
         """
         try:
             if not self.backend.is_conditional:
-                return self._create_after_check(key, data)
+                if self.find(key) is None:
+                    self.put(key, data)
+                return self._holds(key, data)
             self._ask(f"create {self.url(key)}", lambda: self.backend.create(key, data))
         except AlreadyExists:
             return self._holds(key, data)
@@ -221,11 +223,6 @@ class ObjectStore:
         except ObjectNotFound:  # completed by an earlier attempt whose answer was lost?
             if self.backend.size(key) != size:
                 raise
-
-    def _create_after_check(self, key: str, data: Data) -> bool:
-        if self.find(key) is None:
-            self.put(key, data)
-        return self._holds(key, data)
 
     def _holds(self, key: str, data: Data) -> bool:
         return self.size(key) == len(data) and self.get(key, 0, len(data)) == bytes(data)

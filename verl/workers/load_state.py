@@ -209,7 +209,8 @@ def load_weights(model: Any, component: str, source: CheckpointSelection, parall
     elif hasattr(model, "peft_config"):
         load_adapter(model, RestoreSource(source.directory, verify=False).adapter(component))
     else:
-        _copy_whole(model, component, source)
+        # by way of a second model: the file has the weights under other names or in another form
+        head_of(model).backbone.load_state_dict(_loaded(model, component, source).state_dict())
     head_of(model).load(source.directory / component)
 
 
@@ -269,11 +270,6 @@ def _refuse_other(component: str, live: Mapping[str, Tensor], found: Mapping[str
         raise ConfigError(
             f"path: its {component} is another model than the one that trains: {'; '.join(faults[:3])}{more}."
         )
-
-
-def _copy_whole(model: Any, component: str, source: CheckpointSelection) -> None:
-    """Copy by way of a second model, where the file has the weights under other names or in another form."""
-    head_of(model).backbone.load_state_dict(_loaded(model, component, source).state_dict())
 
 
 def _loaded(model: Any, component: str, source: CheckpointSelection) -> Any:

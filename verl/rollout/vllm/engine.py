@@ -24,7 +24,6 @@ import logging
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -196,7 +195,10 @@ class VLLMEngine(RolloutEngine):
         except BaseException:
             files.remove()
             raise
-        log_file = _log_file(context)
+        log_file = None
+        if context.run_dir is not None:
+            log_file = context.run_dir / "workers" / f"vllm_{context.rank}.log"
+            log_file.parent.mkdir(parents=True, exist_ok=True)
         self.process = EngineProcess(self.setting, variables, files, log_file, self.options.call_timeout_s)
 
     def _engine_weights(self, tokenizer: Any, autocast: Autocast, context: BuildContext) -> EngineWeights:
@@ -334,14 +336,6 @@ def _experts_shape(model: Any, options: VLLMOptions) -> tuple[int, int] | None:
     """Layers with experts, and experts of a token; None if they are not recorded."""
     routing = routing_of(model) if options.router_replay else None
     return None if routing is None else (routing.layers, routing.top_k)
-
-
-def _log_file(context: BuildContext) -> Path | None:
-    if context.run_dir is None:
-        return None
-    folder = context.run_dir / "workers"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"vllm_{context.rank}.log"
 
 
 def _shared_core_threads(setting: EngineArgs, context: BuildContext) -> int:

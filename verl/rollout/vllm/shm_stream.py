@@ -72,7 +72,9 @@ class StreamWriter:
         if device.type == "cuda":
             with shareable_allocations():
                 self._chunks = torch.empty(2, chunk_bytes, dtype=torch.uint8, device=device)
-            on_device = _ipc_handle(self._chunks)
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            on_device = reduce_tensor(self._chunks)  # the CUDA IPC handle by which another process opens it
         self.handle = StreamHandle(f"/proc/{os.getpid()}/fd/{self._fd}", uuid4().hex, size, chunk_bytes, on_device)
 
     def begin(self, num_readers: int | None = None) -> None:
@@ -245,13 +247,6 @@ def _chunks(memory: mmap.mmap, chunk_bytes: int) -> Tensor:
         return torch.empty(0)
     found = torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD_BYTES, count=2 * chunk_bytes)
     return found.view(2, chunk_bytes)
-
-
-def _ipc_handle(chunks: Tensor) -> tuple[Any, ...]:
-    """The CUDA IPC handle by which another process opens a tensor on this GPU."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    return reduce_tensor(chunks)
 
 
 def reads_peers(device: torch.device) -> bool:

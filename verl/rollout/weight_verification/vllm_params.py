@@ -196,7 +196,10 @@ class LayerFingerprints:
                 continue
             if kinds & set(EXPERTS):
                 experts = f"{name}."
-                self._experts(module, name)
+                if (reader := reader_of(module, name)) is None:
+                    self.unproven.append(experts)
+                else:
+                    self._readings.append(reader.fingerprints)
             elif "ParallelLMHead" in kinds:
                 self._add(self._vocabulary, module, f"{name}.weight", True)
                 self._add(self._own, module, name, ("weight",))
@@ -230,13 +233,6 @@ class LayerFingerprints:
         if hasattr(self.model, "lm_head"):
             return self.model.lm_head is embedding
         return not any("ParallelLMHead" in kinds_of(module) for module in self.model.modules())
-
-    def _experts(self, runner: nn.Module, name: str) -> None:
-        reader = reader_of(runner, name)
-        if reader is None:
-            self.unproven.append(f"{name}.")
-        else:
-            self._readings.append(reader.fingerprints)
 
     def _linear(
         self, vectors: ProbeVectors, layer: Any, parts: list[LayerRows], is_term: bool

@@ -104,7 +104,8 @@ def engine_args(
     Raises:
         ConfigError: vLLM is not installed, or does not support the options.
     """
-    rank = _lora_rank(model) if options.lora == "adapter" else None
+    is_adapter = options.lora == "adapter" and hasattr(model, "peft_config")
+    rank = model.peft_config[model.active_adapter].r if is_adapter else None
     device = compute_device(model)
     is_on_gpu = device.type == "cuda"
     options.check_here(device.type)
@@ -233,11 +234,6 @@ def dtype_of(model: Any, autocast: Autocast) -> torch.dtype:
     return model.dtype if autocast is None else getattr(torch, autocast)
 
 
-def _lora_rank(model: Any) -> int | None:
-    """The rank of a model's adapter, if it has one."""
-    return model.peft_config[model.active_adapter].r if hasattr(model, "peft_config") else None
-
-
 def engine_cores(context: BuildContext, num_threads: int) -> list[int]:
     """The cores for this process's engine; empty (the system chooses) if the engines do not fill the machine."""
     if not hasattr(os, "sched_getaffinity") or context.world_size * num_threads < num_cores():
@@ -320,7 +316,7 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
     if told := re.search(r"Routed-experts capture [^\n]*|No supported MoE router[^\n]*", text):
         return ConfigError(f"rollout.router_replay is true: {told[0]} Set it to false, or rollout=hf.")
     if "max_model_len" in error.reason and options.max_model_len is not None:
-        return ConfigError(f"rollout.max_model_len is {options.max_model_len}: {_last_line(error.reason)}")
+        return ConfigError(f"rollout.max_model_len is {options.max_model_len}: {error.reason.strip().splitlines()[-1]}")
     details = str(error).rpartition("\n")[0]
     return RolloutError(f"{details}\nvLLM could not be started: {error.summary}".lstrip())
 
@@ -338,7 +334,3 @@ def _cache_gib(config: Any, length: int, setting: EngineArgs) -> float:
 
 def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1]

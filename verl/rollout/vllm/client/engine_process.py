@@ -222,10 +222,11 @@ class EngineProcess:
         """
         self._progress = Progress(NUM_SLOTS)
         self._log.start = self._log.size
+        directories = os.pathsep.join(map(str, (self.files.directory, self.files.temporary)))
         child = self._child = ChildProcess(
             "verl.rollout.vllm.server.engine_main",
             self._progress,
-            environment=self.environment | self.files.variables() | self._directories,
+            environment=self.environment | self.files.variables() | {DIRECTORIES_VARIABLE: directories},
             without=FOREIGN_VARIABLES,
             output=self._log.file,
             is_killed_with_parent=True,
@@ -353,10 +354,6 @@ class EngineProcess:
     @property
     def _log_name(self) -> str:
         return "" if self.log is None else str(self.log)
-
-    @property
-    def _directories(self) -> dict[str, str]:
-        return {DIRECTORIES_VARIABLE: os.pathsep.join(map(str, (self.files.directory, self.files.temporary)))}
 
 
 def message_after_log(reason: str, found: LogExcerpt | None, log: str) -> str:

@@ -96,7 +96,8 @@ class EngineServer:
     def describe(self) -> EngineInfo:
         """Properties of the engine that the trainer needs."""
         reads_peers = all(self.llm.collective_rpc("verl_reads_peers"))
-        return EngineInfo(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers, reads_peers)
+        config = self.llm.llm_engine.vllm_config
+        return EngineInfo(config.model_config.max_model_len, config.parallel_config.world_size, reads_peers)
 
     def lost_worker(self) -> str | None:
         """Description of vLLM's worker process that ended unexpectedly; None while all are running."""
@@ -194,7 +195,3 @@ class EngineServer:
             return outputs
 
         engine.step, engine.add_request = counted, added
-
-    @property
-    def _num_workers(self) -> int:
-        return self.llm.llm_engine.vllm_config.parallel_config.world_size

@@ -103,7 +103,7 @@ class RankSync:
             EngineDied, EngineError, StreamBroken: the engine failed. The other ranks still got their tensors.
         """
         connection, dtype = self.connection, self.connection.transfer.dtype
-        transfer_state = TransferInProgress(self.question.vectors, self._is_sent_as_it_is)
+        transfer_state = TransferInProgress(self.question.vectors, lambda name: name in self._plain)
         tensors = self._formed(transfer_state)
         failure, copying, loading = None, 0.0, 0.0
         try:
@@ -170,9 +170,6 @@ class RankSync:
         coming = self.connection.transfer.tensors({w.source.name: w.source for w in self.weights}, transfer_state)
         there = {place.name for chunk in share.chunks for place in chunk}
         return formed([w for w in self.weights if w.source.name in share.wanted and w.name in there], coming)
-
-    def _is_sent_as_it_is(self, name: str) -> bool:
-        return name in self._plain
 
     @cached_property
     def _plain(self) -> set[str]:
