@@ -6,7 +6,7 @@ heads          Heads on a backbone: the critic's value head, a reward model's sc
 hf_state_dict  A model's Hugging Face state dict in memory: tensors and their names
 interfaces     The interface that each role expects of a model, and checks of it
 lora           LoRA adapters through peft: few trained parameters; the base model is the reference policy
-model_files    Damaged files in a model's directory, as failed downloads leave them
+model_files    Files in a model's directory: damaged ones, errors about them, and a reader of weights
 model_stats    Size of a model from its configuration alone, which is shipped for common models on the hub
 own_module     Any torch module as a policy, user-defined or from a library
 parallel_info  Mesh, layouts and device of a sharded model, for its callers

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from verl.errors import ConfigError
 from verl.models.experts import expert_layers, routers
 from verl.models.lora import LoRA
-from verl.models.pretrained import ModelSource, Pretrained, is_local, quiet_transformers
+from verl.models.model_files import is_local
+from verl.models.pretrained import ModelSource, Pretrained, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from verl.component import component
 from verl.errors import ConfigError
-from verl.models.pretrained import ModelSource, SafetensorsReader
+from verl.models.model_files import SafetensorsReader
+from verl.models.pretrained import ModelSource
 from verl.ops.resharding.layout import Box
 
 PREFIX = "module."
