@@ -274,6 +274,6 @@ def _reward_of(value: Observation) -> float:
 
 def _new_tokens(turns: Sequence[RecordedTurn], number: int) -> int:
     """Tokens that stand between a turn and the next one that goes on from it; 0 where none does."""
-    own = turns[number].ids
-    following = (turn.prompt_ids for turn in turns[number + 1 :] if turn.prompt_ids[: len(own)] == own)
-    return next((len(ids) - len(own) for ids in following), 0)
+    tokens = turns[number].ids
+    following = (turn.prompt_ids for turn in turns[number + 1 :] if turn.prompt_ids[: len(tokens)] == tokens)
+    return next((len(ids) - len(tokens) for ids in following), 0)

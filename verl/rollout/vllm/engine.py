@@ -328,8 +328,8 @@ def grouped(parallel_info: ParallelInfo, size: int) -> ParallelInfo:
     import torch.distributed as dist
 
     groups = [list(range(first, first + size)) for first in range(0, parallel_info.mesh.size, size)]
-    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=parallel_info.timeout)
-    return replace(parallel_info, siblings=tuple(groups[parallel_info.rank // size]), sibling_group=own)
+    group, _ = dist.new_subgroups_by_enumeration(groups, timeout=parallel_info.timeout)
+    return replace(parallel_info, siblings=tuple(groups[parallel_info.rank // size]), sibling_group=group)
 
 
 def _experts_shape(model: Any, options: VLLMOptions) -> tuple[int, int] | None:
@@ -340,6 +340,6 @@ def _experts_shape(model: Any, options: VLLMOptions) -> tuple[int, int] | None:
 
 def _shared_core_threads(setting: EngineArgs, context: BuildContext) -> int:
     """Threads of each of the two, while trainer and engine work at the same time, so that none waits for a core."""
-    own = torch.get_num_threads()
-    fit = setting.is_on_gpu or context.world_size * (own + setting.num_threads) <= num_cores()
-    return own if fit else max(1, min(own, setting.num_threads) // 2)
+    threads = torch.get_num_threads()
+    fit = setting.is_on_gpu or context.world_size * (threads + setting.num_threads) <= num_cores()
+    return threads if fit else max(1, min(threads, setting.num_threads) // 2)

@@ -245,8 +245,8 @@ def _head(memory: mmap.mmap) -> Tensor:
 def _chunks(memory: mmap.mmap, chunk_bytes: int) -> Tensor:
     if len(memory) == HEAD_BYTES:
         return torch.empty(0)
-    found = torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD_BYTES, count=2 * chunk_bytes)
-    return found.view(2, chunk_bytes)
+    chunks = torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD_BYTES, count=2 * chunk_bytes)
+    return chunks.view(2, chunk_bytes)
 
 
 def reads_peers(device: torch.device) -> bool:
@@ -254,9 +254,9 @@ def reads_peers(device: torch.device) -> bool:
     NVLink, or PCIe without isolation)."""
     if device.type != "cuda":
         return True
-    own = device.index or 0
-    others = (other for other in range(torch.cuda.device_count()) if other != own)
-    return all(torch.cuda.can_device_access_peer(own, other) for other in others)
+    index = device.index or 0
+    others = (other for other in range(torch.cuda.device_count()) if other != index)
+    return all(torch.cuda.can_device_access_peer(index, other) for other in others)
 
 
 def _opened(handle: tuple[Any, ...]) -> Tensor:

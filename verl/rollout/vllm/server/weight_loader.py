@@ -221,11 +221,11 @@ class InPlaceLoader:
 
 def copy_rows(target: Tensor, read: tuple[slice, ...], rows: Tensor, begin: int) -> None:
     """Copy to `target` the part of the slice `read` that the given rows, starting at row `begin`, contain."""
-    wanted = read[0] if read else slice(0, len(target))
-    low, high = max(wanted.start, begin), min(wanted.stop, begin + len(rows))
+    span = read[0] if read else slice(0, len(target))
+    low, high = max(span.start, begin), min(span.stop, begin + len(rows))
     if low < high:
         part = rows[(slice(low - begin, high - begin), *read[1:])]
-        target[low - wanted.start : high - wanted.start].copy_(part)
+        target[low - span.start : high - span.start].copy_(part)
 
 
 def pack_weight(layer: Any, weight: Tensor) -> None:

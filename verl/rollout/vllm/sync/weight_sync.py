@@ -351,7 +351,7 @@ class WeightSync:
 
 def _synced(moved: Sequence[RankSyncResult], transfer: WeightTransfer, num_tensors: int) -> SyncResult:
     """The result of all ranks."""
-    traffic, fed = sum(one.received for one in moved), sum(one.fed for one in moved)
+    traffic, fed = sum(result.received for result in moved), sum(result.fed for result in moved)
     assert traffic == transfer.plan.num_bytes, (traffic, transfer.plan.num_bytes)
     metrics = {"sync/copy_s": moved[0].copying_s, "sync/load_s": moved[0].loading_s, "sync/bytes": float(fed)}
     note = f"{num_tensors} tensors, {fed / MIB:.1f} MiB to vLLM"
