@@ -226,7 +226,7 @@ def main(owner: int) -> None:
     """Take registrations until the owner is gone, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the owner decides
         signal.signal(number, signal.SIG_IGN)
-    _resume_without_parent()
+    resume_without_parent()
     registered: dict[int, dict[str, Any]] = {}
     for line in _lines_until_gone(owner):
         message = json.loads(line)
@@ -250,8 +250,8 @@ def _is_there(process: int) -> bool:
         return True
 
 
-def _resume_without_parent() -> None:
-    """Let the system continue this process, if it is stopped, when its owner ends; on Linux."""
+def resume_without_parent() -> None:
+    """Let the kernel continue this process, if it is suspended, when its parent ends; on Linux."""
     with contextlib.suppress(Exception):
         import ctypes
 
