@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from verl.rollout.weight_verification.fingerprint import FingerprintShards, tran
 from verl.rollout.weight_verification.logprob_probe import trainer_log_probs
 from verl.rollout.weight_verification.verifier import VerificationResult, VerifyRequest
 from verl.utils.memory import release_cached
+from verl.utils.orphan_cleanup import process_fields
 from verl.utils.progress import Progress, ProgressWatch
 
 
@@ -184,7 +184,8 @@ class RankSync:
     def _is_read(self) -> bool:
         """Whether the engine of another process still reads, or will read, this process's stream."""
         assert self.connection.stream is not None
-        if self.connection.stream.is_abandoned or not _runs(self.connection.offer.process_id):
+        state = process_fields(self.connection.offer.process_id)[:1]
+        if self.connection.stream.is_abandoned or state in ([], ["Z"]):  # it has ended
             return False
         return self._watch is None or not self._watch.is_overdue
 
@@ -199,14 +200,6 @@ class RankSync:
 
     def _threads(self) -> AbstractContextManager[None]:
         return using_threads(self.connection.offer.num_threads)
-
-
-def _runs(process_id: int) -> bool:
-    """Whether a process of this machine is running and is not a zombie."""
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):
-        return False
 
 
 class WeightSync:
