@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +30,10 @@ from verl.models.experts import routers
 
 UNKNOWN = -1  # in place of an expert: the router chooses
 TRIED_TOKENS, TOLERANCE = 64, 1e-6
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -251,7 +254,7 @@ def weights_of_router(router: Any) -> RouterWeights | None:
         return None
     logits, weights, experts = answer
     scales = {1.0, float(getattr(router, "routed_scaling_factor", 1.0))}
-    for score in (partial(torch.softmax, dim=-1), torch.sigmoid):
+    for score in (_softmax, torch.sigmoid):
         for normalised in (False, True):
             for scale in scales:
                 way = RouterWeights(score, normalised, scale)
