@@ -32,10 +32,6 @@ UNKNOWN = -1  # in place of an expert: the router chooses
 TRIED_TOKENS, TOLERANCE = 64, 1e-6
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(dim=-1)
-
-
 @dataclass(frozen=True)
 class RouterWeights:
     """Rule by which a router makes the weights of the chosen experts of its logits.
@@ -56,6 +52,10 @@ class RouterWeights:
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights * self.scale
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(dim=-1)
 
 
 class ExpertLoad:
