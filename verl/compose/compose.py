@@ -37,16 +37,12 @@ def _compose(root: str, overrides: Sequence[str], with_hydra: bool) -> DictConfi
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), job_name=f"main_{root}", version_base="1.3"):
-            words = [*_search_path(), *(readable(override) for override in overrides)]
+            directories = [QuotedString(f"file://{path}", Quote.single).with_quotes() for path in own_conf_dirs()]
+            search_path = [f"hydra.searchpath=[{','.join(directories)}]"] if directories else []
+            words = [*search_path, *(readable(override) for override in overrides)]
             return compose(root, words, return_hydra_config=with_hydra)
     finally:
         GlobalHydra.instance().hydra = running
-
-
-def _search_path() -> list[str]:
-    """The override that adds the directories of `--config-dir` to Hydra's search path; empty without any."""
-    directories = [QuotedString(f"file://{path}", Quote.single).with_quotes() for path in own_conf_dirs()]
-    return [f"hydra.searchpath=[{','.join(directories)}]"] if directories else []
 
 
 def readable(choice: str) -> str:
@@ -65,7 +61,10 @@ def apply_values(config: DictConfig, values: Iterable[tuple[str, Any]]) -> None:
     """
     with open_dict(config):
         for path, value in values:
-            _detach_parents(config, path)
+            # a reference such as `${actor.model}`, so that setting a key below it does not change the actor
+            for node, target, _ in references_above(config, path):
+                copy = OmegaConf.to_container(OmegaConf.select(config, target), resolve=False)
+                OmegaConf.update(config, node, OmegaConf.create(copy), merge=False)
             OmegaConf.update(config, path, value, merge=False, force_add=True)
 
 
@@ -81,12 +80,3 @@ def references_above(config: DictConfig, path: str) -> Iterator[tuple[str, str, 
             target = str(raw[key]).strip("${}")
             yield ".".join(keys[:depth]), target, [str(name) for name in node[key]]
         node = node[key]
-
-
-def _detach_parents(config: DictConfig, path: str) -> None:
-    """Replace a reference such as `${actor.model}` by a copy, so that setting a key below it does not change the
-    actor.
-    """
-    for node, target, _ in references_above(config, path):
-        copy = OmegaConf.to_container(OmegaConf.select(config, target), resolve=False)
-        OmegaConf.update(config, node, OmegaConf.create(copy), merge=False)
