@@ -122,7 +122,7 @@ def rollout_kind(name: str) -> type[Rollout]:
         ConfigError: there is no such option.
     """
     _refuse_unknown(name)
-    file = option_file("rollout", name)
+    file = option_file(conf_dir(), "rollout", name)
     assert file is not None, "known options have files"
     with file.open(encoding="utf-8") as stream:
         target = (yaml.safe_load(stream) or {}).get("_target_")  # none, where it extends another option

@@ -198,7 +198,7 @@ def no_option(group: str, option: str) -> str:
 
 
 def _file_fault(group: str, option: str) -> str | None:
-    if (file := option_file(group, option)) is None:
+    if (file := option_file(conf_dir(), group, option)) is None:
         return None
     text = file.read_text(encoding="utf-8", errors="replace")
     try:

@@ -61,9 +61,9 @@ def group_options(directory: Path) -> dict[str, list[str]]:
     return {group: sorted(options[group]) for group in sorted(options)}
 
 
-def option_file(group: str, option: str) -> Path | None:
-    """The file of an option, or None if there is none."""
-    files = (directory / group / f"{option}.yaml" for directory in (conf_dir(), *_own_dirs))
+def option_file(directory: Path, group: str, option: str) -> Path | None:
+    """The file of an option in a configuration directory or in `own_conf_dirs`; None if there is none."""
+    files = (conf / group / f"{option}.yaml" for conf in (directory, *_own_dirs))
     return next((file for file in files if file.is_file()), None)
 
 
