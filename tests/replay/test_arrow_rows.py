@@ -8,8 +8,11 @@ import pytest
 import torch
 from replay.rows_here import scored_rows
 
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto
 from verl.replay.arrow_rows import DeviceRows, SelectedRows, rows_from_arrow, rows_to_arrow
+from verl.replay.shard import Shard
 
 KEPT = (
     "prompts", "prompt_mask", "prompt_ids", "sample_ids", "responses", "response_mask", "input_ids", "attention_mask",
@@ -99,3 +102,41 @@ def test_experts_of_each_token_survive():
         kept = min(width, len(expected))
         assert torch.equal(found["routed_experts"][row, :kept], expected[:kept])
         assert (found["routed_experts"][row, kept:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("nan"),
+        float("-inf"),
+        1e-7,
+        10**30,
+        "\ud800 half of a pair",
+        "\u2028 \x00 é",
+        True,
+        None,
+        [1, {"a": [2.5]}],
+    ],
+)
+def test_columns_come_back_as_json_reads_them(value):
+    batch = scored_rows(2, seed=0)
+    batch = DataProto.from_dict(dict(batch.batch), {"column": [value, "other"]})
+    back = rows_from_arrow([SelectedRows(packed(batch), np.array([0, 1]))], 0)["column"]
+    assert repr(list(back)) == repr([value, "other"])
+
+
+def test_a_column_changed_to_what_is_no_json_value_is_refused_by_name():
+    batch = DataProto.from_dict(dict(scored_rows(2, seed=0).batch), {"column": [["a"], ["b"]]})
+    batch.non_tensor_batch["column"][1].append(b"bytes")
+    with pytest.raises(DataProtoValidationError, match="row 1 of the columns .*bytes"):
+        packed(batch)
+
+
+def test_a_file_of_several_leaves_has_the_bytes_and_digests_of_its_content(tmp_path):
+    shard, values = Shard(7), np.random.default_rng(0).random(3 * 2**20)
+    for part in np.split(values, 3):
+        shard.append(pa.record_batch({"x": part}))
+    content, file = shard.content(), shard.write(FileSystem(), tmp_path)
+    assert len(file.leaves) == 2
+    assert file == shard.describe(content)
+    assert (tmp_path / file.name).read_bytes() == content

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import torch
+from pydantic_core import to_json
 from torch import Tensor
 
 from verl.protocol import DataProto
@@ -298,9 +299,7 @@ def _json_rows(batch: DataProto) -> list[str]:
     columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
     rows = [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)] if columns else [{}] * len(batch)
     try:
-        return [_encode(row) for row in rows]
-    except (TypeError, ValueError):  # a value that was changed after the batch was made, or an overlong integer
+        json.dumps(rows)  # refuses what is no JSON value; pydantic would convert it, but writes rows much faster
+        return [to_json(row, inf_nan_mode="constants").decode() for row in rows]
+    except (TypeError, ValueError):  # a value changed after the batch was made, an overlong integer, half a surrogate
         return [json_text(f"row {number} of the columns ", row) for number, row in enumerate(rows)]
-
-
-_encode = json.JSONEncoder().encode  # json.dumps with options would make an encoder per row

@@ -190,7 +190,7 @@ class TieredBuffer:
             shard.write_error()
         self.settle()
         refused = [(shard, shard.content()) for shard in self._unwritten]
-        return [(shard.describe(data), bytes(data)) for shard, data in refused]
+        return [(shard.describe(data), data) for shard, data in refused]
 
     def sweep(self) -> None:
         """Delete files that the buffer no longer needs. Not to be called during a save, which may need them."""
@@ -472,7 +472,7 @@ class TieredBuffer:
 
 def _sums(x: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
     """Sum of each row of [B T] over its mask, in float64."""
-    return torch.where(mask, x, 0.0).sum(dim=1, dtype=torch.float64).cpu().numpy()
+    return np.asarray(np.sum(x.cpu().double().numpy(), axis=1, where=mask.cpu().numpy()))
 
 
 def _adjacent(batch: DataProto) -> tuple[DataProto, np.ndarray]:

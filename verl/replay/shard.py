@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 
 from verl.checkpoint.core.filesystem import FileSystem, write_by_rename, write_file
-from verl.checkpoint.core.hashing import Leaf, file_digest, hash_buffers
+from verl.checkpoint.core.hashing import LEAF_BYTES, Leaf, file_digest, flat_view, hash_buffers
 from verl.errors import ReplayCorrupt
 from verl.replay.arrow_rows import INDEX, SelectedRows
 from verl.utils.external_input import ByteCount, ExternalInputError, parse_as, read_bytes
@@ -117,17 +118,13 @@ class Shard:
             record = pa.concat_batches([self._records.pop(), record])
         self._records.append(record)
 
-    def content(self) -> pa.Buffer:
+    def content(self) -> bytes:
         """The rows in memory as an Arrow file."""
-        counted = pa.MockOutputStream()  # size in advance: a growing buffer would be copied
-        _write_records(counted, self._records)
-        data = pa.allocate_buffer(counted.size())
-        _write_records(pa.FixedSizeBufferWriter(data), self._records)
-        return data
+        return b"".join(_pieces(self._records))
 
-    def describe(self, data: Any) -> ShardFile:
+    def describe(self, data: bytes) -> ShardFile:
         """The file with this content."""
-        return self._file(memoryview(data).nbytes, hash_buffers([data]))
+        return self._file(hash_buffers([data]))
 
     def write(self, disk: FileSystem, directory: Path) -> ShardFile:
         """Write the rows durably; the file appears complete, by a rename.
@@ -135,11 +132,11 @@ class Shard:
         Raises:
             OSError: the write failed; there is no file of the shard's name.
         """
-        data, unfinished = self.content(), directory / f"rows_{self.first_row:012d}{UNFINISHED}"
+        unfinished = directory / f"rows_{self.first_row:012d}{UNFINISHED}"
         with contextlib.suppress(FileNotFoundError):
             disk.unlink(unfinished)
         try:
-            file = self._file(memoryview(data).nbytes, write_file(disk, unfinished, [data]))
+            file = self._file(write_file(disk, unfinished, _leaves(_pieces(self._records))))
             disk.rename(unfinished, directory / file.name)
             disk.sync_directory(directory)
         except OSError:
@@ -191,7 +188,8 @@ class Shard:
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
 
-    def _file(self, size: int, leaves: tuple[Leaf, ...]) -> ShardFile:
+    def _file(self, leaves: tuple[Leaf, ...]) -> ShardFile:
+        size = sum(leaf.size for leaf in leaves)
         return ShardFile(first_row=self.first_row, num_rows=self.num_rows, size=size, leaves=leaves)
 
 
@@ -280,9 +278,7 @@ def split_rows(rows: np.ndarray, firsts: Sequence[int] | np.ndarray) -> Iterator
 
 def write_index(disk: FileSystem, path: Path, index: dict[str, np.ndarray]) -> None:
     """Write index columns durably, for a shard in the store."""
-    sink = pa.BufferOutputStream()
-    _write_records(sink, [pa.record_batch({name: index[name] for name in INDEX})])
-    write_by_rename(disk, path, sink.getvalue())
+    write_by_rename(disk, path, b"".join(_pieces([pa.record_batch({name: index[name] for name in INDEX})])))
     disk.sync_directory(path.parent)
 
 
@@ -314,10 +310,41 @@ def _read_records(data: Any) -> list[pa.RecordBatch]:
     return [file.get_batch(number) for number in range(file.num_record_batches)]
 
 
-def _write_records(sink: Any, records: Sequence[pa.RecordBatch]) -> None:
-    with pa.ipc.new_file(sink, records[0].schema) as writer:
+def _pieces(records: Sequence[pa.RecordBatch]) -> list[Any]:
+    """The bytes of an Arrow file of these record batches, in buffers that share their memory."""
+    sink = _Pieces()
+    with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), records[0].schema) as writer:
         for record in records:
             writer.write_batch(record)
+    return sink.written
+
+
+class _Pieces(io.RawIOBase):
+    """A file that keeps what is written to it, without copying."""
+
+    def __init__(self) -> None:
+        self.written: list[Any] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.written.append(data)
+        return memoryview(data).nbytes
+
+
+def _leaves(pieces: Iterable[Any]) -> Iterator[memoryview]:
+    """Join buffers to blocks of a leaf, all of them in the same memory: a block is overwritten by the next one."""
+    memory, used = memoryview(bytearray(LEAF_BYTES)), 0
+    for piece in pieces:
+        rest = flat_view(piece)
+        while len(rest):
+            count = min(len(rest), LEAF_BYTES - used)
+            memory[used : used + count] = rest[:count]
+            rest, used = rest[count:], (used + count) % LEAF_BYTES
+            if not used:
+                yield memory
+    yield memory[:used]
 
 
 FILE, VERSION = "buffer.json", 1
