@@ -16,8 +16,9 @@ from faults.fork_server import ForkServer
 
 import verl
 from verl.checkpoint.commit.fencing import RunLock
+from verl.compose.help_text import help_text
 from verl.compose.launch import end_message
-from verl.compose.schema import conf_dir
+from verl.compose.schema import conf_dir, root_keys
 from verl.errors import ConfigError, RewardError
 
 ROOT = conf_dir().parent
@@ -61,6 +62,8 @@ def test_help_lists_the_groups_and_neither_help_nor_check_imports_anything_heavy
     assert "examples" in done.stdout
     assert "HEAVY AFTER HELP []" in done.stdout
     assert "HEAVY AFTER CHECK []" in done.stdout
+    of_sft = {line.partition(":")[0].strip() for line in help_text("sft").partition("  groups\n")[2].splitlines()[:-2]}
+    assert of_sft == {*root_keys("sft")}, "groups that it does not have are not offered"
 
 
 @pytest.mark.parametrize("flags", [["--help"], *exhaustive(["--cfg", "job"])])
