@@ -23,7 +23,7 @@ from pathlib import Path
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.remote.upload import checked_pieces
+from verl.checkpoint.remote.transfer import checked_pieces
 from verl.storage.backend import MIB
 from verl.storage.config import S3Storage
 

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from verl.engines.sharding import DDP, usual  # noqa: E402
+from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, Sharding  # noqa: E402
 from verl.models.model_stats import ModelStats, model_stats  # noqa: E402
 
 GIB = 2**30
@@ -41,11 +41,24 @@ def of_shape(hidden: int, mlp: int, layers: int, heads: int) -> ModelStats:
     return model_stats(config)
 
 
+def shardings(world_size: int, per_machine: int = 8) -> dict[str, Sharding]:
+    """Shardings that are possible on so many devices, by name."""
+    together = min(per_machine, world_size)
+    grad_op = FSDP(strategy="SHARD_GRAD_OP")
+    by_name: dict[str, Sharding] = {"ddp": DDP(), "fsdp": FSDP(), "fsdp, SHARD_GRAD_OP": grad_op}
+    if world_size > per_machine:
+        by_name["hsdp"] = HSDP(replicas=world_size // per_machine)
+    by_name["tp"] = TP(tensor_parallel=together)
+    if world_size > together:
+        by_name["tp_fsdp"] = TPFSDP(tensor_parallel=together)
+    return by_name
+
+
 def lines(name: str, sizes: ModelStats, devices: Sequence[int]) -> Iterator[str]:
     """A line for each number of devices and each sharding."""
     activations = sizes.activation_elements(TOKENS, recomputed=True) * 2
     for count in devices:
-        for option, sharding in {"ddp": DDP(), **usual(count)}.items():
+        for option, sharding in shardings(count).items():
             cost = sharding.cost(count, sizes, TOKENS, weight_bytes=4, compute_bytes=2)
             cells = (cost.resting, cost.gathered, activations, cost.per_step(MICRO_BATCHES))
             yield f"| {name} | {count} | {option} | " + " | ".join(f"{x / GIB:.1f}" for x in cells) + " |"

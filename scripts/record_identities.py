@@ -23,7 +23,7 @@ import test_options as options  # noqa: E402
 
 from verl.compose.command_line import command_line  # noqa: E402
 from verl.compose.compose import compose_root  # noqa: E402
-from verl.compose.schema import conf_dir, group_options  # noqa: E402
+from verl.compose.schema import group_options  # noqa: E402
 from verl.compose.validate import validate  # noqa: E402
 
 
@@ -35,7 +35,7 @@ def identities() -> Iterator[tuple[str, str]]:
             if options.applies(root, option) and (client is None or importlib.util.find_spec(client)):
                 arguments, _ = command_line(root, [option, *options.NEEDED.get(option, [])])
                 yield f"{root} {option}", validate(compose_root(root, arguments)).identity()
-    groups = group_options(conf_dir())
+    groups = group_options()
     for experiment in (f"experiment={name}" for name in groups["experiment"]):
         root = "sft" if experiment in options.SFT_ONLY else "ppo"
         for debug in groups["debug"]:

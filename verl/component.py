@@ -253,14 +253,14 @@ def field_types(kind: type[Description]) -> dict[str, Any]:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word closest to `word`, whatever the case of their letters; None if none is close."""
-    of_lower = {one.lower(): one for one in known}
+    of_lower = {known_word.lower(): known_word for known_word in known}
     matches = difflib.get_close_matches(word.lower(), of_lower, n=1, cutoff=0.6)
     return of_lower[matches[0]] if matches else None
 
 
-def hint(found: str | None) -> str:
+def hint(word: str | None) -> str:
     """The sentence ` Did you mean ...?`; empty for None."""
-    return f" Did you mean {found}?" if found else ""
+    return f" Did you mean {word}?" if word else ""
 
 
 # Checking
@@ -286,31 +286,31 @@ class InvalidValue:
 INVALID = InvalidValue()
 
 
-def set_fields(made: Description, values: Mapping[str, Any]) -> list[str]:
+def set_fields(new: Description, values: Mapping[str, Any]) -> list[str]:
     """Set the fields of a new component from `values`; returns all faults, each beginning with the field.
 
     Args:
-        made: the new component.
+        new: the new component.
         values: by field; `INVALID` for a field with a known fault. Other invalid fields are set to that.
     """
-    kind = type(made)
+    kind = type(new)
     validator = _validator(kind)
     invalid = {name for name, value in values.items() if value is INVALID}
     try:
-        validator.validate_python(ArgsKwargs((), dict(values)), self_instance=made)
+        validator.validate_python(ArgsKwargs((), dict(values)), self_instance=new)
         faults = []
     except ValidationError as error:
         details = error.errors(include_url=False)
         faults = faults_of(kind, values, details)
         invalid |= {str(fault["loc"][0]) for fault in details} & field_types(kind).keys()
         known = {name: value for name, value in values.items() if name in field_types(kind)}
-        validator.validate_python(ArgsKwargs((), known | dict.fromkeys(invalid, INVALID)), self_instance=made)
+        validator.validate_python(ArgsKwargs((), known | dict.fromkeys(invalid, INVALID)), self_instance=new)
     if not invalid:
         if _is_checked(kind):
-            made.__post_init__()
-        return [*faults, *made.faults()]
+            new.__post_init__()
+        return [*faults, *new.faults()]
     with contextlib.suppress(Exception):  # of a rule that uses an invalid value
-        faults.extend(made.faults())
+        faults.extend(new.faults())
     return faults
 
 
@@ -422,11 +422,8 @@ def _expected(fault: ErrorDetails, value: Any, annotation: Any) -> str:
         return f"must {_bounds(choices[0])}{or_null}."
     if alone and fault["type"] in _EMPTY and len(value) == 0:
         return f"must not be empty{or_null}."
-    return f"expected {in_words(annotation)}.{NO_TARGET if _lacks(value, choices) else ''}"
-
-
-def _lacks(value: Any, choices: Sequence[Any]) -> bool:
-    return isinstance(value, dict) and any(isinstance(kind, type) and issubclass(kind, Description) for kind in choices)
+    takes_component = any(isinstance(kind, type) and issubclass(kind, Description) for kind in choices)
+    return f"expected {in_words(annotation)}.{NO_TARGET if isinstance(value, dict) and takes_component else ''}"
 
 
 _WORDS_OF_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -435,10 +432,10 @@ _WORDS_OF_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "bel
 def _bounds(annotation: Any) -> str:
     """The bounds of a number as text: `lie in [0, 1)`, `be at least 1`."""
     bounds: dict[str, Any] = {}
-    for item in _metadata(annotation):
-        bounds |= {
-            name: getattr(item, name) for name in ("gt", "ge", "lt", "le") if getattr(item, name, None) is not None
-        }
+    for metadata in getattr(annotation, "__metadata__", ()):
+        for item in getattr(metadata, "metadata", [metadata]):
+            numbers = {name: getattr(item, name, None) for name in ("gt", "ge", "lt", "le")}
+            bounds |= {name: number for name, number in numbers.items() if number is not None}
     if _bare(annotation) is int and "gt" in bounds:
         bounds["ge"] = bounds.pop("gt") + 1
     low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
@@ -447,11 +444,6 @@ def _bounds(annotation: Any) -> str:
     if bounds in ({}, {"ge": 0}):
         return "not be negative" if bounds else ""
     return "be " + " and ".join(f"{_WORDS_OF_BOUNDS[name]} {bound:g}" for name, bound in bounds.items())
-
-
-def _metadata(annotation: Any) -> Iterator[Any]:
-    for item in getattr(annotation, "__metadata__", ()):
-        yield from getattr(item, "metadata", [item])
 
 
 def _bare(annotation: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.cluster.rpc import refuse_mixed_versions, versions
+from verl.cluster.worker import refuse_mixed_versions, versions
 from verl.errors import ConfigError
 
 

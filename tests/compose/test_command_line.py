@@ -45,7 +45,7 @@ def test_a_value_that_is_a_path_is_taken_as_it_stands(paths):
     config = compose_root("ppo", [a for a in arguments if not a.startswith("-")])
     assert {key: OmegaConf.select(config, key) for key in KEYS_OF_PATHS} == values
     assert parse_overrides(words) == ([*values.items()], [])  # and by LocalPPOTrainer(overrides=[...])
-    assert compose_over_default("ppo", {}, [*words, "reward=function"]).faults == []
+    assert compose_over_default({}, [*words, "reward=function"]).faults == []
 
 
 def test_a_tilde_is_the_home_directory(monkeypatch):
@@ -212,16 +212,12 @@ def test_whatever_is_wrong_with_arguments_is_told_at_once_without_a_word_of_hydr
 
 
 def test_an_experiment_without_its_package_line_or_with_broken_yaml_is_named(tmp_path, monkeypatch):
-    import verl.compose.command_line as module
-    import verl.compose.overrides as overrides
-
     conf = tmp_path / "conf"
     (conf / "experiment").mkdir(parents=True)
     (conf / "experiment/mine.yaml").write_text("trainer:\n  seed: 3\n")
     (conf / "experiment/broken.yaml").write_text("# @package _global_\ntrainer: [\n")
     (conf / "experiment/good.yaml").write_text("# purpose\n# @package _global_\ntrainer: {seed: 3}\n")
-    monkeypatch.setattr(module, "conf_dir", lambda: conf)
-    monkeypatch.setattr(overrides, "conf_dir", lambda: conf)
+    monkeypatch.setattr("verl.compose.schema.conf_dir", lambda: conf)
     (fault,) = command_line("ppo", ["experiment=mine"])[1].faults
     assert "mine.yaml does not begin with the line `# @package _global_`" in fault
     (fault,) = command_line("ppo", ["experiment=broken"])[1].faults

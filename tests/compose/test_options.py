@@ -31,7 +31,7 @@ PPO_ONLY = {"data=arithmetic", "data=files", "trainer=local", "trainer=ray", "tr
 PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_0_5b"}
 PPO_ONLY |= {f"data={name}" for name in ("calculator", "guess_number", "episodes")}
 PPO_ONLY |= {"experiment=calculator_grpo", "experiment=guess_number_ppo"}
-OPTIONS = [f"{group}={option}" for group, options in group_options(conf_dir()).items() for option in options]
+OPTIONS = [f"{group}={option}" for group, options in group_options().items() for option in options]
 CLIENTS = {"storage=oss": "ossfs", "storage=gcs": "gcsfs"}  # packages that an option cannot do without
 OPTIONAL = {  # an option that asks for a package, and the extra of setup.py that brings it
     "tracker=wandb": ("wandb", "wandb"),
@@ -143,7 +143,7 @@ def test_option_composes_and_checks_in_sft(option, users_files):
 
 
 @pytest.mark.parametrize(
-    ("debug", "experiment"), each_value_once(*(group_options(conf_dir())[group] for group in ("debug", "experiment")))
+    ("debug", "experiment"), each_value_once(*(group_options()[group] for group in ("debug", "experiment")))
 )
 def test_debug_goes_with_every_experiment(experiment, debug, users_files):
     root, option = "sft" if f"experiment={experiment}" in SFT_ONLY else "ppo", f"experiment={experiment}"
@@ -202,7 +202,7 @@ def test_the_schema_tells_of_bounds_targets_defaults_and_docstrings():
     assert {"$ref": "#/$defs/GRPO"} in kinds["any AdvantageEstimator"]["anyOf"]
 
 
-@pytest.mark.parametrize("experiment", group_options(conf_dir())["experiment"])
+@pytest.mark.parametrize("experiment", group_options()["experiment"])
 def test_experiment_opens_with_purpose_command_and_expected_result(experiment):
     lines = (conf_dir() / "experiment" / f"{experiment}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"
@@ -237,7 +237,7 @@ def test_options_state_every_field_of_their_components():
         for key, item in node.items():
             visit(item, f"{path}.{key}" if path else key)
 
-    algorithms = [("ppo", [f"algorithm={name}"]) for name in group_options(conf_dir())["algorithm"]]
+    algorithms = [("ppo", [f"algorithm={name}"]) for name in group_options()["algorithm"]]
     trainers = [("ppo", [f"trainer={name}"]) for name in ("ray", "mesh")]
     for root, overrides in (("ppo", []), *trainers, *algorithms, ("sft", [])):
         visit(OmegaConf.to_container(compose_root(root, overrides), resolve=True), "")

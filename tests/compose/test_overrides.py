@@ -8,7 +8,7 @@ from verl.compose.aliases import ALIASES
 from verl.compose.command_line import command_line
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import Overrides, assign, flatten
-from verl.compose.schema import conf_dir, group_options
+from verl.compose.schema import group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError
 
@@ -139,7 +139,7 @@ def test_what_takes_more_than_one_assignment_here_is_told(given, ours):
 
 
 def test_every_alias_leads_to_a_key_or_option_that_exists():
-    options = group_options(conf_dir())
+    options = group_options()
     chosen = [choice for alias in ALIASES.values() for choice in (*alias.choices.values(), alias.option) if choice]
     for choice in chosen:
         group, option = choice.format(files="files").split("=")

@@ -57,7 +57,7 @@ def test_the_jobs_of_a_sweep_are_compared(fork_server, tmp_path, model64, monkey
     assert 'pip install "verl[plots]"' in caplog.text
 
 
-@pytest.mark.parametrize("option", group_options(conf_dir())["sweep"])
+@pytest.mark.parametrize("option", group_options()["sweep"])
 def test_a_sweep_file_makes_a_multirun_of_it(option):
     config = compose_hydra(f"sweep={option}")
     assert config.hydra.mode == RunMode.MULTIRUN

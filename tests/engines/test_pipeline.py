@@ -12,9 +12,9 @@ from model_paths.families import plain_model, save_family
 from random_models import save_random_model
 from trial_rows import states_of
 
+from verl.engines.parallel_degrees import largest_stage, stage_bounds
 from verl.engines.pipeline import StageCut, decoder_stack, refuse_untrue
 from verl.engines.sharding import Parallel
-from verl.engines.stage_balance import largest_stage, stage_bounds
 from verl.errors import ConfigError
 from verl.model_paths.families import family_table
 from verl.models.model_stats import model_stats

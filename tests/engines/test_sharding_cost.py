@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, NoSharding, Parallel, usual
+from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, NoSharding, Parallel
 from verl.models.model_stats import ModelStats
 
 N = 1_000_000
@@ -116,9 +116,3 @@ def test_stages_keep_what_is_under_way():
     assert Parallel(pp=4).activation_share(16) == Parallel(cp=2).activation_share(16) == 1
     assert Parallel(pp=4, pp_schedule="gpipe").activation_share(16) == 4
     assert Parallel(pp=4).activation_share(2) == 0.5  # too few for 1f1b: all of them
-
-
-def test_tables_offer_what_so_many_devices_allow():
-    assert "hsdp" not in usual(8)
-    assert usual(64)["hsdp"].mesh_sizes(64) == (8, 8, 1)
-    assert usual(64)["tp_fsdp"].mesh_sizes(64) == (1, 8, 8)

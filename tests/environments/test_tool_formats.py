@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.data.chat_template import ChatTemplate
 from verl.environments.base import EnvironmentDescription
-from verl.environments.observation_tokens import ObservationEncoder, text_between
-from verl.environments.rendered_history import check_template
+from verl.environments.observation_tokens import ObservationEncoder, check_template, text_between
 from verl.environments.tool_calls.parse import ToolCall, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import ConfigError

@@ -24,9 +24,8 @@ from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
 from verl.checkpoint.core.safetensors_format import TensorPlace, lay_out
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.remote.commit_log import CommitLog
-from verl.checkpoint.remote.download import pull
 from verl.checkpoint.remote.remote_store import RemoteStore
-from verl.checkpoint.remote.upload import CheckpointUpload
+from verl.checkpoint.remote.transfer import CheckpointUpload, pull
 from verl.checkpoint.retention import Retention, pin, prune
 from verl.checkpoint.save.save_executor import execute_save
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.http_client.cache import NAME, AnswerCache, key_of
+from verl.http_client.request import CACHE_NAME, AnswerCache, key_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +46,7 @@ def test_threads_and_processes_may_write_at_the_same_time(tmp_path):
     source = """
 import sys
 from pathlib import Path
-from verl.http_client.cache import AnswerCache
+from verl.http_client.request import AnswerCache
 cache = AnswerCache(Path(sys.argv[1]), 1.0)
 for i in range(200):
     cache.put(f"{sys.argv[2]}{i}", str(i))
@@ -82,7 +82,7 @@ def test_the_oldest_answers_make_room(tmp_path):
 
 
 def test_a_damaged_file_is_told_once_and_costs_nothing_else(tmp_path, caplog):
-    (tmp_path / NAME).write_bytes(b"this is not a database" * 1000)
+    (tmp_path / CACHE_NAME).write_bytes(b"this is not a database" * 1000)
     cache = AnswerCache(tmp_path, max_gib=1.0)
     cache.put("a", "1")
     assert cache.find(["a"]) == {}
@@ -102,7 +102,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_whole_answers(tmp_path):
     source = """
 import sys, os, threading, time
 from pathlib import Path
-from verl.http_client.cache import AnswerCache
+from verl.http_client.request import AnswerCache
 cache = AnswerCache(Path(sys.argv[1]), 1.0)
 threading.Thread(target=lambda: (time.sleep(0.2), os.kill(os.getpid(), 9)), daemon=True).start()
 i = 0
@@ -112,7 +112,7 @@ while True:
 """
     process = subprocess.run([sys.executable, "-c", source, tmp_path], cwd=ROOT, check=False)
     assert process.returncode == -9
-    with sqlite3.connect(tmp_path / NAME) as connection:
+    with sqlite3.connect(tmp_path / CACHE_NAME) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         rows = connection.execute("SELECT key, text FROM answers").fetchall()
     assert rows

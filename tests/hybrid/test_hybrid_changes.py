@@ -14,7 +14,8 @@ from random_models import save_random_model
 from refusals import refusal
 
 from verl.errors import ConfigError, RolloutError
-from verl.hybrid.actor import HybridActor, form_difference, form_of
+from verl.hybrid.actor import HybridActor
+from verl.hybrid.engine_faults import form_difference, form_of
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.config import VLLMRollout

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
-from verl.compose.schema import conf_dir, group_options
+from verl.compose.schema import group_options
 from verl.compose.validate import validate
 from verl.compose.warm_start import resolve_warm_starts
 from verl.ops.counter_rng import EVALUATION
@@ -60,7 +60,7 @@ def drawn_reward(trainer: PPOTrainer) -> float:
 
 @pytest.mark.learning
 @pytest.mark.exhaustive  # test_learning.py has PPO learn in `make test`, test_wheel.py addition
-@pytest.mark.parametrize("name", group_options(conf_dir())["algorithm"])
+@pytest.mark.parametrize("name", group_options()["algorithm"])
 def test_an_algorithm_raises_the_reward_of_addition(name, cache, tmp_path):
     with started([f"algorithm={name}"], cache).build(BuildContext(run_dir=tmp_path)) as trainer:
         before = drawn_reward(trainer)

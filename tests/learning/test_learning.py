@@ -7,7 +7,7 @@ from trainer.runs import JSONL, Echo, Prompts, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
-from verl.compose.schema import conf_dir, group_options
+from verl.compose.schema import group_options
 from verl.compose.validate import validate
 from verl.models.tiny import TinyModel
 from verl.rollout.hf import HFRollout
@@ -15,7 +15,7 @@ from verl.rollout.hf import HFRollout
 IN_SHORT = ("ppo",)  # the others: make exhaustive
 ALGORITHMS = [
     name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.exhaustive)
-    for name in group_options(conf_dir())["algorithm"]
+    for name in group_options()["algorithm"]
 ]
 LETTERS = ("a", "b", "c", "d")
 # The greedy response soon scores far above the mean of a flat policy, and a baseline so far off costs variance: ReMax

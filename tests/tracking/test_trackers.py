@@ -202,7 +202,7 @@ def test_trackers_are_a_list_and_older_forms_mean_what_they_meant(arguments, exp
 def test_a_tracker_of_a_list_has_its_settings_under_its_name():
     found = composed("tracker=[console,wandb]", "tracker.wandb.project=x", "tracker.console.sample_rows=7")
     assert (as_plain(found)["wandb"]["project"], as_plain(found)["console"]["sample_rows"]) == ("x", 7)
-    short = compose_over_default("ppo", {"tracker": ["console", "jsonl"]}, ["tracker.console.sample_rows=2"])
+    short = compose_over_default({"tracker": ["console", "jsonl"]}, ["tracker.console.sample_rows=2"])
     found = validate(short.config, short.faults).tracker
     assert names(found) == ["console", "jsonl"]
     assert found.console.sample_rows == 2  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from trainer.test_sft import sft_run
 
 from verl.component import BuildContext
 from verl.compose.aliases import ALIASES
-from verl.compose.schema import conf_dir, group_options
+from verl.compose.schema import group_options
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
 from verl.errors import ConfigError
@@ -49,4 +49,4 @@ def test_a_layer_of_no_model_is_refused_by_the_place_of_its_key(model32):
 
 
 def test_every_sharding_is_an_option_of_the_key_of_other_programs():
-    assert set(group_options(conf_dir())["sharding"]) <= set(ALIASES["trainer.backend"].choices)
+    assert set(group_options()["sharding"]) <= set(ALIASES["trainer.backend"].choices)

@@ -1,11 +1,10 @@
 """The parts of an algorithm: advantages, policy and value losses, KL to the reference.
 
 advantages              Advantage estimators: GAE and GRPO
-algorithm               An algorithm: an advantage estimator, a policy loss, a value loss and a KL choice
+algorithm               An algorithm: an advantage estimator, a policy loss, a value loss and a KL choice, without state
 critic_free_advantages  Critic-free advantage estimators: RLOO, OPO, REINFORCE++ and ReMax
 dynamic_sampling        Dynamic sampling (DAPO): selects the groups of responses that a step trains on
 importance_sampling     Truncated importance weights
 kl                      KL control: none, through the reward, or through the loss
 losses                  Policy and value losses, per token
-own_state               Finds estimators and losses of users that keep state of their own
 """

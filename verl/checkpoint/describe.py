@@ -154,7 +154,7 @@ def components(checkpoint: Checkpoint) -> list[ComponentSummary]:
     return sorted(parts, key=lambda part: -part.bytes)
 
 
-def age_s(checkpoint: Checkpoint, now: float | None = None) -> float:
+def age_s(checkpoint: Checkpoint) -> float:
     """Seconds since it was saved; 0 if its clock was ahead of this machine's.
 
     Raises:
@@ -166,7 +166,7 @@ def age_s(checkpoint: Checkpoint, now: float | None = None) -> float:
     except (TypeError, ValueError) as error:
         fault = FileFault(MANIFEST, f"saved_at is {text!r}, which is no time")
         raise CheckpointCorrupt(checkpoint.directory, [fault]) from error
-    return max(0.0, (time.time() if now is None else now) - saved)
+    return max(0.0, time.time() - saved)
 
 
 def status_of(error: BadCheckpoint) -> Status:

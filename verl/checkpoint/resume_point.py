@@ -23,9 +23,9 @@ from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import Level, open_verified
 from verl.checkpoint.remote.commit_log import LogRecord
-from verl.checkpoint.remote.download import pull
 from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.resolve import CheckpointTier, bring
+from verl.checkpoint.remote.transfer import pull
 from verl.errors import (
     BadCheckpoint,
     CheckpointCorrupt,
@@ -166,7 +166,8 @@ def _of_run(resume: str, run_dir: Path, strict: bool, verify: bool) -> ResumePoi
     what = f"resume={resume} is a run"
     for number, runs in enumerate(pointer.generations()):
         for directory in places:
-            if not _has_any(directory, runs):
+            complete = CheckpointDirectory(directory).survey()[0] if directory.is_dir() else []
+            if not any(_is_of(checkpoint, runs) for checkpoint in complete):
                 continue
             if number:
                 _log.warning(
@@ -176,11 +177,6 @@ def _of_run(resume: str, run_dir: Path, strict: bool, verify: bool) -> ResumePoi
                 _log.info("%s says that it saved in %s; its checkpoints are in %s.", run_dir, places[0], directory)
             return newest_point(directory, what, strict, verify, is_counted=partial(_is_of, runs=runs))
     raise CheckpointNotFound(f"{places[0]} holds no complete checkpoint of run {pointer.run_id}")
-
-
-def _has_any(directory: Path, runs: Mapping[str, int | None]) -> bool:
-    looked_at = CheckpointDirectory(directory)
-    return directory.is_dir() and any(_is_of(checkpoint, runs) for checkpoint in looked_at.survey()[0])
 
 
 def _is_of(checkpoint: Checkpoint, runs: Mapping[str, int | None]) -> bool:

@@ -26,10 +26,10 @@ from verl.checkpoint.read.discovery import (
     resolve_path,
 )
 from verl.checkpoint.read.verify import Level
-from verl.checkpoint.remote.download import pull as pull_one
 from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.resolve import find_at
-from verl.checkpoint.remote.upload import CheckpointUpload
+from verl.checkpoint.remote.transfer import CheckpointUpload
+from verl.checkpoint.remote.transfer import pull as pull_one
 from verl.checkpoint.retention import Retention, clean, plan
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
 from verl.cli.console import (
@@ -233,7 +233,9 @@ def diff(
 ) -> None:
     """Compare two checkpoints: tensors and files by digest, settings by key. The exit status is 1 if they differ."""
     try:
-        first_checkpoint, second_checkpoint = (CheckpointManager(_on_disk(path)).checkpoint for path in (first, second))
+        for path in filter(is_address, (first, second)):
+            resolve_path(path)  # refuses it, and says what to do
+        first_checkpoint, second_checkpoint = (CheckpointManager(path).checkpoint for path in (first, second))
         differences = compare(first_checkpoint, second_checkpoint, numbers=tensors)
     except BadCheckpoint as error:  # status 2; a difference is status 1
         fail(str(error))
@@ -285,13 +287,6 @@ def _summaries(where: ResolvedPath, level: Level = "quick") -> list[CheckpointSu
     if where.name == LATEST:
         return summaries(store, store.newest().name, level)
     return summaries(store, where.name, level) or [summary_of(store.disk, where.directory / where.name, level)]
-
-
-def _on_disk(path: str) -> str:
-    """The path; an address is refused."""
-    if is_address(path):
-        resolve_path(path)  # its error says what to do
-    return path
 
 
 def informative(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from verl.utils.external_input import printable
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from verl.trainer.state.lineage import LineageCheckpoint, LineageRun
+    from verl.trainer.state.lineage import LineageRun
 
 SHOWN = 6  # limit for configuration differences and for removed checkpoints
 WIDTH = 1000  # of a pipe or a file, which has none
@@ -45,24 +45,19 @@ def _show(directory: Path, roots: Sequence[LineageRun], as_json: bool) -> None:
         return
     import rich
     from rich.console import Console
+    from rich.tree import Tree
 
     console = rich.get_console() if rich.get_console().is_terminal else Console(width=WIDTH)
     for root in roots:
-        console.print(_tree(root))
-
-
-def _tree(run: LineageRun) -> Tree:
-    from rich.tree import Tree
-
-    tree = Tree(_headline(run))
-    _fill(tree, run)
-    return tree
+        tree = Tree(_headline(root))
+        _fill(tree, root)
+        console.print(tree)
 
 
 def _fill(tree: Tree, run: LineageRun) -> None:
     """Add the checkpoints of a run, and below each the runs that resumed from it."""
     if run.parent is not None:
-        tree.add(_text(_origin(run)))
+        tree.add(_text(f"from step {run.parent.step} of run {run.parent.run_id}, {run.parent.checkpoint}"))
     for line in _changes(run):
         tree.add(_text(line, "cyan"))
     by_step: dict[int, list[LineageRun]] = {}
@@ -71,11 +66,13 @@ def _fill(tree: Tree, run: LineageRun) -> None:
         by_step.setdefault(child.parent.step, []).append(child)
     gone = [saved for saved in run.checkpoints if saved.state == "pruned" and saved.step not in by_step]
     if gone:
-        tree.add(_text(f"pruned: {_names(gone)}", "dim"))
+        names = ", ".join(saved.name for saved in gone[:SHOWN]) + (" ..." if len(gone) > SHOWN else "")
+        tree.add(_text(f"pruned: {names}", "dim"))
     for saved in run.checkpoints:
         if saved in gone:
             continue
-        branch = tree.add(_text(f"{saved.name}  {saved.time[:19]}" + _unless_there(saved)))
+        state = "" if saved.state == "there" else f"  ({saved.state})"
+        branch = tree.add(_text(f"{saved.name}  {saved.time[:19]}{state}"))
         for child in by_step.pop(saved.step, []):
             _fill(branch.add(_headline(child)), child)
     for children in by_step.values():
@@ -90,19 +87,11 @@ def _headline(run: LineageRun) -> Any:
     text.append(printable(run.status), style=COLORS.get(run.status, "yellow"))
     first = 1 if run.parent is None else run.parent.step + 1
     steps = f"steps {first} to {run.steps}" if run.steps >= first else "no step saved"
-    text.append(printable(f"  {steps}  {run.began[:19]}  {_code(run)}  {run.run_dir}"), style="not bold")
-    return text
-
-
-def _code(run: LineageRun) -> str:
     commit = run.code.get("commit")
     changed = " and changes" if run.code.get("modified") else ""
-    return f"verl {run.code.get('verl', '?')}" + (f" at {str(commit)[:10]}{changed}" if commit else "")
-
-
-def _origin(run: LineageRun) -> str:
-    assert run.parent is not None, "only asked of runs with a parent"
-    return f"from step {run.parent.step} of run {run.parent.run_id}, {run.parent.checkpoint}"
+    code = f"verl {run.code.get('verl', '?')}" + (f" at {str(commit)[:10]}{changed}" if commit else "")
+    text.append(printable(f"  {steps}  {run.began[:19]}  {code}  {run.run_dir}"), style="not bold")
+    return text
 
 
 def _changes(run: LineageRun) -> list[str]:
@@ -121,14 +110,6 @@ def _value(value: Any) -> str:
         return str(next(iter(value.values())))[:12]
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _names(gone: list[LineageCheckpoint]) -> str:
-    return ", ".join(saved.name for saved in gone[:SHOWN]) + (" ..." if len(gone) > SHOWN else "")
-
-
-def _unless_there(saved: LineageCheckpoint) -> str:
-    return "" if saved.state == "there" else f"  ({saved.state})"
 
 
 def _text(text: str, style: str = "") -> Any:

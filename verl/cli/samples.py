@@ -142,17 +142,15 @@ def _of_dumps(directory: Path) -> Iterator[DumpedSample]:
         bad = 0
         for line in filter(str.strip, lines):
             try:
-                yield _dumped(int(number), parse_mapping(line))
+                row = parse_mapping(line)
+                table, score = str(row.pop("table", "samples")), row.pop("score", None)
+                texts = [_text(row.pop(name, "")) for name in ("prompt_text", "response_text")]
+                score = None if score is None else float(score)
+                yield DumpedSample(table, int(number), *texts, score=score, others=row)
             except (ExternalInputError, ValueError, TypeError, OverflowError):
                 bad += 1
         if bad:
             echo(f"{str(file)!a}: {bad} lines are not samples, and are left out.", err=True)
-
-
-def _dumped(step: int, row: dict[str, Any]) -> DumpedSample:
-    source, score = str(row.pop("table", "samples")), row.pop("score", None)
-    texts = (_text(row.pop(name, "")) for name in ("prompt_text", "response_text"))
-    return DumpedSample(source, step, *texts, score=None if score is None else float(score), others=row)
 
 
 def _text(value: Any) -> str:
@@ -205,21 +203,17 @@ def page(samples: Sequence[DumpedSample], title: str) -> str:
     data = json.dumps(plain([sample.as_json() for sample in samples]), allow_nan=False)
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     heading = html.escape(title)
+    # the rule of browsers that the page runs this script and loads nothing
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
+    rules = "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'".format(*digests)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n'
-        f"{_policy(script, style)}"
+        f'<meta http-equiv="Content-Security-Policy" content="{rules}; form-action \'none\'">\n'
         f'<meta name="viewport" content="width=device-width"><style>{style}</style></head>\n'
         f'<body><h1>{heading}</h1><form></form><p id="count"></p>\n'
         "<table><thead><tr></tr></thead><tbody></tbody></table>\n"
         f'<script id="rows" type="application/json">{data}</script>\n<script>{script}</script></body></html>\n'
     )
-
-
-def _policy(script: str, style: str) -> str:
-    """The rule of browsers that the page runs this script and loads nothing."""
-    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
-    rules = "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'".format(*digests)
-    return f'<meta http-equiv="Content-Security-Policy" content="{rules}; form-action \'none\'">\n'
 
 
 WIDTH = 60  # width of a text if the output has none

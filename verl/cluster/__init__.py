@@ -2,7 +2,6 @@
 
 batch_partition     A batch partitioned among processes, balanced by tokens
 local_worker_group  Roles in the driver's own process, or in sibling processes on this machine
-network             Addresses and interfaces of this machine, where processes of several machines meet
 placement           Where roles live: the configuration of it, role groups behind one interface
 ray/                Roles in Ray actors. Only this package imports Ray
 rpc                 Remote calls to roles: futures, deadlines and blame, over a transport (local processes, Ray)

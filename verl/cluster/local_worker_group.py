@@ -13,7 +13,6 @@ import atexit
 import os
 import pickle
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -32,11 +31,10 @@ from verl.cluster.rpc import (
     Deadline,
     PendingCall,
     RemoteWorkerGroup,
-    refuse_mixed_versions,
 )
 from verl.cluster.serialization import RowSubset
-from verl.cluster.shm_channel import Message, MessagePacker, ShmChannel, send_if_open
-from verl.cluster.worker import WorkerCall, WorkerReply, WorkerStart
+from verl.cluster.shm_channel import Message, MessagePacker, ShmChannel, nameless_file, send_if_open
+from verl.cluster.worker import WorkerCall, WorkerReply, WorkerStart, refuse_mixed_versions
 from verl.component import BuildContext
 from verl.protocol.dispatch import dispatch_of
 from verl.utils.child_process.channel import ChannelClosed
@@ -133,7 +131,7 @@ class LocalTransport:
             partial(self._start_of, rank=rank, payload=pickle.dumps((host, self._context(context, rank))))
             for rank in range(size)
         ]
-        with _rendezvous_file() as rendezvous:
+        with os.fdopen(nameless_file(), "w+b") as rendezvous:
             for rank in range(size):
                 self._children.append(child := self._spawn(rank, rendezvous))
                 self._channels.append(ShmChannel(child.channel, self._packer))
@@ -267,14 +265,7 @@ class LocalTransport:
         except (ChannelClosed, EOFError):
             group.on_end(rank, partial(self._ending, rank))
         except Exception:  # noqa: BLE001 - an unreadable reply; raised where it is awaited
-            group.fail_call(-1, rank, traceback.format_exc())
-
-
-def _rendezvous_file() -> BinaryIO:
-    """An empty file by which processes that inherit it find each other."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("verl_rendezvous", os.MFD_CLOEXEC), "w+b")
-    return tempfile.TemporaryFile()  # type: ignore[return-value]
+            group.fail_reply(rank, traceback.format_exc())
 
 
 def device_of_rank(device: str, rank: int) -> str:

@@ -13,7 +13,6 @@ operation for ever.
 from __future__ import annotations
 
 import atexit
-import platform
 import re
 import threading
 import time
@@ -28,7 +27,7 @@ from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.shm_channel import ShmBlockPool
 from verl.component import BuildContext
 from verl.engines.sharding import Sharding
-from verl.errors import ConfigError, VerlError, WorkerDied, WorkerError, WorkerHung
+from verl.errors import VerlError, WorkerDied, WorkerError, WorkerHung
 from verl.protocol.dispatch import Dispatch, dispatch_of
 from verl.utils.child_process.stopped_watch import StoppedTime
 from verl.utils.progress import Progress, ProgressWatch, report
@@ -396,11 +395,9 @@ class RemoteWorkerGroup:
         name, step = ("idle", self.step) if pending is None else (pending.name, pending.step)
         self._fail(WorkerDied(rank, name, step, words()))
 
-    def fail_call(self, number: int, rank: int, error: str) -> None:
+    def fail_reply(self, rank: int, error: str) -> None:
         """A reply cannot be read: raised where it is awaited, without waiting for the other workers."""
-        pending = self._pending.get(number)
-        name, step = ("an answer", self.step) if pending is None else (pending.name, pending.step)
-        self._fail(WorkerError(rank, name, step, error))
+        self._fail(WorkerError(rank, "an answer", self.step, error))
 
     def _begin(self, pending: PendingCall, send: Callable[[int, PendingCall], object]) -> Future[Any]:
         with self._lock:
@@ -466,9 +463,9 @@ class RemoteWorkerGroup:
         states = {rank: self._transport.state(rank) for rank in ranks if not stacks[rank]}
         if states:
             rank = next((rank for rank, state in states.items() if "stopped" in state), min(states))
-            state, found = states[rank], self._transport.progress.stage(rank)
+            state, last_stage = states[rank], self._transport.progress.stage(rank)
             words = f"the process does not react at all{f': {state}' if state else ''}"
-            stage = f"; its last progress was at: {found}" if found else ""
+            stage = f"; its last progress was at: {last_stage}" if last_stage else ""
             tail = self._transport.tail(rank)
             return WorkerHung(rank, pending.name, pending.step, "\n".join([f"{waited}{words}{stage}", tail]).rstrip())
         where = [f"rank {rank} is at:\n{stacks[rank]}" for rank in ranks]
@@ -490,30 +487,3 @@ class RemoteWorkerGroup:
             self._failure = failure
             failed, self._pending = list(self._pending.values()), {}
             return failed
-
-
-def versions() -> dict[str, str]:
-    """Versions of the libraries in this process."""
-    import torch
-
-    import verl
-
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "verl": verl.__version__}
-
-
-def refuse_mixed_versions(workers: Sequence[Mapping[str, str]], where: str) -> None:
-    """Compare the versions of workers, by rank, with those of this process, the driver.
-
-    Args:
-        where: the path of what put the workers where they are.
-    Raises:
-        ConfigError: one of them has another.
-    """
-    here = versions()
-    for rank, found in enumerate(workers):
-        for name, version in found.items():
-            if version != here[name]:
-                raise ConfigError(
-                    f"{where}: rank {rank} has {name} {version}, the driver has {here[name]}. Install the same set "
-                    "everywhere, and start the run anew if it was replaced meanwhile."
-                )

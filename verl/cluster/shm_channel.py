@@ -110,7 +110,7 @@ class ShmBlockPool:
         self._made += 1
         if not self._shared:
             return ShmBlock(self._made, size, mmap.mmap(-1, size), None)
-        descriptor = _nameless_file()
+        descriptor = nameless_file()
         os.ftruncate(descriptor, size)
         return ShmBlock(self._made, size, map_shm_block(descriptor, size), descriptor)
 
@@ -133,7 +133,8 @@ def map_shm_block(descriptor: int, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size, flags=flags)
 
 
-def _nameless_file() -> int:
+def nameless_file() -> int:
+    """Descriptor of an empty file that processes share by inheriting it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("verl", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:  # a system without: in its directory for temporary files
@@ -195,7 +196,10 @@ class MessagePacker:
         block = self.blocks.take(end, receivers)
         area = np.frombuffer(block.memory, np.uint8)
         for buffer, (start, stop) in zip(buffers, spans, strict=True):
-            _write(buffer, area[start:stop])
+            if isinstance(buffer, RowSelection):
+                buffer.write(area[start:stop])
+            else:
+                area[start:stop] = buffer
         return Message(head, [], block, tuple(spans))
 
     def close(self) -> None:
@@ -255,29 +259,19 @@ class ShmChannel:
             os.close(file)
         if envelope.block is None:
             return deserialize((envelope.head, list(map(bytearray, envelope.inline))))
-        area = self._lease(envelope.block)
+        block = envelope.block
+        area = lease(self.theirs[block], lambda: self._done_with.append(block))  # tells the sender of its last use
         return deserialize((envelope.head, [area[start:end] for start, end in envelope.spans]))
 
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
 
-    def _lease(self, number: int) -> np.ndarray:
-        """A lease on one of the sender's blocks; the sender is notified when no object uses it any more."""
-        return lease(self.theirs[number], lambda: self._done_with.append(number))
-
 
 def send_if_open(channel: ShmChannel, message: Message) -> None:
     """Send a message, to somebody who may be gone: who listens to him will notice."""
     with contextlib.suppress(OSError):
         channel.send(message)
-
-
-def _write(buffer: np.ndarray | RowSelection, into: np.ndarray) -> None:
-    if isinstance(buffer, RowSelection):
-        buffer.write(into)
-    else:
-        into[:] = buffer
 
 
 def _bytes(buffer: np.ndarray | RowSelection) -> bytes:

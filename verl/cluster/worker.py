@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import platform
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.errors import ConfigError
 from verl.utils.child_process.channel import Channel
 from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.child_process.process import run_child
@@ -71,11 +73,11 @@ def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
     try:
         try:
             with rare_garbage_collection():
-                host, versions = _build(start), _versions()
+                host, local_versions = _build(start), versions()
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             messages.send(post.pack(WorkerReply(start.number, error=traceback.format_exc())))
             return
-        messages.send(post.pack(WorkerReply(start.number, versions)))
+        messages.send(post.pack(WorkerReply(start.number, local_versions)))
         report("idle")
         while (call := messages.receive()) is not None:
             report(f"{call.role}.{call.method}")
@@ -86,12 +88,6 @@ def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
     finally:
         if host is not None:
             host.close()
-
-
-def _versions() -> dict[str, str]:
-    from verl.cluster.rpc import versions
-
-    return versions()
 
 
 def _packed(post: Any, answer: WorkerReply) -> Any:
@@ -120,6 +116,33 @@ def _carry_out(host: Any, call: WorkerCall) -> WorkerReply:
         return WorkerReply(call.number, result)
     except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
         return WorkerReply(call.number, error=traceback.format_exc())
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries in this process."""
+    import torch
+
+    import verl
+
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "verl": verl.__version__}
+
+
+def refuse_mixed_versions(workers: Sequence[Mapping[str, str]], where: str) -> None:
+    """Compare the versions of workers, by rank, with those of this process, the driver.
+
+    Args:
+        where: the path of what put the workers where they are.
+    Raises:
+        ConfigError: one of them has another.
+    """
+    here = versions()
+    for rank, worker_versions in enumerate(workers):
+        for name, version in worker_versions.items():
+            if version != here[name]:
+                raise ConfigError(
+                    f"{where}: rank {rank} has {name} {version}, the driver has {here[name]}. Install the same set "
+                    "everywhere, and start the run anew if it was replaced meanwhile."
+                )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from verl.compose.overrides import (
     split_at_commas,
     with_copies,
 )
-from verl.compose.schema import CHOOSERS, conf_dir, group_options, root_keys, set_own_conf_dirs
+from verl.compose.schema import CHOOSERS, group_options, root_keys, set_own_conf_dirs
 from verl.errors import ConfigError, root_cause
 
 _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[^\W\d]\w*(\.\w+)*)=(?P<value>.*)$", re.DOTALL)
@@ -108,7 +108,7 @@ def _replaced(assigned: Overrides) -> Iterator[str]:
     chosen = {option.partition("=")[0] for option in assigned.options}
     for key, value in assigned.values:
         is_component = isinstance(value, str) and re.match(r"\{\s*['\"]?_target_['\"]?\s*:", value) is not None
-        if is_component and key in group_options(conf_dir()) and key not in {"actor", *chosen}:
+        if is_component and key in group_options() and key not in {"actor", *chosen}:
             yield f"~{key}"
 
 
@@ -242,11 +242,11 @@ def _not_assigned(root: str, word: str) -> str | None:
         known = top in keys or top.startswith("hydra")
         if not known:
             return f"{word}: {root}.yaml has no {top} to remove.{hint(nearest(top, keys))}"
-        options = group_options(conf_dir()).get(top, [])
+        options = group_options().get(top, [])
         is_needed = key == top and options and not {"none", "off"} & {*options} and top not in CHOOSERS
         return f"{word}: a run needs one. Write {top}=OPTION; there are {', '.join(options)}." if is_needed else None
     if _OF_A_PACKAGE.match(word):
-        group, keys = word.lstrip("+").partition("@")[0].partition("=")[0], [*group_options(conf_dir())]
+        group, keys = word.lstrip("+").partition("@")[0].partition("=")[0], [*group_options()]
         known = group in keys or group.startswith("hydra/")
         return None if known else f"{word}: there is no group {group}.{hint(nearest(group, keys))}"
     key, sign, _ = word.partition("=")
@@ -254,7 +254,7 @@ def _not_assigned(root: str, word: str) -> str | None:
         better = re.sub(r"\W*\.\W*", ".", key.strip()).replace("-", "_")
         near = f" Did you mean {better}?" if better != key and _ASSIGNMENT.match(f"{better}=") else ""
         return f"{word}: {key!r} is not a key; keys are names joined by dots.{near}"
-    groups = [group for group, options in group_options(conf_dir()).items() if word in options]
+    groups = [group for group, options in group_options().items() if word in options]
     if groups:
         return f"{word} has no key. Did you mean {' or '.join(f'{group}={word}' for group in groups[:3])}?"
     return f"{word} has no value: write {word}=VALUE."

@@ -39,11 +39,12 @@ def _composition(root: str, overrides: Sequence[str]) -> tuple[DictConfig, dict[
     It is composed once in this process, unless it depends on more than the words and this package's own files.
     """
     schema.register()
-    words = (*_search_path(), *(readable(override) for override in overrides))
+    directories = [QuotedString(f"file://{path}", Quote.single).with_quotes() for path in own_conf_dirs()]
+    search_path = [f"hydra.searchpath=[{','.join(directories)}]"] if directories else []
+    words = (*search_path, *(readable(override) for override in overrides))
     if any("searchpath" in word or "${" in word for word in words):
         return _compose(root, words)
-    directory = conf_dir()
-    files = tuple(sorted((str(file), file.stat().st_mtime_ns) for file in directory.rglob("*.yaml")))
+    files = tuple(sorted((str(file), file.stat().st_mtime_ns) for file in conf_dir().rglob("*.yaml")))
     return copy.deepcopy(_compose_once(root, words, files))
 
 
@@ -68,12 +69,6 @@ def _compose(root: str, words: Sequence[str]) -> tuple[DictConfig, dict[str, str
     return config, choices
 
 
-def _search_path() -> list[str]:
-    """The override that adds the directories of `--config-dir` to Hydra's search path; empty without any."""
-    directories = [QuotedString(f"file://{path}", Quote.single).with_quotes() for path in own_conf_dirs()]
-    return [f"hydra.searchpath=[{','.join(directories)}]"] if directories else []
-
-
 def readable(choice: str) -> str:
     """Quote a choice of options where Hydra needs it: the option of `debug=nan` would be parsed as a number."""
     group, assigned, options = choice.partition("=")
@@ -90,7 +85,10 @@ def apply_values(config: DictConfig, values: Iterable[tuple[str, Any]]) -> None:
     """
     with open_dict(config):
         for path, value in values:
-            _detach_parents(config, path)
+            # a reference such as `${actor.model}`, so that setting a key below it does not change the actor
+            for node, target, _ in references_above(config, path):
+                copy = OmegaConf.to_container(OmegaConf.select(config, target), resolve=False)
+                OmegaConf.update(config, node, OmegaConf.create(copy), merge=False)
             OmegaConf.update(config, path, value, merge=False, force_add=True)
 
 
@@ -106,12 +104,3 @@ def references_above(config: DictConfig, path: str) -> Iterator[tuple[str, str, 
             target = str(raw[key]).strip("${}")
             yield ".".join(keys[:depth]), target, [str(name) for name in node[key]]
         node = node[key]
-
-
-def _detach_parents(config: DictConfig, path: str) -> None:
-    """Replace a reference such as `${actor.model}` by a copy, so that setting a key below it does not change the
-    actor.
-    """
-    for node, target, _ in references_above(config, path):
-        copy = OmegaConf.to_container(OmegaConf.select(config, target), resolve=False)
-        OmegaConf.update(config, node, OmegaConf.create(copy), merge=False)

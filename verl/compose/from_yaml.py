@@ -19,7 +19,7 @@ from verl.component import Description, field_types, hint, nearest
 from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign, flatten
-from verl.compose.schema import conf_dir, group_options, option_file
+from verl.compose.schema import group_options, option_file
 from verl.compose.validate import validate
 from verl.errors import ConfigError, faults_below
 from verl.rollout.base import Rollout
@@ -43,24 +43,22 @@ class ComposedConfig:
 
 
 def compose_over_default(
-    root: str,
     short: Mapping[str, Any],
     overrides: Sequence[str] = (),
     replacements: Mapping[str, Mapping[str, Any]] | None = None,
     preferences: Mapping[str, Any] | None = None,
 ) -> ComposedConfig:
-    """Apply `replacements`, then `short`, then `overrides` to the default configuration of a root.
+    """Apply `replacements`, then `short`, then `overrides` to the default configuration of `ppo`.
 
     Args:
-        root: `ppo` or `sft`.
         short: nested mappings; a text under the name of a group selects its option.
         overrides: as on the command line, `group=option` or `path.to.key=value`.
         replacements: whole components by root key.
         preferences: defaults of the caller, by path; ignored if there is no such node, as with `tracker=none`.
     """
     pairs, faults = parse_overrides(overrides)
-    assigned = assign(root, list({**dict(flatten(short)), **dict(pairs)}.items()))
-    config = compose_root(root, assigned.options)
+    assigned = assign("ppo", list({**dict(flatten(short)), **dict(pairs)}.items()))
+    config = compose_root("ppo", assigned.options)
     preferred = [
         (path, value)
         for path, value in (preferences or {}).items()
@@ -88,16 +86,13 @@ def read_short_file(path: str | Path) -> dict[str, Any]:
     return tree
 
 
-def load_option(root: str, group: str, name: str) -> Any:
-    """The component of `conf/<group>/<name>.yaml`, as in the default run of a root.
+def load_option(group: str, name: str) -> Any:
+    """The component of `conf/<group>/<name>.yaml`, as in the default run of `ppo`.
 
-    Args:
-        root: `ppo` or `sft`.
-        group, name: the option.
     Raises:
         ConfigError: the option has a required value without default.
     """
-    node: Any = OmegaConf.to_container(compose_root(root, [f"{group}={name}"])[group], resolve=True)
+    node: Any = OmegaConf.to_container(compose_root("ppo", [f"{group}={name}"])[group], resolve=True)
     return validate(node)
 
 
@@ -112,7 +107,7 @@ def load_rollout(rollout: str | Rollout) -> Rollout:
     if rollout == "hf":
         return HFRollout()
     _refuse_unknown(rollout)
-    return load_option("ppo", "rollout", rollout)
+    return load_option("rollout", rollout)
 
 
 def rollout_kind(name: str) -> type[Rollout]:
@@ -122,7 +117,7 @@ def rollout_kind(name: str) -> type[Rollout]:
         ConfigError: there is no such option.
     """
     _refuse_unknown(name)
-    file = option_file(conf_dir(), "rollout", name)
+    file = option_file("rollout", name)
     assert file is not None, "known options have files"
     with file.open(encoding="utf-8") as stream:
         target = (yaml.safe_load(stream) or {}).get("_target_")  # none, where it extends another option
@@ -130,7 +125,7 @@ def rollout_kind(name: str) -> type[Rollout]:
 
 
 def _refuse_unknown(rollout: str) -> None:
-    known = group_options(conf_dir())["rollout"]
+    known = group_options()["rollout"]
     if rollout not in known:
         raise ConfigError(
             f"rollout is {rollout!r}: this version has {', '.join(known)}.{hint(nearest(str(rollout), known))} "

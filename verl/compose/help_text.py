@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.compose.schema import conf_dir, group_options, root_keys
+from verl.compose.schema import group_options, root_keys
 
 _PURPOSE = {
     "ppo": "Trains a language model by reinforcement learning (PPO, GRPO).",
@@ -32,7 +32,7 @@ def help_text(root: str) -> str:
     Args:
         root: `ppo` or `sft`.
     """
-    options = group_options(conf_dir())
+    options = group_options()
     groups = "\n".join(f"  {group}: {', '.join(options[group])}" for group in sorted(root_keys(root)))
     return f"""{_PURPOSE[root]}
 

@@ -318,7 +318,7 @@ def end_message(error: BaseException, log: Path | None = None) -> str:
         return f"{message}{_in_log(log)}"
     sentence, _, detail = str(error).strip().partition("\n")
     if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the traceback of the worker
-        if (message := _is_user_message(detail)) is not None:
+        if (message := _message_of_verl(detail)) is not None:
             return f"{sentence.partition(' verl.errors.')[0]} {message}{_in_log(log)}"
         last = next(line for line in reversed(detail.splitlines()) if line.strip())
         return f"{sentence} {last.strip()}\n\n{detail[detail.rindex(_TRACEBACK) :]}{_in_log(log)}"
@@ -333,7 +333,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _OF_VERL = re.compile(r"^verl\.errors\.(\w+): ", re.MULTILINE)
 
 
-def _is_user_message(traces: str) -> str | None:
+def _message_of_verl(traces: str) -> str | None:
     """The message of an error in a worker that verl raised and user code did not cause; else None."""
     raised = [*_OF_VERL.finditer(traces)]
     kind = getattr(errors, raised[-1][1], None) if raised else None

@@ -164,7 +164,9 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
         raise ConfigError([*faults, *assigned.faults, *problems])
     config = compose_root(root, ["actor=pretrained"])
     apply_values(config, [*UNTRAINED.items(), *UNTRAINED_OF[root].items(), *_flat(used.parts)])
-    apply_values(config, [("actor.model", _model(saved, used.parts.get("actor", {}).get("model", {})))])
+    settings = used.parts.get("actor", {}).get("model", {})  # dtype and attention as in training
+    target = f"{Pretrained.__module__}.{Pretrained.__name__}"
+    apply_values(config, [("actor.model", {"_target_": target, **settings, "path": str(saved.actor)})])
     chosen = compose_root(root, [f"{group}={text}" for group, text in options])
     apply_values(config, [(group, OmegaConf.to_container(chosen, resolve=False)[group]) for group, _ in options])  # type: ignore[index]
     if file is not None:
@@ -198,11 +200,6 @@ def _verify(saved: SavedPolicy) -> None:
         reader = RestoreSource(saved.point.checkpoint.directory).reader()
         for entry in reader.files("actor"):
             reader.check(entry.path)
-
-
-def _model(saved: SavedPolicy, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The model component for the weights, with dtype and attention as in training."""
-    return {"_target_": f"{Pretrained.__module__}.{Pretrained.__name__}", **settings, "path": str(saved.actor)}
 
 
 def _model_faults(saved: SavedPolicy, named: Mapping[str, Any]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.component import hint, nearest
 from verl.compose.aliases import SHORT, Overrides, translate
 from verl.compose.compose import compose_root, readable, references_above
-from verl.compose.schema import CHOOSERS, LISTS, VALUES, conf_dir, group_options, option_file, root_keys
+from verl.compose.schema import CHOOSERS, LISTS, VALUES, group_options, option_file, root_keys
 
 _PARSER = OverridesParser.create()
 _PLAIN_OPTION = re.compile(r"^[\w,]*$")
@@ -30,7 +30,7 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, sweeps: bool = False)
         pairs: keys with their values.
         sweeps: several values are the jobs of a sweep; otherwise they are a fault.
     """
-    groups, keys, out = group_options(conf_dir()), root_keys(root), Overrides(is_sweep=sweeps)
+    groups, keys, out = group_options(), root_keys(root), Overrides(is_sweep=sweeps)
     chosen = {key for key, _ in pairs if key in keys}
     for key, value in pairs:
         if (translated := translate(root, key, value, chosen)) is not None:
@@ -168,7 +168,7 @@ def _choice(group: str, value: Any) -> str:
 
 def _option_fault(group: str, value: Any, sweeps: bool) -> str | None:
     """The fault of a choice: no such option, a list, several without -m, none for a sweep, or an unreadable file."""
-    text, known = _choice(group, value), group_options(conf_dir()).get(group, [])
+    text, known = _choice(group, value), group_options().get(group, [])
     parsed = parsed_override(readable(f"{group}={text}"))
     if re.match(r"(glob|choice|range|sort|shuffle)\(", text):  # sweep syntax
         is_glob = parsed is not None and parsed.value_type == ValueType.GLOB_CHOICE_SWEEP
@@ -189,7 +189,7 @@ def _option_fault(group: str, value: Any, sweeps: bool) -> str | None:
 
 def no_option(group: str, option: str) -> str:
     """The fault of an option that a group does not have, or of a group that does not exist."""
-    groups = group_options(conf_dir())
+    groups = group_options()
     if group.startswith("hydra/"):
         return f"{group}={option}: Hydra has no such option; a plugin that brings it may not be installed."
     if not (known := groups.get(group)):
@@ -198,7 +198,7 @@ def no_option(group: str, option: str) -> str:
 
 
 def _file_fault(group: str, option: str) -> str | None:
-    if (file := option_file(conf_dir(), group, option)) is None:
+    if (file := option_file(group, option)) is None:
         return None
     text = file.read_text(encoding="utf-8", errors="replace")
     try:

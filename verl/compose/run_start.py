@@ -19,7 +19,7 @@ from verl.checkpoint.commit.fencing import RunLock
 from verl.component import BuildContext
 from verl.compose.compose import choices_of, compose_root
 from verl.compose.overrides import options_in
-from verl.compose.schema import CHOOSERS, LISTS, conf_dir, group_options
+from verl.compose.schema import CHOOSERS, LISTS, group_options
 from verl.compose.validate import TARGET, refuse_here
 from verl.compose.warm_start import resolve_warm_starts
 from verl.errors import ConfigError
@@ -141,7 +141,7 @@ def print_start(
 
 def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]) -> dict[str, tuple[Any, Any]]:
     """(value, default) by group or path, redacted; without values that are references to others."""
-    default, known = choices_of(root), group_options(conf_dir())
+    default, known = choices_of(root), group_options()
     changed: dict[str, tuple[Any, Any]] = {}
     for group in dict.fromkeys([*default, *choices]):
         now, before = choices.get(group), default.get(group)
@@ -149,7 +149,11 @@ def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]
         if now != before and not is_list and not group.startswith("hydra/"):
             changed[group] = now, before
     chosen = {group: _text(now) for group, (now, _) in changed.items() if now is not None and group not in CHOOSERS}
-    shown = {group: text for group, text in chosen.items() if {*options_in(text)} <= {*known.get(_name(group), [])}}
+    shown = {
+        group: text
+        for group, text in chosen.items()
+        if {*options_in(text)} <= {*known.get(group.partition("@")[0], [])}  # `sharding` of `sharding@actor.sharding`
+    }
     options = [f"{'+' if '@' in group else ''}{group}={text}" for group, text in shown.items()]
     base = compose_root(root, options)
     raw, raw_base = (OmegaConf.to_container(node, resolve=False) for node in (config, base))
@@ -159,11 +163,6 @@ def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]
         if value != former:
             changed[".".join(path)] = value, former
     return changed
-
-
-def _name(group: str) -> str:
-    """`sharding` of `sharding@actor.sharding`."""
-    return group.partition("@")[0]
 
 
 def _differing(node: Any, other: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -120,7 +120,11 @@ class _Selection:
             if path.count(".") > 2 * MAX_DEPTH:
                 return AllowedConfig(faults=[f"{path[:80]}: the configuration of {self.origin} is nested too deeply."])
             if isinstance(value, str) and "${" in value and not self._is_named(path):
-                self._refuse_interpolation(path, value)
+                self._fault(  # composition would evaluate it; runs save resolved values
+                    path,
+                    f"{path} is {_shown(value)}: the saved configuration of {self.origin} holds an interpolation, "
+                    f"which is not evaluated. If you trust it, add: {_word(path, value)}.",
+                )
         for key in OF_TRAINING:
             node = self.saved.get(key)
             if isinstance(node, dict):
@@ -190,14 +194,6 @@ class _Selection:
 
     def _fault(self, path: str, sentence: str) -> None:
         self.faults.append((path, sentence))
-
-    def _refuse_interpolation(self, path: str, text: str) -> None:
-        """Refuse `${...}`, which composition would evaluate; runs save resolved values."""
-        self._fault(
-            path,
-            f"{path} is {_shown(text)}: the saved configuration of {self.origin} holds an interpolation, which is not "
-            f"evaluated. If you trust it, add: {_word(path, text)}.",
-        )
 
     def _is_named(self, path: str) -> bool:
         return any(path == name or path.startswith(f"{name}.") for name in self.named)

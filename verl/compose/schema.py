@@ -52,18 +52,18 @@ def own_conf_dirs() -> tuple[Path, ...]:
     return tuple(_own_dirs)
 
 
-def group_options(directory: Path) -> dict[str, list[str]]:
-    """All groups of a configuration directory and of `own_conf_dirs` with their options, without Hydra's groups."""
+def group_options() -> dict[str, list[str]]:
+    """All groups of `conf_dir` and of `own_conf_dirs` with their options, without Hydra's groups."""
     options: dict[str, set[str]] = {}
-    for item in [item for conf in (directory, *_own_dirs) if conf.is_dir() for item in conf.iterdir()]:
+    for item in [item for conf in (conf_dir(), *_own_dirs) if conf.is_dir() for item in conf.iterdir()]:
         if item.is_dir() and item.name != "hydra":
             options.setdefault(item.name, set()).update(file.stem for file in item.glob("*.yaml"))
     return {group: sorted(options[group]) for group in sorted(options)}
 
 
-def option_file(directory: Path, group: str, option: str) -> Path | None:
-    """The file of an option in a configuration directory or in `own_conf_dirs`; None if there is none."""
-    files = (conf / group / f"{option}.yaml" for conf in (directory, *_own_dirs))
+def option_file(group: str, option: str) -> Path | None:
+    """The file of an option in `conf_dir` or in `own_conf_dirs`; None if there is none."""
+    files = (directory / group / f"{option}.yaml" for directory in (conf_dir(), *_own_dirs))
     return next((file for file in files if file.is_file()), None)
 
 
@@ -177,7 +177,7 @@ def json_schema(root: str) -> dict[str, Any]:
     """
     kinds, run = known_components(), _import(RUNS[root])
     schema = _component_schema(run)
-    for group, options in group_options(conf_dir()).items():
+    for group, options in group_options().items():
         property_schema = schema["properties"].setdefault(group, {"anyOf": []})
         property_schema["anyOf"].append({"enum": options, "description": f"an option of conf/{group}/"})
     schema["properties"]["defaults"] = {"type": "array", "description": "Options of groups, in a file of Hydra."}

@@ -27,7 +27,7 @@ from verl.component import (
     join,
     set_fields,
 )
-from verl.compose.schema import LISTS, conf_dir, group_options
+from verl.compose.schema import LISTS, group_options
 from verl.errors import ConfigError
 from verl.utils.component_exits import as_component_exit, raised_by_code
 
@@ -215,7 +215,7 @@ class _Validation:
         for key in keys:
             here = self.plain.origin(join(path, key))
             below = [join(self.plain.origin(path), name) for name in field_types(kind)]
-            if path in LISTS and key in group_options(conf_dir()).get(path, []):
+            if path in LISTS and key in group_options().get(path, []):
                 self.faults.append(f"{here} is not among the trackers: add it to the list, {path}=[default,{key}].")
                 continue
             known = dict.fromkeys(self.plain.origin(path) for path in _paths(self.plain.tree, ""))
@@ -254,7 +254,7 @@ def _of_group(path: str, fault: str) -> str:
     """Adapt a fault of a node without `_target_`: a member of a group that takes a list of options is not in the list,
     and of another group no option is chosen.
     """
-    name, groups = fault.partition(" ")[0], group_options(conf_dir())
+    name, groups = fault.partition(" ")[0], group_options()
     if not fault.endswith(NO_TARGET):
         return fault
     sentence = fault.removesuffix(NO_TARGET)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import verl
 from verl.component import BuildContext, Description, as_plain, hint, nearest
 from verl.compose.compose import compose_root
-from verl.compose.schema import conf_dir, group_options
+from verl.compose.schema import group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.models.pretrained import WARM_START
@@ -91,7 +91,7 @@ def _with_sources(value: Any, source_of: Callable[[Any, str], Any]) -> Any:
 
 
 def _warm_start_run(name: str, overrides: Sequence[str]) -> Any:
-    known = group_options(conf_dir()).get("experiment", [])
+    known = group_options().get("experiment", [])
     if name not in known:
         raise ConfigError(f"{WARM_START}{name}: there is no experiment {name}.{hint(nearest(name, known))}")
     return validate(compose_root("sft", [f"experiment={name}", "tracker=none", "checkpoint=off", *overrides]))

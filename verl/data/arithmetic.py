@@ -81,7 +81,7 @@ class Arithmetic(Description):
         return rows
 
     def _row(self, problem: int) -> dict[str, str]:
-        left, right = (self._lowest + place for place in divmod(problem, self._count))
+        left, right = (self._lowest + number for number in divmod(problem, self._count))
         return {"prompt": f"{left}+{right}=", "answer": str(left + right)}
 
     def _mirror(self, problem: int) -> int:

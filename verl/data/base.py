@@ -62,9 +62,9 @@ def data_counts(splits: DataSplits) -> dict[str, int]:
     `digests`.
     """
     digests = {"train": getattr(splits.train, "digests", None), "eval": getattr(splits.eval, "digests", None)}
-    known = {name: found for name, found in digests.items() if found is not None}
-    counts = {f"{name}_rows": len(found) for name, found in known.items()}
-    counts |= {f"{name}_duplicates": len(found) - len(set(found)) for name, found in known.items()}
+    known = {name: row_digests for name, row_digests in digests.items() if row_digests is not None}
+    counts = {f"{name}_rows": len(row_digests) for name, row_digests in known.items()}
+    counts |= {f"{name}_duplicates": len(row_digests) - len(set(row_digests)) for name, row_digests in known.items()}
     if len(known) == 2:
         trained = set(known["train"])
         counts["eval_rows_in_train"] = sum(digest in trained for digest in known["eval"])

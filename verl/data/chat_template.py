@@ -315,16 +315,11 @@ def _tokens(texts: list[str], is_chat: list[bool], tokenizer: Any) -> list[list[
 
 def text_tokens(texts: list[str], tokenizer: Any) -> list[list[int]]:
     """Tokens of texts with the special tokens that the tokenizer puts before a text, but none after it."""
-    end = _tokens_after_text(tokenizer)
+    bare, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    starts = [start for start in range(len(whole) - len(bare) + 1) if whole[start : start + len(bare)] == bare]
+    end = whole[starts[0] + len(bare) :] if bare and starts else []  # EOS, or `[SEP]`: it would end a prompt at once
     encoded = tokenizer(texts, add_special_tokens=True)["input_ids"]
     return [list(ids[: -len(end)] if end and list(ids[-len(end) :]) == end else ids) for ids in encoded]
-
-
-def _tokens_after_text(tokenizer: Any) -> list[int]:
-    """Special tokens that the tokenizer puts after a text (EOS, or `[SEP]`), which would end a prompt at once."""
-    bare, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
-    starts = [place for place in range(len(whole) - len(bare) + 1) if whole[place : place + len(bare)] == bare]
-    return whole[starts[0] + len(bare) :] if bare and starts else []
 
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -101,9 +101,9 @@ class RLHFDataset:
         usable = [index for index, ids in enumerate(tokens) if ids]
         limit, lengths = options.max_prompt_length, [len(tokens[index]) for index in usable]
         fitting = fit_lengths(
-            lengths, limit, "max_prompt_length", options.truncation, lambda place: rows.place(usable[place])
+            lengths, limit, "max_prompt_length", options.truncation, lambda position: rows.place(usable[position])
         )
-        remaining = [usable[place] for place in fitting]
+        remaining = [usable[position] for position in fitting]
         for index in remaining:
             if len(tokens[index]) > limit:
                 tokens[index] = cut(tokens[index], limit, options.truncation)
@@ -115,7 +115,7 @@ class RLHFDataset:
         self._columns = {name: column for name in columns if (column := _column(rows, name)) is not None}
         self._columns["prompt_text"] = object_array([texts[index] for index in remaining])
         messages = [chat.messages_of(row[options.prompt_key]) for row in rows.values]
-        if any(found is not None for found in messages):
+        if any(chat_messages is not None for chat_messages in messages):
             self._columns["prompt_messages"] = object_array(messages)
 
     @property

@@ -196,17 +196,17 @@ class SFTDataset:
             options.max_length,
             "max_length",
             options.truncation,
-            lambda place: rows.place(usable[place]),
+            lambda position: rows.place(usable[position]),
         )
         cuts = []
-        for index in (usable[place] for place in fitting):
+        for index in (usable[position] for position in fitting):
             cuts.append(texts[index].cut(options.max_length, options.truncation))
             if not cuts[-1].can_be_learned:
                 raise ConfigError(
                     f"max_length is {options.max_length}: truncating {rows.place(index)} on the {options.truncation} "
                     "leaves no prompt or nothing to learn. Raise max_length, or set truncation to drop."
                 )
-        self.sources = rows.only([usable[place] for place in fitting]).sources
+        self.sources = rows.only([usable[position] for position in fitting]).sources
         self._tokens = RaggedTokens([text.tokens for text in cuts])
         self._learned = RaggedTokens([[False, *text.learned[1:]] for text in cuts], dtype=torch.bool)
 

@@ -148,7 +148,9 @@ class HeadGradients:
         self._places: list[tuple[dict[str, Any], str, Any, _Float32Sum]] = []
         for module in head.modules() if torch.is_grad_enabled() else ():
             for name, weight in module._parameters.items():
-                if weight is None or not weight.requires_grad or not _is_narrow(weight):
+                if weight is None or not weight.requires_grad or not weight.is_floating_point():
+                    continue
+                if weight.dtype.itemsize >= torch.float32.itemsize:
                     continue
                 if id(weight) not in sources:
                     total = _Float32Sum()
@@ -166,10 +168,6 @@ class HeadGradients:
         finally:
             for parameters, name, weight in before:
                 parameters[name] = weight
-
-
-def _is_narrow(weight: Tensor) -> bool:
-    return weight.is_floating_point() and weight.dtype.itemsize < torch.float32.itemsize
 
 
 class _Float32Sum:
@@ -196,30 +194,30 @@ class _Source(torch.autograd.Function):
     """Identity on a weight; its backward pass returns the float32 sum of all chunks in place of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, own: _Float32Sum) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, total: _Float32Sum) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.own, ctx.dtype = own, weight.dtype
+        ctx.total, ctx.dtype = total, weight.dtype
         return weight.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:  # type: ignore[override]
         assert gradient is None, "gradients of the chunks belong in the float32 sum"
-        return ctx.own.take(ctx.dtype), None
+        return ctx.total.take(ctx.dtype), None
 
 
 class _Part(torch.autograd.Function):
     """Identity for one chunk; its backward pass adds the gradient to the float32 sum."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, own: _Float32Sum) -> Tensor:
+    def forward(ctx: Any, source: Tensor, total: _Float32Sum) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.own = own
+        ctx.total = total
         return source.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:  # type: ignore[override]
         if gradient is not None:
-            ctx.own.add(gradient)
+            ctx.total.add(gradient)
         return None, None
 
 

@@ -70,9 +70,9 @@ def shard_fully(
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The transformer blocks of a model, each a unit of FSDP."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    if found:
-        return found
+    named = [module for module in model.modules() if type(module).__name__ in names]
+    if named:
+        return named
     return [block for blocks in model.modules() if isinstance(blocks, nn.ModuleList) for block in blocks]
 
 
@@ -142,7 +142,7 @@ def read_slices(model: nn.Module, files: SafetensorsReader) -> None:
             shard.copy_(files.read(name, own_box(parameter)).view_as(shard))
         report()
     transient = {
-        f"{place}.{name}".lstrip(".") for place, x in model.named_modules() for name in x._non_persistent_buffers_set
+        f"{path}.{name}".lstrip(".") for path, x in model.named_modules() for name in x._non_persistent_buffers_set
     }
     for name, buffer in model.named_buffers():
         if name not in transient and files.name_of(name) is not None:
@@ -156,4 +156,4 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
+    return [uses for uses in places.values() if len(uses) > 1]

@@ -1,4 +1,5 @@
-"""Sizes of the process mesh, one per kind of parallelism. Arithmetic only; no process group.
+"""Sizes of the process mesh, one per kind of parallelism, and the layers of each pipeline stage. Arithmetic only; no
+process group.
 
 rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t
 
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+
+from verl.models.model_stats import ModelStats
 
 OF_WORLD = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # their product is the number of processes
 
@@ -64,7 +67,7 @@ class ParallelDegrees:
     def context_ranks(self, rank: int) -> tuple[int, ...]:
         """Ranks of the context-parallel group of a rank, in order of their tokens."""
         first = rank - rank // self.tp % self.cp * self.tp
-        return tuple(first + place * self.tp for place in range(self.cp))
+        return tuple(first + position * self.tp for position in range(self.cp))
 
     def overrides(self, prefix: str = "") -> str:
         """Sizes above 1 as command-line overrides."""
@@ -104,3 +107,43 @@ def nearest_layout(
         return (sum(apart), degrees.dp_replicate, degrees.pp, degrees.tp, degrees.cp)
 
     return min((degrees for degrees in layouts(world_size) if fits(degrees)), key=distance, default=None)
+
+
+def stage_bounds(costs: Sequence[float], num_stages: int, last: float = 0.0) -> list[int]:
+    """Split layers into consecutive stages so that the largest cost of a stage is minimal.
+
+    Args:
+        costs: cost of each layer.
+        num_stages: number of stages, at most the number of layers.
+        last: cost of the output head, which the last stage has in addition.
+    Returns:
+        Index of the first layer of each stage, then the number of layers.
+    """
+    count = len(costs)
+    assert count >= num_stages
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+    best = [[float("inf")] * (count + 1) for _ in range(num_stages + 1)]
+    cut = [[0] * (count + 1) for _ in range(num_stages + 1)]
+    best[0][0] = 0.0
+    for stage in range(1, num_stages + 1):
+        head = last if stage == num_stages else 0.0
+        for stop in range(stage, count + 1):
+            for start in range(stage - 1, stop):
+                worst = max(best[stage - 1][start], prefix[stop] - prefix[start] + head)
+                if worst < best[stage][stop]:
+                    best[stage][stop], cut[stage][stop] = worst, start
+    bounds = [count]
+    for stage in range(num_stages, 0, -1):
+        bounds.append(cut[stage][bounds[-1]])
+    return bounds[::-1]
+
+
+def largest_stage(sizes: ModelStats, num_stages: int) -> int:
+    """Parameters of the largest stage: the embedding is on the first, the head on the last, tied or not."""
+    block = (sizes.parameters - sizes.embedding_elements) // max(sizes.layers, 1)
+    table = sizes.vocabulary * sizes.hidden
+    bounds = stage_bounds([float(block)] * sizes.layers, num_stages, float(table))
+    counts = [(stop - start) * block for start, stop in itertools.pairwise(bounds)]
+    return max(counts[0] + table, counts[-1] + table, *counts)

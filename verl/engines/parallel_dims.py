@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from verl.component import BuildContext
 from verl.engines.expert_parallel import EXPERT, EXPERT_SHARD, divide_experts, experts_gathered
 from verl.engines.fsdp import free_gathered_parameters, gathered, load_own_slices, set_reduces_gradients, shard_fully
-from verl.engines.own_module import OwnModuleParts
 from verl.engines.parallel_degrees import ParallelDegrees
-from verl.engines.tensor_parallel import shard_over
+from verl.engines.tensor_parallel import OwnModuleParts, shard_over
 from verl.errors import ConfigError
 from verl.model_paths.context_attention import ContextGroup, ContextStyle
 from verl.model_paths.micro_batch import MicroBatch
@@ -178,8 +177,8 @@ class DataParallelism(Parallelism):
 
     def sums(self, values: Mapping[str, float]) -> dict[str, float]:
         everyone = self.of_each(values)
-        names = dict.fromkeys(name for given in everyone for name in given)
-        return {name: sum(given.get(name, 0.0) for given in everyone) for name in names}
+        names = dict.fromkeys(name for of_rank in everyone for name in of_rank)
+        return {name: sum(of_rank.get(name, 0.0) for of_rank in everyone) for name in names}
 
     def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
         everyone: list[dict[str, float]] = [{} for _ in range(self.dist.get_world_size(self.data_group))]

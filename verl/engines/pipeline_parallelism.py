@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from verl.component import BuildContext
 from verl.engines.expert_parallel import EXPERT, EXPERT_SHARD, divide_experts, experts_gathered
 from verl.engines.fsdp import read_slices
-from verl.engines.parallel_degrees import ParallelDegrees
+from verl.engines.parallel_degrees import ParallelDegrees, stage_bounds
 from verl.engines.parallel_dims import REPLICATE, SHARD, STAGE, TENSOR, ShardedParallelism
 from verl.engines.pipeline import (
     PipelineRunner,
@@ -34,7 +34,6 @@ from verl.engines.pipeline import (
     output_head,
     refuse_untrue,
 )
-from verl.engines.stage_balance import stage_bounds
 from verl.engines.stage_shards import StageShards, shard_rows
 from verl.engines.tensor_parallel import shard_over
 from verl.errors import ConfigError
@@ -153,10 +152,10 @@ class PipelineParallelism(ShardedParallelism):
                     else:
                         data = parameter.to(self.device)
                     trains = parameter.requires_grad
-                    own = data if isinstance(data, nn.Parameter) else nn.Parameter(data, requires_grad=trains)
-                    at_stage(own, None if held == everywhere else held[0])
-                    parameters[id(parameter)] = own
-                    self._stages[id(own)] = held
+                    moved = data if isinstance(data, nn.Parameter) else nn.Parameter(data, requires_grad=trains)
+                    at_stage(moved, None if held == everywhere else held[0])
+                    parameters[id(parameter)] = moved
+                    self._stages[id(moved)] = held
                 module._parameters[name] = parameters[id(parameter)]
         self._kept.append(parameters)
 
@@ -195,9 +194,9 @@ class PipelineParallelism(ShardedParallelism):
 
     def from_last_stage(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
         named = self._broadcast_from_last([(name, x.shape, x.dtype) for name, x in results.items()])
-        received = {}
+        is_last, received = self.stage == self.num_stages - 1, {}
         for name, shape, dtype in named:
-            x = results[name] if self._is_last else torch.empty(shape, dtype=dtype, device=self.device)
+            x = results[name] if is_last else torch.empty(shape, dtype=dtype, device=self.device)
             received[name] = x = x.to(self.device).contiguous()
             self.dist.broadcast(x, src=self._last, group=self.stage_group)
         return received
@@ -205,10 +204,6 @@ class PipelineParallelism(ShardedParallelism):
     def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
         """See `Parallelism.of_each`; the numbers are those of the last stage."""
         return super().of_each(self._broadcast_from_last(dict(values)))
-
-    @property
-    def _is_last(self) -> bool:
-        return self.stage == self.num_stages - 1
 
     def _broadcast_from_last(self, value: Any) -> Any:
         """The value of the last stage, on all stages."""

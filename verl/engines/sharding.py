@@ -3,59 +3,30 @@
 `Sharding.cost` computes memory at rest, peak memory and communication by arithmetic:
 
     FSDP().cost(8, model_stats(config), tokens=16384, compute_bytes=2).resting / 2**30     GiB in each process
-
-Traffic is counted as bytes sent per process with ring algorithms: (k - 1) / k x for an all-gather or a reduce-scatter
-of x bytes over k processes, and twice that for an all-reduce.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from dataclasses import replace
+from typing import ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from verl.component import BuildContext, Description, component
 from verl.engines.parallel_degrees import ParallelDegrees, nearest_ep, nearest_layout
-from verl.engines.parallel_dims import DataParallelism, Parallelism
-from verl.engines.stage_balance import largest_stage
-from verl.engines.tensor_parallel import exchanged_elements, heads_fault
+from verl.engines.parallel_dims import DataParallelism, Parallelism, ShardedParallelism
+from verl.engines.sharding_cost import (
+    ShardedRole,
+    ShardingCost,
+    fsdp_cost,
+    part_of,
+    replicated_cost,
+    sharded_stage_cost,
+    with_experts_apart,
+)
+from verl.engines.tensor_parallel import heads_fault
 from verl.models.model_stats import ModelStats
-
-
-@dataclass(frozen=True)
-class ShardingCost:
-    """Memory and traffic of one role per process, in bytes.
-
-    Attributes:
-        weights, gradients, optimizer: at rest; the last two are 0 for a role that is not trained.
-        gathered: weights of other shards that are here during a forward or backward pass.
-        whole_gradients: gradients of other shards that are here until the last backward pass of an update.
-        generating: the same while responses are generated from the training weights.
-        per_micro_batch: sent in the forward and backward pass of one micro-batch.
-        per_update: sent in addition once per optimizer step.
-        is_offloaded: whether weights, gradients and optimizer state rest in main memory.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    gathered: int = 0
-    whole_gradients: int = 0
-    generating: int = 0
-    per_micro_batch: int = 0
-    per_update: int = 0
-    is_offloaded: bool = False
-
-    @property
-    def resting(self) -> int:
-        """Weights, gradients and optimizer state."""
-        return self.weights + self.gradients + self.optimizer
-
-    def per_step(self, micro_batches: int, updates: int = 1) -> int:
-        """Bytes sent in a training step, without generation and scoring."""
-        return micro_batches * self.per_micro_batch + updates * self.per_update
 
 
 @component
@@ -159,21 +130,14 @@ class Sharding(Description):
             predicted: tokens of a micro-batch whose logits are computed; None for all.
         """
         replicas, shards, siblings = self.mesh_sizes(world_size)
-        compute, stages = compute_bytes or weight_bytes, self.degrees(world_size).pp
-        held = _held(sizes, siblings, stages)
-        trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
-        exchanged = exchanged_elements(sizes, siblings, stages, tokens, predicted, trains=trains) * compute
-        handed_on = min(stages - 1, 2 if trains else 1) * sizes.hidden * tokens * compute  # states, and their gradients
-        is_on_both_ends = stages > 1 and trained > 0 and sizes.tied and sizes.has_head
-        of_ends = sizes.vocabulary * sizes.hidden if is_on_both_ends else 0
-        return ShardingCost(
-            weights=held * weight_bytes // shards + (0 if compute == weight_bytes else held * compute),
-            gradients=trained * weight_bytes // shards,
-            optimizer=2 * trained * weight_bytes // shards,
-            generating=_held(sizes, siblings) * compute if stages > 1 else 0,
-            per_micro_batch=int(exchanged) + handed_on,
-            per_update=int((2 * _part(replicas) * trained + of_ends) * weight_bytes / shards),
+        stages, compute = self.degrees(world_size).pp, compute_bytes or weight_bytes
+        return self.role_cost(
+            ShardedRole(replicas, shards, siblings, stages, sizes, tokens, weight_bytes, compute, trains, predicted)
         )
+
+    def role_cost(self, role: ShardedRole) -> ShardingCost:
+        """`cost` of a role whose place in the mesh is known."""
+        return replicated_cost(role)
 
 
 @component
@@ -231,7 +195,6 @@ class FSDP(_Processes):
     strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP"] = "FULL_SHARD"
     cpu_offload: bool = False
     reduce_gradients: Literal["micro_batch", "update"] = "micro_batch"
-    is_fully_sharded: ClassVar[bool] = True
 
     def smaller(self) -> Iterator[tuple[str, Sharding]]:
         if self.reduce_gradients == "update":
@@ -239,42 +202,15 @@ class FSDP(_Processes):
         if not self.cpu_offload:
             yield "sharding.cpu_offload=true", replace(self, cpu_offload=True)
 
-    def cost(
-        self,
-        world_size: int,
-        sizes: ModelStats,
-        tokens: int = 0,
-        weight_bytes: int = 4,
-        compute_bytes: int | None = None,
-        trains: bool = True,
-        predicted: int | None = None,
-    ) -> ShardingCost:
-        cost = super().cost(world_size, sizes, tokens, weight_bytes, compute_bytes, trains, predicted)
-        _, shards, siblings = self.mesh_sizes(world_size)
-        compute, held = compute_bytes or weight_bytes, _held(sizes, siblings, self.degrees(world_size).pp)
-        rests = {"weights": held * weight_bytes // shards, "is_offloaded": self.cpu_offload}
-        if shards == 1:
-            return replace(cost, **rests)
-        block = (sizes.parameters - sizes.embedding_elements) // max(sizes.layers, 1) // siblings
-        ends, twice = held - block * sizes.layers, self.strategy == "FULL_SHARD"
-        trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
-        again = held - ends if twice and trains else 0  # the ends stay from the forward pass to the backward pass
-        sent = int(_part(shards) * (held + again) * compute)
-        reduced = int(_part(shards) * trained * weight_bytes + cost.per_update)  # within a replica, and over replicas
-        once = self.reduce_gradients == "update"
-        return replace(
-            cost,
-            **rests,
-            gathered=(ends + block if twice else held) * compute,
-            whole_gradients=trained * weight_bytes if once else 0,
-            generating=held * compute,
-            per_micro_batch=cost.per_micro_batch + sent + (0 if once else reduced),
-            per_update=reduced if once else 0,
+    def role_cost(self, role: ShardedRole) -> ShardingCost:
+        return fsdp_cost(
+            role,
+            frees_blocks=self.strategy == "FULL_SHARD",
+            reduces_once=self.reduce_gradients == "update",
+            is_offloaded=self.cpu_offload,
         )
 
     def build(self, context: BuildContext) -> Parallelism:
-        from verl.engines.parallel_dims import ShardedParallelism
-
         return ShardedParallelism(
             context,
             self.timeout_s,
@@ -331,8 +267,6 @@ class TP(_Processes):
         return None if fault is None else f"tensor_parallel {fault}"
 
     def build(self, context: BuildContext) -> Parallelism:
-        from verl.engines.parallel_dims import ShardedParallelism
-
         return ShardedParallelism(context, self.timeout_s, self.degrees(context.world_size), fully=False)
 
     def degrees(self, world_size: int) -> ParallelDegrees:
@@ -361,9 +295,6 @@ class TPFSDP(FSDP):
         return ParallelDegrees(dp_shard=world_size // self.tensor_parallel, tp=self.tensor_parallel)
 
 
-Size = Annotated[int, Field(ge=1)]
-
-
 @component
 class Parallel(FSDP):
     """Every kind of parallelism on one mesh: pp x dp_replicate x dp_shard x cp x tp processes.
@@ -387,12 +318,12 @@ class Parallel(FSDP):
             micro-batches each stage is busy m / (m + pp - 1) of the time. See `FSDP` for the others.
     """
 
-    tp: Size = 1
-    cp: Size = 1
-    pp: Size = 1
-    dp_replicate: Size = 1
+    tp: PositiveInt = 1
+    cp: PositiveInt = 1
+    pp: PositiveInt = 1
+    dp_replicate: PositiveInt = 1
     dp_shard: int = -1
-    ep: Size = 1
+    ep: PositiveInt = 1
     cp_style: Literal["allgather", "ulysses"] = "allgather"
     pp_schedule: Literal["gpipe", "1f1b"] = "1f1b"
     pp_micro_batches: PositiveInt | None = None
@@ -468,89 +399,20 @@ class Parallel(FSDP):
             pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=shard, cp=self.cp, tp=self.tp, ep=self.ep
         )
 
-    def cost(
-        self,
-        world_size: int,
-        sizes: ModelStats,
-        tokens: int = 0,
-        weight_bytes: int = 4,
-        compute_bytes: int | None = None,
-        trains: bool = True,
-        predicted: int | None = None,
-    ) -> ShardingCost:
-        cost = super().cost(world_size, sizes, tokens, weight_bytes, compute_bytes, trains, predicted)
-        if self.pp > 1 and self.degrees(world_size).shards > 1:
-            cost = self._cost_of_sharded_stage(
-                world_size, sizes, tokens, weight_bytes, compute_bytes, trains, predicted
-            )
-        compute = compute_bytes or weight_bytes
-        sent = self.context_elements(sizes, tokens, trains) * compute
-        if self.ep > 1 and self.pp > 1:
-            sent += self.expert_exchange_elements(sizes, tokens, trains) * compute / self.pp
-        if self.ep > 1 and self.pp == 1 and sizes.expert_elements:
-            return self._with_experts_apart(cost, world_size, sizes, tokens, weight_bytes, compute, trains, int(sent))
-        return replace(cost, per_micro_batch=cost.per_micro_batch + int(sent))
-
-    def _cost_of_sharded_stage(
-        self,
-        world_size: int,
-        sizes: ModelStats,
-        tokens: int,
-        weight_bytes: int,
-        compute_bytes: int | None,
-        trains: bool,
-        predicted: int | None,
-    ) -> ShardingCost:
-        """Weights of a stage are gathered once for all micro-batches, gradients reduced once; see `stage_shards`."""
-        cost = Sharding.cost(self, world_size, sizes, tokens, weight_bytes, compute_bytes, trains, predicted)
-        shards, held = self.degrees(world_size).shards, _held(sizes, self.tp, self.pp)
-        cast = 0 if compute_bytes in (None, weight_bytes) else held * (compute_bytes or 0)
-        all_train = sizes.trained == sizes.parameters
-        trained = (held if all_train else sizes.trained) if trains else 0
-        experts = sizes.expert_elements // self.pp if self.ep > 1 else 0  # of a stage, of which a process has 1 / ep
-        spared = (experts - experts // self.ep) * (1 + (trains and all_train))
-        fewer = _part(shards) * experts - _part(self.degrees(world_size).expert_shards) * experts / self.ep
-        sent = _part(shards) * (held + trained) - fewer * (1 + (trains and all_train))
-        return replace(
-            cost,
-            weights=held * weight_bytes // shards,
-            gathered=(held + trained - spared) * weight_bytes + cast,
-            per_update=cost.per_update + int(sent * weight_bytes),
-        )
-
-    def _with_experts_apart(
-        self,
-        cost: ShardingCost,
-        world_size: int,
-        sizes: ModelStats,
-        tokens: int,
-        weight_bytes: int,
-        compute: int,
-        trains: bool,
-        sent: int,
-    ) -> ShardingCost:
-        """The cost of FSDP, except that experts are gathered only over the processes that have the same experts."""
-        degrees, twice = self.degrees(world_size), self.strategy == "FULL_SHARD"
-        whole, local = sizes.expert_elements, sizes.expert_elements // self.ep
-        spared = (whole - local) // (sizes.expert_layers if twice else 1)
-        once, all_train = self.reduce_gradients == "update", trains and sizes.trained == sizes.parameters
-        fewer = _part(degrees.shards) * whole - _part(degrees.expert_shards) * local
-        reduced = int(fewer * weight_bytes) if all_train else 0
-        sent += int(self.expert_exchange_elements(sizes, tokens, trains) * compute)
-        sent -= int(fewer * (1 + (twice and trains)) * compute) + (0 if once else reduced)
-        return replace(
-            cost,
-            gathered=cost.gathered - spared * compute,
-            whole_gradients=cost.whole_gradients - ((whole - local) * weight_bytes if once and all_train else 0),
-            per_micro_batch=cost.per_micro_batch + sent,
-            per_update=cost.per_update - (reduced if once else 0),
-        )
+    def role_cost(self, role: ShardedRole) -> ShardingCost:
+        cost = sharded_stage_cost(role, self.ep) if self.pp > 1 and role.shards > 1 else super().role_cost(role)
+        if self.ep > 1 and self.pp == 1:
+            frees_blocks, reduces_once = self.strategy == "FULL_SHARD", self.reduce_gradients == "update"
+            cost = with_experts_apart(cost, role, self.ep, frees_blocks=frees_blocks, reduces_once=reduces_once)
+        sent = self.context_elements(role.sizes, role.tokens, role.trains)
+        sent += self.expert_exchange_elements(role.sizes, role.tokens, role.trains) / self.pp
+        return replace(cost, per_micro_batch=cost.per_micro_batch + int(sent * role.compute_bytes))
 
     def expert_exchange_elements(self, sizes: ModelStats, tokens: int, trains: bool = True) -> float:
         """Elements that a process sends to experts and back for a micro-batch of `tokens` local tokens, if the load of
         the experts is balanced; recomputed activations add half as many.
         """
-        once = 2 * tokens * sizes.top_k * _part(self.ep) * sizes.hidden
+        once = 2 * tokens * sizes.top_k * part_of(self.ep) * sizes.hidden
         return sizes.expert_layers * once * (2 if trains else 1)
 
     def context_elements(self, sizes: ModelStats, tokens: int, trains: bool = True) -> float:
@@ -562,11 +424,10 @@ class Parallel(FSDP):
         if self.cp_style == "allgather":
             once = (self.cp - 1) * 2 * sizes.keys * (3 if trains else 1)
         else:
-            once = _part(self.cp) * (2 * sizes.attention + 2 * sizes.keys) * (2 if trains else 1)
+            once = part_of(self.cp) * (2 * sizes.attention + 2 * sizes.keys) * (2 if trains else 1)
         return sizes.layers / self.pp * tokens * once / self.tp
 
     def build(self, context: BuildContext) -> Parallelism:
-        from verl.engines.parallel_dims import ShardedParallelism
         from verl.engines.pipeline_parallelism import PipelineParallelism
 
         degrees = self.degrees(context.world_size)
@@ -630,26 +491,3 @@ def _division_fault(name: str, size: int, world_size: int) -> str | None:
         f"{name} is {size}: it does not divide the {world_size} processes of trainer.n_gpus_per_node x "
         f"trainer.nnodes; {', '.join(map(str, fitting))} would."
     )
-
-
-def usual(world_size: int, per_machine: int = 8) -> dict[str, Sharding]:
-    """Shardings that are possible on `world_size` devices, by name, for tables."""
-    together = min(per_machine, world_size)
-    shardings: dict[str, Sharding] = {"fsdp": FSDP(), "fsdp, SHARD_GRAD_OP": FSDP(strategy="SHARD_GRAD_OP")}
-    if world_size > per_machine:
-        shardings["hsdp"] = HSDP(replicas=world_size // per_machine)
-    shardings["tp"] = TP(tensor_parallel=together)
-    if world_size > together:
-        shardings["tp_fsdp"] = TPFSDP(tensor_parallel=together)
-    return shardings
-
-
-def _held(sizes: ModelStats, siblings: int, stages: int = 1) -> int:
-    """Parameters per process with tensor parallelism and stages; transformers' plans split only a tied embedding."""
-    embedding = sizes.vocabulary * sizes.hidden if siblings > 1 and not (sizes.tied and sizes.has_head) else 0
-    parameters = sizes.parameters if stages == 1 else largest_stage(sizes, stages)
-    return (parameters - embedding) // siblings + embedding
-
-
-def _part(count: int) -> float:
-    return (count - 1) / count

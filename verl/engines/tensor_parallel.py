@@ -7,23 +7,37 @@ The factors A and B of a LoRA adapter follow the layer that they adapt:
 
     columns of W   x ──> A, replicated ──> rows of B, split, as the outputs of W are
     rows of W      x ──> columns of A, split ──> all-reduce ──> B, replicated
+
+A user-defined module splits its layers by itself; `OwnModuleParts` holds its parameters:
+
+between passes  DTensors, which gradient clipping, the optimizer, saving and loading work on
+within a pass   the plain tensors that the module was built with, in the same memory; their gradients are copied back
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from verl.engines.chunked_logprobs import logits_at_a_time
 from verl.errors import ConfigError
 from verl.models.model_stats import ModelStats
+from verl.models.own_module import OwnModule
+from verl.ops.resharding.dtensor import is_divided, local
 
+_log = logging.getLogger(__name__)
+
+COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
+ROWS = {"rowwise", "rowwise_rep"}
 EXPERT_STYLES = {"grouped_gemm", "moe_tp_experts", "ep_router"}
-
-
+# Plan styles whose weight slices are known here; others (packed layers) have no simple slices.
+DIVIDING = COLUMNS | ROWS | EXPERT_STYLES | {"embedding_rowwise"}
+PARTIAL = "replicated_with_grad_allreduce"  # a norm over local heads: replicated weights, partial gradients
 SUMS_FORWARD, SUMS_BACKWARD = 2, 5  # of a layer: after attention and MLP; before q, k, v, gate and up
 
 
@@ -47,8 +61,12 @@ def exchanged_elements(
 
 def with_experts(model: Any, plan: dict[str, str], size: int) -> dict[str, str]:
     """The plan with whole experts distributed over `size` processes, or replicated where they cannot be."""
-    places = {general(name): name for name, module in model.named_modules() if _holds_experts(module)}
-    for pattern, name in places.items():
+    names = {
+        general(name): name
+        for name, module in model.named_modules()  # with experts in the layout that transformers' kernels expect
+        if hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
+    }
+    for pattern, name in names.items():
         experts, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
         plan = {at: style for at, style in plan.items() if at != pattern and not at.startswith(f"{pattern}.")}
         router, count = _router_of(parent, experts.num_experts), experts.num_experts
@@ -65,11 +83,6 @@ def general(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _holds_experts(module: Any) -> bool:
-    """Whether a module holds experts in the layout that transformers' expert kernels expect."""
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
-
-
 def _router_of(parent: Any, count: int) -> str | None:
     """The name of the router of `count` experts, if it returns (logits, scores, expert indices)."""
     for name, child in parent.named_children():
@@ -80,15 +93,6 @@ def _router_of(parent: Any, count: int) -> str | None:
             if isinstance(answer, tuple) and len(answer) == 3 and answer[1].shape == answer[2].shape:
                 return name
     return None
-
-
-COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
-ROWS = {"rowwise", "rowwise_rep"}
-# Plan styles whose weight slices are known here; others (packed layers) have no simple slices.
-DIVIDING = COLUMNS | ROWS | EXPERT_STYLES | {"embedding_rowwise"}
-PARTIAL = "replicated_with_grad_allreduce"  # a norm over local heads: replicated weights, partial gradients
-
-_log = logging.getLogger(__name__)
 
 
 def shard_over(model: Any, mesh: Any) -> list[str]:
@@ -103,7 +107,7 @@ def shard_over(model: Any, mesh: Any) -> list[str]:
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    base = _base(model)
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
     refuse_unfit(base, mesh.size())
     plan = plan_of(base, mesh.size())
     partial = {name for name, style in plan.items() if style == PARTIAL}
@@ -170,11 +174,6 @@ def plan_of(model: Any, size: int) -> dict[str, str]:
     return plan
 
 
-def _base(model: Any) -> Any:
-    """The Hugging Face model under a peft adapter, or the model itself."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
 def _adapted(model: Any) -> Iterator[tuple[str, Any]]:
     """The layers that have an adapter, by name."""
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
@@ -186,3 +185,74 @@ def _plan_of_layer(layer: Any, style: str) -> dict[str, str]:
         return {"": style, **dict.fromkeys(layer._parameters, style)}
     factor = "lora_B" if style in COLUMNS else "lora_A"
     return {"base_layer": style, **{f"{factor}.{name}": style for name in getattr(layer, factor)}}
+
+
+class OwnModuleParts:
+    """The local shards of a user-defined module.
+
+    Args:
+        model: its parameters are replaced by DTensors, in place.
+        mesh: of one dimension, the tensor-parallel processes.
+    Attributes:
+        summed: parameters whose gradients must be summed over the mesh.
+    """
+
+    def __init__(self, model: OwnModule, mesh: Any):
+        from torch.distributed.tensor import DTensor, Shard
+
+        if model.place.size != mesh.size():
+            raise ConfigError(
+                f"model is a {type(model.module).__name__}: it was built for {model.place.size} tensor-parallel "
+                f"processes, but there are {mesh.size()}."
+            )
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._parameters: dict[int, nn.Parameter] = {}
+        self.summed: list[nn.Parameter] = []
+        names = {id(p): name for name, p in model.named_parameters()}
+        parameters: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            for key, p in module._parameters.items():
+                if p is None:
+                    continue
+                part = model.part_of(names[id(p)])
+                if part.sums_gradient:
+                    self.summed += [p] if all(p is not other for other in self.summed) else []
+                if part.dim is None:
+                    continue
+                if id(p) not in parameters:
+                    laid_out = DTensor.from_local(p.detach(), mesh, [Shard(part.dim)], run_check=False)
+                    parameters[id(p)] = nn.Parameter(laid_out, requires_grad=p.requires_grad)
+                whole = parameters[id(p)]
+                self._places.setdefault(id(whole), []).append((module, key))
+                self._parameters[id(whole)] = whole
+        for number, places in self._places.items():
+            for module, key in places:
+                module._parameters[key] = self._parameters[number]
+
+    @contextlib.contextmanager
+    def running(self, trains: bool = False) -> Iterator[None]:
+        """Inside this context the module has its plain tensors; `trains` copies their gradients back."""
+        plain = {
+            number: nn.Parameter(local(p), requires_grad=p.requires_grad and trains)
+            for number, p in self._parameters.items()
+        }
+        try:
+            for number, places in self._places.items():
+                for module, key in places:
+                    module._parameters[key] = plain[number]
+            yield
+            for number, p in self._parameters.items():
+                if (grad := plain[number].grad) is not None:
+                    _add_gradient(p, grad)
+        finally:
+            for number, places in self._places.items():
+                for module, key in places:
+                    module._parameters[key] = self._parameters[number]
+
+
+@torch.no_grad()
+def _add_gradient(parameter: nn.Parameter, grad: Tensor) -> None:
+    assert is_divided(parameter)
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    local(parameter.grad).add_(grad)

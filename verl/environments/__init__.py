@@ -4,8 +4,8 @@
 
 `base` defines the interface, `episode` is the state of one and its rows of training, `episode_loop` plays many
 episodes concurrently, `tools` describes tools to the model, `calls` runs an environment's code with deadlines and
-typed outcomes, `tool_calls/` parses the tool calls of a turn, `observation_tokens` tokenizes observations, `journal`
-records them on disk while they are played, and `rendered_history` is the loop of `history=rerender`. The other modules
+typed outcomes, `tool_calls/` parses the tool calls of a turn, `observation_tokens` tokenizes observations and, with
+`history=rerender`, whole conversations, and `journal` records episodes on disk while they are played. The other modules
 are environments: `calculator`, `guess_number`, `mcp_tools`, `python_sandbox`, and those in processes of their own
 (`hosted`, over the processes of `hosts/`).
 """

@@ -128,7 +128,9 @@ class _Call:
             told = failure(error, self.method)
             text, trace = told["error"], told["trace"]
         text = " ".join("".join(c if c.isprintable() else " " for c in text).split())[:MAX_ERROR]
-        _log_once(text, trace)
+        if trace and trace not in _logged and len(_logged) < MAX_TRACES:
+            _logged.add(trace)
+            log.warning("environment: %s\n%s", text, trace.rstrip(), extra={"console": False})
         return self.result("infra", None, text, fault)
 
     def result(self, outcome: Outcome, value: Any = None, error: str = "", fault: Fault = "own") -> CallResult:
@@ -137,12 +139,6 @@ class _Call:
 
 
 _logged: set[str] = set()
-
-
-def _log_once(text: str, trace: str) -> None:
-    if trace and trace not in _logged and len(_logged) < MAX_TRACES:
-        _logged.add(trace)
-        log.warning("environment: %s\n%s", text, trace.rstrip(), extra={"console": False})
 
 
 class CallRunner:

@@ -23,8 +23,7 @@ from verl.environments.base import Action, EnvironmentDescription, Fault, Observ
 from verl.environments.calls import STUCK_S, CallResult, CallRunner
 from verl.environments.episode import End, Episode, EpisodeSample, Turn, dropped_with, episode_batch, episode_record
 from verl.environments.journal import EpisodeJournal, JournalEntry, refuse_other_answer
-from verl.environments.observation_tokens import ObservationEncoder
-from verl.environments.rendered_history import ConversationRenderer
+from verl.environments.observation_tokens import ConversationRenderer, ObservationEncoder
 from verl.environments.tool_calls.parse import ToolFormat, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import ConfigError, RolloutError
@@ -70,8 +69,7 @@ class EpisodeSampler(ResponseSampler):
         self.options, self.tokenizer = options, tokenizer
         self.seed = context.seed
         self.stop_ids = stop_ids
-        template = context.chat_template
-        self.chat = ChatTemplate(tokenizer, template)
+        self.chat = ChatTemplate(tokenizer, context.chat_template)
         self.style: ToolFormat = format_of(
             self.chat, options.tool_format if options.has_tools or context.tools else "plain"
         )
@@ -344,8 +342,10 @@ class _EpisodeLoop:
         self.turns.forget(episode.number)
         self.calls.end(episode.environment)
         self._close(episode, "dropped" if episode.is_unwanted else end)
-        if end == "terminated":
-            self._tell_difference(episode)
+        messages = episode.row.get("prompt_messages")
+        if end == "terminated" and messages is not None and len(episode.turns) > 1 and self.engine.renderer is None:
+            turns = [(turn.text, turn.observation if turn.observed else None) for turn in episode.turns]
+            self.engine.encoder.warn_of_difference(messages, turns, episode.context)
 
     def _close(self, episode: Episode, end: End) -> None:
         episode.end = end
@@ -440,13 +440,6 @@ class _EpisodeLoop:
             what = "reset" if result.record.name == "reset" else "step"
             key = self._key(journal, episode, what, episode.attempt)
         journal.write_answer(key, entry)
-
-    def _tell_difference(self, episode: Episode) -> None:
-        messages = episode.row.get("prompt_messages")
-        if messages is None or len(episode.turns) < 2 or self.engine.renderer is not None:
-            return
-        turns = [(turn.text, turn.observation if turn.observed else None) for turn in episode.turns]
-        self.engine.encoder.warn_of_difference(messages, turns, episode.context)
 
 
 def environment_faults(run: Any) -> Iterator[str]:

@@ -177,22 +177,18 @@ class VerifiersEnvironment(_PackageEnvironment):
         return self._described(count)["prompts"][:count]
 
     def _described(self, count: int) -> Any:
+        """Asked once: a process takes seconds to import the package."""
         count = max(count, self.FIRST)
-        return _ask_verifiers(json.dumps(self.host_options(), sort_keys=True), self, count)
+        key = json.dumps(self.host_options(), sort_keys=True), self.python, count
+        if key not in _described:
+            _described[key] = self.ask(f"taskset is {self.taskset!r}", describe=count)
+        return _described[key]
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
         return _VerifiersPool(self)
 
 
 _described: dict[tuple[str, str | None, int], Any] = {}
-
-
-def _ask_verifiers(options: str, described: VerifiersEnvironment, count: int) -> Any:
-    """Asked once: a process takes seconds to import the package."""
-    key = options, described.python, count
-    if key not in _described:
-        _described[key] = described.ask(f"taskset is {described.taskset!r}", describe=count)
-    return _described[key]
 
 
 class _ToolPool(HostPool):

@@ -1,8 +1,7 @@
 """An HTTP client for many concurrent requests: rate and concurrency limits, retries, cache.
 
-cache     A disk cache of answers, shared by runs
 client    An HTTP client for many concurrent requests: rate and concurrency limits, time-outs, retries with back-off
 endpoint  Configuration of a server: its settings, their checks, and the key
-request   A request to a server, and the report about it
+request   A request to a server, the report about it, and a disk cache of answers
 settings  Settings of a server: address, limits, time-outs and retries
 """

@@ -328,7 +328,10 @@ class HTTPClient:
 
     async def _tried(self, ask: Request, batch: _Batch, seconds: list[float]) -> _RequestFault | None:
         async with self._slots:
-            await self._turn(batch)
+            now = asyncio.get_running_loop().time
+            while (wait_s := self._pace.wait_s(now())) > 0:
+                await batch.sleep(wait_s)
+            self._pace.take(now())
             started = time.perf_counter()
             try:
                 async with asyncio.timeout(self.endpoint.timeout_s):
@@ -359,12 +362,6 @@ class HTTPClient:
         except RetryableAnswer as error:
             return _RequestFault(str(error), "answer")
         return None
-
-    async def _turn(self, batch: _Batch) -> None:
-        now = asyncio.get_running_loop().time
-        while (wait_s := self._pace.wait_s(now())) > 0:
-            await batch.sleep(wait_s)
-        self._pace.take(now())
 
     async def _send(self, path: str, body: Any) -> tuple[httpx.Response, bytes | None]:
         """The response and its body, None if it is too long. Redirects are not followed, since they would get the

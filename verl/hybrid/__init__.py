@@ -2,7 +2,7 @@
 
 actor              HybridActor: one set of weights that trains by your own loop and generates through verl's
 benchmark          The cost of switching from training to generating and back
-engine_faults      Why an engine with its own copy of the weights cannot reproduce a model
+engine_faults      Why an engine cannot reproduce a model, and the form of a model that engines are built for
 generation_config  The arguments of `generate` (transformers' GenerationConfig) for the rollout engines
 parallel           A HybridActor over several processes, started by torchrun or the user
 """

@@ -22,12 +22,22 @@ from verl import config
 from verl.component import BuildContext
 from verl.compose.from_yaml import described, load_rollout
 from verl.errors import ConfigError, RolloutError, WeightSyncError, faults_below
-from verl.hybrid.engine_faults import is_quantized, modules_with_own_code, own_weights_fault, prompt_learning_fault
+from verl.hybrid.engine_faults import (
+    form_difference,
+    form_of,
+    make_contiguous,
+    modules_with_own_code,
+    naming_quantization,
+    own_weights_fault,
+    prompt_learning_fault,
+    unwrapped,
+)
 from verl.hybrid.generation_config import (
     CallTokenizer,
     prompt_rows,
     read_options,
     sampling_options,
+    seed_of_call,
     stop_tokens_of_call,
     unsupported_settings,
 )
@@ -125,7 +135,7 @@ class HybridActor:
         self.tokenizer, self.seed, self._parallelism = tokenizer, seed, parallelism
         self._engine: tuple[Any, Any] | None = None  # with the settings that it was attached for
         self._settings_reported = ""
-        self._refuse_scattered()
+        make_contiguous(self.model, copies=self.contiguous)
         if parallelism is not None:
             parallelism.take(self.model)
         self._form = form_of(unwrapped(self._settled()))
@@ -325,12 +335,12 @@ class HybridActor:
             ConfigError: an unknown option, an invalid value, or a model that the engine cannot sample from.
             RolloutError: another thread changed the weights meanwhile.
         """
-        with self._lock, self._naming_quantization():
+        with self._lock, naming_quantization(unwrapped(self.model)):
             self._check_model()
             width = input_ids.shape[-1] if isinstance(input_ids, Tensor) else 0
             config = read_options(options, self.model, self.tokenizer, width)
             prompts = prompt_rows(input_ids, attention_mask, config)
-            number = _seed_of_call(config, seed, generator)
+            number = seed_of_call(config, seed, generator)
             if self._parallelism is not None:
                 self._parallelism.refuse_other_rows(input_ids)
                 number = self._parallelism.agreed(number)
@@ -347,21 +357,10 @@ class HybridActor:
             return rows["input_ids"].to(input_ids.device)
 
     @contextmanager
-    def _naming_quantization(self) -> Iterator[None]:
-        """Refusals of a quantized model name quantization as a possible cause."""
-        try:
-            yield
-        except ConfigError as error:
-            if "quantized" in str(error) or not is_quantized(unwrapped(self.model)):
-                raise
-            cause = "model is quantized: if scales are computed over a batch, a row depends on the other rows."
-            raise ConfigError([*error.faults, cause]) from error
-
-    @contextmanager
     def sampling(self) -> Iterator[None]:
         """Inside this context modules are in evaluation mode; on exit the mode of each module is restored."""
         with self._lock:
-            self._refuse_scattered()
+            make_contiguous(self.model, copies=self.contiguous)
             training = [module for module in self.model.modules() if module.training]
             self.model.eval()
             try:
@@ -482,21 +481,6 @@ class HybridActor:
         if engine is not None and hasattr(engine[1], "close"):
             engine[1].close()
 
-    def _refuse_scattered(self) -> None:
-        """Refuse (or copy) parameters that are not contiguous; engines and checkpoints copy contiguous memory."""
-        scattered = {name: p for name, p in self.model.named_parameters() if not p.is_contiguous()}
-        if not scattered:
-            return
-        names = ", ".join(list(scattered)[:3]) + (f" and {len(scattered) - 3} more" if len(scattered) > 3 else "")
-        if not self.contiguous:
-            raise ConfigError(
-                f"model has parameters that are not contiguous in memory: {names}. Give contiguous=True to have them "
-                "copied."
-            )
-        for parameter in scattered.values():
-            parameter.data = parameter.data.contiguous()
-        _log.info("made contiguous: %s", names)
-
 
 def _refuse_no_actor(model: Any) -> None:
     if isinstance(model, (str, Path)):
@@ -504,47 +488,3 @@ def _refuse_no_actor(model: Any) -> None:
     if (fault := prompt_learning_fault(model)) is not None:
         raise ConfigError(fault)
     check_interface("actor", unwrapped(model), "model")
-
-
-def _seed_of_call(config: GenerationConfig, seed: int | None, generator: torch.Generator | None) -> int:
-    """The seed of a call; greedy calls do not use a generator."""
-    if seed is not None or not config.do_sample:
-        return seed or 0
-    return int(torch.randint(2**62, (), generator=generator, device=None if generator is None else generator.device))
-
-
-Form = dict[str, tuple[Any, ...]]
-
-
-def form_of(model: nn.Module) -> Form:
-    """Modules and parameters, without the weights: all that engines and checks of execution paths are built for.
-
-    Returns:
-        By name: the module, with a forward that was set on the object; or shape, dtype and name of the parameter, of
-        tied ones the first name.
-    """
-    form: Form = {name: (module, vars(module).get("forward")) for name, module in model.named_modules()}
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        form[name] = list(parameter.shape), dtype, first.setdefault(id(parameter), name)
-    return form
-
-
-def form_difference(before: Form, now: Form) -> str:
-    """The first differences between two forms, for messages; empty if they are equal."""
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    shown = [f"{name or 'its forward'} was {_entry(before, name)} and is {_entry(now, name)}" for name in changed[:3]]
-    return ", ".join(shown) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-
-
-def _entry(form: Form, name: str) -> str:
-    entry = form.get(name)
-    if entry is None or not isinstance(entry[0], nn.Module):
-        return str(entry)
-    return f"{type(entry[0]).__name__} {id(entry[0]):#x}" + (" with a forward of its own" if entry[1] else "")
-
-
-def unwrapped(model: Any) -> Any:
-    """The module inside a `torch.compile` wrapper, with the same weights; other models unchanged."""
-    return getattr(model, "_orig_mod", model) if isinstance(model, nn.Module) else model

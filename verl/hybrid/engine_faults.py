@@ -1,12 +1,20 @@
-"""Why an engine with its own copy of the weights cannot reproduce a model: it is sent plain tensors, and no code."""
+"""Why an engine cannot reproduce a model: its form is another than the one that the engine was built for; or the engine
+has its own copy of the weights, and is sent plain tensors and no code.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from verl.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 def own_weights_fault(model: Any, sends_adapter: bool) -> str | None:
@@ -152,3 +160,68 @@ def modules_with_own_code(model: nn.Module) -> list[str]:
         for path, module in model.named_modules()
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     ]
+
+
+@contextlib.contextmanager
+def naming_quantization(model: Any) -> Iterator[None]:
+    """Inside this context refusals of a quantized model name quantization as a possible cause."""
+    try:
+        yield
+    except ConfigError as error:
+        if "quantized" in str(error) or not is_quantized(model):
+            raise
+        cause = "model is quantized: if scales are computed over a batch, a row depends on the other rows."
+        raise ConfigError([*error.faults, cause]) from error
+
+
+def make_contiguous(model: nn.Module, copies: bool) -> None:
+    """Refuse (or copy) parameters that are not contiguous; engines and checkpoints copy contiguous memory."""
+    scattered = {name: p for name, p in model.named_parameters() if not p.is_contiguous()}
+    if not scattered:
+        return
+    names = ", ".join(list(scattered)[:3]) + (f" and {len(scattered) - 3} more" if len(scattered) > 3 else "")
+    if not copies:
+        raise ConfigError(
+            f"model has parameters that are not contiguous in memory: {names}. Give contiguous=True to have them "
+            "copied."
+        )
+    for parameter in scattered.values():
+        parameter.data = parameter.data.contiguous()
+    _log.info("made contiguous: %s", names)
+
+
+Form = dict[str, tuple[Any, ...]]
+
+
+def form_of(model: nn.Module) -> Form:
+    """Modules and parameters, without the weights: all that engines and checks of execution paths are built for.
+
+    Returns:
+        By name: the module, with a forward that was set on the object; or shape, dtype and name of the parameter, of
+        tied ones the first name.
+    """
+    form: Form = {name: (module, vars(module).get("forward")) for name, module in model.named_modules()}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        form[name] = list(parameter.shape), dtype, first.setdefault(id(parameter), name)
+    return form
+
+
+def form_difference(before: Form, now: Form) -> str:
+    """The first differences between two forms, for messages; empty if they are equal."""
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    shown = [f"{name or 'its forward'} was {_entry(before, name)} and is {_entry(now, name)}" for name in changed[:3]]
+    return ", ".join(shown) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+
+
+def _entry(form: Form, name: str) -> str:
+    entry = form.get(name)
+    if entry is None or not isinstance(entry[0], nn.Module):
+        return str(entry)
+    return f"{type(entry[0]).__name__} {id(entry[0]):#x}" + (" with a forward of its own" if entry[1] else "")
+
+
+def unwrapped(model: Any) -> Any:
+    """The module inside a `torch.compile` wrapper, with the same weights; other models unchanged."""
+    return getattr(model, "_orig_mod", model) if isinstance(model, nn.Module) else model

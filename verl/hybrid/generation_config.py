@@ -80,6 +80,13 @@ def read_options(options: Mapping[str, Any], model: Any, tokenizer: Any, prompt_
     return config
 
 
+def seed_of_call(config: GenerationConfig, seed: int | None, generator: torch.Generator | None) -> int:
+    """The seed of a call; greedy calls do not use a generator."""
+    if seed is not None or not config.do_sample:
+        return seed or 0
+    return int(torch.randint(2**62, (), generator=generator, device=None if generator is None else generator.device))
+
+
 def _faults(config: GenerationConfig) -> Iterator[str]:
     """Yield faults of options that the rollout description does not check."""
     for name in ("max_new_tokens", "num_return_sequences"):

@@ -179,16 +179,16 @@ class HybridParallelism(ShardedParallelism):
 
         Processes that had the state of the first before also have it afterwards.
         """
-        own = torch.get_rng_state()
-        shared = own.clone().to(self.device)
+        state = torch.get_rng_state()
+        shared = state.clone().to(self.device)
         self.dist.broadcast(shared, src=0)
         first = shared.cpu()
         torch.set_rng_state(first)
         try:
             yield
         finally:
-            if not torch.equal(own, first):
-                torch.set_rng_state(own)
+            if not torch.equal(state, first):
+                torch.set_rng_state(state)
 
     def refuse_other_weights(self, model: Any) -> None:
         """Check that all replicas have equal weights; only gradients are synchronised later.
@@ -197,10 +197,14 @@ class HybridParallelism(ShardedParallelism):
             ConfigError: in all processes, if the weights of one differ from those of the first.
         """
         norms = {name: float(torch.linalg.vector_norm(p.detach().double())) for name, p in model.named_parameters()}
-        found: list[Any] = [None] * self.world_size
-        self.dist.all_gather_object(found, norms)
-        for rank, other in enumerate(found):
-            differing = [name for name in found[0] if not _are_close(found[0][name], other.get(name))]
+        norms_of_ranks: list[Any] = [None] * self.world_size
+        self.dist.all_gather_object(norms_of_ranks, norms)
+        for rank, other in enumerate(norms_of_ranks):
+            differing = [
+                name
+                for name, norm in norms_of_ranks[0].items()
+                if not math.isclose(norm, other.get(name, math.nan), rel_tol=1e-9)
+            ]
             if differing:
                 raise ConfigError(
                     f"model has other weights in process {rank} than in process 0: {differing[0]} and "
@@ -236,10 +240,6 @@ class HybridParallelism(ShardedParallelism):
             if tokenizer is not None:
                 tokenizer.save_pretrained(directory)
         self.dist.barrier()
-
-
-def _are_close(number: float, other: float | None) -> bool:
-    return other is not None and math.isclose(number, other, rel_tol=1e-9)
 
 
 def _completing(module: nn.Module, names: list[str], group: Any) -> Any:

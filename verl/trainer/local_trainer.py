@@ -118,7 +118,7 @@ def compose_short_file(
         if not any(option.startswith("data=") for option in overrides):
             overrides = ["data=files", *overrides]  # not the lengths that suit the built-in example
     replacements = {key: as_plain(item) for key, item in objects.items()}
-    composed = compose_over_default("ppo", short, overrides, replacements, PREFERENCES)
+    composed = compose_over_default(short, overrides, replacements, PREFERENCES)
     composed.notes = [*notes, *composed.notes]
     return composed
 

@@ -10,7 +10,7 @@ from typing import Any
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, as_plain
 from verl.data.chat_template import ChatTemplate
-from verl.environments.rendered_history import check_template
+from verl.environments.observation_tokens import check_template
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
 from verl.monitoring.nonfinite import NonFiniteGuard

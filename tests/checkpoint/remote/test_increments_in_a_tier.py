@@ -7,9 +7,8 @@ from checkpoint.save.test_increments import WEIGHTS, assert_holds, save
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.remote.commit_log import CommitLog
-from verl.checkpoint.remote.download import pull
 from verl.checkpoint.remote.remote_store import RemoteReader, RemoteStore
-from verl.checkpoint.remote.upload import CheckpointUpload
+from verl.checkpoint.remote.transfer import CheckpointUpload, pull
 from verl.storage.config import LocalStorage
 
 

@@ -14,9 +14,8 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
-from verl.checkpoint.remote.download import pull
 from verl.checkpoint.remote.remote_store import RemoteStore, object_key
-from verl.checkpoint.remote.upload import CheckpointUpload, checked_pieces
+from verl.checkpoint.remote.transfer import CheckpointUpload, checked_pieces, pull
 from verl.errors import (
     CheckpointCorrupt,
     CheckpointFenced,

@@ -91,7 +91,11 @@ class RankWriter:
         with self._writing(path) as target:
             if entry is not None:
                 if not duplicate(self._disk, source, target):
-                    self._copy(source, target, entry)
+                    pieces = _pieces(self._disk, source, [leaf.size for leaf in entry.leaves])
+                    copied = FileEntry.of(entry.path, write_file(self._disk, target, pieces))
+                    if (copied.size, copied.blake3) != (entry.size, entry.blake3):
+                        fault = FileFault(source.name, "its bytes are not those recorded for it")
+                        raise CheckpointCorrupt(source.parent, [fault])
                 return self.keep_file(replace(entry, path=path))
             if clone(self._disk, source, target):
                 return self.keep_file(FileEntry.of(path, hash_buffers(_pieces(self._disk, target))))
@@ -128,12 +132,6 @@ class RankWriter:
         """List a file that is complete on the disk; returns its entry."""
         self._files.append(entry)
         return entry
-
-    def _copy(self, source: Path, target: Path, entry: FileEntry) -> None:
-        pieces = _pieces(self._disk, source, [leaf.size for leaf in entry.leaves])
-        copied = FileEntry.of(entry.path, write_file(self._disk, target, pieces))
-        if (copied.size, copied.blake3) != (entry.size, entry.blake3):
-            raise CheckpointCorrupt(source.parent, [FileFault(source.name, "its bytes are not those recorded for it")])
 
 
 def _pieces(disk: FileSystem, source: Path, sizes: Iterable[int] | None = None) -> Iterator[bytes]:

@@ -449,7 +449,12 @@ def files_below(disk: FileSystem, root: Path) -> tuple[dict[str, int], list[Path
 def remove_tree(disk: FileSystem, root: Path) -> int:
     """Remove a file or a directory tree; missing entries are ignored. Returns the bytes freed."""
     if not is_directory(disk, root):
-        return _remove_file(disk, root)
+        try:
+            status = disk.status(root)
+            disk.unlink(root)
+        except FileNotFoundError:
+            return 0
+        return status.st_size if status.st_nlink == 1 else 0
     freed = remove_content(disk, root)
     with contextlib.suppress(FileNotFoundError):
         disk.remove_directory(root)
@@ -464,15 +469,6 @@ def remove_content(disk: FileSystem, directory: Path) -> int:
     except FileNotFoundError:
         return 0
     return sum(remove_tree(disk, directory / name) for name in names)
-
-
-def _remove_file(disk: FileSystem, path: Path) -> int:
-    try:
-        status = disk.status(path)
-        disk.unlink(path)
-    except FileNotFoundError:
-        return 0
-    return status.st_size if status.st_nlink == 1 else 0
 
 
 def _create_filled(disk: FileSystem, path: Path, fill: Callable[[FileHandle], None]) -> None:

@@ -60,7 +60,8 @@ def compare(
     for path in sorted(_documents(first) & _documents(second)):
         if _digest(first, path) != _digest(second, path):
             differences += _key_differences(path, *(_parsed(path, bytes(reader.read(path))) for reader in readers))
-    states = [_comparable(read_state(disk, checkpoint)) for checkpoint in (first, second)]
+    states = [read_state(disk, checkpoint) for checkpoint in (first, second)]
+    states = [{key: value for key, value in state.items() if key not in PASSED_OVER} for state in states]
     return differences + list(_key_differences(STATE, *states))
 
 
@@ -190,7 +191,3 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
-
-
-def _comparable(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key not in PASSED_OVER}

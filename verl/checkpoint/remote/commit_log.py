@@ -12,7 +12,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -86,9 +85,9 @@ class CommitLog:
                     raise ObjectDamaged(f"{self.store.url(LOG)} lacks a record among those that are there")
                 self._records[record.number] = record
         self._last = max(self._last, *numbers, 0)
-        for record in self._beyond():
-            self._records[record.number] = record
-            self._last = record.number
+        while (record := self._read(self._last + 1)) is not None:  # not in the store's listing yet
+            self._last += 1
+            self._records[self._last] = record
         return [self._records[number] for number in sorted(self._records)]
 
     def take_claim(self) -> None:
@@ -143,13 +142,6 @@ class CommitLog:
                 f"{self.store.address} was taken over by {record.by} at {record.at}; this run no longer uploads "
                 "there. Stop one of the two, or give this one its own storage.prefix"
             )
-
-    def _beyond(self) -> Iterator[LogRecord]:
-        """Records that the store's listing did not show yet."""
-        number = self._last + 1
-        while (record := self._read(number)) is not None:
-            yield record
-            number += 1
 
     def _read(self, number: int) -> LogRecord | None:
         try:

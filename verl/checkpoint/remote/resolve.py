@@ -16,8 +16,8 @@ from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.read.discovery import FETCHED
 from verl.checkpoint.remote.commit_log import LOG, LogRecord
-from verl.checkpoint.remote.download import pull
 from verl.checkpoint.remote.remote_store import RemoteStore
+from verl.checkpoint.remote.transfer import pull
 from verl.errors import CheckpointNotFound, ConfigError, StorageError, StorageRefused
 from verl.storage.config import Storage, storage_at, storage_from
 

@@ -31,7 +31,7 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.lease import StoreLease
-from verl.checkpoint.remote.upload import CheckpointUpload
+from verl.checkpoint.remote.transfer import CheckpointUpload
 from verl.errors import BadCheckpoint, CheckpointError, CheckpointFenced, StorageError, StorageRefused, VerlError
 from verl.storage.config import Storage
 from verl.storage.store import ObjectStore
@@ -170,18 +170,14 @@ class UploadWorker:
             if self._directory.exists(checkpoint.directory):
                 self._tell(UploadEvent(kind="failed", name=checkpoint.name, error=redact(str(error)), waiting=others))
             return
-        self._keep_lineage()
+        with contextlib.suppress(OSError):  # the lineage that this directory knows is for people: a failure is ignored
+            self._pusher.store.put(LINEAGE, FileSystem().read(self._directory.directory / LINEAGE, 2**26))
         took_s = time.monotonic() - began
         self._tell(
             UploadEvent(
                 kind="uploaded", name=checkpoint.name, waiting=others, sent_bytes=pushed.sent_bytes, took_s=took_s
             )
         )
-
-    def _keep_lineage(self) -> None:
-        """Upload the lineage that this directory knows; it is for people, so a failure is ignored."""
-        with contextlib.suppress(OSError):
-            self._pusher.store.put(LINEAGE, FileSystem().read(self._directory.directory / LINEAGE, 2**26))
 
 
 def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None:

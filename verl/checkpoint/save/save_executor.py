@@ -224,9 +224,14 @@ class _SaveFiles:
     @cached_property
     def _earlier(self) -> list[Checkpoint]:
         """Checkpoints whose files may be shared."""
+        earlier = [] if self._newest is None else [self._newest]
         base = self._request.increment
-        opened = [_open_base(self._store, base)] if isinstance(base, Path) else []
-        return [checkpoint for checkpoint in (*opened, self._newest) if checkpoint is not None]
+        if isinstance(base, Path):
+            try:
+                return [open_verified(self._store.disk, base), *earlier]
+            except (BadCheckpoint, OSError) as error:
+                log.error("checkpoint.incremental_base cannot be used: %s", error)
+        return earlier
 
     @cached_property
     def _newest(self) -> Checkpoint | None:
@@ -262,14 +267,6 @@ def _holds(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> bool:
         log.error("%s of %s is damaged, and is written anew: %s", entry.path, checkpoint.directory, error)
         return False
     return True
-
-
-def _open_base(store: CheckpointStore, base: Path) -> Checkpoint | None:
-    try:
-        return open_verified(store.disk, base)
-    except (BadCheckpoint, OSError) as error:
-        log.error("checkpoint.incremental_base cannot be used: %s", error)
-        return None
 
 
 def _prune(store: CheckpointStore, retention: Retention | None) -> tuple[tuple[str, ...], str | None]:

@@ -81,11 +81,11 @@ class RaySession:
     _watch: ClassVar[StoppedWatch | None] = None
     _held: ClassVar[TemporaryDirectory | None] = None
 
-    def __init__(self, wanted: RaySettings):
-        self.wanted = wanted
+    def __init__(self, settings: RaySettings):
+        self.settings = settings
         if not ray.is_initialized():
             with _sigterm_as_it_was():
-                self._open(wanted)
+                self._open(settings)
             RaySession._opened = True
         RaySession._users += 1
         self._is_open = True
@@ -98,12 +98,12 @@ class RaySession:
         """
         group = placement_group(bundles, strategy=strategy)
         try:
-            ray.get(group.ready(), timeout=self.wanted.start_timeout_s)
+            ray.get(group.ready(), timeout=self.settings.start_timeout_s)
         except GetTimeoutError as error:
             remove_placement_group(group)
             raise VerlError(
                 f"Ray has no room for {len(bundles)} workers of {_said(bundles[0])} ({strategy}) after "
-                f"{self.wanted.start_timeout_s:g} s: the cluster has {_said(ray.cluster_resources())}, of which "
+                f"{self.settings.start_timeout_s:g} s: the cluster has {_said(ray.cluster_resources())}, of which "
                 f"{_said(ray.available_resources())} are free. Set trainer.n_gpus_per_node or "
                 "trainer.placement.num_cpus lower, or add machines."
             ) from error
@@ -130,24 +130,24 @@ class RaySession:
             CLEANUP.withdraw(cls._mark)
             CLEANUP.withdraw(cls._words)
 
-    def _open(self, wanted: RaySettings) -> None:
+    def _open(self, settings: RaySettings) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
-        if wanted.address is not None:
+        if settings.address is not None:
             has_token = _show_token()
             try:
-                _check_cluster(wanted.address, wanted.start_timeout_s)
-                ray.init(address=wanted.address, **quiet)
+                _check_cluster(settings.address, settings.start_timeout_s)
+                ray.init(address=settings.address, **quiet)
             except (OSError, RuntimeError, ValueError, RayError) as error:
                 raise ConfigError(
-                    f"trainer.placement.address is {wanted.address!r}: a Ray cluster could not be joined there "
+                    f"trainer.placement.address is {settings.address!r}: a Ray cluster could not be joined there "
                     f"({str(error).splitlines()[0]}; {_token_message(has_token)}). Start one with "
                     "`ray start --head`, or set it to null."
                 ) from error
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {}
-        if wanted.object_store_mib is not None:
-            options["object_store_memory"] = wanted.object_store_mib * 2**20
+        if settings.object_store_mib is not None:
+            options["object_store_memory"] = settings.object_store_mib * 2**20
         if (
             quoted := shlex.quote(sys.executable)
         ) != sys.executable:  # Ray starts workers by a shell, and quotes nothing
@@ -159,7 +159,7 @@ class RaySession:
         try:
             ray.init(
                 address="local",
-                num_cpus=max(os.cpu_count() or 1, int(wanted.num_cpus + 0.999)),
+                num_cpus=max(os.cpu_count() or 1, int(settings.num_cpus + 0.999)),
                 include_dashboard=False,
                 _system_config=SYSTEM_CONFIG,
                 _temp_dir=RaySession._held.name,
@@ -173,7 +173,7 @@ class RaySession:
             del os.environ[SESSION_VARIABLE]
         RaySession._words = CLEANUP.register(last_words=_last_words(ray._private.worker._global_node))
         daemons = {pid: f"Ray's {name}" for pid, name in children(RaySession._held.name.encode()).items()}
-        RaySession._watch = StoppedWatch(daemons, wanted.call_timeout_s, "trainer.placement.call_timeout_s")
+        RaySession._watch = StoppedWatch(daemons, settings.call_timeout_s, "trainer.placement.call_timeout_s")
 
 
 @dataclass(frozen=True)

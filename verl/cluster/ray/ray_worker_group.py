@@ -28,9 +28,16 @@ from ray.exceptions import GetTimeoutError, ObjectStoreFullError, RayActorError,
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.cluster.network import LOOPBACK, ReachabilityWatch, free_address, interface_of
 from verl.cluster.ray.ray_init import RaySession
-from verl.cluster.ray.ray_worker import RayReply, RoleWorker, own_gpu
+from verl.cluster.ray.ray_worker import (
+    LOOPBACK,
+    RayReply,
+    ReachabilityWatch,
+    RoleWorker,
+    free_address,
+    interface_of,
+    own_gpu,
+)
 from verl.cluster.rpc import (
     END_TIMEOUT_S,
     STACK_TIMEOUT_S,
@@ -38,9 +45,9 @@ from verl.cluster.rpc import (
     Deadline,
     PendingCall,
     RemoteWorkerGroup,
-    refuse_mixed_versions,
 )
 from verl.cluster.serialization import Serialized, deserialize, serialize
+from verl.cluster.worker import refuse_mixed_versions
 from verl.component import BuildContext
 from verl.errors import VerlError, WorkerDied
 from verl.utils.child_process.exit_report import excerpt
@@ -238,10 +245,10 @@ class RayTransport:
             stored = {id(share): ray.put(tuple(share)) for share in {id(share): share for share in shares}.values()}
             calls = [
                 actor.call.remote(
-                    role, method, stored[id(share)], None if own is None else own.numpy(), rank in result_ranks
+                    role, method, stored[id(share)], None if part is None else part.numpy(), rank in result_ranks
                 )
                 for result_ranks in [pending.result_ranks]
-                for rank, (actor, share, own) in enumerate(zip(self._actors, shares, rows, strict=True))
+                for rank, (actor, share, part) in enumerate(zip(self._actors, shares, rows, strict=True))
             ]
         except (RayError, OSError, ValueError) as error:
             raise _refusal(error, pending.name, pending.step) from error

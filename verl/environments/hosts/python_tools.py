@@ -66,9 +66,9 @@ class PythonTool:
             raise ValueError(self._fault(error)) from None
         return self._awaited(result) if inspect.isawaitable(result) else as_text(result)
 
-    async def _awaited(self, found: Any) -> str:
+    async def _awaited(self, result: Any) -> str:
         try:
-            return as_text(await found)
+            return as_text(await result)
         except ValidationError as error:  # coroutine functions validate when they are awaited
             raise ValueError(self._fault(error)) from None
 

@@ -172,7 +172,7 @@ class Run:
 class Service:
     """verifiers' environment, served in an event loop of its own, and the endpoint that it takes for its model."""
 
-    made: ClassVar[dict] = {}
+    services: ClassVar[dict] = {}
     lock = threading.Lock()
 
     def __init__(self, config):
@@ -190,9 +190,9 @@ class Service:
     def of(cls, config):
         key = json.dumps(config, sort_keys=True)
         with cls.lock:
-            if key not in cls.made:
-                cls.made[key] = cls(config)
-            return cls.made[key]
+            if key not in cls.services:
+                cls.services[key] = cls(config)
+            return cls.services[key]
 
     def wait(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()

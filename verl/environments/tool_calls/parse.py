@@ -169,12 +169,12 @@ def _other_format(text: str, style: ToolFormat, tools: Tools) -> ToolFormat | No
     return "llama" if bare is not None and (bare[1] is None or bare[1] in tools) else None
 
 
-def _of_known_tool(found: FoundCall, tools: Tools, text: str) -> FoundCall:
-    call = found.call
+def _of_known_tool(item: FoundCall, tools: Tools, text: str) -> FoundCall:
+    call = item.call
     if isinstance(call, ParseFault) or call.name in tools:
-        return found
+        return item
     reason = f"there is no tool {call.name!r}; the tools are {', '.join(tools)}"
-    return FoundCall(found.start, found.end, ParseFault(text[found.start : found.end], reason))
+    return FoundCall(item.start, item.end, ParseFault(text[item.start : item.end], reason))
 
 
 # Formats with marks

@@ -19,9 +19,16 @@ from pydantic import Field
 
 from verl.component import BuildContext, component
 from verl.errors import ConfigError, NonFiniteRewardError, RewardError, faults_below
-from verl.http_client.cache import AnswerCache, default_directory, key_of
 from verl.http_client.endpoint import Endpoint
-from verl.http_client.request import Kind, Request, RequestReport, RetryableAnswer
+from verl.http_client.request import (
+    AnswerCache,
+    Kind,
+    Request,
+    RequestReport,
+    RetryableAnswer,
+    default_cache_directory,
+    key_of,
+)
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
 from verl.rewards.remote.score_parser import NotFinite
@@ -166,7 +173,7 @@ class RemoteReward(Reward):
     def __init__(self, described: RemoteDescription, client: HTTPClient):
         self.client, self.url = client, described.endpoint.url(self.path)
         self.error_score = described.error_score if described.on_error == "score" else None
-        directory = Path(described.cache_dir).expanduser() if described.cache_dir else default_directory()
+        directory = Path(described.cache_dir).expanduser() if described.cache_dir else default_cache_directory()
         self._cache = AnswerCache(directory, described.cache_gib) if described.cache_gib > 0 else None
         self._tally: RequestStats | None = None
         self._counts = True

@@ -396,7 +396,7 @@ def _defaults(replacements: Mapping[str, Description], saves: bool, algorithm: s
         return options
     prompts = min(PROMPTS_PER_STEP, data.num_rows if isinstance(data, PromptsObject) else PROMPTS_PER_STEP)
     if prompts % 2:  # of few rows; what a step has must divide into its mini-batches
-        chosen = algorithm if isinstance(algorithm, Algorithm) else load_option("ppo", "algorithm", algorithm)
+        chosen = algorithm if isinstance(algorithm, Algorithm) else load_option("algorithm", algorithm)
         prompts = max(prompts - prompts % chosen.mini_batches, 1)
     return {
         **options,
@@ -432,7 +432,7 @@ def _compose(
 ) -> ComposedConfig:
     short = read_short_file(config) if isinstance(config, (str, Path)) else dict(config or {})
     nodes = {key: as_plain(item) for key, item in replacements.items()}
-    return compose_over_default("ppo", {**below, **dict(flatten(short)), **above}, overrides, nodes)
+    return compose_over_default({**below, **dict(flatten(short)), **above}, overrides, nodes)
 
 
 def _refuse_unused(run: Any, ref_model: Any, critic_model: Any) -> None:

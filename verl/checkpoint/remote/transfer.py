@@ -1,19 +1,38 @@
-"""Upload of one checkpoint into a remote store: objects, then the manifest, then its record in the commit log."""
+"""Transfer of one checkpoint to and from a remote store.
+
+Upload: objects, then the manifest, then its record in the commit log. Download: into a directory, where the checkpoint
+is committed as if it had been saved there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import repeat
+from pathlib import Path
 
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.commit.upload_state import confirm_upload, manifest_digest
 from verl.checkpoint.core.checkpoint import Checkpoint
-from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.filesystem import (
+    FileSystem,
+    duplicate,
+    make_directories,
+    read_errors,
+    write_by_rename,
+    write_errors,
+    write_file,
+)
 from verl.checkpoint.core.hashing import digest_of
-from verl.checkpoint.core.manifest import MANIFEST, FileEntry
+from verl.checkpoint.core.manifest import COMMIT, MANIFEST, FileEntry, commit_line
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.read.verify import open_verified
 from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
-from verl.checkpoint.remote.remote_store import MANIFESTS, object_key, regrouped
-from verl.errors import CheckpointCorrupt, CheckpointIncomplete
+from verl.checkpoint.remote.remote_store import MANIFESTS, RemoteCheckpoint, RemoteStore, object_key, regrouped
+from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, ObjectDamaged, ObjectNotFound
 from verl.storage.store import ObjectStore
 
 SMALL_BYTES, AT_ONCE = 2**20, 4
@@ -116,3 +135,76 @@ def _leaves(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> Itera
             fault = checkpoint.fault(entry.path, f"it cannot be read: {error.strerror or error}", begin, end)
             raise CheckpointCorrupt(checkpoint.directory, [fault]) from error
         begin = end
+
+
+def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: bool = False) -> Checkpoint:
+    """Download a checkpoint unless it exists; files that another checkpoint of the directory has are linked.
+
+    Every byte is hashed before the checkpoint is published, by one rename, under its original name.
+
+    Args:
+        anew: download it although it exists, because the local copy is damaged.
+    Raises:
+        BadCheckpoint: a part is missing in the store, or differs from what was written.
+        NoSpaceForCheckpoint, CheckpointWriteFailed: it cannot be written; nothing was published.
+        CheckpointReadFailed: the directory cannot be read.
+        StorageError: the store does not answer.
+    """
+    with read_errors(f"looking at {store.directory}"):
+        here = None if anew else local_copy(store, record.manifest)
+        if here is not None:
+            return here
+        checkpoint = tier.open(record)
+        known = {
+            (entry.blake3, entry.size): (local, entry.path)
+            for local in store.complete()
+            for entry in local.manifest.files
+        }
+        store.borrow_claim()  # a trainer that is saving there stays the owner
+    needed = sum(entry.size for entry in checkpoint.manifest.files if (entry.blake3, entry.size) not in known)
+    begun = store.begin(checkpoint.step, needed_bytes=needed, needed_files=len(checkpoint.manifest.files))
+    with begun as transaction, write_errors(f"fetching {record.name}"):
+        for entry in checkpoint.manifest.files:
+            _fetch(tier, checkpoint, entry, transaction.directory, store.disk, known)
+        write_by_rename(store.disk, transaction.directory / MANIFEST, checkpoint.data)
+        write_by_rename(store.disk, transaction.directory / COMMIT, commit_line(checkpoint.data))
+        with store.locked():
+            fetched = transaction.rename(checkpoint.manifest, record.name)
+    confirm_upload(store.disk, fetched, record.manifest, tier.store.address)
+    return fetched
+
+
+def local_copy(directory: CheckpointDirectory, manifest: str) -> Checkpoint | None:
+    """The checkpoint with this manifest, if it is complete in a directory."""
+    for path in directory.candidates():
+        with contextlib.suppress(BadCheckpoint, FileNotFoundError):
+            checkpoint = open_verified(directory.disk, path)
+            if manifest_digest(directory.disk, checkpoint) == manifest:
+                return checkpoint
+    return None
+
+
+def _fetch(
+    tier: RemoteStore,
+    published: RemoteCheckpoint,
+    entry: FileEntry,
+    root: Path,
+    disk: FileSystem,
+    known: dict[tuple[str, int], tuple[Checkpoint, str]],
+) -> None:
+    target = root / entry.path
+    make_directories(disk, target.parent, root)
+    if (source := known.get((entry.blake3, entry.size))) is not None:
+        checkpoint, path = source
+        with contextlib.suppress(BadCheckpoint):
+            CheckpointReader(checkpoint, disk).check(path)
+            if duplicate(disk, checkpoint.path(path), target):
+                return
+    try:
+        leaves = write_file(disk, target, published.checked_leaves(entry, tier.leaves(entry), " of its object"))
+    except ObjectNotFound as error:
+        fault = published.fault(entry.path, "its object is missing")
+        raise CheckpointIncomplete(published.directory, [fault]) from error
+    except ObjectDamaged as error:
+        raise CheckpointCorrupt(published.directory, [published.fault(entry.path, str(error))]) from error
+    assert leaves == entry.leaves, "each was compared before it was written"
