@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from verl.cli.main import app
 from verl.errors import ConfigError
-from verl.models.known_shapes import has_shipped_shapes, known_shapes, sizes_config
-from verl.models.model_stats import model_stats
-from verl.models.pretrained import Pretrained, is_local
+from verl.models.model_files import is_local
+from verl.models.model_stats import has_shipped_shapes, known_shapes, model_stats, sizes_config
+from verl.models.pretrained import Pretrained
 
 ENTRIES = json.loads(files("verl.models").joinpath("known_shapes.json").read_text())
 FSDP = ["sharding=fsdp", "trainer.n_gpus_per_node=8"]

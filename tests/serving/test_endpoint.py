@@ -26,8 +26,7 @@ from verl.models.tiny import CHAT_TEMPLATE
 from verl.ops.logprobs import log_probs_of
 from verl.rewards.rules import ExactMatch
 from verl.rollout.hf import HFRollout
-from verl.serving.conversations import RecordedTurn, merge_turns
-from verl.serving.sessions import Session
+from verl.serving.conversations import RecordedTurn, Session, merge_turns
 
 openai = pytest.importorskip("openai")
 

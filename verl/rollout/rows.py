@@ -152,17 +152,17 @@ def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> No
     if not (float(lowest) > PLACEHOLDER and float(highest) <= LARGEST_LOG_PROB):
         exact = log_probs.double()
         is_wrong = ~((exact > PLACEHOLDER) & (exact <= LARGEST_LOG_PROB)) & mask
-        row, place = is_wrong.nonzero()[0].tolist()
-        fault = log_prob_fault(float(exact[row, place]))
-        raise RolloutError(f"{_of_token(rows, row, place)} has the log-prob {fault}. {_count(is_wrong, mask)}")
+        row, position = is_wrong.nonzero()[0].tolist()
+        fault = log_prob_fault(float(exact[row, position]))
+        raise RolloutError(f"{_of_token(rows, row, position)} has the log-prob {fault}. {_count(is_wrong, mask)}")
     lowest, highest = tokens[mask].aminmax()
     if int(lowest) < 0 or (num_tokens is not None and int(highest) >= num_tokens):
         is_wrong = ((tokens < 0) | (tokens >= (num_tokens or int(highest) + 1))) & mask
-        row, place = is_wrong.nonzero()[0].tolist()
+        row, position = is_wrong.nonzero()[0].tolist()
         known = "no id is negative" if num_tokens is None else f"the model knows 0 to {num_tokens - 1}"
         raise RolloutError(
-            f"{_of_token(rows, row, place)} is not a token: {known}. {_count(is_wrong, mask)} Does the engine run with "
-            "the actor's tokenizer?"
+            f"{_of_token(rows, row, position)} is not a token: {known}. {_count(is_wrong, mask)} Does the engine run "
+            "with the actor's tokenizer?"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
-from verl.utils.external_input import regular_opener
+from verl.utils.external_input import ends_with_partial_line, regular_opener
 
 KEPT_BYTES = 64 * 2**20  # limit of records that wait for disk space; the oldest are dropped first
 
@@ -49,8 +49,8 @@ class JsonLinesTracker(Tracker):
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         self._path = run_dir / "metrics.jsonl"
         self._begin, self._started = time.monotonic(), True
-        with open(self._path, "ab", buffering=0, opener=regular_opener) as file:
-            if _ends_with_partial_line(self._path):
+        with open(self._path, "ab+", buffering=0, opener=regular_opener) as file:
+            if ends_with_partial_line(file):
                 _append(file, self._path, b"\n")
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -127,15 +127,6 @@ def _append(file: BinaryIO, path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             file.truncate(end)
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _ends_with_partial_line(path: Path) -> bool:
-    """Whether the file ends with a partial line, left by a run that was killed."""
-    if not path.is_file() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
 
 
 def json_line(record: dict[str, Any]) -> bytes:

@@ -72,7 +72,9 @@ class StreamWriter:
         if device.type == "cuda":
             with shareable_allocations():
                 self._chunks = torch.empty(2, chunk_bytes, dtype=torch.uint8, device=device)
-            on_device = _ipc_handle(self._chunks)
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            on_device = reduce_tensor(self._chunks)  # the CUDA IPC handle by which another process opens it
         self.handle = StreamHandle(f"/proc/{os.getpid()}/fd/{self._fd}", uuid4().hex, size, chunk_bytes, on_device)
 
     def begin(self, num_readers: int | None = None) -> None:
@@ -243,15 +245,8 @@ def _head(memory: mmap.mmap) -> Tensor:
 def _chunks(memory: mmap.mmap, chunk_bytes: int) -> Tensor:
     if len(memory) == HEAD_BYTES:
         return torch.empty(0)
-    found = torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD_BYTES, count=2 * chunk_bytes)
-    return found.view(2, chunk_bytes)
-
-
-def _ipc_handle(chunks: Tensor) -> tuple[Any, ...]:
-    """The CUDA IPC handle by which another process opens a tensor on this GPU."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    return reduce_tensor(chunks)
+    chunks = torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD_BYTES, count=2 * chunk_bytes)
+    return chunks.view(2, chunk_bytes)
 
 
 def reads_peers(device: torch.device) -> bool:
@@ -259,9 +254,9 @@ def reads_peers(device: torch.device) -> bool:
     NVLink, or PCIe without isolation)."""
     if device.type != "cuda":
         return True
-    own = device.index or 0
-    others = (other for other in range(torch.cuda.device_count()) if other != own)
-    return all(torch.cuda.can_device_access_peer(own, other) for other in others)
+    index = device.index or 0
+    others = (other for other in range(torch.cuda.device_count()) if other != index)
+    return all(torch.cuda.can_device_access_peer(index, other) for other in others)
 
 
 def _opened(handle: tuple[Any, ...]) -> Tensor:
