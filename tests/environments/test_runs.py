@@ -119,16 +119,16 @@ def episodes_of(tmp_path_factory):
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "sharding",
     [
-        "tp",
-        *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fsdp", "ddp", "cp", "pp")],
-        pytest.param("parallel,sharding.tp=2,sharding.dp_shard=2", marks=pytest.mark.exhaustive),
-        pytest.param("parallel,sharding.tp=2,sharding.cp=2", marks=pytest.mark.exhaustive),
-        pytest.param("parallel,sharding.tp=2,sharding.pp=2", marks=pytest.mark.exhaustive),
-        pytest.param("parallel,sharding.pp=2,sharding.dp_shard=2", marks=pytest.mark.exhaustive),
-        pytest.param("parallel,sharding.cp=2,sharding.dp_shard=2", marks=pytest.mark.exhaustive),
+        *("tp", "fsdp", "ddp", "cp", "pp"),
+        "parallel,sharding.tp=2,sharding.dp_shard=2",
+        "parallel,sharding.tp=2,sharding.cp=2",
+        "parallel,sharding.tp=2,sharding.pp=2",
+        "parallel,sharding.pp=2,sharding.dp_shard=2",
+        "parallel,sharding.cp=2,sharding.dp_shard=2",
     ],
 )
 def test_several_processes_play_the_episodes_of_one_and_learn_the_same(episodes_of, sharding):

@@ -414,6 +414,7 @@ def test_a_policy_that_was_trained_on_texts_is_asked_in_texts_whatever_its_token
             asked(client, messages, tools=[other])
 
 
+@pytest.mark.exhaustive
 def test_schemas_of_the_environment_are_those_of_requests_without_tools(with_calculator, tmp_path):
     with asked_of(with_calculator, tmp_path, TEMPLATE, text=False) as (client, endpoint):
         messages = [{"role": "user", "content": "1+2="}]

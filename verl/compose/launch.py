@@ -36,6 +36,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl import errors
 from verl.compose import schema
 from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_overrides
+from verl.compose.help_text import help_text
 from verl.compose.overrides import Overrides
 from verl.compose.run_start import RunStart
 from verl.compose.schema import conf_dir
@@ -133,7 +134,10 @@ def entry_point(root: str) -> Callable[[Callable[[RunStart], Any]], Callable[[],
                 sys.argv[1:] = arguments
                 only_shows = any(argument in PRINTS_ONLY for argument in arguments)
                 with reader_may_leave() if only_shows else nullcontext():
-                    _run_hydra(root, main, assigned.faults)
+                    if {"--help", "-h"} & {*arguments}:
+                        sys.stdout.write(help_text(root))
+                    else:
+                        _run_hydra(root, main, assigned.faults)
 
         return command
 
