@@ -67,6 +67,7 @@ def test_a_policy_in_a_store_answers_as_the_one_on_the_disk(here):
     assert not [*Path().iterdir()], "what was fetched is gone"
 
 
+@pytest.mark.exhaustive
 def test_what_is_taken_out_of_a_store_is_what_is_taken_out_of_the_disk(here, tmp_path):
     found = []
     for name, place in (("disk", here), ("store", ADDRESS)):

@@ -36,7 +36,7 @@ NORMED_GSPO = dataclasses.replace(
     [
         PPO_ALGORITHM,
         pytest.param(PPO_KL_IN_LOSS, marks=pytest.mark.exhaustive),
-        GRPO_ALGORITHM,
+        pytest.param(GRPO_ALGORITHM, marks=pytest.mark.exhaustive),
         pytest.param(NORMED_GSPO, marks=pytest.mark.exhaustive),
     ],
     ids=["ppo", "ppo, kl in loss", "grpo", "gspo, normed"],
@@ -59,7 +59,11 @@ def test_how_responses_are_decoded_changes_no_number(model64, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [PPO_ALGORITHM, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)], ids=["ppo", "grpo"]
+    "algorithm",
+    [
+        pytest.param(PPO_ALGORITHM, id="ppo", marks=pytest.mark.exhaustive),
+        pytest.param(dataclasses.replace(GRPO_ALGORITHM, mini_batches=1), id="grpo"),
+    ],
 )
 def test_the_order_of_the_prompts_changes_no_number(algorithm: Algorithm, model64, tmp_path):
     run = ppo_run(model64, algorithm, group_size=2)

@@ -33,6 +33,7 @@ def test_one_worker_trains_bit_by_bit(model64, tmp_path):
     same_training(alone, run_course(one, PROMPTS, tmp_path / "one"))
 
 
+@pytest.mark.exhaustive
 def test_two_workers_train_to_rounding_and_roles_may_live_apart(model64, tmp_path):
     alone = run_course(ppo_run(model64, PPO_ALGORITHM), PROMPTS, tmp_path / "local")
     two = ppo_run(

@@ -81,6 +81,7 @@ def _without_layers(metrics: dict[str, float]) -> dict[str, float]:
     return {name: x for name, x in metrics.items() if not name.startswith(places)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("upload_interval", [1, None])
 def test_rows_in_the_store_stay_where_checkpoints_are_uploaded_too(upload_interval, model32, tmp_path, monkeypatch):
     deleted: list[str] = []

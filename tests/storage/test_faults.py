@@ -127,7 +127,7 @@ def test_a_create_whose_answer_is_lost_finds_its_own_content(store: ObjectStore,
 def test_closing_ends_the_waiting_of_others(proxy: Proxy) -> None:
     proxy.misbehave = lambda request: Fault(status=503)
     store = S3Storage(bucket=BUCKET, endpoint_url=proxy.url, retries=50, backoff_s=30.0).connect()
-    store.retrying.close()
+    store.retry.close()
     with pytest.raises(StorageUnreachable, match="failed 1 times"):
         store.put("one", b"hello")
 

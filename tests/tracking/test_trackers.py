@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import exhaustive
 from refusals import refusal
 
 from verl.component import BuildContext, as_plain
@@ -219,7 +220,7 @@ def test_a_tracker_of_a_list_has_its_settings_under_its_name():
     assert found.console.sample_rows == 2  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("key", ["tracker.mine", "tracker.more.mine", "+tracker.mine"])
+@pytest.mark.parametrize("key", ["tracker.mine", *exhaustive("tracker.more.mine", "+tracker.mine")])
 def test_a_sixth_tracker_stands_beside_the_others_under_its_name(key, tmp_path):
     own, path = f"{key}={{_target_:verl.tracking.tensorboard.TensorBoard}}", key.lstrip("+")
     found = composed("tracker=[jsonl]", own, f"{path}.flush_s=3")

@@ -20,6 +20,7 @@ from verl.trainer import train_loop
 from verl.trainer.setup import fit_with_restarts, last_checkpoint_of
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_from_its_own_checkpoints_and_never_from_those_of_an_earlier_run(model32, tmp_path):
     fit(course(model32, tmp_path, stop_after=3), tmp_path / "earlier")
     with course(model32, tmp_path, stop_after=2).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
@@ -45,6 +46,7 @@ def test_a_trainer_is_built_anew_in_the_same_place_and_ends_as_if_nothing_had_be
     assert result.checkpoints == ["global_step_3", "global_step_4"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_goes_on_after_a_loss_is_restarting_and_not_failed(model32, tmp_path, monkeypatch):
     screen, statuses = io.StringIO(), []
     monkeypatch.setattr(rich.get_console(), "file", screen)

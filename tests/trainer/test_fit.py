@@ -107,6 +107,7 @@ def test_steps_go_on_over_epochs_and_every_epoch_has_its_own_order(model32, tmp_
     assert not (tmp_path / "actor").exists()
 
 
+@pytest.mark.exhaustive
 def test_epochs_count_where_no_number_of_steps_is_given(model32, tmp_path):
     run = ppo_run(model32, prompts_per_step=3, total_epochs=2, save_final=False, eval_before=False)
     assert fit(run, tmp_path).steps == 2 * (len(PROMPTS) // 3)
@@ -143,6 +144,7 @@ def test_a_run_that_cannot_save_is_an_error_that_leaves_its_summary(model32, tmp
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 1]
 
 
+@pytest.mark.exhaustive
 def test_fine_tuning_in_the_same_loop_lowers_its_loss(model32, tmp_path):
     run = SFTRun(
         actor=Actor(model=model32, optimizer=AdamW(lr=1e-2)),

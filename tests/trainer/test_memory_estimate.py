@@ -103,6 +103,7 @@ def test_parameters_are_counted_as_the_model_has_them(tmp_path):
         assert sizes.parameters == sizes.trained == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.exhaustive
 def test_a_family_without_a_language_model_head_is_counted_too():
     from transformers import AutoModel, DistilBertConfig
 
@@ -119,6 +120,7 @@ def test_a_plan_that_fails_stops_no_run(model32, tmp_path, monkeypatch, caplog):
     assert "could not be made: KeyError" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_an_adapter_and_a_divided_model_take_less():
     def actor(*overrides: str) -> RoleMemory:
         run = validate(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", *overrides]))
@@ -271,6 +273,7 @@ def test_every_process_that_holds_a_role_is_counted():
     assert next(ray.lines()).startswith("4 processes on each of 2 machines")
 
 
+@pytest.mark.exhaustive
 def test_a_role_in_a_pool_of_its_own_is_divided_over_that_pool():
     pools = "+trainer.placement.pools={a:[actor,reference],b:[critic]}"
     settings = (

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
-from verl.utils.external_input import regular_opener, write_whole
+from verl.utils.external_input import ends_with_partial_line, regular_opener, write_whole
 
 KEPT_BYTES = 64 * 2**20  # limit of records that wait for disk space; the oldest are dropped first
 TABLE_BYTES = 256 * 2**20  # limit of a run's tables: `samples/`, `evals/` and `tokens/` together
@@ -61,26 +61,26 @@ class JsonLinesTracker(Tracker):
         self._path = run_dir / "metrics.jsonl"
         self._begin, self._started = time.monotonic(), True
         self._table_bytes = sum(file.stat().st_size for name in TABLES for file in run_dir.glob(f"{name}/step_*.jsonl"))
-        with open(self._path, "ab", buffering=0, opener=regular_opener) as file:
-            if _ends_with_partial_line(self._path):
+        with open(self._path, "ab+", buffering=0, opener=regular_opener) as file:
+            if ends_with_partial_line(file):
                 _append(file, self._path, b"\n")
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         assert self._started, "log before start"
         record = {"step": step, "time_s": round(time.monotonic() - self._begin, 3), **metrics}
-        if self._tables.waiting and not self._pending:
-            self._in_thread(self._tables.write)
         self._metrics.add(_Record(self._path, json_line(record)))
         self._raise_failures()
+        if self._tables.waiting and not self._pending:
+            self._in_thread(self._tables.write)
 
     def evaluation(self, metrics: dict[str, float], step: int) -> None:
         self.log(metrics, step)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
-        rows = [{"table": name, **row} for row in rows]
         # A step repeated after a resume replaces its table; a second table of the same step is appended.
-        self._in_thread(self._write_table, "samples", rows, step, replaces=step not in self._sampled)
+        replaces = step not in self._sampled
         self._sampled.add(step)
+        self._in_thread(self._write_table, "samples", [{"table": name, **row} for row in rows], step, replaces=replaces)
 
     def evaluated_rows(self, rows: list[dict[str, Any]], step: int) -> None:
         self._in_thread(self._write_table, "evals", rows, step, replaces=True)
@@ -92,8 +92,6 @@ class JsonLinesTracker(Tracker):
         if self._thread is not None:
             self._thread.shutdown()
         try:
-            with contextlib.suppress(OSError):  # what was refused is written below
-                self._raise_failures()
             try:
                 self._metrics.write()
             finally:
@@ -101,6 +99,8 @@ class JsonLinesTracker(Tracker):
         finally:
             self.num_lost = self._metrics.num_lost + self._tables.num_lost
             self.num_lost += len(self._metrics.waiting) + len(self._tables.waiting)
+        with contextlib.suppress(OSError):  # what was refused before is written now
+            self._raise_failures()
 
     def _in_thread(self, call: Callable[..., None], *args: Any, **options: Any) -> None:
         """Call in the thread that writes tables, in order.
@@ -203,15 +203,6 @@ def _append(file: BinaryIO, path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             file.truncate(end)
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _ends_with_partial_line(path: Path) -> bool:
-    """Whether the file ends with a partial line, left by a run that was killed."""
-    if not path.is_file() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
 
 
 def json_line(record: dict[str, Any]) -> bytes:

@@ -34,7 +34,8 @@ from verl.data.base import Dataset, DataSplits, named_source, report_counts
 from verl.data.sampler import EpochSampler
 from verl.engines.sharding import Sharding
 from verl.errors import CheckpointNotFound, ConfigError, WorkerDied, faults_below
-from verl.models.pretrained import WARM_START, ModelSource
+from verl.models.model_files import WARM_START
+from verl.models.pretrained import ModelSource
 from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.ops.cpu_matmul import active_library, chosen_library, use_library
 from verl.protocol import DataProto

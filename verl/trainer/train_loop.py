@@ -432,18 +432,13 @@ def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
                 # safetensors and torch have errors of their own for what the file system says
                 if isinstance(error, VerlError) or "os error" not in str(error).lower():
                     raise
-                raise OSError(_errno_in(str(error)), str(error)) from error
+                number = re.search(r"os error (\d+)", str(error), re.IGNORECASE)
+                raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
     except BaseException:
         for path in run_dir.iterdir() if run_dir.is_dir() else ():
             if path.name in ("actor", "critic") and path.name not in there:
                 shutil.rmtree(path, ignore_errors=True)
         raise
-
-
-def _errno_in(text: str) -> int:
-    """The system's error number in a message, such as `(os error 28)`."""
-    number = re.search(r"os error (\d+)", text, re.IGNORECASE)
-    return int(number[1]) if number else errno.EIO
 
 
 def _save(trainer: LoopTrainer, result: TrainResult) -> None:

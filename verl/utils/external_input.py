@@ -15,7 +15,7 @@ import re
 import stat
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -173,6 +173,14 @@ def regular_opener(path: str, flags: int) -> int:
     with contextlib.suppress(FileNotFoundError):
         _require_regular(os.stat(path), path)  # opening a device may change it
     return _regular(os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666), path)
+
+
+def ends_with_partial_line(file: BinaryIO) -> bool:
+    """Whether a file, which is open for reading, ends with a partial line, left by a process that was killed."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
 
 
 def write_text(path: str | Path, text: str) -> None:

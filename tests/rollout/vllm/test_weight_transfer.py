@@ -11,6 +11,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
+from cases import exhaustive
 from rollout.engines import save_family
 from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 
@@ -190,7 +191,7 @@ def in_processes(world_size, tmp_path, *case):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+@pytest.mark.parametrize("lora", [*exhaustive(False), True], ids=["plain", "lora"])
 def test_two_shards_with_an_engine_each_get_what_they_lack(lora, model32, tmp_path):
     ((moved, gathered),) = in_processes(2, tmp_path, model32, Parallel(), lora)
     assert moved == gathered == pytest.approx(1.0, abs=0.01)

@@ -62,6 +62,7 @@ def test_a_pipeline_takes_its_data_when_it_is_run_and_lengths_and_epochs_by_thei
         RLTrainer(pipeline=within, data=rows)
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_without_data_trains_on_the_built_in_sums_and_says_so(dir32, capsys, tmp_path):
     sums = ["data.digits=1", "data.held_out=4"]
     parts = {"actors": [dir32], "reward_models": [r], "rollout_config": {"max_new_tokens": 4, "n": 2}}

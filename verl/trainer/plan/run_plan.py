@@ -16,7 +16,7 @@ from typing import Any
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
-from verl.models.known_shapes import has_shipped_shapes
+from verl.models.model_stats import has_shipped_shapes
 from verl.trainer.plan.activations import num_experts
 from verl.trainer.plan.changes import FittingChange, changes_that_fit
 from verl.trainer.plan.devices import DeviceRates, device_named, gpu_here
@@ -209,13 +209,9 @@ def plan_run(
     changes = () if memory.fits else tuple(changes_that_fit(run, device, memory, step_s, response))
     disk = tuple(_disk(run, memory, step_s, free_disk, upload_rate))
     batch = tuple(workload(run).lines(run))
-    return RunPlan(device, memory, stages, batch, disk, changes, response, _shipped(run, memory))
-
-
-def _shipped(run: Any, memory: MemoryPlan) -> tuple[str, ...]:
-    """Hub names of models that were computed by shipped shapes."""
     sources = [getattr(getattr(run, role.name), "model", None) or run.actor.model for role in memory.roles]
-    return tuple(dict.fromkeys(source.base_path() for source in sources if has_shipped_shapes(source)))
+    shipped = tuple(dict.fromkeys(source.base_path() for source in sources if has_shipped_shapes(source)))
+    return RunPlan(device, memory, stages, batch, disk, changes, response, shipped)
 
 
 SMALL_SHARE = 16  # of the memory: what takes less than one part is not traced at the start of a run
