@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Iterator
 
 import pytest
+from cases import exhaustive
 from storage.s3_server import BUCKET, Fault, Proxy, Request, after, proxy_before
 
 from verl.errors import ConfigError, ObjectNotFound, StorageError, StorageRefused, StorageUnreachable
@@ -206,7 +207,7 @@ def test_an_answer_that_is_not_one_of_s3_is_told(size, store: ObjectStore, proxy
         store.list("")
 
 
-@pytest.mark.parametrize("ask", ["list", "refused", "get"])
+@pytest.mark.parametrize("ask", ["list", *exhaustive("refused", "get")])
 def test_an_answer_that_is_longer_than_any_of_its_kind_is_read_no_further(
     ask: str, store: ObjectStore, proxy: Proxy
 ) -> None:
