@@ -91,7 +91,9 @@ def test_a_refusal_is_told_at_once(store: ObjectStore, proxy: Proxy) -> None:
     assert len(proxy.seen) == 1
 
 
-@pytest.mark.parametrize("fault", [Fault(hang_up=True), Fault(passed_on=True, hang_up=True), Fault(status=500)])
+@pytest.mark.parametrize(
+    "fault", [Fault(hang_up=True), *exhaustive(Fault(passed_on=True, hang_up=True), Fault(status=500))]
+)
 def test_a_part_that_is_lost_is_sent_again_alone(store: ObjectStore, proxy: Proxy, fault: Fault) -> None:
     proxy.misbehave = after(2, fault, method="PUT", part="partNumber")
     store.put("long", LONG)

@@ -38,6 +38,7 @@ def r(prompts, responses):
 # DataPipeline and RLTrainer
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_takes_its_data_when_it_is_run_and_lengths_and_epochs_by_their_usual_names(dir32):
     m = c = dir32
     rows = ROWS[:5]  # which two mini-batches do not divide
