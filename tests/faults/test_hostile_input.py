@@ -189,7 +189,7 @@ def newest(directory: Path) -> Checkpoint:
 # -- types and sizes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [29, *exhaustive(1)])
+@pytest.mark.parametrize("every", [13, *exhaustive(1)])
 def test_every_place_of_a_well_signed_manifest_may_hold_anything(copied, every):
     checkpoint = copied / "global_step_2"
     manifest = json.loads((checkpoint / MANIFEST).read_text())
