@@ -207,9 +207,9 @@ class SlotRows:
         columns = slice(longest, longest + 1) if is_even else step.own
         count = len(self._slots) if self.keeps_episodes else self.num_live
         call = CacheCall(0, columns, count, width, width, prompt_width=step.prompt_width, groups=step.groups)
-        found = self._forward(call, tokens[:, None], step.positions, mask)
+        following = self._forward(call, tokens[:, None], step.positions, mask)
         step.positions, step.own, step.count = step.positions + 1, step.own + 1, step.count + 1
-        return found
+        return following
 
     def fewest_ended(self, num_live: int) -> int:
         """Number of rows that have ended from which on it is worth while to take them out; others are read along."""

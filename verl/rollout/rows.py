@@ -78,7 +78,7 @@ def assemble(
     mask, attended = mask[:, :width], attended[:, :width]
     responses = responses[:, :width].masked_fill(~attended, pad_id)
     rows = prompts.select(["prompts", "prompt_mask", "prompt_ids", "group_ids"]).repeat(num_samples)
-    made = DataProto.from_dict(
+    assembled = DataProto.from_dict(
         {
             "sample_ids": torch.arange(num_samples).repeat(len(prompts)) if sample_ids is None else sample_ids,
             **sequence_fields(rows.batch["prompts"], rows.batch["prompt_mask"], responses, attended),
@@ -88,10 +88,10 @@ def assemble(
         }
     )
     if routed is not None:
-        made = made.union(DataProto.from_dict({"routed_experts": routed[:, :width].clone()}))
-    made = rows.union(made)
-    refuse_wrong_responses(made)
-    return made
+        assembled = assembled.union(DataProto.from_dict({"routed_experts": routed[:, :width].clone()}))
+    assembled = rows.union(assembled)
+    refuse_wrong_responses(assembled)
+    return assembled
 
 
 def sequence_fields(prompts: Tensor, prompt_mask: Tensor, responses: Tensor, attended: Tensor) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ class InPlaceLoader:
         for path, module in modules.items():
             self._find(plain_name(path), module)
         self._register_head_copies(modules.values(), getattr(model, "lm_head", None))
-        elsewhere = tuple(f"{plain_name(path)}." for path, one in modules.items() if OTHER_STAGE in kinds_of(one))
+        elsewhere = tuple(f"{plain_name(path)}." for path, part in modules.items() if OTHER_STAGE in kinds_of(part))
         unmatched = [name for name, takers in self._writers.items() if not takers and not name.startswith(elsewhere)]
         if unmatched:
             raise UnsupportedLayer(f"{unmatched[0]} has no place")

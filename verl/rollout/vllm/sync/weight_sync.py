@@ -168,8 +168,8 @@ class RankSync:
         """The tensors for the engine, computed from tensors of the running model as they arrive."""
         share = self.connection.share
         coming = self.connection.transfer.tensors({w.source.name: w.source for w in self.weights}, transfer_state)
-        there = {place.name for chunk in share.chunks for place in chunk}
-        return formed([w for w in self.weights if w.source.name in share.wanted and w.name in there], coming)
+        names = {entry.name for chunk in share.chunks for entry in chunk}
+        return formed([w for w in self.weights if w.source.name in share.wanted and w.name in names], coming)
 
     @cached_property
     def _plain(self) -> set[str]:
