@@ -120,6 +120,7 @@ def test_a_run_without_held_out_prompts_does_not_evaluate(model32, tmp_path):
     assert [path.name for path in result.saved] == ["actor"]
 
 
+@pytest.mark.exhaustive
 def test_the_actor_learns_the_faster_the_higher_its_rate_and_nothing_at_zero(model32, tmp_path):
     def moved(lr: float) -> float:
         run = ppo_run(model32, lr=lr, total_steps=1, eval_before=False)
