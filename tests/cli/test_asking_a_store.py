@@ -85,6 +85,7 @@ def test_rows_of_a_buffer_in_a_store_are_browsed(here):
     assert {row["step"] for row in rows[0]} == {1, 2}
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_from_an_address(here, model32, tmp_path):
     digests = []
     for name, place in (("disk", here), ("store", ADDRESS)):

@@ -134,7 +134,6 @@ def test_an_exit_of_a_role_is_its_error_and_names_the_line(groups):
     assert str(caught.value).endswith("sys.exit(0)\nSystemExit: 0")
 
 
-@pytest.mark.parametrize("groups", [LOCAL, pytest.param("ray", marks=RAY)], indirect=True)
 def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(groups, monkeypatch):
     monkeypatch.setattr(rpc, "GRACE_S", 10.0)  # a machine under load takes its time to end a process
     cluster, toy = groups.start(2)

@@ -217,7 +217,7 @@ def test_cfg_job_prints_yaml_alone_on_standard_output(tmp_path, run_script):
 @pytest.mark.parametrize(
     ("raised", "status", "said"),
     [
-        ("KeyboardInterrupt()", 130, "interrupted"),
+        pytest.param("KeyboardInterrupt()", 130, "interrupted", marks=pytest.mark.exhaustive),
         ("RuntimeError('broken: api_key=abcdefgh12345')", 1, "Traceback"),
     ],
 )
@@ -331,6 +331,7 @@ def test_two_torchruns_of_one_run_end_with_the_refusal_of_each_process(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path, run_script):
     script = tmp_path / "script.py"
     script.write_text(

@@ -155,6 +155,7 @@ def read_only(directory: Path) -> list[str]:
     return []
 
 
+@pytest.mark.exhaustive
 def test_the_script_says_it_in_a_line_prints_no_configuration_and_leaves_no_directory(
     model32, tmp_path, tmp_path_factory
 ):

@@ -51,6 +51,7 @@ def test_the_budget_of_a_micro_batch_changes_no_number(algorithm, model64, tmp_p
         same_training(whole, run_course(pairs, STEPS, tmp_path / "pairs"), ROUNDING)
 
 
+@pytest.mark.exhaustive
 def test_how_responses_are_decoded_changes_no_number(model64, tmp_path):
     together = run_course(ppo_run(model64, GRPO_ALGORITHM, group_size=3), STEPS, tmp_path / "together")
     rollout = HFRollout(max_new_tokens=7, max_rows=3, share_prefix=False, drop_finished=False)

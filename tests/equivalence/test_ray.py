@@ -26,7 +26,6 @@ def numbers(run_dir):
     return {step: {k: v for k, v in line.items() if k != "perf/peak_memory_mib"} for step, line in lines.items()}
 
 
-@pytest.mark.exhaustive  # that a worker trains bit by bit as this process is also seen where a checkpoint goes to Ray
 def test_one_worker_trains_bit_by_bit(model64, tmp_path):
     alone = run_course(ppo_run(model64, PPO_ALGORITHM), PROMPTS, tmp_path / "local")
     one = ppo_run(model64, PPO_ALGORITHM, placement=placed())

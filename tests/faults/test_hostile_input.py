@@ -189,7 +189,7 @@ def newest(directory: Path) -> Checkpoint:
 # -- types and sizes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [29, *exhaustive(1)])
+@pytest.mark.parametrize("every", [13, *exhaustive(1)])
 def test_every_place_of_a_well_signed_manifest_may_hold_anything(copied, every):
     checkpoint = copied / "global_step_2"
     manifest = json.loads((checkpoint / MANIFEST).read_text())
@@ -252,7 +252,7 @@ BESIDE = ("owner.json", "format.json", "cold.json", "run.lock", "pins/global_ste
 @pytest.mark.parametrize("file", BESIDE)
 def test_the_files_beside_may_hold_anything(file, thorough, copied):
     (copied / "pins").mkdir(exist_ok=True)
-    for number, content in enumerate(CONTENTS):
+    for number, content in enumerate(CONTENTS if thorough else CONTENTS[::3]):
         (copied / file).write_bytes(content)
         for command in some_of(number, thorough):
             ends_in_words(*command, copied)

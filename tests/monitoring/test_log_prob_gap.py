@@ -272,6 +272,7 @@ def test_a_server_of_weights_that_the_actor_has_left_behind_is_not_compared(dir3
 # Resume
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_keeps_the_first_gap_bit_for_bit_and_an_older_checkpoint_goes_on(model32, tmp_path):
     def course(directory, resume=None):
         saved = Checkpointing(save_dir=str(directory / "checkpoints"), save_interval=1, keep_last_n=None)

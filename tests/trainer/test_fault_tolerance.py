@@ -78,6 +78,7 @@ def test_a_run_that_goes_on_after_a_loss_is_restarting_and_not_failed(model32, t
     assert (tmp_path / "run/run.log").read_text().count("Traceback (most recent call last):\n  File") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_is_lost_while_the_run_is_built_anew_costs_one_more_restart(model32, tmp_path, monkeypatch):
     lost = [WorkerDied(0, "start", None, "the process ended"), WorkerDied(0, "actor.update", 3, "the process ended")]
     with course(model32, tmp_path).build(BuildContext(run_dir=tmp_path / "run")) as trainer:

@@ -223,6 +223,7 @@ def test_a_trainer_that_is_gone_takes_its_uploader_along(near: CheckpointTier, t
     uploading.close(wait_s=0.0)
 
 
+@pytest.mark.exhaustive
 def test_the_later_of_two_runs_fences_the_earlier_one_out_which_says_so(near: CheckpointTier, tmp_path: Path) -> None:
     one = uploader(near, tmp_path / "one", "one")
     save(tmp_path / "one", 1)
@@ -238,6 +239,7 @@ def test_the_later_of_two_runs_fences_the_earlier_one_out_which_says_so(near: Ch
     assert [record.step for record in near.connect().records()] == [1, 5]
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_that_is_damaged_on_the_disk_stops_no_other(near: CheckpointTier, tmp_path: Path) -> None:
     bad = save(tmp_path / "here", 2)
     path = bad.path("actor/weights.bin")

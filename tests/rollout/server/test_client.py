@@ -219,7 +219,7 @@ def test_no_server_is_told_at_the_start(model32):
 @pytest.mark.parametrize(
     ("mode", "options", "source"),
     [
-        ("raw", {}, "server"),
+        pytest.param("raw", {}, "server", marks=pytest.mark.exhaustive),
         ("raw", {"temperature": 0.5}, "trainer"),
         pytest.param("raw", {"top_p": 0.5}, "server", marks=pytest.mark.exhaustive),
         pytest.param("raw", {"temperature": 0.5, "top_k": 3}, "trainer", marks=pytest.mark.exhaustive),

@@ -295,6 +295,7 @@ def kill_after_sending(vllm, monkeypatch, what="advance_turns") -> list[int]:
     return killed
 
 
+@pytest.mark.exhaustive
 def test_an_engine_killed_while_it_draws_is_started_again_and_draws_the_same(engines, monkeypatch, caplog):
     shake(engines.model, seed=4)
     engines.vllm.sync()

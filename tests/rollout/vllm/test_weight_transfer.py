@@ -197,6 +197,7 @@ def test_two_shards_with_an_engine_each_get_what_they_lack(lora, model32, tmp_pa
     assert moved == gathered == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_experts_that_are_one_tensor_here_and_many_there_move_once(tmp_path):
     source = save_family(tmp_path / "model", "qwen3_moe")
@@ -204,6 +205,7 @@ def test_experts_that_are_one_tensor_here_and_many_there_move_once(tmp_path):
     assert moved == gathered == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_siblings_feed_one_engine_and_gather_nothing_else(model32, tmp_path):
     (whole, gathered), (two, _), (four, _), (stages, _), _ = in_processes(2, tmp_path, model32, Parallel(tp=2), False)

@@ -123,6 +123,7 @@ def test_steps_one_by_one_are_the_steps_of_fit_and_train_the_very_model(model32,
     assert not all_equal(ends[0], weights(model32.load_causal_lm("cpu")))
 
 
+@pytest.mark.exhaustive
 def test_fit_goes_on_from_the_steps_that_were_made_and_ends_the_run(dir32):
     with trainer(dir32) as made:
         made.step()
@@ -140,6 +141,7 @@ def test_a_run_without_end_may_go_past_its_last_step(dir32):
         assert len(set(losses)) == 2
 
 
+@pytest.mark.exhaustive
 def test_closing_writes_what_was_trained_and_says_how_far_it_came(dir32):
     with trainer(dir32, overrides=["tracker=none"]) as made:
         made.step()
@@ -260,6 +262,7 @@ def test_the_way_that_bytes_take_changes_no_bit(options, dir32):
         assert all(torch.equal(x, moments[name]) for name, x in actor_of(made).engine.optimizer_tensors().items())
 
 
+@pytest.mark.exhaustive
 def test_weights_for_older_tools_load_too(dir32):
     config = {"save_dir": "own", "use_safetensors": False, "save_interval": None}
     with trainer(dir32, checkpoint_config=config) as made:

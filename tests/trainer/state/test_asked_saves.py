@@ -17,7 +17,7 @@ from verl.trainer.ppo import PPOTrainer
 @pytest.mark.parametrize(
     ("tag", "named"),
     [
-        ("loss_0.12", "loss_0.12"),
+        pytest.param("loss_0.12", "loss_0.12", marks=pytest.mark.exhaustive),
         pytest.param("", "global_step_2", marks=pytest.mark.exhaustive),
         ("../x", "global_step_2"),
     ],

@@ -274,6 +274,7 @@ def test_a_checkpoint_of_a_run_answers_its_losses(whole):
     assert re.search(rf"^  loss_history +{re.escape(shown)}$", told.stdout, re.MULTILINE)
 
 
+@pytest.mark.exhaustive
 def test_a_skipped_step_is_no_point_of_the_loss_curve_and_the_run_goes_on_from_it(skipping, model32, tmp_path):
     assert numbers(skipping / "run")[4]["actor/loss"] == "nan"  # as the metrics' file writes it
     manager = CheckpointManager(skipping / "checkpoints")

@@ -190,6 +190,7 @@ def test_the_same_training_begun_again_shares_the_directory_and_neither_start_pr
     assert run_of(first, "global_step_1") == run_of(first, "global_step_2") != run_of(first, "global_step_3")
 
 
+@pytest.mark.exhaustive
 def test_cleaning_by_hand_keeps_of_each_line_of_descent_what_its_own_retention_would(model32):
     all_of_them = {"keep_last_n": None}
     directory = fit(run(model32, total_steps=4, save=all_of_them))
@@ -385,7 +386,8 @@ def test_a_sweep_repeated_leaves_the_checkpoints_of_the_first_as_they_were(model
     assert [len(saved) for _, saved in second] == [4, 4]
 
 
-@pytest.mark.parametrize("where", ["on the disk", *exhaustive("in a store")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", ["on the disk", "in a store"])
 def test_a_sweep_started_again_goes_on_by_what_it_varies_and_not_by_the_numbers_of_its_jobs(
     where, model32, tmp_path, caplog
 ):
