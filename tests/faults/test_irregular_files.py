@@ -218,7 +218,16 @@ def test_names_do_not_reach_the_terminal_as_commands_to_it(run):
 @pytest.mark.parametrize("kind", ["fifo", "device"])
 @pytest.mark.parametrize(
     "name",
-    ["config.yaml", "run.log", "metrics.jsonl", "samples/step_1.jsonl", "plan.txt", "curves.png", "sweep.csv"],
+    [
+        "config.yaml",
+        "run.log",
+        "metrics.jsonl",
+        "samples/step_1.jsonl",
+        "evals/step_1.jsonl",
+        "plan.txt",
+        "curves.png",
+        "sweep.csv",
+    ],
 )
 def test_a_file_of_the_run_directory_is_written_only_where_it_is_regular(name, kind, tmp_path):
     replace(tmp_path / name, kind)
@@ -228,7 +237,10 @@ def test_a_file_of_the_run_directory_is_written_only_where_it_is_regular(name, k
         "run.log": lambda: setup_logging(tmp_path),
         "metrics.jsonl": lambda: tracker.start("run", {}, tmp_path, None),
         "samples/step_1.jsonl": lambda: (
-            tracker.start("run", {}, tmp_path, None), tracker.samples([{"prompt": "1"}], 1, "train")
+            tracker.start("run", {}, tmp_path, None), tracker.samples([{"prompt": "1"}], 1, "train"), tracker.close("")
+        ),
+        "evals/step_1.jsonl": lambda: (
+            tracker.start("run", {}, tmp_path, None), tracker.evaluated_rows([{}], 1), tracker.close("")
         ),
         "plan.txt": lambda: write_text(tmp_path / name, "plan"),
         "curves.png": lambda: draw({"reward": {"mean": MetricSeries([1, 2], [0.0, 1.0])}}, tmp_path / name, "run"),

@@ -206,6 +206,7 @@ _BEFORE_THE_FIRST_STEP = {
     "overrides.yaml",
     "run.log",
     "plan.txt",
+    "plan.json",
     "metrics.jsonl",
     "tensorboard",
 }

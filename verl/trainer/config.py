@@ -42,7 +42,7 @@ class LoopSettings(Description):
             run. null: no such step.
         eval_before: evaluate the weights before the first step.
         eval_interval: steps between evaluations; 0 for none but the last.
-        sample_rows: rows kept in each table of samples.
+        sample_rows: rows kept in each table of samples, and of tokens.
         strict_data_check: check the content of every batch, as VERL_STRICT_DATA_CHECK=1 does.
         save_final: write the weights at the end as Hugging Face directories.
         repeat_first_batch: train only on the first batch of the data, to test whether it can be learned.

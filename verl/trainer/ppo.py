@@ -28,7 +28,8 @@ from verl.algorithms.importance_sampling import weight_advantages
 from verl.environments.episode import per_episode, response_texts, training_rows, without_dropped
 from verl.errors import NonFiniteError
 from verl.monitoring.nonfinite import StepSkipped
-from verl.monitoring.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
+from verl.monitoring.ppo_metrics import evaluation_metrics, mean_of, sample_rows
+from verl.monitoring.row_records import evaluated_rows
 from verl.ops.counter_rng import EVALUATION, TRAINING
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
@@ -67,7 +68,7 @@ class PPOTrainer(PPOLifecycle):
         metrics |= self.reuse.keep(experience, step, self.saving.is_busy)
         metrics |= self.sync()
         counted = {f"reward/{name}": x for name, x in self.reward.take().items()}
-        metrics = {**experience_metrics(self.reuse.new(experience)), **counted, **selected, **metrics}
+        metrics = {**self.observe(experience, step), **counted, **selected, **metrics}
         self.guard.watch(metrics, experience)
         return metrics
 
@@ -187,7 +188,9 @@ class PPOTrainer(PPOLifecycle):
                 prompts = self.eval_data_without_tools.collate(range(len(self.eval_data_without_tools)))
                 request = GenerationRequest(step, greedy=True, stream=EVALUATION, uses_environment=False)
                 bare = self.judge(prompts, request)
+        responses = {"greedy": greedy, "drawn": drawn, "without_tools": bare}
         self.tracker.samples(sample_rows(greedy, self.settings.sample_rows), step, "eval")
+        self.tracker.evaluated_rows(evaluated_rows(responses, self.settings.success_score), step)
         return evaluation_metrics(greedy, drawn, k, self.settings.success_score, bare)
 
     def _rewarded(self, rollout: DataProto) -> DataProto:

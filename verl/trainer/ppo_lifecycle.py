@@ -14,6 +14,9 @@ from verl.environments.observation_tokens import check_template
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
 from verl.monitoring.nonfinite import NonFiniteGuard
+from verl.monitoring.ppo_metrics import experience_metrics
+from verl.monitoring.row_records import token_rows
+from verl.protocol import DataProto
 from verl.replay.mixing import ReplayMixing
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
 from verl.trainer.ppo_description import PPODescription
@@ -177,6 +180,14 @@ class PPOLifecycle(LoopTrainer):
         longest = [getattr(data, "longest", None) for data in (self.train_data, self.eval_data) if data is not None]
         known = [tokens for tokens in longest if tokens is not None]
         return max(known) if len(known) == len(longest) else None
+
+    def observe(self, experience: DataProto, step: int) -> dict[str, float]:
+        """Metrics of the responses of a step; the first one and those that evaluate also record tokens."""
+        assert self.reuse is not None
+        rows = self.reuse.new(experience)
+        if self.settings.sample_rows and (step == 1 or self.evaluates_after(step)):
+            self.tracker.token_rows(token_rows(rows, self.settings.sample_rows, self.tokenizer), step)
+        return experience_metrics(rows)
 
     @property
     def parts(self) -> dict[str, Stateful]:

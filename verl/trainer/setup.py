@@ -392,6 +392,11 @@ class LoopTrainer(ABC):
         self.sampler = EpochSampler(len(splits.train), batch_size, seed, setting, splits.mixture, source)
         self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
 
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the weights after this step are evaluated, if there are held-out rows."""
+        interval = self.settings.eval_interval
+        return step == self.num_steps or (interval > 0 and step % interval == 0)
+
     def _plan(self, context: BuildContext) -> RunPlan | None:
         """Plan the run, with messages for its start."""
         plan = log_plan(self.description, context, self.saving.directory)

@@ -193,6 +193,24 @@ def write_text(path: str | Path, text: str) -> None:
         file.write(text)
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a regular file, whole or not at all, by way of `NAME.unfinished` beside it.
+
+    Raises:
+        OSError: see `regular_opener`; the message includes the path, whose former content stays.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            _require_regular(os.stat(path), path)
+        with open(unfinished, "wb", opener=regular_opener) as file:
+            file.write(data)
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def read_bytes(path: str | Path) -> bytes:
     """The content of a regular file.
 

@@ -7,6 +7,7 @@ run ── workload.py ──> rows and tokens ── memory.py ──> bytes by
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -217,7 +218,7 @@ SMALL_SHARE = 16  # of the memory: what takes less than one part is not traced a
 
 
 def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | None:
-    """Plan a run that starts now, with the currently free memory: writes `plan.txt` and logs warnings.
+    """Plan a run that starts now, with the free memory: writes `plan.txt` and `plan.json`, and logs warnings.
 
     Args:
         checkpoints: where they go.
@@ -237,6 +238,7 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
         return None
     assert context.run_dir is not None
     write_text(context.run_dir / "plan.txt", "\n".join(plan.lines()) + "\n")
+    write_text(context.run_dir / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
     for warning in plan.warnings(disk, free_main_memory()):
         _log.warning("%s", warning)
     if not plan.fits and plan.memory.estimate.stays_awake:
