@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from refusals import refusal
