@@ -41,6 +41,8 @@ REQUIRED = [
 ]
 OPTIONAL = {
     "wandb": ["wandb>=0.31.0,<1"],
+    "trackio": ["trackio>=0.43.0,<0.44"],
+    "mlflow": ["mlflow-skinny>=3.17.2,<3.18"],
     "tensorboard": ["tensorboard>=2.21.0,<3"],
     "plots": ["matplotlib>=3.11.2,<4"],
     "math": ["math-verify>=0.9.0,<1"],

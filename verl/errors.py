@@ -45,6 +45,8 @@ from pathlib import Path
 
 _EXTRA_OF = {  # optional packages by their import names, and the extra of setup.py that brings each
     "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
     "tensorboard": "tensorboard",
     "matplotlib": "plots",
     "math_verify": "math",

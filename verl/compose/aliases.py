@@ -109,7 +109,10 @@ ALIASES: dict[str, Alias] = {
 }
 
 FILES = {"ppo": "files", "sft": "sft_files"}
-SHORT = {"tracker=wandb": "[default,wandb]", "tracker=[]": "none"}  # abbreviations of options
+SHORT = {
+    **{f"tracker={name}": f"[default,{name}]" for name in ("wandb", "trackio", "mlflow")},
+    "tracker=[]": "none",
+}  # abbreviations of options
 OPTIONS = {"sharding=fsdp2": _FSDP2}
 
 
