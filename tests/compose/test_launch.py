@@ -58,12 +58,15 @@ def run_script(fork_server: ForkServer, tmp_path: Path) -> Callable[..., subproc
 
 def test_help_lists_the_groups_and_neither_help_nor_check_imports_anything_heavy(tmp_path):
     done = run(tmp_path, "-c", HELP)
-    assert "actor: llama1b, llama8b" in done.stdout, done.stderr
+    assert "      llama1b, llama8b" in done.stdout, done.stderr
     assert "examples" in done.stdout
     assert "HEAVY AFTER HELP []" in done.stdout
     assert "HEAVY AFTER CHECK []" in done.stdout
-    of_sft = {line.partition(":")[0].strip() for line in help_text("sft").partition("  groups\n")[2].splitlines()[:-2]}
-    assert of_sft == {*root_keys("sft")}, "groups that it does not have are not offered"
+    groups = help_text("sft").partition("  groups\n")[2].splitlines()[:-3]
+    of_sft = dict(line.strip().split(": ") for line in groups if not line.startswith("   "))
+    assert of_sft.keys() == {*root_keys("sft")}, "groups that it does not have are not offered"
+    assert all(of_sft.values()), "each group has a sentence"
+    assert max(len(line) for root in ("ppo", "sft") for line in help_text(root).splitlines()) <= 80
 
 
 @pytest.mark.parametrize("flags", [["--help"], *exhaustive(["--cfg", "job"])])
