@@ -207,6 +207,7 @@ _BEFORE_THE_FIRST_STEP = {
     "run.log",
     "plan.txt",
     "plan.json",
+    "environment.json",
     "metrics.jsonl",
     "tensorboard",
 }
