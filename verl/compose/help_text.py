@@ -19,15 +19,15 @@ _EXAMPLES = {
     verl ppo sharding=fsdp trainer.n_gpus_per_node=2   each holds a part
     verl ppo actor=pretrained actor.model.path=DIR \
         reward=function reward.path=my.py:score \
-        data=files 'data.train_files=[train.parquet]' your model, reward and data
+        data=files 'data.train_files=[train.parquet]' model, reward and data
     verl ppo -m trainer.seed=0,1,2                a sweep, one run after another
-    verl ppo experiment=arithmetic_grpo --cfg job show the configuration and stop""",
+    verl ppo experiment=arithmetic_grpo --cfg job show the configuration""",
     "sft": r"""
     verl sft                                      the built-in example, offline
     verl sft actor=pretrained actor.model.path=DIR \
         data=sft_files 'data.train_files=[train.jsonl]'   your model and data
     verl sft -m actor.optimizer.lr=1e-3,3e-3      a sweep, one run after another
-    verl sft experiment=arithmetic_sft --cfg job  show the configuration and stop""",
+    verl sft experiment=arithmetic_sft --cfg job  show the configuration""",
 }
 _GROUPS = {
     "actor": "The model that is trained, with its optimizer and LoRA.",
