@@ -58,11 +58,11 @@ def record(running: Tracker, run_dir: Path, step: int) -> None:
 @needs("trackio")
 def test_a_resumed_run_continues_its_trackio_run_without_network(trackio_dir, offline, tmp_path, caplog, capsys):
     state = random.getstate()
-    running = Trackers(trackio=Trackio(project="sums")).build(BuildContext())
+    running = Trackers(more={"trackio": Trackio(project="sums")}).build(BuildContext())
     record(running, tmp_path, 1)
     identity = running.identity()
     running.close("stopped")
-    resumed = Trackers(trackio=Trackio(project="other")).build(BuildContext())
+    resumed = Trackers(more={"trackio": Trackio(project="other")}).build(BuildContext())
     resumed.resume(json.loads(json.dumps(identity)))
     record(resumed, tmp_path, 2)
     assert resumed.identity() == identity
@@ -86,7 +86,7 @@ def test_a_resumed_run_continues_its_trackio_run_without_network(trackio_dir, of
 @needs("mlflow")
 def test_a_resumed_run_continues_its_mlflow_run_without_network(offline, tmp_path, caplog):
     state, uri = random.getstate(), (tmp_path / "store").as_uri()
-    running = Trackers(mlflow=MLflow(experiment="sums", tracking_uri=uri)).build(BuildContext())
+    running = Trackers(more={"mlflow": MLflow(experiment="sums", tracking_uri=uri)}).build(BuildContext())
     record(running, tmp_path, 1)
     identity = running.identity()
     running.close("interrupted")
@@ -95,7 +95,7 @@ def test_a_resumed_run_continues_its_mlflow_run_without_network(offline, tmp_pat
 
     client, run_id = MlflowClient(tracking_uri=uri, registry_uri=uri), identity["mlflow"]["run_id"]
     assert client.get_run(run_id).info.status == "KILLED"
-    resumed = Trackers(mlflow=MLflow(experiment="sums", tracking_uri=uri)).build(BuildContext())
+    resumed = Trackers(more={"mlflow": MLflow(experiment="sums", tracking_uri=uri)}).build(BuildContext())
     resumed.resume(json.loads(json.dumps(identity)))
     record(resumed, tmp_path, 2)
     assert client.get_run(run_id).info.status == "RUNNING"
@@ -109,7 +109,7 @@ def test_a_resumed_run_continues_its_mlflow_run_without_network(offline, tmp_pat
     assert [(x.step, x.value) for x in client.get_metric_history(run_id, "reward/mean")] == [(1, 0.25), (2, 0.25)]
     assert [x.value for x in client.get_metric_history(run_id, "eval/mean_at_4")] == [0.75, 0.75]
     assert {x.path for x in client.list_artifacts(run_id, "samples")} == {f"samples/eval_step_{n}.json" for n in (1, 2)}
-    elsewhere = Trackers(mlflow=MLflow(tracking_uri=(tmp_path / "elsewhere").as_uri())).build(BuildContext())
+    elsewhere = Trackers(more={"mlflow": MLflow(tracking_uri=(tmp_path / "elsewhere").as_uri())}).build(BuildContext())
     elsewhere.resume(identity)
     record(elsewhere, tmp_path, 1)
     assert elsewhere.identity()["mlflow"]["run_id"] != run_id
@@ -119,7 +119,7 @@ def test_a_resumed_run_continues_its_mlflow_run_without_network(offline, tmp_pat
 @needs("mlflow")
 def test_metrics_that_mlflow_refused_are_sent_later_or_counted_as_lost(tmp_path, caplog):
     store = tmp_path / "store"
-    running = Trackers(mlflow=MLflow(tracking_uri=store.as_uri())).build(BuildContext())
+    running = Trackers(more={"mlflow": MLflow(tracking_uri=store.as_uri())}).build(BuildContext())
     running.start("first", {}, tmp_path, 3)
     running.log({"a": 1.0}, 1)
     away = store.rename(tmp_path / "away")
@@ -141,7 +141,7 @@ def test_metrics_that_mlflow_refused_are_sent_later_or_counted_as_lost(tmp_path,
 @needs("trackio")
 def test_a_training_resumed_from_a_checkpoint_continues_both(trackio_dir, model32, tmp_path):
     uri = (tmp_path / "store").as_uri()
-    trackers = Trackers(trackio=Trackio(), mlflow=MLflow(tracking_uri=uri))
+    trackers = Trackers(more={"trackio": Trackio(), "mlflow": MLflow(tracking_uri=uri)})
 
     def train(name: str, resume: str | None, **settings) -> None:
         run = ppo_run(model32, BRIEF_GRPO, total_steps=2, save_final=False, **BRIEF, **settings)
@@ -167,7 +167,7 @@ def test_a_server_that_does_not_answer_refuses_the_start_soon(tmp_path, monkeypa
     monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        running = Trackers(mlflow=MLflow(tracking_uri=address, timeout_s=1)).build(BuildContext())
+        running = Trackers(more={"mlflow": MLflow(tracking_uri=address, timeout_s=1)}).build(BuildContext())
         with pytest.raises(ConfigError, match="tracker.mlflow could not start"):
             running.start("first", {}, tmp_path, 1)
 
@@ -175,6 +175,6 @@ def test_a_server_that_does_not_answer_refuses_the_start_soon(tmp_path, monkeypa
 @pytest.mark.parametrize(("name", "kind"), [("trackio", Trackio()), ("mlflow", MLflow())])
 def test_without_its_package_a_tracker_is_refused_with_the_extra(name, kind, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
-    (fault,) = Trackers(**{name: kind}).machine_faults()
+    (fault,) = Trackers(more={name: kind}).machine_faults()
     assert f"tracker.{name}=null" in fault
     assert f'pip install "verl[{name}]"' in fault

@@ -118,7 +118,7 @@ class Trackers(Description):
     `more.mine`.
 
     Args:
-        console, jsonl, tensorboard, wandb, trackio, mlflow, curves: the trackers of this package.
+        console, jsonl, tensorboard, wandb, curves: the trackers of this package.
         more: user-defined trackers by name.
     """
 
@@ -128,8 +128,6 @@ class Trackers(Description):
     jsonl: TrackerDescription | None = None
     tensorboard: TrackerDescription | None = None
     wandb: TrackerDescription | None = None
-    trackio: TrackerDescription | None = None
-    mlflow: TrackerDescription | None = None
     curves: TrackerDescription | None = None
     more: dict[str, TrackerDescription] = field(default_factory=dict)
 
