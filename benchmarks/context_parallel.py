@@ -36,8 +36,8 @@ from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Parallel
 from verl.model_paths import context_attention
 from verl.model_paths.check import paths_for
+from verl.model_paths.families import FAST
 from verl.model_paths.micro_batch import cut_into_micro_batches
-from verl.model_paths.paths import FAST
 from verl.models.heads import LMHead
 from verl.models.model_stats import model_stats
 from verl.models.tiny import TinyModel

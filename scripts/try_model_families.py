@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from model_paths.families import families, largest_gaps, save_family, start_family
 
 from verl.model_paths.check import DECODING, decoding_as
-from verl.model_paths.families import TABLE, FamilyRecord, family_table
-from verl.model_paths.paths import PLAIN, ModelPaths
+from verl.model_paths.families import PLAIN, TABLE, FamilyRecord, ModelPaths, family_table
 
 TOLERANCE = 1e-4  # nats
 OWN = replace(PLAIN, own_attention=True)

@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 
+def exhaustive(*cases: Any) -> list[Any]:
+    """Cases of one argument that `make exhaustive` alone runs."""
+    return [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+
+
 def short_where(cases: Iterable[Any], is_short: Callable[[Any], bool]) -> list[Any]:
     """All cases; `make test` runs those for which the claim holds."""
-    return [case if is_short(case) else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+    return [case if is_short(case) else exhaustive(case)[0] for case in cases]
 
 
 def each_value_once(*axes: Sequence[Any] | Mapping[str, Any]) -> list[Any]:

@@ -377,6 +377,7 @@ def test_what_pydantic_found_is_told_in_our_words(details, fault):
     assert faults_of(Rules, values, [details]) == [fault]
 
 
+@pytest.mark.exhaustive
 def test_no_validator_is_built_before_a_component_is_made():
     code = "import verl.rollout.vllm.config as m; print(type(vars(m.VLLMRollout)['__pydantic_validator__']).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

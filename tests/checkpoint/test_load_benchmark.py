@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks/checkpoint_load.py"
 
 
+@pytest.mark.exhaustive
 def test_it_prints_rows_for_the_table(tmp_path):
     done = subprocess.run([sys.executable, SCRIPT, "--small", "--directory", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

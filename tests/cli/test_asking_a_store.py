@@ -67,6 +67,7 @@ def test_a_policy_in_a_store_answers_as_the_one_on_the_disk(here):
     assert not [*Path().iterdir()], "what was fetched is gone"
 
 
+@pytest.mark.exhaustive
 def test_what_is_taken_out_of_a_store_is_what_is_taken_out_of_the_disk(here, tmp_path):
     found = []
     for name, place in (("disk", here), ("store", ADDRESS)):
@@ -84,6 +85,7 @@ def test_rows_of_a_buffer_in_a_store_are_browsed(here):
     assert {row["step"] for row in rows[0]} == {1, 2}
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_from_an_address(here, model32, tmp_path):
     digests = []
     for name, place in (("disk", here), ("store", ADDRESS)):

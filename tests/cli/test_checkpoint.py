@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import exhaustive, short_where
 from golden_run import as_of_format, flip_bit, golden_run
 from golden_run import save as save_golden
 from refusals import refusal
@@ -172,7 +173,7 @@ def test_the_outline_of_a_checkpoint_of_a_run_is_a_page_and_all_of_it_is_there_w
     assert len(whole.splitlines()) > 150
 
 
-@pytest.mark.parametrize("command", [["inspect", "--tensors", "--state"], ["ls"], ["verify", "--full"]])
+@pytest.mark.parametrize("command", [["ls"], *exhaustive(["inspect", "--tensors", "--state"], ["verify", "--full"])])
 def test_a_reader_that_leaves_does_not_change_the_status(command, trained):
     """As `verl checkpoint inspect X | head -1` does."""
     words = [sys.executable, "-c", "from verl.cli.main import app; app()", "checkpoint", *command, str(trained)]
@@ -202,7 +203,10 @@ def test_inspect_shows_a_damaged_one_as_far_as_it_goes(directory):
 
 
 @pytest.mark.parametrize(
-    "path", ["checkpoints", "checkpoints/", ".", "checkpoints/latest", "checkpoints/global_step_200/"]
+    "path",
+    short_where(
+        ["checkpoints", "checkpoints/", ".", "checkpoints/latest", "checkpoints/global_step_200/"], "checkpoints".__eq__
+    ),
 )
 def test_verify_full_finds_a_flipped_bit_and_names_file_and_tensor(path, directory, monkeypatch):
     monkeypatch.chdir(directory.parent)
@@ -342,6 +346,7 @@ def test_a_directory_that_may_not_be_read_is_one_line(directory):
 COMPAT = [sys.executable, "-m", "verl.cli.checkpoint_report"]
 
 
+@pytest.mark.exhaustive
 def test_compat_is_a_command_of_its_own(directory):
     as_of_format(directory / "global_step_200", "2.0.0")
     command = [*COMPAT, "--from", "v0.3.5", "--to", "v0.4.0"]
@@ -356,6 +361,7 @@ def test_compat_is_a_command_of_its_own(directory):
     assert (done.returncode, done.stderr) == (2, "error: nowhere does not exist\n")
 
 
+@pytest.mark.exhaustive
 def test_looking_loads_no_torch(directory):
     code = (
         "import sys; from typer.testing import CliRunner; from verl.cli.main import app\n"

@@ -65,6 +65,7 @@ def test_the_numbers_are_those_that_the_run_logged_at_that_step(path, step, run)
     assert evaluations[1] != evaluations[2]
 
 
+@pytest.mark.exhaustive
 def test_an_adapter_is_evaluated_with_its_model(model32, tmp_path):
     evaluations = trained(model32, tmp_path, GRPO_ALGORITHM, LoRA(rank=2))
     told = json.loads(asked("eval", tmp_path / "checkpoints", *OWN, "--json"))
@@ -102,6 +103,7 @@ def test_plain_weights_are_evaluated_on_a_file_by_the_default_reward(model32, tm
     assert set(told["metrics"]) == {"eval/accuracy", "eval/score", "eval/response_length_tokens"}
 
 
+@pytest.mark.exhaustive
 def test_rows_of_a_file_that_were_trained_on_are_counted_and_no_others(run, tmp_path, caplog):
     file = tmp_path / "rows.jsonl"
     texts = [*Prompts().train[:2], "9+9+9=", "9+9+9=", "8*8*8="]
@@ -172,6 +174,7 @@ def test_the_default_reward_of_plain_weights_is_the_one_of_the_default_run(model
     assert described.checkpoint is None
 
 
+@pytest.mark.exhaustive
 def test_a_fine_tuned_policy_is_evaluated_on_its_own_held_out_text_and_answers(dir32, tmp_path):
     described = sft_run(dir32, tmp_path)
     saving = Checkpointing(save_dir=str(tmp_path / "checkpoints"), save_async=False)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import exhaustive
 from typer.testing import CliRunner
 
 import verl
@@ -121,7 +122,7 @@ def own_groups(tmp_path, monkeypatch):
     return tmp_path / "own"
 
 
-@pytest.mark.parametrize("flag", ["--config-dir", "-cd"])
+@pytest.mark.parametrize("flag", ["-cd", *exhaustive("--config-dir")])
 def test_groups_of_ones_own_are_planned_as_they_are_trained(flag, own_groups, model32):
     model = ["actor=pretrained", f"actor.model.path={model32.path}", "reward=mine", "plan.device=cpu"]
     found = runner.invoke(app, ["plan", flag, str(own_groups), *model])

@@ -159,6 +159,7 @@ def _a_stopped_worker_is_named(cluster, toy):
     assert "does not react at all" in str(e.value)
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_stands_still_is_named_with_the_line_where_it_stands():
     cluster, toy = start(call_timeout_s=1.0)
     try:

@@ -57,7 +57,6 @@ def in_ray(host: ToyHost, context: BuildContext, size: int, timeout_s: float) ->
 
 LOCAL = pytest.param("local", marks=pytest.mark.xdist_group("cluster"))
 RAY = [pytest.mark.xdist_group("ray")]
-over_both = pytest.mark.parametrize("groups", [LOCAL, pytest.param("ray", marks=RAY)], indirect=True)
 
 
 @pytest.fixture(params=[LOCAL, pytest.param("ray", marks=[*RAY, pytest.mark.exhaustive])])
@@ -79,7 +78,6 @@ def groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         assert given.is_gone(list(cluster.pids))
 
 
-@over_both
 def test_calls_are_divided_joined_and_ended_with_nothing_left(groups, tmp_path):
     cluster, toy = groups.start(2, run_dir=tmp_path)
     answers = [toy.double(rows(count)) for count in (7, 1, 0)]  # more rows than processes, fewer, none
@@ -126,6 +124,7 @@ def test_an_exception_in_one_worker_fails_the_call_by_name_and_ends_all(groups):
     assert groups.is_gone(list(cluster.pids))
 
 
+@pytest.mark.exhaustive
 def test_an_exit_of_a_role_is_its_error_and_names_the_line(groups):
     _, toy = groups.start(2)
     with refusal("toy.exit_on", 1, kind=WorkerError) as caught:
@@ -135,7 +134,6 @@ def test_an_exit_of_a_role_is_its_error_and_names_the_line(groups):
     assert str(caught.value).endswith("sys.exit(0)\nSystemExit: 0")
 
 
-@over_both
 def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(groups, monkeypatch):
     monkeypatch.setattr(rpc, "GRACE_S", 10.0)  # a machine under load takes its time to end a process
     cluster, toy = groups.start(2)
@@ -159,7 +157,6 @@ def test_a_call_may_take_as_long_as_it_needs_while_a_worker_makes_progress(group
     assert groups.is_gone(list(cluster.pids))
 
 
-@over_both
 def test_a_stopped_worker_is_named_and_ended(groups, monkeypatch):
     monkeypatch.setattr(rpc, "STACK_TIMEOUT_S", 1.0)
     if groups.name == "ray":
@@ -173,6 +170,7 @@ def test_a_stopped_worker_is_named_and_ended(groups, monkeypatch):
     assert groups.is_gone(list(cluster.pids))
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_is_stopped_is_named_and_not_the_sibling_that_failed_for_it(groups):
     cluster, toy = groups.start(2)
     with refusal("toy.wait_for", 1, kind=WorkerHung) as caught:

@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from cases import each_value_once
+from cases import exhaustive
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose.command_line import command_line, composition_faults, in_grammar, is_path, parse_overrides
@@ -29,19 +30,22 @@ ODD = (
 KEYS_OF_PATHS = ("actor.model.path", "checkpoint.save_dir", "resume", "reward.path")
 
 
-@pytest.mark.parametrize(("key", "path"), each_value_once(KEYS_OF_PATHS, ODD))
-def test_a_value_that_is_a_path_is_taken_as_it_stands(key, path):
-    more = ["reward=function"] if key == "reward.path" else []
-    arguments, assigned = command_line("ppo", [f"{key}={path}", *more])
+# Four paths at a time, one for each key; in all of them each path is the value of each key
+PATHS = [
+    [ODD[start + (number + shift) % 4] for number in range(4)] for shift in range(4) for start in range(0, len(ODD), 4)
+]
+
+
+@pytest.mark.parametrize("paths", [*PATHS[: len(ODD) // 4], *exhaustive(*PATHS[len(ODD) // 4 :])])
+def test_a_value_that_is_a_path_is_taken_as_it_stands(paths):
+    values = dict(zip(KEYS_OF_PATHS, paths, strict=True))
+    words = [f"{key}={path}" for key, path in values.items()]
+    arguments, assigned = command_line("ppo", [*words, "reward=function"])
     assert assigned.faults == []
     config = compose_root("ppo", [a for a in arguments if not a.startswith("-")])
-    for name in key.split("."):
-        config = config[name]
-    assert config == path
-    assert parse_overrides([f"{key}={path}"]) == ([(key, path)], [])  # and by LocalPPOTrainer(overrides=[...])
-    if key != "resume":
-        composed = compose_over_default({}, [f"{key}={path}", *more])
-        assert composed.faults == []
+    assert {key: OmegaConf.select(config, key) for key in KEYS_OF_PATHS} == values
+    assert parse_overrides(words) == ([*values.items()], [])  # and by LocalPPOTrainer(overrides=[...])
+    assert compose_over_default({}, [*words, "reward=function"]).faults == []
 
 
 def test_a_tilde_is_the_home_directory(monkeypatch):
@@ -214,7 +218,6 @@ def test_an_experiment_without_its_package_line_or_with_broken_yaml_is_named(tmp
     (conf / "experiment/broken.yaml").write_text("# @package _global_\ntrainer: [\n")
     (conf / "experiment/good.yaml").write_text("# purpose\n# @package _global_\ntrainer: {seed: 3}\n")
     monkeypatch.setattr("verl.compose.schema.conf_dir", lambda: conf)
-    monkeypatch.setattr("verl.compose.overrides.conf_dir", lambda: conf)
     (fault,) = command_line("ppo", ["experiment=mine"])[1].faults
     assert "mine.yaml does not begin with the line `# @package _global_`" in fault
     (fault,) = command_line("ppo", ["experiment=broken"])[1].faults

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import exhaustive
 from faults.fork_server import ForkServer
 
 import verl
 from verl.checkpoint.commit.fencing import RunLock
+from verl.compose.help_text import help_text
 from verl.compose.launch import end_message
-from verl.compose.schema import conf_dir
+from verl.compose.schema import conf_dir, root_keys
 from verl.errors import ConfigError, RewardError
 
 ROOT = conf_dir().parent
@@ -60,9 +62,11 @@ def test_help_lists_the_groups_and_neither_help_nor_check_imports_anything_heavy
     assert "examples" in done.stdout
     assert "HEAVY AFTER HELP []" in done.stdout
     assert "HEAVY AFTER CHECK []" in done.stdout
+    of_sft = {line.partition(":")[0].strip() for line in help_text("sft").partition("  groups\n")[2].splitlines()[:-2]}
+    assert of_sft == {*root_keys("sft")}, "groups that it does not have are not offered"
 
 
-@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"]])
+@pytest.mark.parametrize("flags", [["--help"], *exhaustive(["--cfg", "job"])])
 def test_a_reader_that_leaves_is_no_error_of_what_is_only_shown(flags, tmp_path):
     read, write = os.pipe()
     os.close(read)
@@ -163,9 +167,14 @@ main()
     ("raised", "first", "traces"),
     [
         ("raise", "The reward function reward() failed.", 1),  # of the user's line
-        ("raise RuntimeError('boom') from error", "RuntimeError: boom", 1),
-        ("raise StorageError('the bucket refuses') from OSError(403)", "the bucket refuses", 0),
-        ("raise CheckpointError('no space')", "no space", 0),
+        pytest.param("raise RuntimeError('boom') from error", "RuntimeError: boom", 1, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "raise StorageError('the bucket refuses') from OSError(403)",
+            "the bucket refuses",
+            0,
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param("raise CheckpointError('no space')", "no space", 0, marks=pytest.mark.exhaustive),
         (
             "raise WorkerError(1, 'actor.update', 3, 'Traceback (most recent call last):\\n  a\\nKeyError: 7')",
             "rank 1 failed in actor.update at step 3: KeyError: 7",
@@ -208,7 +217,7 @@ def test_cfg_job_prints_yaml_alone_on_standard_output(tmp_path, run_script):
 @pytest.mark.parametrize(
     ("raised", "status", "said"),
     [
-        ("KeyboardInterrupt()", 130, "interrupted"),
+        pytest.param("KeyboardInterrupt()", 130, "interrupted", marks=pytest.mark.exhaustive),
         ("RuntimeError('broken: api_key=abcdefgh12345')", 1, "Traceback"),
     ],
 )
@@ -224,6 +233,7 @@ def test_an_interrupted_or_failed_run_ends_with_its_status_and_tells_no_secret(r
     assert "abcdefgh12345" not in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("raised", "status"), [("", 0), ("raise RuntimeError('broken')", 1)])
 def test_a_thread_that_a_component_leaves_running_does_not_keep_the_process_alive(raised, status, tmp_path):
     script = tmp_path / "script.py"
@@ -296,6 +306,7 @@ def test_every_process_of_torchrun_on_several_machines_is_refused_with_the_comma
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_two_torchruns_of_one_run_end_with_the_refusal_of_each_process(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -320,6 +331,7 @@ def test_two_torchruns_of_one_run_end_with_the_refusal_of_each_process(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path, run_script):
     script = tmp_path / "script.py"
     script.write_text(
@@ -338,6 +350,7 @@ def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path, run_script):
     assert len(list(tmp_path.glob("multirun/verl/sft_tiny/*/*/config.yaml"))) == 2
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_fails_does_not_end_the_sweep(tmp_path, run_script):
     done = run_script(str(ROOT / "main_ppo.py"), "-m", "actor.optimizer.lr=-1,1e-3", "trainer.group_sise=2")
     assert done.returncode == 2

@@ -63,7 +63,14 @@ def test_what_is_not_there_is_refused_by_its_key_before_anything_is_trained(what
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(("status", "method"), [(404, "GET"), (403, "GET"), (403, "PUT")])
+@pytest.mark.parametrize(
+    ("status", "method"),
+    [
+        pytest.param(404, "GET", marks=pytest.mark.exhaustive),
+        pytest.param(403, "GET", marks=pytest.mark.exhaustive),
+        (403, "PUT"),
+    ],
+)
 def test_a_store_that_refuses_to_list_or_to_take_is_told(status, method, model32, proxy, tmp_path):
     code = {404: b"NoSuchBucket", 403: b"AccessDenied"}[status]
     body = b"<Error><Code>" + code + b"</Code></Error>"
@@ -90,6 +97,7 @@ def test_another_training_is_refused_by_its_keys_before_anything_is_built(model3
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.exhaustive
 def test_a_job_of_a_sweep_that_finds_only_another_training_is_refused_before_anything_is_built(model32, tmp_path):
     job, new = (BuildContext(job="job_1", swept=(f"actor.optimizer.lr={lr}",)) for lr in (1e-3, 2e-3))
     fit(run(model32, lr=1e-3), "job_0", job.swept)
@@ -147,6 +155,7 @@ def read_only(directory: Path) -> list[str]:
     return []
 
 
+@pytest.mark.exhaustive
 def test_the_script_says_it_in_a_line_prints_no_configuration_and_leaves_no_directory(
     model32, tmp_path, tmp_path_factory
 ):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pyarrow
 import pyarrow.parquet
 import pytest
+from cases import exhaustive
 from omegaconf import OmegaConf
 
 import verl
@@ -216,7 +217,7 @@ def test_a_component_of_another_kind_is_refused_where_it_stands(node):
 # Numbers are finite, and the columns that a reward reads are there
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("value", ["nan", *exhaustive("inf", "-inf")])
 @pytest.mark.parametrize(
     ("key", "options"),
     [

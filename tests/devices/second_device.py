@@ -35,8 +35,8 @@ from verl.engines.fsdp import units_of
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import FSDP
 from verl.model_paths import packed_attention
+from verl.model_paths.families import FAST
 from verl.model_paths.micro_batch import cut_into_micro_batches
-from verl.model_paths.paths import FAST
 from verl.models import heads
 from verl.models.heads import LMHead
 from verl.models.lora import LoRA

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cases import exhaustive
 
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
@@ -31,7 +32,7 @@ def run_of(*choices):
     return validate(compose_root("ppo", [*sizes, *choices]))
 
 
-@pytest.mark.parametrize("workers", [1, 2], ids=["one GPU", "two GPUs"])
+@pytest.mark.parametrize("workers", [2, *exhaustive(1)], ids=["two GPUs", "one GPU"])
 def test_a_sleeping_engine_keeps_its_context_and_communicators_in_every_phase_but_its_own(workers):
     fsdp = ("sharding=fsdp", "trainer.n_gpus_per_node=2", f"rollout.tensor_parallel_size={workers}")
     phases = {phase.name: phase.parts for phase in memory_plan(run_of(*fsdp), device_named("h100")).phases}
@@ -47,7 +48,7 @@ def test_a_sleeping_engine_keeps_its_context_and_communicators_in_every_phase_bu
     assert not any("sleeping engine" in p.parts for p in memory_plan(run_of(*SLEEPLESS), device_named("h100")).phases)
 
 
-@pytest.mark.parametrize("choices", [SLEEPLESS, AHEAD], ids=["sleepless", "ahead"])
+@pytest.mark.parametrize("choices", [SLEEPLESS, *exhaustive(AHEAD)], ids=["sleepless", "ahead"])
 def test_an_engine_that_never_rests_is_in_every_phase(choices):
     h100 = device_named("h100")
     resting, awake = (memory_plan(run_of(*own), h100) for own in ((), choices))
@@ -66,7 +67,11 @@ def test_an_engine_that_never_rests_is_in_every_phase(choices):
     ("choices", "words"),
     [
         (SLEEPLESS, "rollout.sleep is false: the engine keeps its GPU memory, so .* Set rollout.sleep=true"),
-        (AHEAD, "trainer.rollout_ahead is 1: the engine draws while .* Set trainer.rollout_ahead=0"),
+        pytest.param(
+            AHEAD,
+            "trainer.rollout_ahead is 1: the engine draws while .* Set trainer.rollout_ahead=0",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["sleepless", "ahead"],
 )

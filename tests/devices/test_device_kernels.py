@@ -28,9 +28,9 @@ from verl.engines.parallel_dims import Parallelism
 from verl.model_paths import context_attention
 from verl.model_paths.check import finding_for
 from verl.model_paths.context_attention import ContextGroup
+from verl.model_paths.families import FAST
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.model_paths.packed_attention import attend_line
-from verl.model_paths.paths import FAST
 from verl.models.tiny import TinyModel
 from verl.ops import attention, sampling
 from verl.ops.attention import attend_heads

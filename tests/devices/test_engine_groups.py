@@ -182,7 +182,7 @@ class RecordedEngine:
         pass
 
     def verify(self, parts, seconds):
-        return VerificationResult({}, 0.0, 1, 0)
+        return VerificationResult({}, 0.0, 1)
 
 
 def test_an_engine_over_two_gpus_allocates_after_all_its_ranks_have_met_without_cached_memory(monkeypatch):

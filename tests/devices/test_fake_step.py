@@ -22,9 +22,9 @@ from verl.engines.engine import BLOCK_MULTIPLE, TrainingEngine
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import FSDP
 from verl.model_paths import packed_attention
+from verl.model_paths.families import FAST
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.model_paths.packed_attention import MaskShape
-from verl.model_paths.paths import FAST
 from verl.models.heads import LMHead
 from verl.protocol import DataProto
 from verl.trainer.plan.devices import device_named

@@ -31,6 +31,7 @@ def found(tmp_path_factory):
     return said_of(tmp_path_factory.mktemp("second_device") / "found")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("weights", ["on the device", "offloaded"])
 def test_scoring_syncs_a_resumed_optimizer_and_a_merged_adapter_run_on_a_device_of_their_own(found, weights):
     assert len(found[weights]) == 13

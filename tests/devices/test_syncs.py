@@ -62,10 +62,13 @@ def micro_batches_of(rows, role):
     return len(list(cut_into_micro_batches(rows, role.engine.micro_batch_tokens, role.engine.paths(rows))))
 
 
-OTHERS = [pytest.param("critic", "off", marks=pytest.mark.exhaustive)]
+OTHERS = [
+    pytest.param(role, packing, marks=pytest.mark.exhaustive)
+    for role, packing in (("actor", "off"), ("critic", "auto"), ("critic", "off"))
+]
 
 
-@pytest.mark.parametrize(("role", "packing"), [("actor", "auto"), ("actor", "off"), ("critic", "auto"), *OTHERS])
+@pytest.mark.parametrize(("role", "packing"), [("actor", "auto"), *OTHERS])
 def test_an_update_waits_for_the_device_as_often_with_many_micro_batches_as_with_one(role, packing, prompts, pretended):
     start = start_actor if role == "actor" else start_critic
     found, numbers = {}, {}
@@ -120,6 +123,7 @@ def test_scores_come_to_main_memory_once_whatever_the_number_of_micro_batches(pr
     assert not sum(found.values()), found
 
 
+@pytest.mark.exhaustive
 def test_the_load_of_experts_is_counted_without_a_question_per_micro_batch(prompts, pretended, tmp_path):
     model = Pretrained(path=str(save_random_model(tmp_path, "qwen3_moe", torch.float32)))
     found = {}

@@ -137,6 +137,7 @@ def test_vllm_takes_every_engine_setting_that_is_shipped_or_documented(tmp_path)
     assert all(said["requested"] <= BUSY.free for said in found.values())
 
 
+@pytest.mark.exhaustive
 def test_without_a_part_of_its_own_vllm_would_refuse_to_start_beside_that_trainer(told):
     assert "less than desired GPU memory utilization" in told["vLLM's own default"]["error"]
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from cases import exhaustive
 from roles import experience, gradients, start_actor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,7 +34,9 @@ class Casts(TorchDispatchMode):
         return func(*args, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"lora": LoRA(rank=2)}, {"gradient_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"gradient_checkpointing": True}, *exhaustive({}, {"lora": LoRA(rank=2)})], ids=str
+)
 def test_an_update_of_many_micro_batches_casts_each_weight_once(options, prompts):
     actor = start_actor(MODEL, autocast="bfloat16", micro_batch_tokens=25, **options)
     rows = experience(actor, prompts(), num_samples=6)

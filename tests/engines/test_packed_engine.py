@@ -6,8 +6,8 @@ import pytest
 import torch
 from roles import experience, start_actor, start_critic, weights
 
+from verl.model_paths.families import FAST
 from verl.model_paths.micro_batch import cut_into_micro_batches
-from verl.model_paths.paths import FAST
 from verl.models.tiny import TinyModel
 
 MODEL = TinyModel(dtype="float64", hidden_size=32, intermediate_size=64)

@@ -16,7 +16,7 @@ from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import ShardedParallelism
 from verl.models.heads import LMHead, ValueHeadModel
 from verl.models.lora import LoRA
-from verl.models.pretrained import SafetensorsReader
+from verl.models.model_files import SafetensorsReader
 from verl.ops.resharding.dtensor import is_divided, local, own_part, tensor_layout
 
 MESHES = {

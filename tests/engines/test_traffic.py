@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from cases import each_value_once
+from cases import each_value_once, exhaustive
 from collective_bytes import bytes_of_update, planned_bytes
 from equivalence.one_update import rows_with_holes
 from random_models import save_random_model
@@ -70,7 +70,7 @@ def test_an_update_sends_what_the_cost_model_says(case, tied, group, tmp_path):
     assert wanted > 500_000
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", *exhaustive("SHARD_GRAD_OP")])
 def test_gradients_are_reduced_once_per_update_or_once_per_micro_batch(strategy, group, tmp_path):
     sharding = FSDP(strategy=strategy, reduce_gradients="update")
     sent, _, micro_batches = sent_by(sharding, 4, None, False, group, tmp_path)

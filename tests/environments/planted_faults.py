@@ -10,7 +10,7 @@ from typing import Any
 from environments.episodes import engine_of, prompts_of, tiny
 
 from verl.environments.hosted import FunctionEnvironment
-from verl.monitoring.episode_metrics import episode_metrics
+from verl.monitoring.ppo_metrics import episode_metrics
 from verl.rollout.base import GenerationRequest
 
 EACH = tuple(range(6, 100))  # every character ends a turn

@@ -330,6 +330,7 @@ def test_after_faults_of_any_kind_a_group_has_two_members_or_none(model, how, re
     assert sum(record.get("left_out", 0) for record in kept["episode"]) == 600 - len(kept)
 
 
+@pytest.mark.exhaustive
 def test_what_the_trainer_does_late_is_not_late_of_an_environment(model):
     """The thread of the calls stands still twice, as in a suspended process, for longer than a call may take."""
 

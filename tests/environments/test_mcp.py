@@ -153,6 +153,7 @@ def test_tools_are_called_over_http_with_typed_outcomes_and_headers(http, monkey
     assert "NO_SUCH_VARIABLE" in fault
 
 
+@pytest.mark.exhaustive
 def test_a_server_over_http_that_is_gone_is_no_fault_of_the_model_and_is_met_again_when_it_is_back(http):
     options = MCPTools(url=http.url, step_timeout_s=30.0, reset_timeout_s=20.0)
 

@@ -221,6 +221,7 @@ def test_those_that_share_a_process_with_them_are_played_to_their_end(played):
     assert any(record["attempts"] > 1 for record in records)  # some did lose their process
 
 
+@pytest.mark.exhaustive
 def test_file_line_and_traceback_are_told_and_the_definition_where_a_value_is_wrong(played):
     records, lines, file = played
     raised, defined = (WORLD[: WORLD.index(text)].count("\n") + 1 for text in ("raise error from", "def step"))

@@ -170,7 +170,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("grpo", "gae") else pytest.mark.exhaustive) for name in CASES]
+    "name", [pytest.param(name, marks=[] if name == "gae" else pytest.mark.exhaustive) for name in CASES]
 )
 def test_where_the_template_keeps_every_turn_training_is_that_of_whole_rows(tmp_path, name):
     whole, of_rows = trained(tmp_path / "append", "append", CASES[name])

@@ -64,6 +64,15 @@ def test_a_run_of_several_turns_trains_evaluates_and_dumps_its_episodes(tmp_path
     dumped = (tmp_path / "samples" / "step_0.jsonl").read_text().splitlines()
     records = [json.loads(line)["episode"] for line in dumped]
     assert all(turn["observation"] in ("higher\n", "lower\n", "?\n", None) for r in records for turn in r["turns"])
+    rows = [json.loads(line) for line in (tmp_path / "tokens" / "step_1.jsonl").read_text().splitlines()]
+    assert [row["sample_id"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        answers = "".join(text for text, chosen in zip(row["texts"], row["mask"], strict=True) if not chosen)
+        assert (0 in row["mask"]) == any(word in answers for word in ("higher", "lower", "?"))
+    assert any(0 in row["mask"] for row in rows)
+    assert (
+        len((tmp_path / "evals" / "step_0.jsonl").read_text().splitlines()) == 3 * 15
+    )  # all prompts, of which samples show 3
 
     from typer.testing import CliRunner
 
@@ -119,16 +128,16 @@ def episodes_of(tmp_path_factory):
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "sharding",
     [
-        "tp",
-        *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fsdp", "ddp", "cp", "pp")],
-        pytest.param("parallel,sharding.tp=2,sharding.dp_shard=2", marks=pytest.mark.exhaustive),
-        pytest.param("parallel,sharding.tp=2,sharding.cp=2", marks=pytest.mark.exhaustive),
-        pytest.param("parallel,sharding.tp=2,sharding.pp=2", marks=pytest.mark.exhaustive),
-        pytest.param("parallel,sharding.pp=2,sharding.dp_shard=2", marks=pytest.mark.exhaustive),
-        pytest.param("parallel,sharding.cp=2,sharding.dp_shard=2", marks=pytest.mark.exhaustive),
+        *("tp", "fsdp", "ddp", "cp", "pp"),
+        "parallel,sharding.tp=2,sharding.dp_shard=2",
+        "parallel,sharding.tp=2,sharding.cp=2",
+        "parallel,sharding.tp=2,sharding.pp=2",
+        "parallel,sharding.pp=2,sharding.dp_shard=2",
+        "parallel,sharding.cp=2,sharding.dp_shard=2",
     ],
 )
 def test_several_processes_play_the_episodes_of_one_and_learn_the_same(episodes_of, sharding):

@@ -36,7 +36,7 @@ NORMED_GSPO = dataclasses.replace(
     [
         PPO_ALGORITHM,
         pytest.param(PPO_KL_IN_LOSS, marks=pytest.mark.exhaustive),
-        GRPO_ALGORITHM,
+        pytest.param(GRPO_ALGORITHM, marks=pytest.mark.exhaustive),
         pytest.param(NORMED_GSPO, marks=pytest.mark.exhaustive),
     ],
     ids=["ppo", "ppo, kl in loss", "grpo", "gspo, normed"],
@@ -51,6 +51,7 @@ def test_the_budget_of_a_micro_batch_changes_no_number(algorithm, model64, tmp_p
         same_training(whole, run_course(pairs, STEPS, tmp_path / "pairs"), ROUNDING)
 
 
+@pytest.mark.exhaustive
 def test_how_responses_are_decoded_changes_no_number(model64, tmp_path):
     together = run_course(ppo_run(model64, GRPO_ALGORITHM, group_size=3), STEPS, tmp_path / "together")
     rollout = HFRollout(max_new_tokens=7, max_rows=3, share_prefix=False, drop_finished=False)
@@ -59,7 +60,11 @@ def test_how_responses_are_decoded_changes_no_number(model64, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [PPO_ALGORITHM, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)], ids=["ppo", "grpo"]
+    "algorithm",
+    [
+        pytest.param(PPO_ALGORITHM, id="ppo", marks=pytest.mark.exhaustive),
+        pytest.param(dataclasses.replace(GRPO_ALGORITHM, mini_batches=1), id="grpo"),
+    ],
 )
 def test_the_order_of_the_prompts_changes_no_number(algorithm: Algorithm, model64, tmp_path):
     run = ppo_run(model64, algorithm, group_size=2)

@@ -113,6 +113,7 @@ def test_an_adapter_learns_the_same_through_stages(name, bench, deep64, tmp_path
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [

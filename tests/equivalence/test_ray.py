@@ -26,13 +26,13 @@ def numbers(run_dir):
     return {step: {k: v for k, v in line.items() if k != "perf/peak_memory_mib"} for step, line in lines.items()}
 
 
-@pytest.mark.exhaustive  # that a worker trains bit by bit as this process is also seen where a checkpoint goes to Ray
 def test_one_worker_trains_bit_by_bit(model64, tmp_path):
     alone = run_course(ppo_run(model64, PPO_ALGORITHM), PROMPTS, tmp_path / "local")
     one = ppo_run(model64, PPO_ALGORITHM, placement=placed())
     same_training(alone, run_course(one, PROMPTS, tmp_path / "one"))
 
 
+@pytest.mark.exhaustive
 def test_two_workers_train_to_rounding_and_roles_may_live_apart(model64, tmp_path):
     alone = run_course(ppo_run(model64, PPO_ALGORITHM), PROMPTS, tmp_path / "local")
     two = ppo_run(

@@ -51,6 +51,7 @@ def test_a_run_with_old_rows_ends_as_the_uninterrupted_one(algorithm, model32, t
     assert digest(tmp_path / "whole")
 
 
+@pytest.mark.exhaustive
 def test_a_buffer_that_is_left_behind_is_told_of(model32, tmp_path, caplog):
     run = reusing(GRPO_ALGORITHM, model32, tmp_path / "first", total_steps=2)
     run = dataclasses.replace(run, algorithm=GRPO_ALGORITHM)  # which keeps rows for others
@@ -81,6 +82,7 @@ def _without_layers(metrics: dict[str, float]) -> dict[str, float]:
     return {name: x for name, x in metrics.items() if not name.startswith(places)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("upload_interval", [1, None])
 def test_rows_in_the_store_stay_where_checkpoints_are_uploaded_too(upload_interval, model32, tmp_path, monkeypatch):
     deleted: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from trainer.runs import JSONL, fit, ppo_run, read_lines, weights, without_times
 
@@ -18,6 +19,7 @@ def run_to_the_end(run: PPORun, directory: Path) -> tuple[list, dict, dict]:
     return lines, weights(directory), samples
 
 
+@pytest.mark.exhaustive
 def test_the_same_seed_gives_the_same_run_bit_for_bit_and_another_seed_another(model32, tmp_path):
     def run(seed: int) -> PPORun:
         return ppo_run(model32, seed=seed, total_steps=3, eval_interval=2, tracker=JSONL)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from cases import short_where
+from cases import exhaustive, short_where
 from equivalence.one_update import one_update, rows_with_holes
 from random_models import save_random_model
 from safetensors.torch import load_file
@@ -84,7 +84,7 @@ def test_processes_without_rows_add_nothing_to_the_gradients_of_a_tied_model(nam
         assert {key: gap for key, gap in gaps.items() if not gap <= 1e-9} == {}
 
 
-@names("fsdp", "shard_grad_op", "offload", "hsdp", "tp_fsdp", short=("fsdp", "hsdp"))
+@names("fsdp", "shard_grad_op", "offload", "hsdp", "tp_fsdp", short=("fsdp",))
 def test_gradients_that_are_reduced_once_per_update_are_those_of_one_process(name, bench, tied64):
     """One of the processes has fewer micro-batches than the others, so that it adds an empty one at the end."""
     rows = rows_with_holes([4, 4, 4, 4, 4], 2, [7, 3])
@@ -116,7 +116,7 @@ def test_roles_that_are_each_divided_in_their_own_way_train_as_one_process_does(
     )
 
 
-@names("fsdp", "hsdp", "tp", "tp_fsdp", "ddp", short=("fsdp", "tp"))
+@names("fsdp", "hsdp", "tp", "tp_fsdp", "ddp", short=("fsdp",))
 def test_the_cost_model_tells_what_each_process_holds(name, bench, tmp_path):
     path = save_random_model(tmp_path / "model", "llama", torch.float32, hidden_size=128, num_key_value_heads=2)
     model, sharding = Pretrained(path=str(path)), SHARDINGS[name]
@@ -165,7 +165,7 @@ def test_an_adapter_learns_the_same_and_its_frozen_model_is_the_reference(name, 
 @pytest.mark.parametrize(
     ("family", "name", "experts"),
     [
-        pytest.param("mixtral", "ep", 4, marks=pytest.mark.exhaustive),
+        ("mixtral", "ep", 4),
         pytest.param("qwen3_moe", "tp", 4, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe", "tp_fsdp", 4, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe", "tp", 3, marks=pytest.mark.exhaustive),  # each process has all of them
@@ -230,6 +230,7 @@ def test_an_engine_is_given_a_divided_adapter_as_peft_merges_it_and_as_it_is(nam
         torch.testing.assert_close(b @ given[f"{path}.lora_A"], delta, rtol=0, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 @names("fsdp", "tp", "tp_fsdp", short=("fsdp",))
 def test_tied_weights_stay_tied_and_recomputed_activations_change_nothing(name, bench, tied64, tmp_path):
     def run(**parts):
@@ -276,7 +277,7 @@ def test_computing_in_bfloat16_means_the_same(name, bench, model32, tmp_path):
     assert all(x.dtype == torch.float32 for x in found.weights.values())
 
 
-@pytest.fixture(scope="module", params=["whole", "adapter"])
+@pytest.fixture(scope="module", params=["whole", *exhaustive("adapter")])
 def saved(request, model64, tmp_path_factory):
     """A run of one process, and its checkpoint after two steps."""
     directory = tmp_path_factory.mktemp("saved")

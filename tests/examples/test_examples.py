@@ -40,6 +40,7 @@ def test_steps_are_saved_loaded_and_go_on_with_another_reward(capsys):
     assert "finished after 40 steps" in said
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_is_carried_out(capsys):
     said = said_by("pipeline.py", capsys)
     found = re.search(r"finished after 40 steps: digits ([\d.]+), variety ([\d.]+)", said)
@@ -48,6 +49,7 @@ def test_a_pipeline_is_carried_out(capsys):
     assert float(found[2]) > 0.5
 
 
+@pytest.mark.exhaustive
 def test_the_walk_through_of_the_library_runs_cell_by_cell():
     page = (ROOT / "docs/library.md").read_text()
     walk = page.partition("<!-- walk -->")[2].partition("<!-- /walk -->")[0]

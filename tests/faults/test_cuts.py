@@ -149,6 +149,7 @@ def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(course, cuts, server, 
     record_property("fault_cases", len(cuts))
 
 
+@pytest.mark.exhaustive  # test_going_on.py has the message in `make test`
 @pytest.mark.parametrize("course", ["ppo", "sft"])
 def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(course, server, twin, dir32):
     directory = twin(course)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from cases import exhaustive
 from faults.disks import KillingDisk, is_killed
 from faults.scenarios import check_next_save, fast_directory, save, version_of
 
@@ -49,7 +50,7 @@ def live(root: Path, seed: int, num_acts: int) -> int:
     return num_kills
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *exhaustive(1, 2)])
 def test_a_history_with_kills_never_loses_a_checkpoint(seed, record_property):
     with fast_directory() as base:
         record_property("fault_cases", live(base / "checkpoints", seed, num_acts=12))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cases import each_value_once
 from faults.scenarios import save
 from faults.test_hostile_input import sign, whole  # noqa: F401 - a fixture
 from omegaconf import OmegaConf
@@ -90,8 +91,7 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["fifo", "device"])
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(("kind", "file"), each_value_once(["fifo", "device"], FILES))
 def test_a_fifo_or_a_device_in_place_of_a_file_is_not_read(file, kind, run):
     replace(run / file, kind)
     directory = run / "checkpoints"
@@ -109,8 +109,12 @@ def test_a_fifo_or_a_device_in_place_of_a_file_is_not_read(file, kind, run):
         store.remove_leftovers()
 
 
-@pytest.mark.parametrize("kind", ["fifo", "device"])
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "adapter_config.json", "x.bin"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    each_value_once(
+        ["fifo", "device"], ["config.json", "model.safetensors", "tokenizer.json", "adapter_config.json", "x.bin"]
+    ),
+)
 def test_a_fifo_or_a_device_in_the_directory_of_a_model_is_named(name, kind, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     replace(tmp_path / name, kind)
@@ -214,7 +218,16 @@ def test_names_do_not_reach_the_terminal_as_commands_to_it(run):
 @pytest.mark.parametrize("kind", ["fifo", "device"])
 @pytest.mark.parametrize(
     "name",
-    ["config.yaml", "run.log", "metrics.jsonl", "samples/step_1.jsonl", "plan.txt", "curves.png", "sweep.csv"],
+    [
+        "config.yaml",
+        "run.log",
+        "metrics.jsonl",
+        "samples/step_1.jsonl",
+        "evals/step_1.jsonl",
+        "plan.txt",
+        "curves.png",
+        "sweep.csv",
+    ],
 )
 def test_a_file_of_the_run_directory_is_written_only_where_it_is_regular(name, kind, tmp_path):
     replace(tmp_path / name, kind)
@@ -224,7 +237,10 @@ def test_a_file_of_the_run_directory_is_written_only_where_it_is_regular(name, k
         "run.log": lambda: setup_logging(tmp_path),
         "metrics.jsonl": lambda: tracker.start("run", {}, tmp_path, None),
         "samples/step_1.jsonl": lambda: (
-            tracker.start("run", {}, tmp_path, None), tracker.samples([{"prompt": "1"}], 1, "train")
+            tracker.start("run", {}, tmp_path, None), tracker.samples([{"prompt": "1"}], 1, "train"), tracker.close("")
+        ),
+        "evals/step_1.jsonl": lambda: (
+            tracker.start("run", {}, tmp_path, None), tracker.evaluated_rows([{}], 1), tracker.close("")
         ),
         "plan.txt": lambda: write_text(tmp_path / name, "plan"),
         "curves.png": lambda: draw({"reward": {"mean": MetricSeries([1, 2], [0.0, 1.0])}}, tmp_path / name, "run"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import exhaustive
 from checkpoint.requests import request, tensors_of
 from cluster.processes_of import is_running, wait_until_gone
 from faults.process_disks import COUNTED, KILL_AT, KILLS, SLEEP, KillingProcessDisk, SlowDisk
@@ -69,7 +70,7 @@ def operations_of_a_save(killing) -> int:
     return int(killing.counted.read_text())
 
 
-@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("stride", [23, *exhaustive(1)])
 def test_a_writer_killed_at_any_operation_is_started_again_and_the_save_is_published(killing, stride, record_property):
     places = range(0, operations_of_a_save(killing), stride)
     for at in places:
@@ -119,6 +120,7 @@ def rounds_of_random_kills(root: Path, rounds: int, seed: int) -> None:
     check(store, list(range(1, rounds + 1)))
 
 
+@pytest.mark.exhaustive
 def test_a_writer_killed_at_random_moments_loses_nothing(tmp_path, record_property):
     rounds_of_random_kills(tmp_path / "checkpoints", rounds=6, seed=1)
     record_property("fault_cases", 6)
@@ -130,7 +132,7 @@ def test_a_writer_killed_at_many_random_moments_loses_nothing(tmp_path, record_p
     record_property("fault_cases", 60)
 
 
-@pytest.mark.parametrize("num_tensors", [1, 2000])  # a plan of many is longer than what a socket holds
+@pytest.mark.parametrize("num_tensors", [1, *exhaustive(2000)])  # a plan of many is longer than what a socket holds
 def test_a_writer_that_is_stopped_is_ended_after_its_time_and_the_save_is_published(tmp_path, num_tensors):
     store = CheckpointStore(tmp_path / "checkpoints")
     with CheckpointWriter(store, timeout_s=5.0) as writer:
@@ -143,6 +145,7 @@ def test_a_writer_that_is_stopped_is_ended_after_its_time_and_the_save_is_publis
     check(store, [1, 2])
 
 
+@pytest.mark.exhaustive
 def test_a_writer_that_is_stopped_and_goes_on_catches_up(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     with CheckpointWriter(store, when_busy="skip") as writer:
@@ -156,6 +159,7 @@ def test_a_writer_that_is_stopped_and_goes_on_catches_up(tmp_path):
     check(store, [1, 2, 3])
 
 
+@pytest.mark.exhaustive
 def test_a_save_that_makes_progress_may_take_longer_than_its_writer_may_stand_still(tmp_path, monkeypatch):
     monkeypatch.setenv(SLEEP, "0.35")
     store = CheckpointStore(tmp_path / "checkpoints", disk=SlowDisk())
@@ -289,7 +293,7 @@ class TrainerProcess:
         self.process.communicate()
 
 
-@pytest.mark.parametrize("ending", ["returned", "raised"])
+@pytest.mark.parametrize("ending", ["raised", *exhaustive("returned")])
 def test_a_trainer_that_ends_without_closing_has_its_saves_finished_and_leaves_no_process(tmp_path, ending):
     with TrainerProcess(tmp_path / "checkpoints", ending, sleep_s=0.03) as trainer:
         pids = {trainer.next_step()[1] for _ in (1, 2)}
@@ -299,6 +303,7 @@ def test_a_trainer_that_ends_without_closing_has_its_saves_finished_and_leaves_n
     check(CheckpointStore(tmp_path / "checkpoints"), [1, 2])
 
 
+@pytest.mark.exhaustive
 def test_a_terminated_trainer_leaves_no_process_and_the_save_under_way_is_finished(tmp_path):
     with TrainerProcess(tmp_path / "checkpoints", "terminated", sleep_s=0.1) as trainer:
         _, pid = trainer.next_step()
@@ -310,6 +315,7 @@ def test_a_terminated_trainer_leaves_no_process_and_the_save_under_way_is_finish
     assert [checkpoint.step for checkpoint in good] in ([1], [1, 2])
 
 
+@pytest.mark.exhaustive
 def test_a_writer_notices_the_death_of_its_trainer_even_while_a_forked_child_lives(tmp_path):
     with TrainerProcess(tmp_path / "checkpoints", "forked", sleep_s=0.01) as trainer:
         pids = {trainer.next_step()[1] for _ in (1, 2)}

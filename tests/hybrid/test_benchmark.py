@@ -48,6 +48,7 @@ def test_a_mode_that_does_not_exist_is_refused(actor):
         measure_switch_overhead(actor, repeats=0)
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark_prints_rows_for_the_table(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--small"])
     runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import exhaustive
 from random_models import save_random_model
 from refusals import refusal
 
@@ -151,6 +152,7 @@ CHANGES = [
     wrap_and_merge, inject, hook, end_otherwise, cast(torch.float16), cast(torch.bfloat16),
     cast(torch.float64),
 ]  # fmt: skip
+IN_SHORT = (replace_block, resize, tie, wrap, wrap_and_disable, wrap_and_merge, hook)
 
 
 def test_a_model_quantized_by_the_batch_is_refused_by_name(actor, source, encoded):
@@ -159,7 +161,7 @@ def test_a_model_quantized_by_the_batch_is_refused_by_name(actor, source, encode
         actor.generate(**encoded, **ASKED)
 
 
-@pytest.mark.parametrize("change", [*CHANGES, pytest.param(compile_it, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("change", [*IN_SHORT, *exhaustive(*(x for x in CHANGES if x not in IN_SHORT), compile_it)])
 def test_the_next_samples_are_those_of_the_model_that_is_set(change, actor, source, encoded):
     actor.train()
     change(actor, source)
@@ -187,7 +189,9 @@ def test_an_adapter_may_be_switched(actor, source, encoded):
         assert torch.equal(actor.generate(**encoded, **ASKED), actor.model.generate(**encoded, **ASKED))
 
 
-@pytest.mark.parametrize("change", [replace_model, replace_block, cast(torch.float64), wrap, hook, tie, inject])
+@pytest.mark.parametrize(
+    "change", [replace_block, hook, *exhaustive(replace_model, cast(torch.float64), wrap, tie, inject)]
+)
 def test_what_was_proven_of_a_model_is_proven_anew_of_the_one_that_is_set(change, actor, source, encoded):
     change(actor, source)
     if change is not hook:

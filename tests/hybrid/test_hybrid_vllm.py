@@ -39,6 +39,7 @@ def encoded(tokenizer):
     return tokenizer(["1+2=", "what is 6*7? "], padding=True, return_tensors="pt")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "asked", [{"max_new_tokens": 5}, {"do_sample": True, "seed": 3, "num_return_sequences": 2, "max_new_tokens": 7}]
 )
@@ -50,6 +51,7 @@ def test_it_gives_the_tokens_of_our_own_loop_under_any_options_by_one_engine(ask
     assert actor.rollout_engine.process_id == before
 
 
+@pytest.mark.exhaustive
 def test_it_follows_the_weights_and_a_switch_is_measured(actors, encoded):
     actor, own = actors
     asked = {"do_sample": True, "seed": 3, "max_new_tokens": 7}

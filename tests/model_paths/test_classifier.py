@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import short_where
 from random_models import save_random_classifier
 from refusals import refusal
 from rewards.rated import rollout
@@ -81,7 +82,7 @@ def largest_gap(path: Path, family: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize("name", BY_LENGTH)
+@pytest.mark.parametrize("name", short_where(BY_LENGTH, "dynamic".__eq__))
 def test_texts_that_would_change_the_frequencies_of_others_are_scored_by_length(name, tmp_path, caplog):
     family, options = BY_LENGTH[name]
     path = save_random_classifier(tmp_path / family, family, **options)
@@ -91,7 +92,7 @@ def test_texts_that_would_change_the_frequencies_of_others_are_scored_by_length(
     assert "texts are scored with others of their length only" in told[0]
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", short_where(TOGETHER, {"deberta", "bert"}.__contains__))
 def test_texts_of_encoders_and_other_decoders_are_scored_together(name, tmp_path, caplog):
     family, options = TOGETHER[name]
     path = save_random_classifier(tmp_path / family, family, **options)

@@ -48,10 +48,7 @@ REASONS = re.compile(
 
 SHORT = {
     "llama4_text",
-    "phimoe",
     "qwen2_moe",
-    "deepseek_v3",
-    "gemma3n_text",
     "mamba",
     "phi3 longrope, short rows",
     "bart",

@@ -14,10 +14,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 
 from verl.model_paths import check
 from verl.model_paths.check import finding_for, paths_for
-from verl.model_paths.families import family_table
-from verl.model_paths.paths import FAST, PLAIN, UNTRIED
+from verl.model_paths.families import FAST, PLAIN, UNTRIED, family_table
 from verl.models.call import call_model
-from verl.models.known_shapes import known_shapes
+from verl.models.model_stats import known_shapes
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import TinyModel
 

@@ -7,7 +7,7 @@ import torch
 from model_paths.families import prompts, save_family, start_family
 from roles import gradients, with_experience
 
-from verl.model_paths.paths import PLAIN
+from verl.model_paths.families import PLAIN
 from verl.rollout.base import GenerationRequest
 
 FAMILIES = (

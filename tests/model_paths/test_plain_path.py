@@ -14,7 +14,7 @@ from roles import experience, gap_from_plain_rows, start_actor, start_critic
 
 from verl.component import component
 from verl.model_paths.check import paths_for
-from verl.model_paths.paths import FAST, PLAIN
+from verl.model_paths.families import FAST, PLAIN
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
 

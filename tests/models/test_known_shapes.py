@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cases import exhaustive
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from verl.cli.main import app
 from verl.errors import ConfigError
-from verl.models.known_shapes import has_shipped_shapes, known_shapes, sizes_config
-from verl.models.model_stats import model_stats
-from verl.models.pretrained import Pretrained, is_local
+from verl.models.model_files import is_local
+from verl.models.model_stats import has_shipped_shapes, known_shapes, model_stats, sizes_config
+from verl.models.pretrained import Pretrained
 
 ENTRIES = json.loads(files("verl.models").joinpath("known_shapes.json").read_text())
 FSDP = ["sharding=fsdp", "trainer.n_gpus_per_node=8"]
@@ -33,7 +34,11 @@ def no_hub(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: next(iter(entry["max_position_embeddings"])))
+@pytest.mark.parametrize(
+    "entry",
+    [*ENTRIES[::5], *exhaustive(*(x for i, x in enumerate(ENTRIES) if i % 5))],
+    ids=lambda entry: next(iter(entry["max_position_embeddings"])),
+)
 def test_shapes_have_the_published_number_of_parameters(entry):
     fields = dict(entry["config"])
     assert model_stats(AutoConfig.for_model(fields.pop("model_type"), **fields)).parameters == entry["parameters"]

@@ -9,7 +9,8 @@ import torch
 from random_models import save_random_model
 
 from verl.engines.fsdp import load_own_slices
-from verl.models.pretrained import Pretrained, SafetensorsReader
+from verl.models.model_files import SafetensorsReader
+from verl.models.pretrained import Pretrained
 
 CPU = torch.device("cpu")
 FAMILIES = ["starcoder2", "qwen2", "llama", "gemma2", "gemma3_text", "qwen3", "opt", "gptj"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import each_value_once
+from cases import each_value_once, exhaustive
 from http_client.servers import serving
 from monitoring.faulty_engine import FaultyRollout
 from refusals import refusal
@@ -65,6 +65,14 @@ def faulty(model, fault, algorithm=ONE_UPDATE, says=None, **options):
     return ppo_run(model, algorithm, rollout=rollout, **{**QUICK, **options})
 
 
+WHEN = pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(ONE_UPDATE, id="told by the update"),
+        pytest.param(GRPO_ALGORITHM, id="known before", marks=pytest.mark.exhaustive),
+    ],
+)
+
 # Runs that are wrong
 
 
@@ -94,7 +102,7 @@ def test_an_engine_that_draws_from_another_policy_stops_the_run_with_the_likely_
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
-@pytest.mark.parametrize("algorithm", [ONE_UPDATE, GRPO_ALGORITHM], ids=["told by the update", "known before"])
+@WHEN
 def test_the_tokens_at_fault_are_named(algorithm, model32, tmp_path):
     with pytest.raises(LogProbGapError, match="It is in rows with a padded prompt") as caught:
         fit(faulty(model32, "padding", algorithm), tmp_path)
@@ -104,13 +112,8 @@ def test_the_tokens_at_fault_are_named(algorithm, model32, tmp_path):
 
 
 @pytest.mark.xdist_group("two processes")
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        pytest.param(ONE_UPDATE, id="told by the update", marks=pytest.mark.exhaustive),
-        pytest.param(GRPO_ALGORITHM, id="known before", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("algorithm", [ONE_UPDATE, GRPO_ALGORITHM], ids=["told by the update", "known before"])
 def test_two_processes_come_to_the_gap_of_one(algorithm, model32, tmp_path):
     warn = Monitoring(log_prob_gap=LogProbGapLimit(on_excess="warn"))
     two = {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2}
@@ -122,7 +125,11 @@ def test_two_processes_come_to_the_gap_of_one(algorithm, model32, tmp_path):
         assert two[key] == pytest.approx(one[key], rel=1e-5)
 
 
-@pytest.mark.parametrize("mini_batches", [1, 2], ids=["told by the update", "known before"])
+@pytest.mark.parametrize(
+    "mini_batches",
+    [1, *exhaustive(2)],
+    ids=["told by the update", "known before"],
+)
 def test_a_fault_of_long_rows_stops_the_run_before_the_first_of_them_is_trained_on(mini_batches, model32, tmp_path):
     algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=mini_batches)
     run = faulty(model32, "long rows", algorithm, prompts_per_step=8)
@@ -162,6 +169,7 @@ def test_a_warning_is_told_once_and_a_wrong_start_is_never_the_measure(model32, 
     assert [line["safety/log_prob_gaps"] for line in step_lines(tmp_path)] == [1.0] * 4
 
 
+@pytest.mark.exhaustive
 def test_a_warning_comes_before_the_first_update(model32, tmp_path, caplog):
     safety = Monitoring(log_prob_gap=LogProbGapLimit(on_excess="warn"))
     with faulty(model32, "other model", safety=safety).build(BuildContext(run_dir=tmp_path)) as trainer:
@@ -206,6 +214,7 @@ def test_a_sound_run_is_silent(algorithm, options, model32, tmp_path, caplog):
     assert GAP not in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_an_engine_in_a_narrower_type_that_says_so_is_sound(model32, tmp_path):
     fit(faulty(model32, "narrow", says="bfloat16"), tmp_path)
     assert all(line[GAP] > LIMITS["float32"] / 5 for line in step_lines(tmp_path))
@@ -234,7 +243,7 @@ def test_an_engine_that_is_wrong_and_draws_ahead_stops_the_run_in_the_first_step
         fit(faulty(model32, "positions", CORRECTED, rollout_ahead=1), tmp_path)
 
 
-@pytest.mark.parametrize("algorithm", [ONE_UPDATE, GRPO_ALGORITHM], ids=["told by the update", "known before"])
+@WHEN
 def test_a_server_that_keeps_its_weights_is_compared_until_the_first_update(algorithm, model32, dir32, tmp_path):
     speaker = Speaker(dir32)
     with serving(speaker.post, speaker.page) as server:
@@ -245,6 +254,7 @@ def test_a_server_that_keeps_its_weights_is_compared_until_the_first_update(algo
     assert all(GAP not in line and line[OFF_POLICY] > LIMITS["float32"] for line in later)
 
 
+@pytest.mark.exhaustive
 def test_a_server_of_weights_that_the_actor_has_left_behind_is_not_compared(dir32, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(dir32, moved)
@@ -262,6 +272,7 @@ def test_a_server_of_weights_that_the_actor_has_left_behind_is_not_compared(dir3
 # Resume
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_keeps_the_first_gap_bit_for_bit_and_an_older_checkpoint_goes_on(model32, tmp_path):
     def course(directory, resume=None):
         saved = Checkpointing(save_dir=str(directory / "checkpoints"), save_interval=1, keep_last_n=None)

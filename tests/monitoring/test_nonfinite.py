@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import short_where
+from cases import each_value_once, exhaustive, short_where
 from safetensors.torch import load_file, save_file
 from trainer.runs import (
     GRPO_ALGORITHM,
@@ -91,8 +91,10 @@ def skipping(**options: Any) -> Monitoring:
     return Monitoring(on_non_finite="skip", **options)
 
 
-@pytest.mark.parametrize("checked", [True, False], ids=["by a function", "past the check"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("value", "checked"),
+    each_value_once({"nan": math.nan, "inf": math.inf}, {"by a function": True, "past the check": False}),
+)
 def test_a_reward_that_is_not_finite_stops_the_run_with_the_batch(model32, tmp_path, value, checked):
     reward = WrongAt(calls=(2,), value=value, checked=checked)
     with pytest.raises(NonFiniteError, match=r"anomalies/step_2_reward") as caught:
@@ -111,7 +113,7 @@ def test_a_reward_that_is_not_finite_stops_the_run_with_the_batch(model32, tmp_p
     assert len(steps_of(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("checked", [True, False], ids=["by a function", "past the check"])
+@pytest.mark.parametrize("checked", [True, *exhaustive(False)], ids=["by a function", "past the check"])
 def test_a_step_whose_reward_is_not_finite_is_skipped_as_if_it_had_not_been(model32, tmp_path, checked):
     algorithm = dataclasses.replace(PPO_ALGORITHM, kl=AdaptiveKLInReward(coef=0.1, target=1e-3, horizon=10.0))
 
@@ -150,7 +152,7 @@ class Exponential(AdvantageEstimator):
         return DataProto.from_dict({"advantages": credit, "returns": credit})
 
 
-@pytest.mark.parametrize("on_non_finite", ["skip", "stop"])
+@pytest.mark.parametrize("on_non_finite", ["skip", *exhaustive("stop")])
 def test_credit_that_overflows_leaves_the_coefficient_of_the_kl_as_it_was(model32, tmp_path, on_non_finite):
     kl = AdaptiveKLInReward(coef=0.1, target=1e-3, horizon=10.0)
     algorithm = dataclasses.replace(PPO_ALGORITHM, advantage=Exponential(), kl=kl)
@@ -171,6 +173,7 @@ def test_credit_that_overflows_leaves_the_coefficient_of_the_kl_as_it_was(model3
     assert row["advantages"]["not_finite"] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_after_a_skipped_step_and_counts_it(model32, tmp_path):
     reward = WrongAt(calls=(2,), value=math.inf)
     result = fit(ppo_run(model32, reward=reward, total_steps=3, safety=skipping(), **QUICK), tmp_path)
@@ -180,7 +183,7 @@ def test_a_run_goes_on_after_a_skipped_step_and_counts_it(model32, tmp_path):
     assert [line["perf/samples"] for line in lines] == [6, 0, 6]
 
 
-@pytest.mark.parametrize("checked", [True, False], ids=["by a function", "past the check"])
+@pytest.mark.parametrize("checked", [True, *exhaustive(False)], ids=["by a function", "past the check"])
 def test_too_many_skips_in_a_row_stop_the_run_after_all(model32, tmp_path, checked):
     reward = WrongAt(calls=(2, 4, 5, 6, 7), value=math.nan, checked=checked)
     with pytest.raises(NonFiniteError, match="step_6_reward"):
@@ -195,6 +198,7 @@ def test_a_selection_of_groups_never_sees_a_reward_that_is_not_finite(model32, t
         fit(ppo_run(model32, algorithm, critic=None, reward=reward, total_steps=1, **QUICK), tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_no_more_batches_are_written_than_the_settings_allow(model32, tmp_path):
     reward = WrongAt(calls=(1, 2, 3, 4), value=math.nan)
     safety = skipping(max_skips=9, max_dumps=2, dump_rows=1)
@@ -228,7 +232,7 @@ def test_an_actor_that_cannot_be_drawn_from_ends_the_run_in_words(dir32, tmp_pat
         fit(run, tmp_path / "run")
 
 
-@pytest.mark.parametrize("sharding", ["none", pytest.param("ddp", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("sharding", ["none", *exhaustive("ddp")])
 def test_an_update_whose_gradient_overflows_is_left_out_by_every_process(model32, tmp_path, sharding):
 
     def course(directory: Path, overflow: bool) -> dict:
@@ -303,7 +307,7 @@ def same(left: Any, right: Any) -> bool:
     return left == right
 
 
-@pytest.mark.parametrize("sharding", ["none", pytest.param("ddp", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("sharding", ["none", *exhaustive("ddp")])
 def test_a_loss_that_is_not_finite_stops_the_run_with_its_mini_batch(model32, tmp_path, sharding):
     run = ppo_run(
         model32,
@@ -359,7 +363,10 @@ def test_a_spike_is_told_with_the_rows_behind_it_and_their_batch(model32, tmp_pa
     assert [line.get("safety/spikes", 0) > 0 for line in steps_of(tmp_path)] == [False] * 5 + [True, False]
 
 
-@pytest.mark.parametrize("algorithm", [PPO_ALGORITHM, GRPO_ALGORITHM], ids=["ppo", "grpo"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(PPO_ALGORITHM, id="ppo", marks=pytest.mark.exhaustive), pytest.param(GRPO_ALGORITHM, id="grpo")],
+)
 def test_a_sound_run_has_the_same_numbers_bit_for_bit_whatever_the_settings(model32, tmp_path, algorithm):
     def course(name: str, safety: Monitoring) -> tuple[list[dict], dict]:
         options = {**QUICK, "save_final": True}

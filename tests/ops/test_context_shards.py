@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import each_value_once
 
 from verl.ops import context_shards
 from verl.ops.context_shards import shard_line
@@ -32,9 +33,7 @@ def seen_by(packing, query):
     raise AssertionError(query)
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("piece", [1024, 4])
-@pytest.mark.parametrize("size", [1, 2, 3, 64])
+@pytest.mark.parametrize(("share", "piece", "size"), each_value_once([True, False], [1024, 4], [1, 2, 3, 64]))
 def test_each_token_is_one_ranks_and_sees_its_row(share, piece, size, monkeypatch):
     monkeypatch.setattr(context_shards, "PIECE", piece)
     packing = line(share)

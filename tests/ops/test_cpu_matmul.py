@@ -152,7 +152,9 @@ def _in_child(queue):
     queue.put((active_library(), float((torch.ones(256, 256) @ torch.ones(256, 1024)).sum())))
 
 
-@pytest.mark.parametrize(("method", "library"), [("fork", "onednn"), ("spawn", "mkl")])
+@pytest.mark.parametrize(
+    ("method", "library"), [("fork", "onednn"), pytest.param("spawn", "mkl", marks=pytest.mark.exhaustive)]
+)
 def test_a_forked_process_goes_on_with_it_and_a_spawned_one_starts_with_pytorchs(method, library):
     context = multiprocessing.get_context(method)
     queue = context.Queue()

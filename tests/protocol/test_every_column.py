@@ -141,6 +141,7 @@ def test_a_tensor_that_differs_in_one_entry_is_refused_with_the_row_and_both_val
     assert f"First offending row: {place[0]}\n" in str(caught.value)
 
 
+@pytest.mark.exhaustive
 @few
 @given(st.data())
 def test_rows_of_the_replay_buffer_are_the_same(draw):

@@ -12,6 +12,7 @@ from textwrap import dedent
 
 import pytest
 import torch
+from cases import exhaustive
 from cluster.processes_of import wait_until_gone
 
 from verl.component import BuildContext
@@ -97,7 +98,9 @@ def test_each_sample_is_a_call_with_its_own_columns_and_scores_keep_their_order(
             "__import__('signal').pthread_sigmask(0, range(1, 32)), __import__('time').sleep(1000)",
             marks=pytest.mark.exhaustive,
         ),
-        "__import__('os').kill(__import__('os').getpid(), 19)",  # stopped: even its own watchdog stands still
+        pytest.param(  # stopped: even its own watchdog stands still
+            "__import__('os').kill(__import__('os').getpid(), 19)", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_a_hanging_sample_costs_itself_only(hang, made, batch):
@@ -138,6 +141,7 @@ def test_a_hanging_sample_is_reported_with_the_line_it_hangs_at(made, batch):
     assert "Source: my_reward() at line 7 in reward.py" in message
 
 
+@pytest.mark.exhaustive
 def test_time_in_which_a_worker_waits_for_a_processor_is_not_charged_to_its_sample(made, batch, monkeypatch):
     source = "import time\ndef my_reward(prompt, response):\n    time.sleep(1.2)\n    return float(response)"
     reward = made(source, timeout_s=0.5)
@@ -167,8 +171,8 @@ def test_a_process_started_by_a_hanging_sample_ends_with_it(made, batch, tmp_pat
 @pytest.mark.parametrize(
     ("crash", "words"),
     [
-        ("os._exit(3)", "exit status 3"),
-        ("os.kill(os.getpid(), 11)", "signal SIGSEGV"),
+        pytest.param("os._exit(3)", "exit status 3", marks=pytest.mark.exhaustive),
+        pytest.param("os.kill(os.getpid(), 11)", "signal SIGSEGV", marks=pytest.mark.exhaustive),
         ("os.kill(os.getpid(), 9)", "signal SIGKILL"),
     ],
 )
@@ -184,6 +188,7 @@ def test_a_crash_of_the_interpreter_costs_its_sample_only(crash, words, made, ba
     assert "Sample: 1, prompt 'prompt 1'" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_a_relative_path_stays_the_same_file_for_a_worker_that_starts_later(made, batch, tmp_path, monkeypatch):
     made("import os\ndef my_reward(prompt, response): return 1 if response != '1' else os._exit(1)")
     monkeypatch.chdir(tmp_path)
@@ -194,6 +199,7 @@ def test_a_relative_path_stays_the_same_file_for_a_worker_that_starts_later(made
     reward.close()
 
 
+@pytest.mark.exhaustive
 def test_every_sample_may_crash(made, batch):
     reward = made("import os\ndef my_reward(prompt, response): os._exit(1)", on_error="score")
     assert list(reward.score(batch)["reward/failed"]) == [1] * 5
@@ -233,6 +239,7 @@ def test_of_several_samples_that_fail_the_first_is_named(made):
         reward.score(batch_of(map(str, range(40))))
 
 
+@pytest.mark.exhaustive
 def test_one_failing_sample_of_many_leaves_the_others(made):
     reward = made(
         "def my_reward(prompt, response):\n    return {'77': None}.get(response, 1.0)", on_error="score", error_score=-1
@@ -241,7 +248,7 @@ def test_one_failing_sample_of_many_leaves_the_others(made):
     assert [index for index, score in enumerate(scored["score"]) if score != 1.0] == [77]
 
 
-@pytest.mark.parametrize("end", ["sys.exit(1)", "raise KeyboardInterrupt", "my_reward(prompt, response)"])
+@pytest.mark.parametrize("end", ["sys.exit(1)", *exhaustive("raise KeyboardInterrupt", "my_reward(prompt, response)")])
 def test_whatever_a_sample_raises_is_its_own_affair(end, made, batch):
     reward = made(f"import sys\ndef my_reward(prompt, response): {end}", on_error="score", error_score=0.25)
     assert list(reward.score(batch)["score"]) == [0.25] * 5
@@ -361,6 +368,7 @@ def script(tmp_path, source, timeout_s):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_script_without_a_main_guard_that_closes_nothing_leaves_nothing(tmp_path):
     driver = script(tmp_path, "def score(prompt, response): return int(response)", "20")
     lines = driver.communicate(timeout=60)[0].splitlines()
@@ -454,7 +462,7 @@ def stop(pid):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("size", [1, 1_000_000])  # a socket holds the one, and not the other
+@pytest.mark.parametrize("size", [1, *exhaustive(1_000_000)])  # a socket holds the one, and not the other
 def test_a_worker_that_was_stopped_while_it_waited_is_made_anew_and_costs_no_sample(size, made):
     reward = made("def my_reward(prompt, response): return len(response)", num_workers=2, timeout_s=0.5)
     before = processes_of(reward)
@@ -480,6 +488,7 @@ def test_a_worker_that_was_stopped_over_a_sample_is_made_anew_and_the_sample_rat
     assert "it is stopped (SIGSTOP or SIGTSTP)" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_a_sample_that_stops_every_process_that_rates_it_is_told_once_it_was_tried_twice(made):
     reward = made(
         "import os, signal\ndef my_reward(prompt, response): os.kill(os.getpid(), signal.SIGSTOP)", timeout_s=0.5
@@ -517,6 +526,7 @@ def score(prompt, response):
         driver.wait()
 
 
+@pytest.mark.exhaustive
 def test_workers_that_are_stopped_end_with_a_driver_that_is_killed_and_so_does_what_they_started(tmp_path):
     source = f"""
 import subprocess, time

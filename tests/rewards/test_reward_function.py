@@ -10,6 +10,7 @@ from textwrap import dedent
 import numpy as np
 import pytest
 import torch
+from cases import exhaustive
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RewardError
@@ -377,7 +378,7 @@ def test_a_name_that_cannot_be_called_is_a_reward_error(written):
 # A batch is one call in a process of its own, which can be killed
 
 
-@pytest.mark.parametrize("hang", ["time.sleep(1000)", "while True: pass"])
+@pytest.mark.parametrize("hang", ["while True: pass", *exhaustive("time.sleep(1000)")])
 def test_a_function_of_the_batch_that_hangs_is_ended_at_its_deadline_and_its_line_named(hang, written, batch):
     described = written(
         f"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cases import each_value_once
 from random_models import save_random_classifier, save_random_model, word_tokenizer
 from refusals import refusal
 from rewards.rated import PROMPTS, RESPONSES, built, described, rollout
@@ -30,8 +31,7 @@ def row_by_row(path, texts, label=0) -> list[float]:
     return [float(model(**row).logits[0, label]) for row in rows]
 
 
-@pytest.mark.parametrize("budget", [1, 40, 4096])
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize(("budget", "family"), each_value_once([1, 40, 4096], DECODERS))
 def test_a_decoder_with_the_tokenizer_of_the_policy_reads_its_token_ids(family, budget, tmp_path):
     save_random_classifier(tmp_path, family)
     # As it is opened beside a Qwen2, the tokenizer leaves unknown characters out.

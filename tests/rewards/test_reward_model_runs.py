@@ -33,7 +33,9 @@ def trained(overrides, run_dir):
     return form, lines, read_lines(run_dir / "samples" / "step_2.jsonl")
 
 
-@pytest.mark.parametrize(("family", "form"), [("llama", "tokens"), ("bert", "text")])
+@pytest.mark.parametrize(
+    ("family", "form"), [("llama", "tokens"), pytest.param("bert", "text", marks=pytest.mark.exhaustive)]
+)
 def test_a_run_takes_its_reward_from_a_model(family, form, tmp_path):
     path = save_random_classifier(tmp_path / "judge", family, word_tokenizer() if family == "bert" else None)
     read, lines, samples = trained(["reward=model", f"reward.model.path={path}"], tmp_path / "run")

@@ -109,6 +109,7 @@ def test_a_number_without_the_mark_can_be_refused():
     assert gsm8k_score(["?"] * 2, ["7", "#### 7"], ["7", "7"], needs_mark=True) == [0.0, 1.0]
 
 
+@pytest.mark.exhaustive
 def test_the_recipe_trains_a_local_model_on_a_local_file(questions, dir32, tmp_path):
     assert prepare.main([str(tmp_path / "data"), "--from", str(questions), "--instruction", ""]) == 0
     file = tmp_path / "data" / "train.parquet"

@@ -164,6 +164,7 @@ def test_help_tells_every_flag_and_an_example(capsys):
     assert "python scripts/train.py --algorithm grpo --total_steps 50" in said
 
 
+@pytest.mark.exhaustive
 def test_the_run_that_the_flags_ask_for_is_the_one_that_runs(tmp_path, dir32, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])  # which Hydra reads

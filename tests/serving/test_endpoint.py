@@ -26,8 +26,7 @@ from verl.models.tiny import CHAT_TEMPLATE
 from verl.ops.logprobs import log_probs_of
 from verl.rewards.rules import ExactMatch
 from verl.rollout.hf import HFRollout
-from verl.serving.conversations import RecordedTurn, merge_turns
-from verl.serving.sessions import Session
+from verl.serving.conversations import RecordedTurn, Session, merge_turns
 
 openai = pytest.importorskip("openai")
 
@@ -415,6 +414,7 @@ def test_a_policy_that_was_trained_on_texts_is_asked_in_texts_whatever_its_token
             asked(client, messages, tools=[other])
 
 
+@pytest.mark.exhaustive
 def test_schemas_of_the_environment_are_those_of_requests_without_tools(with_calculator, tmp_path):
     with asked_of(with_calculator, tmp_path, TEMPLATE, text=False) as (client, endpoint):
         messages = [{"role": "user", "content": "1+2="}]

@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Iterator
 
 import pytest
+from cases import exhaustive
 from storage.s3_server import BUCKET, Fault, Proxy, Request, after, proxy_before
 
 from verl.errors import ConfigError, ObjectNotFound, StorageError, StorageRefused, StorageUnreachable
@@ -90,7 +91,9 @@ def test_a_refusal_is_told_at_once(store: ObjectStore, proxy: Proxy) -> None:
     assert len(proxy.seen) == 1
 
 
-@pytest.mark.parametrize("fault", [Fault(hang_up=True), Fault(passed_on=True, hang_up=True), Fault(status=500)])
+@pytest.mark.parametrize(
+    "fault", [Fault(hang_up=True), *exhaustive(Fault(passed_on=True, hang_up=True), Fault(status=500))]
+)
 def test_a_part_that_is_lost_is_sent_again_alone(store: ObjectStore, proxy: Proxy, fault: Fault) -> None:
     proxy.misbehave = after(2, fault, method="PUT", part="partNumber")
     store.put("long", LONG)
@@ -127,7 +130,7 @@ def test_a_create_whose_answer_is_lost_finds_its_own_content(store: ObjectStore,
 def test_closing_ends_the_waiting_of_others(proxy: Proxy) -> None:
     proxy.misbehave = lambda request: Fault(status=503)
     store = S3Storage(bucket=BUCKET, endpoint_url=proxy.url, retries=50, backoff_s=30.0).connect()
-    store.retrying.close()
+    store.retry.close()
     with pytest.raises(StorageUnreachable, match="failed 1 times"):
         store.put("one", b"hello")
 
@@ -206,7 +209,7 @@ def test_an_answer_that_is_not_one_of_s3_is_told(size, store: ObjectStore, proxy
         store.list("")
 
 
-@pytest.mark.parametrize("ask", ["list", "refused", "get"])
+@pytest.mark.parametrize("ask", ["list", *exhaustive("refused", "get")])
 def test_an_answer_that_is_longer_than_any_of_its_kind_is_read_no_further(
     ask: str, store: ObjectStore, proxy: Proxy
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cases import exhaustive
 from storage.s3_server import BUCKET
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused
@@ -16,7 +17,7 @@ from verl.storage.store import ObjectStore
 LONG = bytes(range(256)) * (11 * 4096)  # 11 MiB: three parts of 5
 
 
-@pytest.fixture(params=["local", "s3", "s3 without conditions", "gcs", "oss"])
+@pytest.fixture(params=["local", "s3", "gcs", *exhaustive("s3 without conditions", "oss")])
 def store(request: pytest.FixtureRequest, tmp_path: Path):
     prefix = f"{request.node.name.replace('[', '-').replace(']', '').replace(' ', '-')}/here"
     made: dict[str, Storage] = {

@@ -89,6 +89,7 @@ def event_steps(directory: Path) -> list[int]:
     return sorted(found)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writing thread
 def test_a_run_loses_nothing_while_its_disk_is_full_for_some_steps(model32, disk):
     result = fit(model32, disk, full_from=4, free_from=9)  # a step rates twice: its responses, and its evaluation

@@ -55,6 +55,7 @@ def test_samples_of_any_kind_are_rows_of_the_steps_file(tmp_path):
     rows = [{"prompt": "1+1=\n\ud800é\u2028", "score": np.float32(0.5), "ids": torch.tensor([1, 2]), "path": Path("x")}]
     tracker.samples(rows, 4, "eval")
     tracker.samples([{"prompt": "b"}], 4, "train")
+    tracker.close("finished")
     found = lines(tmp_path / "samples" / "step_4.jsonl")
     assert found == [
         {"table": "eval", "prompt": "1+1=\n\ud800é\u2028", "score": 0.5, "ids": [1, 2], "path": "x"},
@@ -63,9 +64,51 @@ def test_samples_of_any_kind_are_rows_of_the_steps_file(tmp_path):
 
 
 def test_a_step_that_another_run_sampled_is_replaced(tmp_path):
-    running(tmp_path).samples([{"prompt": "old"}], 4, "eval")
-    running(tmp_path).samples([{"prompt": "new"}], 4, "eval")
+    for prompt in ("old", "new"):
+        tracker = running(tmp_path)
+        tracker.samples([{"prompt": prompt}], 4, "eval")
+        tracker.close("finished")
     assert [row["prompt"] for row in lines(tmp_path / "samples" / "step_4.jsonl")] == ["new"]
+
+
+def test_a_step_that_is_evaluated_again_has_the_rows_of_the_last_time_and_no_file_is_left_beside_them(tmp_path):
+    tracker = running(tmp_path)
+    tracker.evaluated_rows([{"score": 0.0}, {"score": math.nan}], 4)
+    tracker.evaluated_rows([{"score": 1.0}], 4)
+    tracker.token_rows([{"ids": [1, 2], "advantages": [-math.inf, 0.5]}], 4)
+    tracker.close("finished")
+    assert lines(tmp_path / "evals" / "step_4.jsonl") == [{"score": 1.0}]
+    assert lines(tmp_path / "tokens" / "step_4.jsonl") == [{"ids": [1, 2], "advantages": ["-inf", 0.5]}]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evals", "metrics.jsonl", "tokens"]
+    assert all(len(list((tmp_path / name).iterdir())) == 1 for name in ("evals", "tokens"))
+
+
+def test_tables_stop_at_the_limit_of_a_run_with_one_message_and_metrics_go_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("verl.tracking.jsonl.TABLE_BYTES", 2**20)
+    for first in (1, 5):  # the second one goes on in the same directory
+        tracker = running(tmp_path)
+        for step in range(first, first + 4):
+            tracker.token_rows([{"prompt": "x" * 400_000}], step)
+            tracker.log({"a": 1.0}, step)
+        tracker.close("finished")
+        assert sorted(file.name for file in (tmp_path / "tokens").iterdir()) == ["step_1.jsonl", "step_2.jsonl"]
+    assert len(lines(tmp_path / "metrics.jsonl")) == 8
+    assert caplog.text.count("samples/, evals/, tokens/ of this run have reached 1 MiB") == 2
+
+
+def test_tables_that_a_full_disk_refuses_are_written_once_there_is_space(tmp_path, caplog):
+    trackers = TrackerSet({"jsonl": JsonLinesTracker()})
+    trackers.start("run", {}, tmp_path, 2)
+    (tmp_path / "evals").write_text("in the way of the directory")
+    trackers.evaluated_rows([{"score": 0.5}], 1)
+    for step in range(1000):
+        trackers.log({"a": 1.0}, step)
+        if "FAILED" in caplog.text:
+            break
+    (tmp_path / "evals").unlink()
+    trackers.close()
+    assert lines(tmp_path / "evals" / "step_1.jsonl") == [{"score": 0.5}]
+    assert "lost no record" in caplog.text
 
 
 def test_half_a_line_of_a_killed_run_is_not_joined(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import exhaustive
 from refusals import refusal
 
 from verl.component import BuildContext, as_plain
@@ -49,6 +50,12 @@ class Recording(Tracker):
     def samples(self, rows, step, name):
         self._note("samples", rows, step, name)
 
+    def evaluated_rows(self, rows, step):
+        self._note("evaluated_rows", rows, step)
+
+    def token_rows(self, rows, step):
+        self._note("token_rows", rows, step)
+
     def message(self, text):
         self._note("message", text)
 
@@ -69,6 +76,8 @@ def test_every_tracker_hears_everything_in_order(tmp_path):
     running.log({"reward/mean": torch.tensor(0.5), "n": 3, "std": np.float32(0.25)}, step=1)
     running.evaluation({"eval/accuracy": 1}, step=1)
     running.samples([{"response": "46"}], step=1, name="eval")
+    running.evaluated_rows([{"score": 1.0}], 1)
+    running.token_rows([{"prompt": "4", "ids": [7], "texts": ["6"]}], 1)
     running.message("done")
     running.close("interrupted")
     assert one.calls == two.calls
@@ -77,6 +86,8 @@ def test_every_tracker_hears_everything_in_order(tmp_path):
         ("log", {"reward/mean": 0.5, "n": 3, "std": 0.25}, 1),
         ("evaluation", {"eval/accuracy": 1}, 1),
         ("samples", [{"response": "46"}], 1, "eval"),
+        ("evaluated_rows", [{"score": 1.0}], 1),
+        ("token_rows", [{"prompt": "4", "ids": [7], "texts": ["6"]}], 1),
         ("message", "done"),
         ("close", "interrupted"),
     ]
@@ -89,9 +100,11 @@ def test_no_secret_passes_to_any_tracker(tmp_path):
     running.start("run", {"hub": {"token": "abc"}, "max_tokens": 8}, tmp_path, None)
     running.stage("gen", 1.0, "from https://u:p4ss@h")
     running.samples([{"response": "password=p4ss"}], 1, "s")
+    running.token_rows([{"prompt": "password=p4ss", "ids": [1, 2, 3], "texts": ["password", "=p4", "ss"]}], 1)
     running.message("Authorization: Bearer p4ss")
     assert one.calls[0] == ("start", {"hub": {"token": "***"}, "max_tokens": 8})
-    assert "p4ss" not in repr(one.calls)
+    assert "p4" not in repr(one.calls)
+    assert ("token_rows", [{"prompt": "password=***", "texts": ["***"] * 3}], 1) in one.calls
 
 
 def test_a_tracker_that_cannot_start_is_an_error_that_names_it_and_the_others_are_closed(tmp_path):
@@ -207,7 +220,7 @@ def test_a_tracker_of_a_list_has_its_settings_under_its_name():
     assert found.console.sample_rows == 2  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("key", ["tracker.mine", "tracker.more.mine", "+tracker.mine"])
+@pytest.mark.parametrize("key", ["tracker.mine", *exhaustive("tracker.more.mine", "+tracker.mine")])
 def test_a_sixth_tracker_stands_beside_the_others_under_its_name(key, tmp_path):
     own, path = f"{key}={{_target_:verl.tracking.tensorboard.TensorBoard}}", key.lstrip("+")
     found = composed("tracker=[jsonl]", own, f"{path}.flush_s=3")

@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from cases import exhaustive
 from cluster.processes_of import wait_until_gone
 from refusals import refusal
 
@@ -101,6 +102,7 @@ def test_an_unknown_mode_or_an_empty_project_is_refused():
         WandB(project="")
 
 
+@pytest.mark.exhaustive
 def test_closing_one_run_leaves_another_run_of_the_process_alive(tmp_path, no_key):
     first, second = (Trackers(wandb=WandB()).build(BuildContext()) for _ in range(2))
     first.start("first", {}, tmp_path / "first", 1)
@@ -139,6 +141,7 @@ def test_a_resumed_run_is_the_same_wandb_run(tmp_path, no_key):
     assert second == first
 
 
+@pytest.mark.exhaustive
 def test_a_child_run_has_an_id_of_its_own_in_the_group_of_the_root_and_names_its_parent(tmp_path, no_key):
     child = WandB(on_resume="child")
     first, before = tracked(child, tmp_path / "first")
@@ -192,7 +195,7 @@ running.close()
 """
 
 
-@pytest.mark.parametrize("what", ["service", "run"])
+@pytest.mark.parametrize("what", ["run", *exhaustive("service")])
 def test_wandb_neither_holds_a_run_up_nor_leaves_anything_of_one_that_is_killed(what, tmp_path, no_key):
     temporary = tmp_path / "temporary"
     temporary.mkdir()

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from cases import each_value_once
 from trainer.runs import GRPO_ALGORITHM, JSONL, PPO_ALGORITHM, Arbitrary, Prompts, fit, ppo_run, read_lines, step_lines
 
 from verl.algorithms.critic_free_advantages import ReMax
@@ -125,8 +126,7 @@ def test_the_coefficient_of_an_adaptive_kl_moves_from_step_to_step(model32, tmp_
     assert len(set(coefs)) == 3
 
 
-@pytest.mark.parametrize("coefs", [(0.0, 0.1), (0.01, 0.0)])
-@pytest.mark.parametrize("mini_batches", [1, 2])
+@pytest.mark.parametrize(("mini_batches", "coefs"), each_value_once([1, 2], [(0.0, 0.1), (0.01, 0.0)]))
 def test_every_update_of_a_run_with_an_entropy_bonus_has_its_entropy(mini_batches, coefs, model32, tmp_path):
     bonus = dict(zip(("entropy_coef", "final_entropy_coef"), coefs, strict=True))
     algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=mini_batches, **bonus)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import exhaustive
 from trainer.runs import PPO_ALGORITHM, Prompts, ppo_run, read_lines
 
 import verl
@@ -87,8 +88,8 @@ def fit(directory: Path, model: Any, **parts: Any) -> Any:
     [
         ({"reward": ExitingReward()}, "stop"),
         ({"reward": ExitingReward(how="os._exit")}, "stop"),
-        ({"reward": ExitingReward(how="interrupt")}, "stop"),
-        ({"data": ExitingData()}, "stop"),
+        pytest.param({"reward": ExitingReward(how="interrupt")}, "stop", marks=pytest.mark.exhaustive),
+        pytest.param({"data": ExitingData()}, "stop", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_exit_within_a_run_is_its_error_and_names_the_line(parts, place, model32, tmp_path):
@@ -97,13 +98,14 @@ def test_an_exit_within_a_run_is_its_error_and_names_the_line(parts, place, mode
     assert '"status": "failed"' in (tmp_path / "summary.json").read_text()
 
 
+@pytest.mark.exhaustive
 def test_an_exit_in_the_loss_of_a_model_is_the_runs_error_too(model32, tmp_path):
     algorithm = dataclasses.replace(PPO_ALGORITHM, policy_loss=ExitingLoss())
     with pytest.raises(ComponentExit, match=rf"^stop\(\) {HERE} raised SystemExit\(0\)"):
         fit(tmp_path, model32, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("at", ["log", "close"])
+@pytest.mark.parametrize("at", ["log", *exhaustive("close")])
 def test_an_exit_of_a_tracker_is_told_and_training_goes_on(at, model32, tmp_path, caplog):
     trackers = Trackers(jsonl=JsonLines(), curves=ExitingTracker(at=at))
     with caplog.at_level(logging.WARNING, "verl"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from random_models import save_random_model
 from trainer.runs import JSONL, ppo_run, read_lines
@@ -34,6 +35,7 @@ def test_a_critic_of_another_family_with_the_tokenizer_of_the_actor_trains(tmp_p
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.exhaustive
 def test_a_critic_whose_last_states_have_another_size_than_those_between_layers_trains(tmp_path):
     """OPT-350m has states of 1024 numbers between layers and of 512 at its end."""
     path = save_random_model(tmp_path / "opt", "opt", torch.float32, word_embed_proj_dim=16)

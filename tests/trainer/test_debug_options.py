@@ -38,6 +38,7 @@ def test_a_planted_nan_is_skipped_told_and_kept(model32, tmp_path):
     assert [len(read_lines(directory / "rows.jsonl")) for directory in kept] == [2, 2, 2]  # whole mini-batches
 
 
+@pytest.mark.exhaustive
 def test_overfitting_takes_the_same_prompts_in_every_step_and_learns_them(dir32, model32, tmp_path):
     seen = []
     with in_small(model32, "overfit", total_steps=3).build(BuildContext(run_dir=tmp_path)) as trainer:

@@ -20,6 +20,7 @@ from verl.trainer import train_loop
 from verl.trainer.setup import fit_with_restarts, last_checkpoint_of
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_from_its_own_checkpoints_and_never_from_those_of_an_earlier_run(model32, tmp_path):
     fit(course(model32, tmp_path, stop_after=3), tmp_path / "earlier")
     with course(model32, tmp_path, stop_after=2).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
@@ -45,6 +46,7 @@ def test_a_trainer_is_built_anew_in_the_same_place_and_ends_as_if_nothing_had_be
     assert result.checkpoints == ["global_step_3", "global_step_4"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_goes_on_after_a_loss_is_restarting_and_not_failed(model32, tmp_path, monkeypatch):
     screen, statuses = io.StringIO(), []
     monkeypatch.setattr(rich.get_console(), "file", screen)
@@ -76,6 +78,7 @@ def test_a_run_that_goes_on_after_a_loss_is_restarting_and_not_failed(model32, t
     assert (tmp_path / "run/run.log").read_text().count("Traceback (most recent call last):\n  File") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_is_lost_while_the_run_is_built_anew_costs_one_more_restart(model32, tmp_path, monkeypatch):
     lost = [WorkerDied(0, "start", None, "the process ended"), WorkerDied(0, "actor.update", 3, "the process ended")]
     with course(model32, tmp_path).build(BuildContext(run_dir=tmp_path / "run")) as trainer:

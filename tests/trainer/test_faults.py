@@ -232,7 +232,13 @@ class FailsAtCall(RewardDescription):
 
 @pytest.mark.parametrize(
     ("way", "found"),
-    [("raises", "KeyError"), ("short", "5 items"), ("nan", "nan"), ("none", "None"), ("item", "of type NoneType")],
+    [
+        ("raises", "KeyError"),
+        pytest.param("short", "5 items", marks=pytest.mark.exhaustive),
+        ("nan", "nan"),
+        pytest.param("none", "None", marks=pytest.mark.exhaustive),
+        pytest.param("item", "of type NoneType", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_reward_that_goes_wrong_ends_the_run_and_keeps_what_was_written(model32, tmp_path, way, found):
     reward = FailsAtCall(way=way, call=3)

@@ -52,6 +52,41 @@ def test_a_run_evaluates_before_during_and_after_and_says_what_it_did(model32, t
     assert row["prompt_text"] == "5+5="
     assert {"table", "response_text", "score", "length"} <= set(row)
 
+    for step, metrics in result.evaluations.items():
+        rows = read_lines(tmp_path / "evals" / f"step_{step}.jsonl")
+        assert [(row["kind"], row["prompt_id"], row["sample_id"]) for row in rows] == [
+            ("greedy", rows[0]["prompt_id"], 0), *(("drawn", rows[0]["prompt_id"], sample) for sample in range(3))
+        ]  # fmt: skip
+        assert rows[0]["score"] == metrics["eval/score"]
+        assert rows[0]["tokens"] == metrics["eval/response_length_tokens"]
+        assert sum(row["success"] for row in rows[1:]) / 3 == metrics["eval/mean@3"]
+    assert sorted(file.name for file in (tmp_path / "evals").iterdir()) == tables
+    tables = sorted(file.name for file in (tmp_path / "tokens").iterdir())
+    assert tables == [f"step_{step}.jsonl" for step in (1, 2, 4, 5)]
+    for step in (1, 2, 4, 5):
+        rows = read_lines(tmp_path / "tokens" / f"step_{step}.jsonl")
+        assert [row["sample_id"] for row in rows] == [0, 1] * 3
+        (metrics,) = [line for line in steps if line["step"] == step]
+        assert sum(row["score"] for row in rows) / 6 == pytest.approx(metrics["reward/mean"])
+        for name, key in (("advantages", "advantages/mean"), ("entropies", "rollout/entropy_nats")):
+            numbers = [number for row in rows for number in row[name]]
+            assert sum(numbers) / len(numbers) == pytest.approx(metrics[key], abs=1e-5)
+        for row in rows:
+            lists = (
+                "ids",
+                "texts",
+                "rollout_log_probs",
+                "old_log_probs",
+                "entropies",
+                "advantages",
+                "mask",
+                "versions",
+            )
+            assert len({len(row[name]) for name in lists}) == 1
+            assert row["mask"] == [1] * len(row["ids"])
+            assert set(row["versions"]) == {2 * step - 2}
+    assert json.loads((tmp_path / "plan.json").read_text())["phases"]
+
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 5)
     assert list(summary["evaluations"]) == ["0", "2", "4", "5"]
@@ -72,6 +107,7 @@ def test_steps_go_on_over_epochs_and_every_epoch_has_its_own_order(model32, tmp_
     assert not (tmp_path / "actor").exists()
 
 
+@pytest.mark.exhaustive
 def test_epochs_count_where_no_number_of_steps_is_given(model32, tmp_path):
     run = ppo_run(model32, prompts_per_step=3, total_epochs=2, save_final=False, eval_before=False)
     assert fit(run, tmp_path).steps == 2 * (len(PROMPTS) // 3)
@@ -84,6 +120,7 @@ def test_a_run_without_held_out_prompts_does_not_evaluate(model32, tmp_path):
     assert [path.name for path in result.saved] == ["actor"]
 
 
+@pytest.mark.exhaustive
 def test_the_actor_learns_the_faster_the_higher_its_rate_and_nothing_at_zero(model32, tmp_path):
     def moved(lr: float) -> float:
         run = ppo_run(model32, lr=lr, total_steps=1, eval_before=False)
@@ -108,6 +145,7 @@ def test_a_run_that_cannot_save_is_an_error_that_leaves_its_summary(model32, tmp
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 1]
 
 
+@pytest.mark.exhaustive
 def test_fine_tuning_in_the_same_loop_lowers_its_loss(model32, tmp_path):
     run = SFTRun(
         actor=Actor(model=model32, optimizer=AdamW(lr=1e-2)),
@@ -123,5 +161,6 @@ def test_fine_tuning_in_the_same_loop_lowers_its_loss(model32, tmp_path):
     assert Pretrained(path=str(tmp_path / "actor")).max_positions() == 64
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert sum("sft/loss" in line for line in lines) == 8
+    assert not any((tmp_path / name).exists() for name in ("samples", "evals", "tokens"))
     with refusal("trainer.batch_size"):
         dataclasses.replace(run, trainer=SFTSettings(batch_size=101)).build(BuildContext(run_dir=tmp_path))

@@ -138,6 +138,7 @@ def test_unknown_keys_and_what_is_missing_here_are_told_at_once(short_file):
     }
 
 
+@pytest.mark.exhaustive
 def test_training_files_in_the_configuration_give_way_to_the_dataset_that_is_passed(short_file, capsys):
     config = short_file(data={"train_files": ["gone.parquet"], "max_prompt_length": 8})
     with LocalPPOTrainer(config, train_dataset=ROWS) as trainer:
@@ -145,6 +146,7 @@ def test_training_files_in_the_configuration_give_way_to_the_dataset_that_is_pas
     assert "data.train_files is ignored" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_a_key_below_a_reference_changes_the_critic_alone(short_file):
     config = short_file(critic={"model": {"seed": 5}})
     with LocalPPOTrainer(config, train_dataset=ROWS) as trainer:

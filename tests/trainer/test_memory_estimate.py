@@ -65,6 +65,7 @@ print(json.dumps({"loaded": loaded, "after": after, "peak": peak}))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the kernel does not tell peaks of memory")
 def test_it_agrees_with_what_an_update_takes(tmp_path):
     shape = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 256}
@@ -103,6 +104,7 @@ def test_parameters_are_counted_as_the_model_has_them(tmp_path):
         assert sizes.parameters == sizes.trained == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.exhaustive
 def test_a_family_without_a_language_model_head_is_counted_too():
     from transformers import AutoModel, DistilBertConfig
 
@@ -119,6 +121,7 @@ def test_a_plan_that_fails_stops_no_run(model32, tmp_path, monkeypatch, caplog):
     assert "could not be made: KeyError" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_an_adapter_and_a_divided_model_take_less():
     def actor(*overrides: str) -> RoleMemory:
         run = validate(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", *overrides]))
@@ -132,6 +135,7 @@ def test_an_adapter_and_a_divided_model_take_less():
     assert 0 < shared.gathered < shared.generating == whole.weights
 
 
+@pytest.mark.exhaustive
 def test_processes_that_share_layers_work_on_the_same_rows():
     def plan(*choices):
         run = validate(compose_root("ppo", ["actor=tiny_scratch", "trainer.prompts_per_step=16", *choices]))
@@ -171,6 +175,7 @@ def planned(*choices: str, device: str = "cpu", limit: int | None = None) -> Run
     return plan_run(run, device_named(device), limit=limit)
 
 
+@pytest.mark.exhaustive
 def test_what_an_asynchronous_save_copies_counts_where_the_copy_lies():
     beside, still = planned("checkpoint=async"), planned("checkpoint=sync")
     saving = beside.memory.estimate.saving
@@ -249,6 +254,7 @@ def test_what_is_advised_makes_the_phase_smaller_that_is_short():
     assert named(plan) == {"rollout.kv_cache_gib"}  # no activations, no gradients there
 
 
+@pytest.mark.exhaustive
 def test_a_phase_that_no_setting_makes_smaller_is_told_so():
     (warning,) = planned(limit=1).warnings(None, None)
     assert "take a smaller model" in warning
@@ -271,6 +277,7 @@ def test_every_process_that_holds_a_role_is_counted():
     assert next(ray.lines()).startswith("4 processes on each of 2 machines")
 
 
+@pytest.mark.exhaustive
 def test_a_role_in_a_pool_of_its_own_is_divided_over_that_pool():
     pools = "+trainer.placement.pools={a:[actor,reference],b:[critic]}"
     settings = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from cases import each_value_once
 from trainer.runs import GRPO_ALGORITHM, ppo_run
 
 from verl.component import BuildContext
@@ -38,8 +39,13 @@ def test_what_goes_together_is_let_through(overrides):
     validate(compose_root("ppo", overrides))
 
 
-@pytest.mark.parametrize("engine", [["rollout=hf"], ["rollout=vllm"], SERVER], ids=["hf", "vllm", "server"])
-@pytest.mark.parametrize("episodes", [[], ["environment=calculator", "data=calculator"]], ids=["responses", "episodes"])
+@pytest.mark.parametrize(
+    ("engine", "episodes"),
+    each_value_once(
+        {"hf": ["rollout=hf"], "vllm": ["rollout=vllm"], "server": SERVER},
+        {"responses": [], "episodes": ["environment=calculator", "data=calculator"]},
+    ),
+)
 def test_every_engine_samples_responses_and_episodes_under_every_degree(engine, episodes):
     """What they draw: tests/environments/test_runs.py and tests/equivalence."""
     for degrees in ("tp", "cp", "pp", "parallel sharding.tp=2 sharding.pp=2"):

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from verl.utils import address_space
-from verl.utils.address_space import out_of_memory_message
+from verl.utils import memory
+from verl.utils.memory import out_of_memory_message
 
 GIB = 2**30
 
@@ -48,9 +48,9 @@ def test_errors_of_other_causes_have_no_such_message(monkeypatch):
     assert out_of_memory_message(RuntimeError("shapes differ")) is None
     assert "is used up" in str(out_of_memory_message(MemoryError()))
     assert "Cannot allocate" in str(out_of_memory_message(OSError(errno.ENOMEM, "Cannot allocate memory")))
-    monkeypatch.setattr(address_space, "_limit", lambda: 100 * GIB)
+    monkeypatch.setattr(memory, "_space_limit", lambda: 100 * GIB)
     assert out_of_memory_message(RuntimeError("could not create a primitive")) is None
-    monkeypatch.setattr(address_space, "_limit", lambda: address_space._peak())
+    monkeypatch.setattr(memory, "_space_limit", lambda: memory._space_peak())
     message = out_of_memory_message(RuntimeError("could not create a primitive\nat line 3"))
     assert message is not None
     assert "(RuntimeError: could not create a primitive)" in message

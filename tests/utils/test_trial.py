@@ -22,7 +22,9 @@ TAGGED = f"{{% generation %}}{DOUBLING}{{%- endgeneration -%}}"
 SOUND = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{% endfor %}{{ [1, 2] | tojson }}"
 
 
-@pytest.mark.parametrize(("template", "said"), [(RANGES, "did not end"), (TAGGED, "GiB of memory")])
+@pytest.mark.parametrize(
+    ("template", "said"), [(RANGES, "did not end"), pytest.param(TAGGED, "GiB of memory", marks=pytest.mark.exhaustive)]
+)
 def test_a_chat_template_without_end_is_refused_within_seconds(template, said, monkeypatch):
     if said == "did not end":
         monkeypatch.setattr(trial, "PROCESSOR_S", 1)

@@ -12,8 +12,8 @@ from roles import experience, gap_from_plain_rows, start_actor, start_critic
 from torch import Tensor
 
 from verl.model_paths import packed_attention
-from verl.model_paths.paths import FAST
-from verl.model_paths.row_check import chosen_rows
+from verl.model_paths.check import chosen_rows
+from verl.model_paths.families import FAST
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 

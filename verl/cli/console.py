@@ -25,8 +25,8 @@ from verl.compose.schema import set_own_conf_dirs
 from verl.errors import BadCheckpoint, ConfigError, VerlError
 from verl.tracking.console import end_cut, equal_share, fitting_columns, reader_may_leave
 from verl.tracking.jsonl import plain
-from verl.utils.address_space import out_of_memory_message, refuse_small_address_space
 from verl.utils.external_input import printable
+from verl.utils.memory import out_of_memory_message, refuse_small_address_space
 
 FOUND, FAILED = 1, 2
 SHORTEST_CUT = 16  # characters of a cell that is truncated; in less room columns are left out

@@ -98,8 +98,7 @@ def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
 def _rates(run: Any, name: str | None, measure: bool) -> DeviceRates:
     import torch
 
-    from verl.models.known_shapes import sizes_config
-    from verl.models.model_stats import model_stats
+    from verl.models.model_stats import model_stats, sizes_config
     from verl.trainer.plan.devices import device_named, gpu_here, measured_here
 
     if measure:

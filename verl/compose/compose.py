@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,26 +25,48 @@ def compose_root(root: str, overrides: Sequence[str] = ()) -> DictConfig:
         root: `ppo` or `sft`.
         overrides: in Hydra's syntax, such as `algorithm=grpo` or `++trainer.seed=1`.
     """
-    return _compose(root, overrides, with_hydra=False)
+    return _composition(root, overrides)[0]
 
 
 def choices_of(root: str, overrides: Sequence[str] = ()) -> dict[str, str | None]:
     """The option of every group of a composed root, including those chosen by an experiment."""
-    return dict(_compose(root, overrides, with_hydra=True).hydra.runtime.choices)
+    return _composition(root, overrides)[1]
 
 
-def _compose(root: str, overrides: Sequence[str], with_hydra: bool) -> DictConfig:
+def _composition(root: str, overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str | None]]:
+    """A configuration with its choices, for the caller alone.
+
+    It is composed once in this process, unless it depends on more than the words and this package's own files.
+    """
     schema.register()
+    directories = [QuotedString(f"file://{path}", Quote.single).with_quotes() for path in own_conf_dirs()]
+    search_path = [f"hydra.searchpath=[{','.join(directories)}]"] if directories else []
+    words = (*search_path, *(readable(override) for override in overrides))
+    if any("searchpath" in word or "${" in word for word in words):
+        return _compose(root, words)
+    files = tuple(sorted((str(file), file.stat().st_mtime_ns) for file in conf_dir().rglob("*.yaml")))
+    return copy.deepcopy(_compose_once(root, words, files))
+
+
+@functools.lru_cache(maxsize=32)
+def _compose_once(
+    root: str, words: tuple[str, ...], files: tuple[tuple[str, int], ...]
+) -> tuple[DictConfig, dict[str, str | None]]:
+    return _compose(root, words)
+
+
+def _compose(root: str, words: Sequence[str]) -> tuple[DictConfig, dict[str, str | None]]:
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), job_name=f"main_{root}", version_base="1.3"):
-            directories = [QuotedString(f"file://{path}", Quote.single).with_quotes() for path in own_conf_dirs()]
-            search_path = [f"hydra.searchpath=[{','.join(directories)}]"] if directories else []
-            words = [*search_path, *(readable(override) for override in overrides)]
-            return compose(root, words, return_hydra_config=with_hydra)
+            config = compose(root, [*words], return_hydra_config=True)
     finally:
         GlobalHydra.instance().hydra = running
+    choices = dict(config.hydra.runtime.choices)
+    with open_dict(config):
+        del config["hydra"]
+    return config, choices
 
 
 def readable(choice: str) -> str:

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from verl.component import Description, field_types, hint, nearest
 from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign, flatten
-from verl.compose.schema import group_options
+from verl.compose.schema import group_options, option_file
 from verl.compose.validate import validate
 from verl.errors import ConfigError, faults_below
 from verl.rollout.base import Rollout
@@ -79,7 +79,7 @@ def read_short_file(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"config_path is {str(path)!r}: no such file.")
     try:
         tree: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    except (YAMLError, OmegaConfBaseException, OSError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
         raise ConfigError(f"config_path is {str(path)!r}: not readable as YAML ({error}).") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"config_path is {str(path)!r}: expected keys with values, found a {type(tree).__name__}.")
@@ -117,7 +117,11 @@ def rollout_kind(name: str) -> type[Rollout]:
         ConfigError: there is no such option.
     """
     _refuse_unknown(name)
-    return get_class(compose_root("ppo", [f"rollout={name}"]).rollout["_target_"])
+    file = option_file("rollout", name)
+    assert file is not None, "known options have files"
+    with file.open(encoding="utf-8") as stream:
+        target = (yaml.safe_load(stream) or {}).get("_target_")  # none, where it extends another option
+    return get_class(target or compose_root("ppo", [f"rollout={name}"]).rollout["_target_"])
 
 
 def _refuse_unknown(rollout: str) -> None:

@@ -36,6 +36,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl import errors
 from verl.compose import schema
 from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_overrides
+from verl.compose.help_text import help_text
 from verl.compose.overrides import Overrides
 from verl.compose.run_start import RunStart
 from verl.compose.schema import conf_dir
@@ -43,9 +44,9 @@ from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, W
 from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.utils import torchrun
-from verl.utils.address_space import out_of_memory_message, refuse_small_address_space
 from verl.utils.component_exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
+from verl.utils.memory import out_of_memory_message, refuse_small_address_space
 from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact, redact_output
 from verl.utils.signals import Terminated, ignore_interrupts, orderly_termination
@@ -133,7 +134,10 @@ def entry_point(root: str) -> Callable[[Callable[[RunStart], Any]], Callable[[],
                 sys.argv[1:] = arguments
                 only_shows = any(argument in PRINTS_ONLY for argument in arguments)
                 with reader_may_leave() if only_shows else nullcontext():
-                    _run_hydra(root, main, assigned.faults)
+                    if {"--help", "-h"} & {*arguments}:
+                        sys.stdout.write(help_text(root))
+                    else:
+                        _run_hydra(root, main, assigned.faults)
 
         return command
 

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.component import hint, nearest
 from verl.compose.aliases import SHORT, Overrides, translate
 from verl.compose.compose import compose_root, readable, references_above
-from verl.compose.schema import CHOOSERS, LISTS, VALUES, conf_dir, group_options, own_conf_dirs, root_keys
+from verl.compose.schema import CHOOSERS, LISTS, VALUES, group_options, option_file, root_keys
 
 _PARSER = OverridesParser.create()
 _PLAIN_OPTION = re.compile(r"^[\w,]*$")
@@ -198,8 +198,7 @@ def no_option(group: str, option: str) -> str:
 
 
 def _file_fault(group: str, option: str) -> str | None:
-    files = (directory / group / f"{option}.yaml" for directory in (conf_dir(), *own_conf_dirs()))
-    if (file := next((file for file in files if file.is_file()), None)) is None:
+    if (file := option_file(group, option)) is None:
         return None
     text = file.read_text(encoding="utf-8", errors="replace")
     try:

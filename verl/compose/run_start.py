@@ -217,6 +217,7 @@ _BEFORE_THE_FIRST_STEP = {
     "start.json",
     "run.log",
     "plan.txt",
+    "plan.json",
     "metrics.jsonl",
     "tensorboard",
 }

@@ -23,7 +23,7 @@ from verl.compose.compose import compose_root
 from verl.compose.schema import group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError
-from verl.models.pretrained import WARM_START
+from verl.models.model_files import WARM_START
 from verl.utils.memory import gpu_name_from_outside
 from verl.utils.temporary_directory import TemporaryDirectory
 

@@ -20,8 +20,8 @@ from verl.engines.parallel_dims import Parallelism
 from verl.errors import ConfigError
 from verl.model_paths.check import exempt_from_determinism, paths_for
 from verl.model_paths.expert_routing import ExpertLoad, defines_balance_loss, routing_of
+from verl.model_paths.families import PLAIN, ModelPaths, Scoring
 from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, empty_micro_batch
-from verl.model_paths.paths import PLAIN, ModelPaths, Scoring
 from verl.models.call import call_model, unwrapped
 from verl.models.heads import LMHead
 from verl.models.parallel_info import Autocast, compute_device, computing_in

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from verl.models.pretrained import SafetensorsReader
+from verl.models.model_files import SafetensorsReader
 from verl.ops.resharding.dtensor import is_on_other_stage, local, own_box
 from verl.utils.progress import report
 

@@ -1,13 +1,11 @@
 """Execution paths of models (packed, cached, padded), and which of them are right for one.
 
-check             Execution paths that a model takes: those that were tried for its family, or the plain ones
+check             Execution paths that a model takes: tried for its family, or plain; comparisons with plain passes
 context_attention Attention over packed rows whose tokens are divided over processes
 decode            Reading of rows that begin together, token by token, over the model's own cache
 expert_routing    Choices of expert routers: recorded, counted and replayed
-families          Execution paths that were tried for the families of causal language models in transformers
+families          Execution paths of a model, and those that were tried for families of language models in transformers
 kv_cache          A key-value cache of slots: rows of individual lengths, and prompts that several of them share
 micro_batch       Micro-batches: the tensors of one forward pass
 packed_attention  Attention over packed rows
-paths             Execution paths of a model, and the plain, the fast and the unproven ones
-row_check         Rows that stand for a batch in a comparison with a plain forward pass of each
 """

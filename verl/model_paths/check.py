@@ -4,7 +4,8 @@
       └── none holds for it ──> short rows of the model itself ──> plain paths, or a refusal
 
 Two checks follow on the weights and rows of the run: the first batch of each role is compared with a plain forward pass
-of each row (`verl.workers.first_batch_check`), and so are the log-probs of drawn tokens (`verl.rollout.hf`).
+of each row (`verl.workers.first_batch_check`), and so are the log-probs of drawn tokens (`verl.rollout.hf`): by some
+rows that stand for a batch (`chosen_rows`), and by how far two results are apart (`row_gaps`).
 """
 
 from __future__ import annotations
@@ -22,15 +23,30 @@ from torch import Tensor
 from verl.errors import ConfigError
 from verl.model_paths import packed_attention
 from verl.model_paths.decode import BatchReader
-from verl.model_paths.families import NOT_A_POLICY, FamilyRecord, family_table, record_for, row_limit
-from verl.model_paths.paths import PLAIN, UNTRIED, CacheKind, ModelPaths
+from verl.model_paths.families import (
+    NOT_A_POLICY,
+    PLAIN,
+    UNTRIED,
+    CacheKind,
+    FamilyRecord,
+    ModelPaths,
+    family_table,
+    record_for,
+    row_limit,
+)
 from verl.models.call import call_model, has_lm_head, layers_around, unwrapped
 from verl.models.parallel_info import compute_device
 from verl.models.pretrained import quiet_transformers
+from verl.protocol import DataProto
 
 PROBE_TOKENS = 24, 37, 512  # of rows of a model that no record holds for
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}  # of the spread of its logits
 TOLERANCE = 0.02  # in narrower types
+GROUP = 3  # rows that share a prompt, in a comparison of a batch
+# Mean difference over the tokens of a row, in nats or in the units of a value: rounding stays below, and another
+# window, position or text beside a row is far above
+BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
+WINDOW = 32  # consecutive tokens; a fault that begins far in a row is lost in the mean over all of it
 ENCODER_DECODER = "it is an encoder-decoder, and a policy is one decoder. Give a causal language model of its kind."
 NOT_BESIDE_OTHERS = "a row has other numbers beside others of its length than alone."
 NOT_REPEATABLE = "its numbers differ from one forward pass of a row to the next, so it has no log-probs to train on."
@@ -225,7 +241,9 @@ def modified_part(model: Any) -> str | None:
     if getattr(base.config, "quantization_config", None) is not None:
         return None
     try:
-        original = {name: type(module) for name, module in _skeleton(base).named_modules()}
+        with torch.random.fork_rng(devices=[]), quiet_transformers(), torch.device("meta"):  # without weights
+            skeleton = model_class(base)(copy.deepcopy(base.config))
+        original = {name: type(module) for name, module in skeleton.named_modules()}
     except Exception:  # noqa: BLE001 - whatever a class of its own needs to be made
         return "its class cannot be made from its configuration"
     for name, module in base.named_modules():
@@ -241,12 +259,6 @@ def model_class(model: Any) -> type:
 
     kind = type(model)
     return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
-
-
-def _skeleton(model: Any) -> Any:
-    """A model of the same class and configuration, without weights."""
-    with torch.random.fork_rng(devices=[]), quiet_transformers(), torch.device("meta"):
-        return model_class(model)(copy.deepcopy(model.config))
 
 
 def _states(model: Any, ids: Tensor) -> Tensor:
@@ -331,3 +343,53 @@ def decoding_name(option: ModelPaths) -> str:
     }
     more = [", prompts padded"] * option.pads_prompts + [", rows repeated and dropped"] * option.repeats_rows
     return parts[option.cache] + "".join(more) + ", prefix shared" * option.shares_prefix
+
+
+def bound_of(weights: torch.dtype, autocast: str | None) -> float:
+    """The largest `row_gaps` that rounding explains, for the narrower of the two types that a model computes in."""
+    narrow = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(str(autocast), weights)
+    return max(BOUNDS.get(weights, 0.15), BOUNDS.get(narrow, 0.15))
+
+
+def row_gaps(numbers: Tensor, expected: Tensor, mask: Tensor, least_tokens: int = 1) -> Tensor:
+    """[B] float64: the mean difference of each row, or half of that of any `WINDOW` consecutive tokens if it is larger.
+
+    Args:
+        numbers, expected: [B T]; rows in which the expected numbers are not finite have no gap.
+        mask: [B T] bool.
+        least_tokens: a shorter row counts as one of so many tokens, where a single token may differ through rounding.
+    """
+    gap = torch.where(mask, (numbers - expected).abs().double(), 0.0).nan_to_num(nan=1e6, posinf=1e6)
+    mean = gap.sum(dim=1) / mask.sum(dim=1).clamp_min(least_tokens)
+    if gap.shape[1] > WINDOW:
+        mean = mean.maximum(gap.unfold(1, WINDOW, WINDOW // 2).mean(dim=2).amax(dim=1) / 2)
+        mean = mean.maximum(gap[:, -WINDOW:].mean(dim=1) / 2)
+    return mean.masked_fill(~torch.isfinite(expected.masked_fill(~mask, 0.0)).all(dim=1), 0.0)
+
+
+def row_lengths(batch: DataProto) -> Tensor:
+    """[B] tokens of each row, prompt and response; 0 for a row without a response."""
+    has_response = batch["response_mask"].any(dim=1)
+    return batch["attention_mask"].sum(dim=1).masked_fill(~has_response.to(batch["attention_mask"].device), 0)
+
+
+def longest_row(batch: DataProto) -> int:
+    """Tokens of the longest row that has a response; 0 without one."""
+    return int(row_lengths(batch).max()) if len(batch) else 0
+
+
+def chosen_rows(batch: DataProto) -> list[int]:
+    """The longest row, the shortest, the longest of those with the shortest prompt, and up to `GROUP` that share the
+    prompt of the longest; none of none."""
+    if not len(batch):
+        return []
+    lengths, attention = row_lengths(batch), batch["attention_mask"]
+    if not int(lengths.max()):
+        return [0]
+    longest, width = int(lengths.argmax()), attention.shape[1] - batch["response_mask"].shape[1]
+    present = lengths.masked_fill(lengths == 0, int(lengths.max()) + 1)
+    padding = width - attention[:, :width].sum(dim=1)
+    most_padded = int(lengths.masked_fill(padding < padding[lengths > 0].max(), -1).argmax())
+    prompts = torch.cat([batch["input_ids"][:, :width], attention[:, :width]], dim=1)
+    group = (prompts == prompts[longest]).all(dim=1).nonzero()[:, 0].tolist()
+    return sorted({longest, int(present.argmin()), most_padded, *group[:GROUP]})

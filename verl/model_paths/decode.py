@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verl.model_paths.expert_routing import ExpertRouting
-from verl.model_paths.paths import ModelPaths
+from verl.model_paths.families import ModelPaths
 from verl.models.call import call_model, unwrapped
 
 CACHES = ("past_key_values", "cache_params", "state")  # what an output names the cache, and what the next call takes

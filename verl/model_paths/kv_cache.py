@@ -167,7 +167,10 @@ class GrowingLayer(DynamicLayer):
             return key_states, value_states
         start, end = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
         if not self._buffers or self._buffers[0].shape[2] < end:
-            self._buffers = tuple(_with_room(stored, max(end, start * 3 // 2)) for stored in (self.keys, self.values))
+            length = max(end, start * 3 // 2)
+            self._buffers = tuple(x.new_empty(*x.shape[:2], length, x.shape[3]) for x in (self.keys, self.values))
+            for buffer, stored in zip(self._buffers, (self.keys, self.values), strict=True):
+                buffer[:, :, :start] = stored
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = new
         self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
@@ -177,12 +180,6 @@ class GrowingLayer(DynamicLayer):
         self._buffers = ()
         if self.is_initialized:
             super().batch_select_indices(indices)
-
-
-def _with_room(stored: Tensor, length: int) -> Tensor:
-    buffer = stored.new_empty(*stored.shape[:2], length, stored.shape[3])
-    buffer[:, :, : stored.shape[2]] = stored
-    return buffer
 
 
 def growing_cache(config: Any) -> DynamicCache:

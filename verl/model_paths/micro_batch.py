@@ -3,7 +3,7 @@ once.
 
     plan ──> rows of each micro-batch ──> MicroBatch ──> predict(call) ──> what predicts each response token [n ...]
 
-Which form is used is up to the paths of the model (`verl.model_paths.paths`), and changes no result but by rounding.
+Which form is used is up to the paths of the model (`verl.model_paths.families`), and changes no result but by rounding.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from verl.model_paths.context_attention import ContextGroup, ContextLine
+from verl.model_paths.families import ModelPaths
 from verl.model_paths.packed_attention import call_packed
-from verl.model_paths.paths import ModelPaths
 from verl.ops.batching import micro_batches, micro_batches_of_groups
 from verl.ops.logprobs import response_positions
 from verl.ops.packing import PackedRows, gather_rows, own_tokens, pack

@@ -255,7 +255,8 @@ def _attend_packed(
         raise NotImplementedError("packed attention cannot tell what the mask of a layer was")
     if dropout or query.shape[2] != len(packing.tokens) or key.shape[2] != len(packing.tokens):
         raise NotImplementedError("packed attention knows neither dropout nor keys of another text")
-    q, k, v = (_as_line(x) for x in (query, key, value))
+    # [N H D]; going backward `squeeze` is a view, where `x[0]` is a copy
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if isinstance(packing, ContextLine):
         return packing.attend(q, k, v, shape.window, scaling, attend_line).unsqueeze(0)
     return attend_line(q, k, v, packing, shape.window, scaling).unsqueeze(0)
@@ -296,11 +297,6 @@ def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
     heads = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return heads.flatten(1, 2).unsqueeze(1)
-
-
-def _as_line(states: Tensor) -> Tensor:
-    """[1 H N D] to [N H D]."""
-    return states.squeeze(0).transpose(0, 1)  # going backward a view, where that of `states[0]` is a copy
 
 
 def mask_of_block(slots: BlockSlots, number: int, window: int | None, device: torch.device) -> Tensor | None:

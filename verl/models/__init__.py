@@ -5,10 +5,9 @@ experts        Experts and routers in mixture-of-experts models of transformers
 heads          Heads on a backbone: the critic's value head, a reward model's score
 hf_state_dict  A model's Hugging Face state dict in memory: tensors and their names
 interfaces     The interface that each role expects of a model, and checks of it
-known_shapes   Shapes of common models on the hub, shipped so that a plan needs no network
 lora           LoRA adapters through peft: few trained parameters; the base model is the reference policy
-model_files    Damaged files in a model's directory, as failed downloads leave them
-model_stats    Size of a model from its configuration alone: parameters, activations, keys and values, operations
+model_files    Files in a model's directory: damaged ones, errors about them, and a reader of weights
+model_stats    Size of a model from its configuration alone, which is shipped for common models on the hub
 own_module     Any torch module as a policy, user-defined or from a library
 parallel_info  Mesh, layouts and device of a sharded model, for its callers
 pretrained     Any Hugging Face model, from a directory or from the hub; the base of all model components

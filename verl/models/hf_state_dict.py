@@ -98,16 +98,15 @@ def names_in_files(model: Any) -> dict[str, str] | None:
 def small_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     """Small files beside the weights: the configuration, and a custom head from `tensors`."""
     head = head_of(model)
-    return {**_configuration(head.backbone), **head.files(head.split(tensors)[1])}
-
-
-def _configuration(core: Any) -> dict[str, bytes]:
+    core = head.backbone
     with TemporaryDirectory() as directory, quiet_transformers():
         if hasattr(core, "peft_config"):
             core.peft_config[core.active_adapter].save_pretrained(directory)
-            return {name: _in_order(data) for name, data in files_in(Path(directory)).items()}
-        core.save_pretrained(directory, state_dict={})  # everything except the weights
-        return {name: data for name, data in files_in(Path(directory)).items() if not name.endswith(".safetensors")}
+            files = {name: _in_order(data) for name, data in files_in(Path(directory)).items()}
+        else:
+            core.save_pretrained(directory, state_dict={})  # everything except the weights
+            files = {name: x for name, x in files_in(Path(directory)).items() if not name.endswith(".safetensors")}
+    return {**files, **head.files(head.split(tensors)[1])}
 
 
 def as_torch_file(tensors: Mapping[str, Tensor]) -> bytes:

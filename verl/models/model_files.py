@@ -1,12 +1,32 @@
-"""Damaged files in a model's directory, as failed downloads leave them: found by names, sizes and headers alone."""
+"""Files in a model's directory: faults of a path and of its files, errors about them, and a reader of weights.
+
+Damaged files, as failed downloads leave them, are found by names, sizes and headers alone.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from verl.utils.external_input import ExternalInputError, checked_path, parse_json, parse_mapping
+from verl.errors import ConfigError
+from verl.ops.resharding.layout import Box
+from verl.utils.child_process.trial import pattern_fault
+from verl.utils.external_input import (
+    ExternalInputError,
+    checked_path,
+    parse_json,
+    parse_mapping,
+    printable,
+    read_bytes,
+    refuse_irregular,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LFS_POINTER = b"version https://git-lfs.github.com/"
 LARGEST_HEADER = 100_000_000  # bytes of a safetensors header, the limit of the format
@@ -15,6 +35,10 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 MAPPINGS = ("config.json", "adapter_config.json", "generation_config.json", "tokenizer_config.json", *INDEXES)
 JSON = (*MAPPINGS, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json")
 DOWNLOAD = "Download it again"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WARM_START = "warm-start://"
+LONG_NAME = "model.layers.10.self_attn.q_proj.base_layer.weight"
+PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern", "modules_to_save")
 
 
 def directory_faults(directory: Path, needs_weights: bool = True) -> Iterator[str]:
@@ -27,7 +51,7 @@ def directory_faults(directory: Path, needs_weights: bool = True) -> Iterator[st
     indexes = [name for name in INDEXES if (directory / name).is_file()]
     if not faults and indexes:
         faults = list(_shard_faults(directory, indexes[0]))
-    elif not faults and needs_weights and not any(found for name in WEIGHTS for found in directory.glob(name)):
+    elif not faults and needs_weights and not any(file for name in WEIGHTS for file in directory.glob(name)):
         faults = [f"{directory} has no weights (*.safetensors, pytorch_model.bin). {DOWNLOAD}."]
     yield from faults
 
@@ -107,3 +131,135 @@ def _shard_faults(directory: Path, index: str) -> Iterator[str]:
     missing = [shard for shard in shards if not (directory / shard).is_file()]
     if missing:
         yield (f"{directory} lacks {len(missing)} of {len(shards)} files of weights, such as {missing[0]}. {DOWNLOAD}.")
+
+
+def refuse_endless_patterns(adapter: Mapping[str, Any], path: str) -> None:
+    """Try the regular expressions of an adapter's configuration on names of layers, in a child."""
+    values = [adapter.get(name) for name in PATTERNS]
+    patterns = [text for value in values for text in ([value] if isinstance(value, str) else value or ())]
+    patterns = [text for text in patterns if isinstance(text, str) and not text.replace("_", "").isalnum()]
+    if not patterns:
+        return
+    names = [LONG_NAME, "model.layers.10.mlp.experts.127.down_proj", "a" * 40, "transformer.h.31.attn.c_attn"]
+    fault = pattern_fault([*patterns, *(rf".*\.{text}" for text in patterns)], names)
+    if fault is not None:
+        raise ConfigError(f"path is {path!r}: a regular expression in its adapter_config.json cannot be used: {fault}.")
+
+
+@contextlib.contextmanager
+def damage_explained(path: str) -> Iterator[None]:
+    """Around reading a model's directory: an error is one about the files, if some of them are damaged or absent."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        faults = list(directory_faults(Path(path))) if Path(path).is_dir() else []
+        if faults:
+            raise ConfigError([f"path is {path!r}: {fault}" for fault in faults]) from None
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"path is {path!r}: {(str(error).splitlines() or [repr(error)])[0]} "
+                "Or give a directory made by save_pretrained."
+            ) from error
+        raise
+
+
+def unloadable_error(path: str, what: str, error: BaseException) -> ConfigError:
+    """A file of a model that a library cannot read, such as a value of another type."""
+    reason = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:500]
+    return ConfigError(
+        f"path is {path!r}: {what} cannot be loaded ({reason}). Give a directory made by save_pretrained."
+    )
+
+
+def is_local(path: str) -> bool:
+    """Whether a path is local: it exists, or does not have the form `name` or `owner/name`."""
+    return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
+
+
+def path_faults(path: str) -> Iterator[str]:
+    """Faults of the setting `path` of a model, as far as they are seen before it is loaded."""
+    if path.startswith(WARM_START) or not is_local(path):
+        return
+    directory = Path(path)
+    try:
+        refuse_irregular(directory)
+    except NotADirectoryError:
+        pass
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            yield f"path is {path!r}: cannot be loaded: {error.filename}: {error.strerror}."
+            return
+    if not directory.is_dir():
+        yield f"path is {path!r}: no such directory. Give a directory made by save_pretrained, or a hub name."
+    elif not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
+        content = ", ".join(sorted(item.name for item in directory.iterdir())[:5]) or "nothing"
+        yield f"path is {path!r}: not a model directory, it has no config.json (found: {content})."
+    else:
+        yield from (f"path is {path!r}: {fault}" for fault in directory_faults(directory, needs_weights=False))
+
+
+def read_model_json(file: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None without one, and for a damaged one, which `directory_faults` tells of.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return parse_mapping(read_bytes(file)) if file.is_file() else None
+    except ExternalInputError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"path is {str(file.parent)!r}: {file.name} cannot be used: {error}.") from error
+
+
+class SafetensorsReader:
+    """Reads weights by name from a directory, lazily.
+
+    Args:
+        directory: written by `save_pretrained`.
+        prefix: name prefix by which a model and its backbone differ, such as `model`.
+    """
+
+    def __init__(self, directory: Path, prefix: str = ""):
+        self.prefix = f"{prefix}." if prefix else ""
+        self._files: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        if (directory / INDEX).is_file():
+            try:
+                index = parse_mapping(read_bytes(directory / INDEX))["weight_map"]
+                self._files = {str(name): directory / checked_path(file) for name, file in index.items()}
+            except (LookupError, AttributeError, ExternalInputError) as error:
+                raise ConfigError(f"path: {directory / INDEX} lists no files: {error}") from error
+        elif (directory / SINGLE).is_file():
+            self._files = dict.fromkeys(self._reader(directory / SINGLE).keys(), directory / SINGLE)
+
+    def name_of(self, wanted: str) -> str | None:
+        """The name of a model's tensor in the files; None if it is missing."""
+        tried = (wanted, self.prefix + wanted, wanted.removeprefix(self.prefix))
+        return next((name for name in tried if name in self._files), None)
+
+    def holds(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether the files have all of these tensors, with equal shapes."""
+        names = {wanted: self.name_of(wanted) for wanted in tensors}
+        return all(name is not None and self._shape(name) == tuple(tensors[w].shape) for w, name in names.items())
+
+    def read(self, wanted: str, box: Box | None = None) -> Tensor:
+        """A model's tensor, or a slice of it."""
+        name = self.name_of(wanted)
+        assert name is not None, wanted
+        reader = self._reader(self._files[name])
+        if not box:
+            return reader.get_tensor(name)
+        return reader.get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._reader(self._files[name]).get_slice(name).get_shape())
+
+    def _reader(self, file: Path) -> Any:
+        from safetensors import safe_open
+
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        return self._open[file]

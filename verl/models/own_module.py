@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from verl.component import component
 from verl.errors import ConfigError
-from verl.models.pretrained import ModelSource, SafetensorsReader
+from verl.models.model_files import SafetensorsReader
+from verl.models.pretrained import ModelSource
 from verl.ops.resharding.layout import Box
 
 PREFIX = "module."
@@ -127,12 +128,12 @@ class OwnModule(nn.Module):
     @staticmethod
     def saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rename tensors to their names in a file; tied ones once."""
-        seen, found = set[int](), {}
+        seen, by_name = set[int](), {}
         for name, x in tensors.items():
             if id(x) not in seen:
                 seen.add(id(x))
-                found[name.removeprefix(PREFIX)] = x.detach()
-        return found
+                by_name[name.removeprefix(PREFIX)] = x.detach()
+        return by_name
 
     def save_pretrained(self, directory: str | Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
         """Write `model.safetensors` and `config.json`; only the latter if `state_dict` is empty."""

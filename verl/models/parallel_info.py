@@ -211,13 +211,13 @@ def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
         yield
         return
     narrow = getattr(torch, dtype)
-    kept = {id(p) for part in getattr(model, "computes_in_own_type", ()) for p in part.parameters()}
+    excluded = {id(p) for part in getattr(model, "computes_in_own_type", ()) for p in part.parameters()}
     copies: dict[int, torch.Tensor] = {}  # tied weights stay tied
     replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     try:
         for module in model.modules():
             for name, weight in module._parameters.items():
-                if weight is None or weight.dtype == narrow or not weight.is_floating_point() or id(weight) in kept:
+                if weight is None or weight.dtype == narrow or not weight.is_floating_point() or id(weight) in excluded:
                     continue
                 if id(weight) not in copies:
                     copies[id(weight)] = _narrow_copy(weight, narrow)

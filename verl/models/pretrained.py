@@ -1,9 +1,8 @@
-"""Hugging Face models from a directory or the hub; base class of model components; reader of safetensors slices."""
+"""Hugging Face models from a directory or the hub; base class of model components."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,20 +12,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.models.experts import expert_count
-from verl.models.model_files import directory_faults
-from verl.ops.resharding.layout import Box
-from verl.utils.child_process.trial import pattern_fault
-from verl.utils.external_input import (
-    ExternalInputError,
-    checked_path,
-    parse_mapping,
-    printable,
-    read_bytes,
-    refuse_irregular,
+from verl.models.model_files import (
+    SafetensorsReader,
+    damage_explained,
+    directory_faults,
+    is_local,
+    path_faults,
+    read_model_json,
+    refuse_endless_patterns,
+    unloadable_error,
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _Model = TypeVar("_Model", bound="PreTrainedModel")
@@ -123,58 +120,6 @@ def without_dropout(model: _Model) -> _Model:
 
 # Names of the context length; MPT has no position beyond `max_seq_len`
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-class SafetensorsReader:
-    """Reads weights by name from a directory, lazily.
-
-    Args:
-        directory: written by `save_pretrained`.
-        prefix: name prefix by which a model and its backbone differ, such as `model`.
-    """
-
-    def __init__(self, directory: Path, prefix: str = ""):
-        self.prefix = f"{prefix}." if prefix else ""
-        self._files: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
-        if (directory / INDEX).is_file():
-            try:
-                index = parse_mapping(read_bytes(directory / INDEX))["weight_map"]
-                self._files = {str(name): directory / checked_path(file) for name, file in index.items()}
-            except (LookupError, AttributeError, ExternalInputError) as error:
-                raise ConfigError(f"path: {directory / INDEX} lists no files: {error}") from error
-        elif (directory / SINGLE).is_file():
-            self._files = dict.fromkeys(self._reader(directory / SINGLE).keys(), directory / SINGLE)
-
-    def name_of(self, wanted: str) -> str | None:
-        """The name of a model's tensor in the files; None if it is missing."""
-        tried = (wanted, self.prefix + wanted, wanted.removeprefix(self.prefix))
-        return next((name for name in tried if name in self._files), None)
-
-    def holds(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether the files have all of these tensors, with equal shapes."""
-        names = {wanted: self.name_of(wanted) for wanted in tensors}
-        return all(name is not None and self._shape(name) == tuple(tensors[w].shape) for w, name in names.items())
-
-    def read(self, wanted: str, box: Box | None = None) -> Tensor:
-        """A model's tensor, or a slice of it."""
-        name = self.name_of(wanted)
-        assert name is not None, wanted
-        reader = self._reader(self._files[name])
-        if not box:
-            return reader.get_tensor(name)
-        return reader.get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._reader(self._files[name]).get_slice(name).get_shape())
-
-    def _reader(self, file: Path) -> Any:
-        from safetensors import safe_open
-
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt")
-        return self._open[file]
 
 
 @contextlib.contextmanager
@@ -187,19 +132,6 @@ def without_weights() -> Iterator[None]:
 
     with no_init_weights(), init_empty_weights(include_buffers=False):
         yield
-
-
-def _recompute_buffers(model: Any) -> None:
-    """Compute the buffers that no file holds as `from_pretrained` does: in float32, then cast to their own type.
-
-    `from_config` computes them in the type of the model, which is too coarse for tables of positions in bfloat16.
-    """
-    for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True  # read from a file later; transformers leaves such tensors alone
-    model.initialize_weights()
-
-
-WARM_START = "warm-start://"
 
 
 @component
@@ -229,7 +161,7 @@ class Pretrained(ModelSource):
         return replace(self, path=path, revision=None)
 
     def faults(self) -> Iterator[str]:
-        yield from _path_faults("path", self.path)
+        yield from path_faults(self.path)
         if self.tokenizer_path is not None and is_local(self.tokenizer_path) and not Path(self.tokenizer_path).is_dir():
             yield f"tokenizer_path is {self.tokenizer_path!r}: no such directory."
         elif self.tokenizer_path is not None and is_local(self.tokenizer_path):
@@ -277,7 +209,11 @@ class Pretrained(ModelSource):
                 model = auto_class.from_config(config, dtype=self._torch_dtype(), **self._implementations())
             except (ValueError, ImportError):
                 return None  # loading the whole model reports the fault
-        _recompute_buffers(model)
+        # buffers that no file holds are computed in float32 and cast, as `from_pretrained` does: `from_config` computes
+        # them in the type of the model, which is too coarse for tables of positions in bfloat16
+        for tensor in model.state_dict(keep_vars=True).values():
+            tensor._is_hf_initialized = True  # read from a file later; transformers leaves such tensors alone
+        model.initialize_weights()
         model.tie_weights()
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -321,7 +257,7 @@ class Pretrained(ModelSource):
 
     def classifier_fault(self) -> str | None:
         """Why this cannot be a sequence-classification model, by its configuration; None if no reason is found."""
-        config = _read_json(Path(self.path) / "config.json") or {}
+        config = read_model_json(Path(self.path) / "config.json") or {}
         kind = next(iter(config.get("architectures") or ()), None)
         if kind is None or self.trust_remote_code or "SequenceClassification" in kind:
             return None
@@ -337,7 +273,7 @@ class Pretrained(ModelSource):
 
     def labels(self) -> list[str] | None:
         """The label names of a classifier; None if unknown before loading."""
-        config = _read_json(Path(self.path) / "config.json")
+        config = read_model_json(Path(self.path) / "config.json")
         if config is None:
             return None
         names = config.get("id2label")  # transformers omits it for two labels without names
@@ -348,7 +284,7 @@ class Pretrained(ModelSource):
 
         path = self.tokenizer_path or self.path
         try:
-            with _damage_told("path", path):
+            with damage_explained(path):
                 tokenizer = AutoTokenizer.from_pretrained(
                     path, revision=self.revision, trust_remote_code=self.trust_remote_code, padding_side="left"
                 )
@@ -357,7 +293,7 @@ class Pretrained(ModelSource):
         except ValueError as error:
             raise self._own_code_fault(path, error) from error
         except Exception as error:
-            raise _unloadable(path, "its tokenizer", error) from error
+            raise unloadable_error(path, "its tokenizer", error) from error
         if len(tokenizer) == len(tokenizer.get_added_vocab()):  # transformers makes an empty one without any file
             name = "path" if self.tokenizer_path is None else "tokenizer_path"
             raise ConfigError(
@@ -373,7 +309,7 @@ class Pretrained(ModelSource):
 
         path = self.base_path()
         try:
-            with _damage_told("path", path):
+            with damage_explained(path):
                 return AutoConfig.from_pretrained(
                     path, revision=self.revision, trust_remote_code=self.trust_remote_code
                 )
@@ -382,14 +318,14 @@ class Pretrained(ModelSource):
         except ValueError as error:
             raise self._own_code_fault(path, error) from error
         except Exception as error:
-            raise _unloadable(path, "its configuration", error) from error
+            raise unloadable_error(path, "its configuration", error) from error
 
     def _own_code_fault(self, path: str, error: ValueError) -> ConfigError:
         """A clearer error: for a model with Python code while trust_remote_code is false, or for any other fault."""
         if isinstance(error, ConfigError):
             return error
         if self.trust_remote_code or "trust_remote_code" not in str(error):
-            return _unloadable(path, "a file of it", error)
+            return unloadable_error(path, "a file of it", error)
         return ConfigError(
             f"trust_remote_code is false: {path} contains Python code, which would run with your permissions. If you "
             "trust its author, set it to true."
@@ -423,11 +359,11 @@ class Pretrained(ModelSource):
 
     def _config(self) -> dict[str, Any]:
         """config.json of the model, for an adapter that of its base model; empty without one."""
-        return _read_json(Path(self.base_path()) / "config.json") or {}
+        return read_model_json(Path(self.base_path()) / "config.json") or {}
 
     def adapter(self) -> dict[str, Any] | None:
         """The configuration of the adapter at `path`; None if it is a model."""
-        adapter = _read_json(Path(self.path) / "adapter_config.json")
+        adapter = read_model_json(Path(self.path) / "adapter_config.json")
         base = None if adapter is None else adapter.get("base_model_name_or_path")
         if adapter is not None and not (isinstance(base, str) and base):
             raise ConfigError(
@@ -440,14 +376,14 @@ class Pretrained(ModelSource):
         if (adapter := self.adapter()) is not None:
             from peft import PeftModel
 
-            _refuse_endless_patterns(adapter, self.path)
+            refuse_endless_patterns(adapter, self.path)
             base = replace(self, path=adapter["base_model_name_or_path"], revision=adapter.get("revision"))
             adapted = PeftModel.from_pretrained(base._load(auto_class, device), self.path)
             return adapted.merge_and_unload().requires_grad_(True).eval()
         return self._load_whole(auto_class, device)
 
     def _load_whole(self, auto_class: Any, device: str) -> Any:
-        with quiet_transformers(), _damage_told("path", self.path):
+        with quiet_transformers(), damage_explained(self.path):
             try:
                 model, report = auto_class.from_pretrained(
                     self.path,
@@ -470,14 +406,20 @@ class Pretrained(ModelSource):
                 if "attention" not in str(error) and "flash_attn" not in str(error):
                     if isinstance(error, ConfigError):
                         raise
-                    raise _unloadable(self.path, "the model", error) from error
+                    raise unloadable_error(self.path, "the model", error) from error
                 raise ConfigError(f"attention is {self.attention!r}: {error} Set attention=eager.") from error
             except (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
-                raise _unloadable(self.path, "the model", error) from error
+                raise unloadable_error(self.path, "the model", error) from error
         self._refuse_holes(report)
         self._refuse_lost_caps(model.config.get_text_config())
         self._fill_attributes(model, auto_class)
-        return _in_own_memory(without_dropout(model)).to(device).eval()
+        # Tensors of a memory-mapped file are not aligned, and on some processors the last bits of a product depend on
+        # that: a model loaded from its own checkpoint would compute slightly different values. The copy is also safe
+        # from later changes of the file.
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.device.type == "cpu":
+                tensor.data = tensor.data.clone()
+        return without_dropout(model).to(device).eval()
 
     def _fill_attributes(self, model: Any, auto_class: Any) -> None:
         """Compute tensors that are plain attributes of a module (TrOCR's positions): transformers leaves them without
@@ -549,103 +491,6 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _in_own_memory(model: Any) -> Any:
-    """Copy weights from the memory-mapped safetensors file to memory allocated by torch.
-
-    Tensors in a file are not aligned, and on some processors the last bits of a product depend on alignment, so a model
-    loaded from its own checkpoint would compute slightly different values. The copy is also safe from later changes of
-    the file.
-    """
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu":
-            tensor.data = tensor.data.clone()
-    return model
-
-
-LONG_NAME = "model.layers.10.self_attn.q_proj.base_layer.weight"
-PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern", "modules_to_save")
-
-
-def _refuse_endless_patterns(adapter: Mapping[str, Any], path: str) -> None:
-    """Try the regular expressions of an adapter's configuration on names of layers, in a child."""
-    found = [adapter.get(name) for name in PATTERNS]
-    patterns = [text for value in found for text in ([value] if isinstance(value, str) else value or ())]
-    patterns = [text for text in patterns if isinstance(text, str) and not text.replace("_", "").isalnum()]
-    if not patterns:
-        return
-    names = [LONG_NAME, "model.layers.10.mlp.experts.127.down_proj", "a" * 40, "transformer.h.31.attn.c_attn"]
-    fault = pattern_fault([*patterns, *(rf".*\.{text}" for text in patterns)], names)
-    if fault is not None:
-        raise ConfigError(f"path is {path!r}: a regular expression in its adapter_config.json cannot be used: {fault}.")
-
-
-@contextlib.contextmanager
-def _damage_told(field: str, path: str) -> Iterator[None]:
-    """Around reading a model's directory: an error is one about the files, if some of them are damaged or absent."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        faults = list(directory_faults(Path(path))) if Path(path).is_dir() else []
-        if faults:
-            raise ConfigError([f"{field} is {path!r}: {fault}" for fault in faults]) from None
-        if isinstance(error, OSError):
-            raise ConfigError(
-                f"{field} is {path!r}: {(str(error).splitlines() or [repr(error)])[0]} "
-                "Or give a directory made by save_pretrained."
-            ) from error
-        raise
-
-
-def _unloadable(path: str, what: str, error: BaseException) -> ConfigError:
-    """A file of a model that a library cannot read, such as a value of another type."""
-    reason = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:500]
-    return ConfigError(
-        f"path is {path!r}: {what} cannot be loaded ({reason}). Give a directory made by save_pretrained."
-    )
-
-
 def _count(value: Any) -> int | None:
     """A positive integer of a configuration; None for anything else, which loading the model reports."""
     return value if type(value) is int and value > 0 else None
-
-
-def is_local(path: str) -> bool:
-    """Whether a path is local: it exists, or does not have the form `name` or `owner/name`."""
-    return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
-
-
-def _path_faults(field: str, path: str) -> Iterator[str]:
-    if path.startswith(WARM_START) or not is_local(path):
-        return
-    directory = Path(path)
-    try:
-        refuse_irregular(directory)
-    except NotADirectoryError:
-        pass
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            yield f"{field} is {path!r}: cannot be loaded: {error.filename}: {error.strerror}."
-            return
-    if not directory.is_dir():
-        yield f"{field} is {path!r}: no such directory. Give a directory made by save_pretrained, or a hub name."
-    elif not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
-        content = ", ".join(sorted(item.name for item in directory.iterdir())[:5]) or "nothing"
-        yield f"{field} is {path!r}: not a model directory, it has no config.json (found: {content})."
-    else:
-        yield from (f"{field} is {path!r}: {fault}" for fault in directory_faults(directory, needs_weights=False))
-
-
-def _read_json(file: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None without one, and for a damaged one, which `directory_faults` tells of.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    try:
-        return parse_mapping(read_bytes(file)) if file.is_file() else None
-    except ExternalInputError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"path is {str(file.parent)!r}: {file.name} cannot be used: {error}.") from error

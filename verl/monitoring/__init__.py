@@ -2,9 +2,8 @@
 
 batch_dump       Attribution and batch dump: the rows behind a non-finite number or a spike
 config           The group `trainer.safety`: what a run does when a number is not finite
-episode_metrics  Metrics of episodes: turns, calls and their outcomes, and how episodes ended
 log_prob_gap     The watch on `rollout/log_prob_gap_nats`
 nonfinite        NonFiniteGuard: stops or skips steps with non-finite numbers, reports spikes
-ppo_metrics      Metrics of a policy-gradient step and of an evaluation
+ppo_metrics      Metrics of a policy-gradient step, of its episodes, and of an evaluation
 spike_detector   Spike detector: a running band around a metric, and values beyond it
 """

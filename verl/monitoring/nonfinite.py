@@ -16,7 +16,7 @@ import torch
 
 from verl.component import hint, nearest
 from verl.errors import LogProbGapError, NonFiniteError, NonFiniteRewardError
-from verl.model_paths.row_check import WINDOW, chosen_rows, longest_row, row_gaps
+from verl.model_paths.check import WINDOW, chosen_rows, longest_row, row_gaps
 from verl.models.parallel_info import Numerics
 from verl.monitoring.batch_dump import Attribution, BatchDump, blame_for, described, non_finite_fields
 from verl.monitoring.config import WATCHED, Monitoring
@@ -57,10 +57,10 @@ class NonFiniteGuard:
         self._anomalies = BatchDump(run_dir, settings.max_dumps)
         self._in_a_row: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
-        watched = settings.watched if settings.spike_factor is not None else ()
-        self._bands = {
-            key: SpikeDetector(key, self._factor, settings.spike_history, settings.spike_window) for key in watched
-        }
+        self._bands: dict[str, SpikeDetector] = {}
+        if (factor := settings.spike_factor) is not None:
+            for key in settings.watched:
+                self._bands[key] = SpikeDetector(key, factor, settings.spike_history, settings.spike_window)
 
     def planted(self, rows: DataProto) -> DataProto:
         """The batch of an update, which the settings may want to have a loss of nan."""
@@ -219,11 +219,6 @@ class NonFiniteGuard:
         self._in_a_row = Counter(state.get("in_a_row", {}))
         if self._gap is not None:
             self._gap.load_state_dict(state.get("log_prob_gap", {}))
-
-    @property
-    def _factor(self) -> float:
-        assert self.settings.spike_factor is not None
-        return self.settings.spike_factor
 
     def _skips(self, kind: str, story: str, dump: Path | None) -> bool:
         """Whether to go on. Counts, tells, and says no to one skip too many."""

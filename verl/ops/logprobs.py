@@ -135,10 +135,10 @@ class LogProbGap:
             is_on_policy: [B] bool, whether the row was sampled with the weights of `log_probs`; None if all were.
         """
         gap = torch.where(mask, (rollout_log_probs - log_probs).abs(), 0.0).double()
-        own = mask if is_on_policy is None else mask & is_on_policy[:, None]
-        other = mask & ~own
-        sums = [part for kind in (own, other) for part in (gap.where(kind, 0.0).sum(), kind.sum().double())]
-        largest = gap.where(own, 0.0).amax() if gap.numel() else gap.new_zeros(())
+        on_policy = mask if is_on_policy is None else mask & is_on_policy[:, None]
+        other = mask & ~on_policy
+        sums = [part for kind in (on_policy, other) for part in (gap.where(kind, 0.0).sum(), kind.sum().double())]
+        largest = gap.where(on_policy, 0.0).amax() if gap.numel() else gap.new_zeros(())
         self._pieces.append(torch.stack([*sums, largest]))
 
     def sums(self) -> dict[str, float]:

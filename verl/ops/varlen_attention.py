@@ -203,13 +203,13 @@ def backward_parts(
     scaling: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values by what `forward_parts` gave."""
-    given, added = (query, key, value), list[Tensor]()
+    inputs, added = (query, key, value), list[Tensor]()
     unused = query.new_empty(2, dtype=torch.uint64), query.new_empty(0)  # of dropout
     for part in layout.parts:
         places = part.queries, part.keys, part.keys
-        found = torch.ops.aten._flash_attention_backward(
+        gradients = torch.ops.aten._flash_attention_backward(
             grad[part.queries],
-            *(x[place] for x, place in zip(given, places, strict=True)),
+            *(x[rows] for x, rows in zip(inputs, places, strict=True)),
             out[part.queries],
             sums[:, part.queries].contiguous(),
             *_lengths(part),
@@ -219,13 +219,14 @@ def backward_parts(
             **_options(part, layout, scaling),
         )
         if not added:  # the whole line, mostly
-            whole = [len(x) == len(made) for x, made in zip(given, found, strict=True)]
-            added = [made if is_all else torch.zeros_like(x) for x, made, is_all in zip(given, found, whole)]
+            pairs = list(zip(inputs, gradients, strict=True))
+            whole = [len(x) == len(gradient) for x, gradient in pairs]
+            added = [gradient if len(x) == len(gradient) else torch.zeros_like(x) for x, gradient in pairs]
         else:
             whole = [False] * 3
-        for into, made, place, is_all in zip(added, found, places, whole, strict=True):
+        for into, gradient, rows, is_all in zip(added, gradients, places, whole, strict=True):
             if not is_all:
-                into[place] += made
+                into[rows] += gradient
     return added[0], added[1], added[2]
 
 

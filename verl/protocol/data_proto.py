@@ -437,14 +437,14 @@ class DataProto:
         raise absent_error(name, {**self._tensors, **self._arrays})
 
     def _conflict(
-        self, name: str, other: DataProto, found: ValueDifference | None = None, row: int | None = None
+        self, name: str, other: DataProto, difference: ValueDifference | None = None, row: int | None = None
     ) -> DataProtoValidationError:
         mine, theirs = self._describe(name), other._describe(name)
-        if found is not None and (row is not None or found.path):
-            one, another = found.texts()
-            where = f"{name}{'' if row is None else f'[{row}]'}{found.path}"
-            mine, theirs = f"{one} at {where}; {mine}", f"{another} at {where}; {theirs}"
-            row = row if row is not None else int(found.path[1:-1].split(",")[0])
+        if difference is not None and (row is not None or difference.path):
+            text, other_text = difference.texts()
+            where = f"{name}{'' if row is None else f'[{row}]'}{difference.path}"
+            mine, theirs = f"{text} at {where}; {mine}", f"{other_text} at {where}; {theirs}"
+            row = row if row is not None else int(difference.path[1:-1].split(",")[0])
         hint = "To replace a field, pop it first."
         expected, value = f"the values it has already: {mine}", f"other values: {theirs}. {hint}"
         return contract_error(name, expected, value, other._sources.get(name), row)
@@ -467,8 +467,8 @@ class DataProto:
 
 def _conflict_error(before: tuple[Any, ...], other: DataProto, *details: Any) -> DataProtoValidationError:
     """The error for a batch that differs from those joined before it."""
-    name, *found = details
-    return DataProto()._fill(*before)._conflict(name, other, *found)
+    name, *rest = details
+    return DataProto()._fill(*before)._conflict(name, other, *rest)
 
 
 def pad_to_divisor(data: DataProto, k: int) -> tuple[DataProto, int]:

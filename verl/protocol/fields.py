@@ -121,7 +121,9 @@ def check_tensor(name: str, tensor: Any, bound: Bound, sources: Mapping[str, Sou
     _check_name(name, sources)
     field = TABLE.get(name)
     if not isinstance(tensor, torch.Tensor):
-        raise contract_error(name, "a torch.Tensor", f"{type(tensor).__name__}{_hint(tensor)}", sources.get(name))
+        kind = type(tensor).__name__
+        hint = " (a column that is not a tensor belongs in non_tensors)" if kind in ("ndarray", "list") else ""
+        raise contract_error(name, "a torch.Tensor", f"{kind}{hint}", sources.get(name))
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.dtype in _SUB_BYTE:
         kind = "a nested tensor" if tensor.is_nested else f"{_dtype(tensor)}, {tensor.layout}"
         raise contract_error(name, "a dense tensor of whole bytes", kind, sources.get(name))
@@ -193,12 +195,6 @@ def _expected(dims: tuple[str, ...], bound: Bound) -> str:
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _hint(value: Any) -> str:
-    return (
-        " (a column that is not a tensor belongs in non_tensors)" if type(value).__name__ in ("ndarray", "list") else ""
-    )
 
 
 def _add(

@@ -284,20 +284,20 @@ def read_tests(value: Any, where: str) -> list[CodeTest]:
     return tests
 
 
-def _parsed(found: Any) -> list[CodeTest]:
-    if isinstance(found, str):
-        return [CodeTest(unit=found)] if found.strip() else []
-    if isinstance(found, dict):
-        inputs, outputs = found.get("inputs"), found.get("outputs")
+def _parsed(content: Any) -> list[CodeTest]:
+    if isinstance(content, str):
+        return [CodeTest(unit=content)] if content.strip() else []
+    if isinstance(content, dict):
+        inputs, outputs = content.get("inputs"), content.get("outputs")
         if not isinstance(inputs, (list, tuple)) or not isinstance(outputs, (list, tuple)):
             return []
         if len(inputs) != len(outputs):
             return []
-        found = [{"stdin": stdin, "stdout": stdout} for stdin, stdout in zip(inputs, outputs, strict=True)]
-    if not isinstance(found, (list, tuple)):
+        content = [{"stdin": stdin, "stdout": stdout} for stdin, stdout in zip(inputs, outputs, strict=True)]
+    if not isinstance(content, (list, tuple)):
         return []
     tests = []
-    for item in found:
+    for item in content:
         if isinstance(item, str) and item.strip():
             tests.append(CodeTest(unit=item))
         elif isinstance(item, dict) and all(isinstance(item.get(name), str) for name in ("stdin", "stdout")):

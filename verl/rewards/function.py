@@ -223,11 +223,6 @@ class CallableReward(Reward):
             return str(error)
         return f"{type(error).__name__}: {error}{own_line(error, self.function)}"
 
-    def _is_alike(self, error: BaseException, first: BaseException) -> bool:
-        if isinstance(first, CallFailed):
-            return isinstance(error, CallFailed) and error.kind == first.kind
-        return isinstance(error, type(first))
-
     def _find_sample(
         self, prompts: list, responses: list, columns: Mapping[str, list], first: BaseException
     ) -> int | None:
@@ -253,7 +248,9 @@ class CallableReward(Reward):
         except BaseException as error:  # user code may raise anything
             if not raised_by_code(error):
                 raise
-            return self._is_alike(error, first)
+            if isinstance(first, CallFailed):
+                return isinstance(error, CallFailed) and error.kind == first.kind
+            return isinstance(error, type(first))
         return False
 
 

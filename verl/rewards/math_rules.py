@@ -275,7 +275,8 @@ def _numbers(text: str, *, is_marked: bool = False) -> list[_TextNumber]:
     numbers: list[_TextNumber] = []
     last: re.Match[str] | None = None
     for match in _NUMBER.finditer(text):
-        is_joined = last is not None and _JOINS.match(text[last.end() : match.start()] + _joining_sign(match))
+        sign = (match["sign"] or "").strip()  # of the second number in `5 -7`, which joins them
+        is_joined = last is not None and _JOINS.match(text[last.end() : match.start()] + sign)
         if is_joined:
             numbers[-1] = _TextNumber(None, False, numbers[-1].starts_the_text, False)
         else:
@@ -287,11 +288,6 @@ def _numbers(text: str, *, is_marked: bool = False) -> list[_TextNumber]:
             numbers.append(_TextNumber(value, match["percent"] is not None, starts, is_whole and is_number))
         last = match
     return numbers
-
-
-def _joining_sign(match: re.Match[str]) -> str:
-    """The minus in `5 -7`, which the pattern matches as the sign of the second number."""
-    return match["sign"].strip() if match["sign"] else ""
 
 
 def _value(found: re.Match[str]) -> Fraction | None:

@@ -139,10 +139,6 @@ def _shown(result: Any) -> str:
     return f"{text if len(text) <= 120 else text[:110] + ' ...'} of type {type(result).__name__}"
 
 
-def _end_all() -> None:
-    """Kill this process and the processes that the user's function has started."""
-    os.killpg(0, signal.SIGKILL)
-
-
 if __name__ == "__main__":
-    run_child("verl.rewards.pool_worker", on_parent_end=_end_all)
+    # with the processes that the user's function has started
+    run_child("verl.rewards.pool_worker", on_parent_end=lambda: os.killpg(0, signal.SIGKILL))

@@ -90,7 +90,10 @@ class ProcessPool:
         whole_batch: bool = False,
     ):
         self.path, self.timeout_s = path, timeout_s
-        self._setting = PoolSettings(_absolute(path), dict(kwargs), timeout_s, tuple(preloaded), whole_batch, trace=-1)
+        module, _, name = path.rpartition(":")
+        if module.endswith(".py"):  # the processes start in another working directory
+            path = f"{os.path.abspath(module)}:{name}"
+        self._setting = PoolSettings(path, dict(kwargs), timeout_s, tuple(preloaded), whole_batch, trace=-1)
         self.workers: list[_PoolProcess] = []
         atexit.register(self.close)
         try:
@@ -330,12 +333,6 @@ def _packed(
                 return
             continue
         yield index, message
-
-
-def _absolute(path: str) -> str:
-    """The path with an absolute file name, for a process that starts in another working directory."""
-    module, _, name = path.rpartition(":")
-    return f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else path
 
 
 logger = logging.getLogger(__name__)

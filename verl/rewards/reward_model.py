@@ -23,8 +23,8 @@ from torch import Tensor
 from verl.component import BuildContext, component
 from verl.data.chat_template import pinned_date
 from verl.errors import ConfigError, faults_below
+from verl.model_paths.check import bound_of
 from verl.model_paths.families import row_limit
-from verl.model_paths.row_check import bound_of
 from verl.models.call import unwrapped
 from verl.models.heads import RewardHeadModel, label_fault
 from verl.models.interfaces import reads_alike
@@ -106,13 +106,17 @@ class RewardTokenizer:
         prompts, responses, columns = texts_of(batch)
         messages = columns.get("prompt_messages") or [None] * len(prompts)
         if self.form == "tokens":
-            ids, types = _tokens_of(batch), None
+            rows = zip(batch.batch["input_ids"].cpu(), batch.batch["attention_mask"].bool().cpu(), strict=True)
+            ids, types = [row[selected].tolist() for row, selected in rows], None
         elif self.form == "chat":
             texts = [self._rendered(row, prompts, responses, messages[row], producer) for row in range(len(prompts))]
             ids, types = self._encoded(texts, add_special_tokens=False)
         else:
             asked = [_plain(prompt, chat) for prompt, chat in zip(prompts, messages, strict=True)]
-            ids, types = self._read_texts(asked, responses)
+            if self.form == "pair":
+                ids, types = self._encoded(asked, responses)
+            else:
+                ids, types = self._encoded([before + after for before, after in zip(asked, responses, strict=True)])
         lengths = np.array([len(row) for row in ids])
         for row in np.flatnonzero(lengths == 0):
             raise reward_error("at least one token to read", "none", producer, prompts, responses, int(row))
@@ -124,11 +128,6 @@ class RewardTokenizer:
         if was_cut.any():
             self._cut(ids, types, was_cut)
         return RewardTokens(ids, types, was_cut)
-
-    def _read_texts(self, prompts: list[str], responses: list[str]) -> tuple[list[list[int]], list[list[int]] | None]:
-        if self.form == "pair":
-            return self._encoded(prompts, responses)
-        return self._encoded([prompt + response for prompt, response in zip(prompts, responses, strict=True)])
 
     def _encoded(self, *texts: list[str], **options: Any) -> tuple[list[list[int]], list[list[int]] | None]:
         encoded = self.tokenizer(*texts, **options)
@@ -153,11 +152,6 @@ class RewardTokenizer:
             roles = ", ".join(str(turn["role"]) for turn in turns)
             expected = f"a chat template that takes the roles {roles} (or set reads=text)"
             raise reward_error(expected, f"{error}", producer, prompts, responses, row) from error
-
-
-def _tokens_of(batch: DataProto) -> list[list[int]]:
-    mask = batch.batch["attention_mask"].bool()
-    return [row[selected].tolist() for row, selected in zip(batch.batch["input_ids"].cpu(), mask.cpu(), strict=True)]
 
 
 def _plain(prompt: str, messages: Any) -> str:

@@ -18,11 +18,19 @@ from torch import Tensor
 
 from verl.component import BuildContext, component
 from verl.errors import ConfigError, LogProbGapError
-from verl.model_paths.check import decoding_name, paths_for, plainer_decoding
+from verl.model_paths.check import (
+    WINDOW,
+    bound_of,
+    chosen_rows,
+    decoding_name,
+    longest_row,
+    paths_for,
+    plainer_decoding,
+    row_gaps,
+)
 from verl.model_paths.decode import BatchReader, NextToken, allowed
 from verl.model_paths.expert_routing import routing_of
-from verl.model_paths.paths import ModelPaths
-from verl.model_paths.row_check import WINDOW, bound_of, chosen_rows, longest_row, row_gaps
+from verl.model_paths.families import ModelPaths
 from verl.models.call import call_model, unwrapped
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.ops.cpu_matmul import packed_weights
@@ -188,8 +196,8 @@ class HFSampler(RolloutEngine):
     def decoding_gap(self, rows: DataProto) -> float:
         """Distance of the log-probs of some rows from a plain forward pass of each: no other row, no cache."""
         chosen = rows[chosen_rows(rows)]
-        x, wanted = chosen.batch, torch.zeros_like(chosen["rollout_log_probs"])
-        width = x["input_ids"].shape[1] - wanted.shape[1]
+        x, expected = chosen.batch, torch.zeros_like(chosen["rollout_log_probs"])
+        width = x["input_ids"].shape[1] - expected.shape[1]
         for row, is_read in enumerate(x["attention_mask"].bool()):
             count = int(is_read[width:].sum())
             if not count:
@@ -198,8 +206,8 @@ class HFSampler(RolloutEngine):
             with computing_in(self.autocast, self.model):
                 out = call_model(self.model, input_ids=tokens, use_cache=False, logits_to_keep=count + 1)
             states = response_positions(out.logits, count)
-            wanted[row, :count] = log_probs_of(states, tokens[:, -count:], self.options.temperature)[0].to(wanted)
-        return float(row_gaps(x["rollout_log_probs"], wanted, x["response_mask"], WINDOW).max())
+            expected[row, :count] = log_probs_of(states, tokens[:, -count:], self.options.temperature)[0].to(expected)
+        return float(row_gaps(x["rollout_log_probs"], expected, x["response_mask"], WINDOW).max())
 
     def fall_back(self, gap: float, rows: DataProto) -> None:
         """Decode by the next plainer way from here on.
@@ -210,14 +218,14 @@ class HFSampler(RolloutEngine):
         before = self.paths(longest_row(rows))
         self._wrong.add(decoding_name(before))
         after = plainer_decoding(before)
-        found = (
+        problem = (
             f"rollout=hf draws from a {type(unwrapped(self.model)).__name__} by {decoding_name(before)}: log-probs of "
             f"drawn tokens differ by {gap:.2g} nats from those of a plain forward pass of their row, in rows of up to "
             f"{longest_row(rows)} tokens"
         )
         if after is None:
-            raise LogProbGapError(f"{found}. Choose another attention implementation or another model.", gap, 0.0)
-        log.warning("%s. They are drawn again, from here on by %s.", found, decoding_name(after))
+            raise LogProbGapError(f"{problem}. Choose another attention implementation or another model.", gap, 0.0)
+        log.warning("%s. They are drawn again, from here on by %s.", problem, decoding_name(after))
 
     @property
     def sampler(self) -> TokenSampler:

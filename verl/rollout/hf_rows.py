@@ -25,7 +25,7 @@ from torch import Tensor
 from verl.model_paths import packed_attention
 from verl.model_paths.decode import BatchReader, NextToken
 from verl.model_paths.expert_routing import ExpertRouting
-from verl.model_paths.paths import ModelPaths
+from verl.model_paths.families import ModelPaths
 from verl.models.call import call_model
 from verl.models.parallel_info import compute_device
 from verl.ops.attention import PromptGroups
@@ -207,9 +207,9 @@ class SlotRows:
         columns = slice(longest, longest + 1) if is_even else step.own
         count = len(self._slots) if self.keeps_episodes else self.num_live
         call = CacheCall(0, columns, count, width, width, prompt_width=step.prompt_width, groups=step.groups)
-        found = self._forward(call, tokens[:, None], step.positions, mask)
+        following = self._forward(call, tokens[:, None], step.positions, mask)
         step.positions, step.own, step.count = step.positions + 1, step.own + 1, step.count + 1
-        return found
+        return following
 
     def fewest_ended(self, num_live: int) -> int:
         """Number of rows that have ended from which on it is worth while to take them out; others are read along."""
@@ -322,8 +322,8 @@ class SlotRows:
         ids = torch.tensor([[0] * (longest - len(line)) + [*line] for line in tokens], device=self.device)
         numbers = [(row.length, len(line)) for row, line in zip(rows, tokens, strict=True)]
         starts, counts = torch.tensor(numbers, device=self.device).T[:, :, None]
-        place = torch.arange(longest, device=self.device) - longest + counts
-        columns = starts + place % longest  # padding goes behind the row, where it is overwritten before it is seen
+        offset = torch.arange(longest, device=self.device) - longest + counts
+        columns = starts + offset % longest  # padding goes behind the row, where it is overwritten before it is seen
         count = len(self._prompts) if is_prompt else len(self._slots)
         is_even = is_new and min(map(len, tokens)) == longest
         written = slice(0, longest) if is_even else columns
@@ -332,11 +332,11 @@ class SlotRows:
         if not is_new:
             mask = keys <= columns[:, :, None]
         elif not is_even:
-            mask = (keys <= keys[:, None]) & (place >= 0)[:, None, :] | (keys == keys[:, None])
-        found = self._forward(call, ids, (starts + place).clamp_min(0), mask)
+            mask = (keys <= keys[:, None]) & (offset >= 0)[:, None, :] | (keys == keys[:, None])
+        following = self._forward(call, ids, (starts + offset).clamp_min(0), mask)
         for row, line in zip(rows, tokens, strict=True):
             row.length += len(line)
-        return found
+        return following
 
     def _forward(self, call: Any, ids: Tensor, positions: Tensor, mask: Tensor | None) -> NextToken:
         self.cache.prepare(call)

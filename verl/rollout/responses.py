@@ -123,9 +123,9 @@ class ResponseSampler:
             drawn |= {turn.episode: turn for turn in turns.advance()}
         rows, first = [], 0
         for part in parts:
-            own = [drawn[number] for number in range(first, first + len(part) * request.num_samples)]
-            rows.append(assemble_turns(part, own, turns, self.pad_id, request.num_samples))
-            first += len(own)
+            part_turns = [drawn[number] for number in range(first, first + len(part) * request.num_samples)]
+            rows.append(assemble_turns(part, part_turns, turns, self.pad_id, request.num_samples))
+            first += len(part_turns)
         return rows
 
     def _requests(self, parts: Sequence[DataProto], request: GenerationRequest) -> Iterator[TurnRequest]:

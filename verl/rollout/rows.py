@@ -78,7 +78,7 @@ def assemble(
     mask, attended = mask[:, :width], attended[:, :width]
     responses = responses[:, :width].masked_fill(~attended, pad_id)
     rows = prompts.select(["prompts", "prompt_mask", "prompt_ids", "group_ids"]).repeat(num_samples)
-    made = DataProto.from_dict(
+    assembled = DataProto.from_dict(
         {
             "sample_ids": torch.arange(num_samples).repeat(len(prompts)) if sample_ids is None else sample_ids,
             **sequence_fields(rows.batch["prompts"], rows.batch["prompt_mask"], responses, attended),
@@ -88,10 +88,10 @@ def assemble(
         }
     )
     if routed is not None:
-        made = made.union(DataProto.from_dict({"routed_experts": routed[:, :width].clone()}))
-    made = rows.union(made)
-    refuse_wrong_responses(made)
-    return made
+        assembled = assembled.union(DataProto.from_dict({"routed_experts": routed[:, :width].clone()}))
+    assembled = rows.union(assembled)
+    refuse_wrong_responses(assembled)
+    return assembled
 
 
 def sequence_fields(prompts: Tensor, prompt_mask: Tensor, responses: Tensor, attended: Tensor) -> dict[str, Tensor]:
@@ -152,17 +152,17 @@ def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> No
     if not (float(lowest) > PLACEHOLDER and float(highest) <= LARGEST_LOG_PROB):
         exact = log_probs.double()
         is_wrong = ~((exact > PLACEHOLDER) & (exact <= LARGEST_LOG_PROB)) & mask
-        row, place = is_wrong.nonzero()[0].tolist()
-        fault = log_prob_fault(float(exact[row, place]))
-        raise RolloutError(f"{_of_token(rows, row, place)} has the log-prob {fault}. {_count(is_wrong, mask)}")
+        row, position = is_wrong.nonzero()[0].tolist()
+        fault = log_prob_fault(float(exact[row, position]))
+        raise RolloutError(f"{_of_token(rows, row, position)} has the log-prob {fault}. {_count(is_wrong, mask)}")
     lowest, highest = tokens[mask].aminmax()
     if int(lowest) < 0 or (num_tokens is not None and int(highest) >= num_tokens):
         is_wrong = ((tokens < 0) | (tokens >= (num_tokens or int(highest) + 1))) & mask
-        row, place = is_wrong.nonzero()[0].tolist()
+        row, position = is_wrong.nonzero()[0].tolist()
         known = "no id is negative" if num_tokens is None else f"the model knows 0 to {num_tokens - 1}"
         raise RolloutError(
-            f"{_of_token(rows, row, place)} is not a token: {known}. {_count(is_wrong, mask)} Does the engine run with "
-            "the actor's tokenizer?"
+            f"{_of_token(rows, row, position)} is not a token: {known}. {_count(is_wrong, mask)} Does the engine run "
+            "with the actor's tokenizer?"
         )
 
 

@@ -61,8 +61,8 @@ class TokenSampler:
         logits = self._without_early_stops(logits, positions)
         if is_greedy is True:
             return logits.argmax(dim=-1)
-        kept = filter_logits(logits / self.temperature, top_k=self.top_k, top_p=self.top_p)
-        drawn = inverse_cdf(kept.softmax(dim=-1), noise)
+        filtered = filter_logits(logits / self.temperature, top_k=self.top_k, top_p=self.top_p)
+        drawn = inverse_cdf(filtered.softmax(dim=-1), noise)
         return drawn if is_greedy is False else torch.where(is_greedy, logits.argmax(dim=-1), drawn)
 
     def _without_early_stops(self, logits: Tensor, positions: Tensor | int) -> Tensor:

@@ -101,7 +101,6 @@ class Sandbox(Description):
         max_output_kib: of its standard output, and as much of its standard error.
         max_concurrency: the most concurrent programs.
     Attributes:
-        protects: whether programs are isolated from this machine.
         links_programs: whether `execute_linked` works.
     """
 
@@ -109,7 +108,6 @@ class Sandbox(Description):
     memory_mib: Annotated[int, Field(ge=64, lt=2**30)] = 256
     max_output_kib: Annotated[int, Field(ge=1, lt=2**20)] = 256
     max_concurrency: PositiveInt = 4
-    protects: ClassVar[bool] = True
     links_programs: ClassVar[bool] = True
 
     def build(self, context: BuildContext) -> CodeRunner:

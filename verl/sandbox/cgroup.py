@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl.utils.orphan_cleanup import process_fields
+
 CONTROLLERS: tuple[str, ...] = ("memory", "pids")
 PREFIX = "verl-jail-"
 REMOVE_S = 2.0  # for a group whose last process has just ended
@@ -200,11 +202,8 @@ def _write(path: Path, value: int) -> None:
 
 def _start_of(pid: int) -> int:
     """When a process began, in clock ticks; 0 where there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
+    fields = process_fields(pid)
+    return int(fields[19]) if fields else 0
 
 
 def candidate_directories() -> list[tuple[int, Mapping[str, Path]]]:

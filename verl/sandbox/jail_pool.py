@@ -23,10 +23,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from verl.errors import ConfigError
-from verl.sandbox import seccomp
 from verl.sandbox.base import CodeRunner, ExecutionResult, Outcome, Program, closed_error, outcome_of, run_linked
 from verl.sandbox.cgroup import CgroupError, JailGroup, JailGroups
-from verl.sandbox.jail_command import JailCommand, JailSettings
+from verl.sandbox.jail_command import JailCommand, JailSettings, seccomp_filter
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class JailPool(CodeRunner):
 
     def __init__(self, described: JailSettings, command: JailCommand):
         super().__init__(described)
-        self._command, self._filter = command, seccomp.program()
+        self._command, self._filter = command, seccomp_filter()
         self.groups = _groups_for(described)
         self._slots = threading.BoundedSemaphore(described.max_concurrency)
         self._changed = threading.Condition()

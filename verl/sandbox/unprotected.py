@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import ClassVar
 
 from verl.component import BuildContext, component
 from verl.sandbox.base import (
@@ -24,8 +23,6 @@ logger = logging.getLogger(__name__)
 @component
 class Unprotected(Sandbox):
     """Programs as processes of this user: THE MODEL'S CODE CAN READ, CHANGE AND SEND WHATEVER THIS USER CAN."""
-
-    protects: ClassVar[bool] = False
 
     def build(self, context: BuildContext) -> UnprotectedRunner:
         logger.warning(

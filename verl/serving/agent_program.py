@@ -30,10 +30,9 @@ from verl.environments.hosts.host_pool import HostedDescription
 from verl.environments.hosts.host_process import PROGRAMS
 from verl.errors import RolloutError
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnEngine
-from verl.serving.conversations import RecordedTurn, merge_turns
+from verl.serving.conversations import RecordedTurn, Session, merge_turns
 from verl.serving.endpoint import PolicyEndpoint
 from verl.serving.http_api import PolicyServer
-from verl.serving.sessions import Session
 from verl.utils.progress import report
 
 log = logging.getLogger(__name__)
@@ -275,6 +274,6 @@ def _reward_of(value: Observation) -> float:
 
 def _new_tokens(turns: Sequence[RecordedTurn], number: int) -> int:
     """Tokens that stand between a turn and the next one that goes on from it; 0 where none does."""
-    own = turns[number].ids
-    following = (turn.prompt_ids for turn in turns[number + 1 :] if turn.prompt_ids[: len(own)] == own)
-    return next((len(ids) - len(own) for ids in following), 0)
+    tokens = turns[number].ids
+    following = (turn.prompt_ids for turn in turns[number + 1 :] if turn.prompt_ids[: len(tokens)] == tokens)
+    return next((len(ids) - len(tokens) for ids in following), 0)

@@ -1,4 +1,4 @@
-"""Conversations: the tokens that a request continues, and the requests that make one row of training.
+"""Conversations: the tokens that a request continues, the requests that make one row of training, and sessions.
 
 A request whose messages start with those of an earlier request and its answer continues from the sampled
 tokens: nothing is decoded and encoded again. Any other list of messages is rendered by the chat template as a new
@@ -7,14 +7,17 @@ conversation.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
-from collections import OrderedDict
+from array import array
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl.data.chat_template import text_fault
+from verl.errors import ConfigError
 
 Message = Mapping[str, Any]
 
@@ -164,3 +167,46 @@ def text_of(message: Message) -> str:
     if content and text_fault(content) is not None:
         raise ValueError("messages: a content is not valid Unicode (a lone surrogate)")
     return content or ""
+
+
+class Session:
+    """The requests of one program, for one sample of one prompt.
+
+    The noise of a request is keyed by (prompt, sample, all tokens before the turn, its `seed`, how often that was asked
+    before), so that requests which a program makes side by side draw the same tokens in any order.
+
+    Args:
+        max_turns: requests that are answered.
+    Attributes:
+        recorded: the turns that were answered, in that order.
+        cut: the limit by which a request was refused, or empty.
+    """
+
+    def __init__(self, prompt_id: int, sample_id: int, max_turns: int):
+        self.prompt_id, self.sample_id, self.max_turns = prompt_id, sample_id, max_turns
+        self.known = KnownConversations()
+        self.recorded: list[RecordedTurn] = []
+        self.cut = ""
+        self.is_closed = False
+        self._asked: Counter[tuple[bytes, int | None]] = Counter()
+        self._num_asked = 0
+        self._lock = threading.Lock()
+
+    def turn_key(self, ids: Sequence[int], seed: int | None) -> int:
+        """Noise key of the next turn.
+
+        Raises:
+            ConfigError: the session has ended, or has had all of its turns.
+        """
+        with self._lock:
+            if self.is_closed:
+                raise ConfigError("the session has ended")
+            if self._num_asked >= self.max_turns:
+                self.cut = "turns"
+                raise ConfigError(f"the episode has had its {self.max_turns} turns (environment.max_turns)")
+            self._num_asked += 1
+            digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).digest()
+            number = self._asked[digest, seed]
+            self._asked[digest, seed] += 1
+        key = hashlib.blake2b(digest + repr((seed, number)).encode(), digest_size=4).digest()
+        return int.from_bytes(key) >> 1

@@ -32,8 +32,7 @@ from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import ConfigError, RolloutError
 from verl.ops.counter_rng import EVALUATION
 from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
-from verl.serving.conversations import KnownConversation, KnownConversations, Message, RecordedTurn, text_of
-from verl.serving.sessions import Session
+from verl.serving.conversations import KnownConversation, KnownConversations, Message, RecordedTurn, Session, text_of
 from verl.utils.memory import on_current_device
 
 log = logging.getLogger(__name__)

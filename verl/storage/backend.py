@@ -55,7 +55,9 @@ class RetryPolicy:
                 return request()
             except TransientError as error:
                 reason = redact(f"{type(error.__cause__ or error).__name__}: {error}")
-                if number == self._retries or self._closed.wait(self._pause_s(number)):
+                longest = min(self._backoff_s * 2**number, LONGEST_BACKOFF_S)
+                pause_s = longest * self._chance.uniform(0.5, 1.0)  # failures at one time are retried at several
+                if number == self._retries or self._closed.wait(pause_s):
                     raise StorageUnreachable(f"{what} failed {number + 1} times, at last with {reason}") from error
                 log.info("%s: retrying after %s", what, reason)
         raise AssertionError("the last attempt returned or raised")
@@ -63,10 +65,6 @@ class RetryPolicy:
     def close(self) -> None:
         """Abort all waits; requests that are being retried fail at once."""
         self._closed.set()
-
-    def _pause_s(self, number: int) -> float:
-        longest = min(self._backoff_s * 2**number, LONGEST_BACKOFF_S)
-        return longest * self._chance.uniform(0.5, 1.0)  # jitter: simultaneous failures must not retry simultaneously
 
 
 Data = bytes | bytearray | memoryview

@@ -41,7 +41,7 @@ class ObjectStore:
         self.storage, self.address = storage, storage.address
         self.backend = backend
         self._part_bytes = storage.part_mib * MIB
-        self.retrying = RetryPolicy(storage.retries, storage.backoff_s)
+        self.retry = RetryPolicy(storage.retries, storage.backoff_s)
         self._threads = ThreadPoolExecutor(storage.concurrency, thread_name_prefix="storage")
 
     def __repr__(self) -> str:
@@ -88,11 +88,11 @@ class ObjectStore:
         """
         if size <= self._part_bytes:
             whole = b"".join(self._exactly(key, pieces(), size))
-            self._ask(f"put {self.url(key)}", lambda: self.backend.put(key, whole))
+            self.retry(f"put {self.url(key)}", lambda: self.backend.put(key, whole))
         elif self.backend.has_parts:
             self._put_parts(key, pieces, size)
         else:
-            self._ask(f"put {self.url(key)}", lambda: self.backend.put_stream(key, self._exactly(key, pieces(), size)))
+            self.retry(f"put {self.url(key)}", lambda: self.backend.put_stream(key, self._exactly(key, pieces(), size)))
 
     def create(self, key: str, data: Data) -> bool:
         """Put an object unless one exists.
@@ -105,8 +105,10 @@ class ObjectStore:
         """
         try:
             if not self.backend.is_conditional:
-                return self._create_after_check(key, data)
-            self._ask(f"create {self.url(key)}", lambda: self.backend.create(key, data))
+                if self.find(key) is None:
+                    self.put(key, data)
+                return self._holds(key, data)
+            self.retry(f"create {self.url(key)}", lambda: self.backend.create(key, data))
         except AlreadyExists:
             return self._holds(key, data)
         return True
@@ -150,7 +152,7 @@ class ObjectStore:
         Raises:
             ObjectNotFound: there is no such object.
         """
-        return self._ask(f"look at {self.url(key)}", lambda: self.backend.size(key))
+        return self.retry(f"look at {self.url(key)}", lambda: self.backend.size(key))
 
     def find(self, key: str) -> StoredObject | None:
         """The object, or None."""
@@ -163,22 +165,19 @@ class ObjectStore:
         """All objects whose keys begin with `prefix`, sorted by key. Some stores list a new object only after a
         delay.
         """
-        return self._ask(f"list {self.url(prefix)}", lambda: self.backend.list(prefix))
+        return self.retry(f"list {self.url(prefix)}", lambda: self.backend.list(prefix))
 
     def delete(self, key: str) -> None:
         """Delete an object; does nothing if there is none."""
-        self._ask(f"delete {self.url(key)}", lambda: self.backend.delete(key))
+        self.retry(f"delete {self.url(key)}", lambda: self.backend.delete(key))
 
     def close(self) -> None:
         """Close connections; pending requests fail."""
-        self.retrying.close()
+        self.retry.close()
         self._threads.shutdown(cancel_futures=True)
         self.backend.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _ask(self, what: str, request: Callable[[], Any]) -> Any:
-        return self.retrying(what, request)
 
     def part_bytes(self, size: int) -> int:
         """Size of the pieces for an object of `size` bytes."""
@@ -187,14 +186,14 @@ class ObjectStore:
     def _range(self, key: str, begin: int, end: int) -> bytes:
         if begin >= end:
             return b""
-        data = self._ask(f"get {self.url(key)}", lambda: self.backend.get(key, begin, end))
+        data = self.retry(f"get {self.url(key)}", lambda: self.backend.get(key, begin, end))
         if len(data) != end - begin:
             raise ObjectDamaged(f"{self.url(key)} has {begin + len(data)} bytes instead of {end} or more")
         return data
 
     def _put_parts(self, key: str, pieces: Callable[[], Iterable[Data]], size: int) -> None:
         url = self.url(key)
-        token = self._ask(f"begin {url}", lambda: self.backend.begin(key))
+        token = self.retry(f"begin {url}", lambda: self.backend.begin(key))
         sent: list[str] = []
         under_way: deque[Future[str]] = deque()
         try:
@@ -203,7 +202,7 @@ class ObjectStore:
                     sent.append(under_way.popleft().result())
                 under_way.append(self._threads.submit(self._put_part, key, token, number, piece))
             sent += [future.result() for future in under_way]
-            self._ask(f"finish {url}", lambda: self._finish(key, token, sent, size))
+            self.retry(f"finish {url}", lambda: self._finish(key, token, sent, size))
         except BaseException:
             for future in under_way:
                 future.cancel()
@@ -213,7 +212,7 @@ class ObjectStore:
 
     def _put_part(self, key: str, token: str, number: int, piece: Data) -> str:
         what = f"put part {number} of {self.url(key)}"
-        return self._ask(what, lambda: self.backend.put_part(key, token, number, piece))
+        return self.retry(what, lambda: self.backend.put_part(key, token, number, piece))
 
     def _finish(self, key: str, token: str, parts: list[str], size: int) -> None:
         try:
@@ -221,11 +220,6 @@ class ObjectStore:
         except ObjectNotFound:  # completed by an earlier attempt whose answer was lost?
             if self.backend.size(key) != size:
                 raise
-
-    def _create_after_check(self, key: str, data: Data) -> bool:
-        if self.find(key) is None:
-            self.put(key, data)
-        return self._holds(key, data)
 
     def _holds(self, key: str, data: Data) -> bool:
         return self.size(key) == len(data) and self.get(key, 0, len(data)) == bytes(data)

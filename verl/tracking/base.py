@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from verl.component import BuildContext, Description, component, package_fault
 from verl.errors import ConfigError
 from verl.utils.component_exits import as_component_exit, raised_by_code
-from verl.utils.redact import redact, redact_tree
+from verl.utils.redact import MASK, redact, redact_tree
 from verl.utils.seeding import kept_generators
 
 
@@ -72,6 +72,12 @@ class Tracker:
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         """A table of sampled responses; `name` of the table, such as `eval`."""
+
+    def evaluated_rows(self, rows: list[dict[str, Any]], step: int) -> None:
+        """Every response of the evaluation after `step` steps; see `verl.monitoring.row_records`."""
+
+    def token_rows(self, rows: list[dict[str, Any]], step: int) -> None:
+        """Some responses of a training step, token by token; see `verl.monitoring.row_records`."""
 
     def message(self, text: str) -> None:
         """A message for the user."""
@@ -237,6 +243,13 @@ class TrackerSet(Tracker):
         rows = redact_tree(rows)
         self._each(lambda tracker: tracker.samples(rows, step, name))
 
+    def evaluated_rows(self, rows: list[dict[str, Any]], step: int) -> None:
+        self._each(lambda tracker: tracker.evaluated_rows(rows, step))
+
+    def token_rows(self, rows: list[dict[str, Any]], step: int) -> None:
+        rows = [_without_secrets(row) for row in rows]
+        self._each(lambda tracker: tracker.token_rows(rows, step))
+
     def message(self, text: str) -> None:
         text = redact(text)
         _log.info("%s", text, extra=_TO_FILE_ONLY)
@@ -279,6 +292,15 @@ class TrackerSet(Tracker):
             if name not in self._failed:
                 _log.warning("tracker.%s FAILED, training goes on: %s", name, _cause(error))
             self._failed[name] = self._failed.get(name, 0) + 1
+
+
+def _without_secrets(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of tokens with its prompt redacted; without texts and ids if a secret is divided over them."""
+    row, text = {**row, "prompt": redact(row["prompt"])}, "".join(row["texts"])
+    if redact(text) != text:
+        del row["ids"]
+        row["texts"] = [MASK] * len(row["texts"])
+    return row
 
 
 def _cause(error: BaseException) -> str:

@@ -1,32 +1,41 @@
-"""Metrics and samples as JSON lines in the run directory, written after every step."""
+"""Metrics and tables of rows as JSON lines in the run directory."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
+import logging
 import math
 import os
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
-from verl.utils.external_input import regular_opener
+from verl.utils.external_input import ends_with_partial_line, regular_opener, write_whole
 
 KEPT_BYTES = 64 * 2**20  # limit of records that wait for disk space; the oldest are dropped first
+TABLE_BYTES = 256 * 2**20  # limit of a run's tables: `samples/`, `evals/` and `tokens/` together
+TABLES = ("samples", "evals", "tokens")
+MAX_PENDING = 8  # tables that wait for the writing thread; one more waits for the first of them
+
+_log = logging.getLogger(__name__)
 
 
 @component
 class JsonLines(TrackerDescription):
-    """`metrics.jsonl`, one object a line `{"step": 3, "time_s": 12.5, "reward/mean": 0.81, ...}`, and sample tables.
+    """`metrics.jsonl`, one object a line `{"step": 3, "time_s": 12.5, "reward/mean": 0.81, ...}`, and tables of rows.
 
     Evaluations are lines of the same file. A number that is not finite is written as the text "nan", "inf" or "-inf",
-    so that every line is valid JSON and `float(value)` reads each number back. Samples go to `samples/step_N.jsonl`,
-    one row a line, with the table's name under `table`.
+    so that every line is valid JSON and `float(value)` reads each number back. Tables have one row a line and a file
+    per step: `samples/step_N.jsonl`, with the table's name under `table`, `evals/step_N.jsonl`, a line per evaluated
+    response, and `tokens/step_N.jsonl`, responses token by token. A run writes at most `TABLE_BYTES` of them.
     """
 
     def build(self, context: BuildContext) -> JsonLinesTracker:
@@ -34,7 +43,7 @@ class JsonLines(TrackerDescription):
 
 
 class JsonLinesTracker(Tracker):
-    """Writes unbuffered: each call passes a complete line to the operating system.
+    """Writes metrics unbuffered: each call passes a complete line to the operating system. A thread writes the tables.
 
     Records that a full disk refuses are kept in memory and written in order once there is space.
     """
@@ -43,48 +52,129 @@ class JsonLinesTracker(Tracker):
         self._path = Path("metrics.jsonl")
         self._started = False
         self._sampled: set[int] = set()  # steps with a sample file of this run
-        self._waiting: deque[_Record] = deque()
-        self.num_lost = 0
+        self._metrics, self._tables = _RecordQueue(), _RecordQueue()
+        self._table_bytes = 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: deque[Future[None]] = deque()
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         self._path = run_dir / "metrics.jsonl"
         self._begin, self._started = time.monotonic(), True
-        with open(self._path, "ab", buffering=0, opener=regular_opener) as file:
-            if _ends_with_partial_line(self._path):
+        self._table_bytes = sum(file.stat().st_size for name in TABLES for file in run_dir.glob(f"{name}/step_*.jsonl"))
+        with open(self._path, "ab+", buffering=0, opener=regular_opener) as file:
+            if ends_with_partial_line(file):
                 _append(file, self._path, b"\n")
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         assert self._started, "log before start"
         record = {"step": step, "time_s": round(time.monotonic() - self._begin, 3), **metrics}
-        self._write(_Record(self._path, json_line(record)))
+        self._metrics.add(_Record(self._path, json_line(record)))
+        self._raise_failures()
+        if self._tables.waiting and not self._pending:
+            self._in_thread(self._tables.write)
 
     def evaluation(self, metrics: dict[str, float], step: int) -> None:
         self.log(metrics, step)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
-        path = self._path.parent / "samples" / f"step_{step}.jsonl"
-        lines = b"".join(json_line({"table": name, **row}) for row in rows)
         # A step repeated after a resume replaces its table; a second table of the same step is appended.
-        self._write(_Record(path, lines, replaces=step not in self._sampled))
+        replaces = step not in self._sampled
         self._sampled.add(step)
+        self._in_thread(self._write_table, "samples", [{"table": name, **row} for row in rows], step, replaces=replaces)
+
+    def evaluated_rows(self, rows: list[dict[str, Any]], step: int) -> None:
+        self._in_thread(self._write_table, "evals", rows, step, replaces=True)
+
+    def token_rows(self, rows: list[dict[str, Any]], step: int) -> None:
+        self._in_thread(self._write_table, "tokens", rows, step, replaces=True)
 
     def close(self, status: str) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
         try:
-            self._write_waiting()
+            try:
+                self._metrics.write()
+            finally:
+                self._tables.write()
         finally:
-            self.num_lost = (self.num_lost or 0) + len(self._waiting)
-            self._waiting.clear()
+            self.num_lost = self._metrics.num_lost + self._tables.num_lost
+            self.num_lost += len(self._metrics.waiting) + len(self._tables.waiting)
+        with contextlib.suppress(OSError):  # what was refused before is written now
+            self._raise_failures()
 
-    def _write(self, record: _Record) -> None:
-        self._waiting.append(record)
-        while sum(len(waiting.data) for waiting in self._waiting) > KEPT_BYTES and len(self._waiting) > 1:
-            self._waiting.popleft()
-            self.num_lost = (self.num_lost or 0) + 1
-        self._write_waiting()
+    def _in_thread(self, call: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Call in the thread that writes tables, in order.
 
-    def _write_waiting(self) -> None:
-        """Write waiting records in order per file; a file that cannot be written does not block others."""
-        waiting, self._waiting = self._waiting, deque()
+        Raises:
+            OSError: an earlier call could not write.
+        """
+        assert self._started, "a table before start"
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tables")
+        self._pending.append(self._thread.submit(call, *args, **options))
+        self._raise_failures()
+
+    def _raise_failures(self) -> None:
+        while self._pending and (self._pending[0].done() or len(self._pending) > MAX_PENDING):
+            self._pending.popleft().result()
+
+    def _write_table(self, table: str, rows: list[dict[str, Any]], step: int, *, replaces: bool) -> None:
+        data = b"".join(map(json_line, rows))
+        before, self._table_bytes = self._table_bytes, self._table_bytes + len(data)
+        if self._table_bytes <= TABLE_BYTES:
+            self._tables.add(_Record(self._path.parent / table / f"step_{step}.jsonl", data, replaces))
+        elif before <= TABLE_BYTES:
+            names, limit = ", ".join(f"{name}/" for name in TABLES), TABLE_BYTES // 2**20
+            _log.warning("%s of this run have reached %d MiB: no more of them is written.", names, limit)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Complete lines for one file, which they replace or continue."""
+
+    path: Path
+    data: bytes
+    replaces: bool = False
+
+    def write(self) -> None:
+        self.path.parent.mkdir(exist_ok=True)
+        if self.replaces:
+            write_whole(self.path, self.data)
+            return
+        with open(self.path, "ab", buffering=0, opener=regular_opener) as file:
+            _append(file, self.path, self.data)
+
+
+class _RecordQueue:
+    """Writes records in order per file; those that a full disk refuses wait, up to `KEPT_BYTES`.
+
+    Attributes:
+        num_lost: records that were dropped.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[_Record] = deque()
+        self.num_lost = 0
+
+    def add(self, record: _Record) -> None:
+        """Write a record after those that wait.
+
+        Raises:
+            OSError: a file cannot be written; its records wait.
+        """
+        self.waiting.append(record)
+        while sum(len(waiting.data) for waiting in self.waiting) > KEPT_BYTES and len(self.waiting) > 1:
+            self.waiting.popleft()
+            self.num_lost += 1
+        self.write()
+
+    def write(self) -> None:
+        """Write what waits; a file that cannot be written does not block others.
+
+        Raises:
+            OSError: see `add`.
+        """
+        waiting, self.waiting = self.waiting, deque()
         failures: dict[Path, OSError] = {}
         for record in waiting:
             try:
@@ -93,23 +183,9 @@ class JsonLinesTracker(Tracker):
                     continue
             except OSError as error:
                 failures[record.path] = error
-            self._waiting.append(record)
+            self.waiting.append(record)
         for error in failures.values():
             raise error
-
-
-@dataclass(frozen=True)
-class _Record:
-    """Complete lines for one file."""
-
-    path: Path
-    data: bytes
-    replaces: bool = False
-
-    def write(self) -> None:
-        self.path.parent.mkdir(exist_ok=True)
-        with open(self.path, "wb" if self.replaces else "ab", buffering=0, opener=regular_opener) as file:
-            _append(file, self.path, self.data)
 
 
 def _append(file: BinaryIO, path: Path, data: bytes) -> None:
@@ -127,15 +203,6 @@ def _append(file: BinaryIO, path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             file.truncate(end)
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _ends_with_partial_line(path: Path) -> bool:
-    """Whether the file ends with a partial line, left by a run that was killed."""
-    if not path.is_file() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
 
 
 def json_line(record: dict[str, Any]) -> bytes:

@@ -28,7 +28,8 @@ from verl.algorithms.importance_sampling import weight_advantages
 from verl.environments.episode import per_episode, response_texts, training_rows, without_dropped
 from verl.errors import NonFiniteError
 from verl.monitoring.nonfinite import StepSkipped
-from verl.monitoring.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
+from verl.monitoring.ppo_metrics import evaluation_metrics, mean_of, sample_rows
+from verl.monitoring.row_records import evaluated_rows
 from verl.ops.counter_rng import EVALUATION, TRAINING
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
@@ -67,7 +68,7 @@ class PPOTrainer(PPOLifecycle):
         metrics |= self.reuse.keep(experience, step, self.saving.is_busy)
         metrics |= self.sync()
         counted = {f"reward/{name}": x for name, x in self.reward.take().items()}
-        metrics = {**experience_metrics(self.reuse.new(experience)), **counted, **selected, **metrics}
+        metrics = {**self.observe(experience, step), **counted, **selected, **metrics}
         self.guard.watch(metrics, experience)
         return metrics
 
@@ -108,7 +109,7 @@ class PPOTrainer(PPOLifecycle):
         """Score responses: rewards, log-probs under pi_old and pi_ref, values."""
         rollout = self._rewarded(rollout)
         rows = training_rows(rollout)
-        self.guard.compare(rows, self._plain_log_probs)
+        self.guard.compare(rows, lambda chosen: self.actor.plain_log_probs(_drawn_fields(chosen)).result())
         sequences = rows.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
         computed = []
         if self.algorithm.needs_old_log_probs:
@@ -182,12 +183,15 @@ class PPOTrainer(PPOLifecycle):
         with self.reward.frozen():
             greedy = self.judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION))
             drawn = self.judge(prompts, GenerationRequest(step, num_samples=k, stream=EVALUATION)) if k else None
-            bare = self._judged_without_tools(step)
+            bare = None
+            if self.eval_data_without_tools is not None:
+                prompts = self.eval_data_without_tools.collate(range(len(self.eval_data_without_tools)))
+                request = GenerationRequest(step, greedy=True, stream=EVALUATION, uses_environment=False)
+                bare = self.judge(prompts, request)
+        responses = {"greedy": greedy, "drawn": drawn, "without_tools": bare}
         self.tracker.samples(sample_rows(greedy, self.settings.sample_rows), step, "eval")
+        self.tracker.evaluated_rows(evaluated_rows(responses, self.settings.success_score), step)
         return evaluation_metrics(greedy, drawn, k, self.settings.success_score, bare)
-
-    def _plain_log_probs(self, rows: DataProto) -> DataProto:
-        return self.actor.plain_log_probs(_drawn_fields(rows)).result()
 
     def _rewarded(self, rollout: DataProto) -> DataProto:
         if "token_level_scores" in rollout:  # a selection has read them
@@ -201,12 +205,6 @@ class PPOTrainer(PPOLifecycle):
     def judge(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Sample responses without training and score them."""
         return self._rated(self._respond(prompts, request))
-
-    def _judged_without_tools(self, step: int) -> DataProto | None:
-        if self.eval_data_without_tools is None:
-            return None
-        prompts = self.eval_data_without_tools.collate(range(len(self.eval_data_without_tools)))
-        return self.judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION, uses_environment=False))
 
     def _rated(self, rollout: DataProto) -> DataProto:
         """Responses with their rewards; the only place that calls the reward, in training and in evaluation."""

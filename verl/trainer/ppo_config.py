@@ -14,7 +14,7 @@ from verl.errors import ConfigError
 from verl.models.own_module import ModuleModel
 from verl.monitoring.ppo_metrics import evaluation_keys
 from verl.rewards.base import missing_columns
-from verl.trainer.plan.unused_settings import unused_settings
+from verl.trainer.config import unused_settings
 from verl.trainer.plan.workload import role_processes
 from verl.trainer.ppo_description import PPODescription
 from verl.trainer.rollout_pipeline import ahead_faults

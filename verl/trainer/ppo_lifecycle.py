@@ -14,9 +14,11 @@ from verl.environments.observation_tokens import check_template
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
 from verl.monitoring.nonfinite import NonFiniteGuard
+from verl.monitoring.ppo_metrics import experience_metrics
+from verl.monitoring.row_records import token_rows
+from verl.protocol import DataProto
 from verl.replay.mixing import ReplayMixing
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
-from verl.rollout.base import Rollout
 from verl.trainer.ppo_description import PPODescription
 from verl.trainer.rollout_pipeline import LengthPredictor, RolloutPipeline
 from verl.trainer.setup import (
@@ -136,11 +138,13 @@ class PPOLifecycle(LoopTrainer):
 
     def start_roles(self, run: PPODescription, context: BuildContext) -> None:
         """Start the processes of the roles and build actor, critic and reference in them."""
+        longest = self._longest_prompt()
+        most = longest or getattr(run.data, "max_prompt_length", None)
         host = RLHost(
             actor=run.actor,
             critic=run.critic if run.algorithm.needs_values else None,
             reference=run.reference if run.algorithm.needs_reference else None,
-            rollout=self._with_room_for_rows(run),
+            rollout=run.rollout if longest is None else run.rollout.with_room_for(longest, run.response_tokens),
             environment=run.environment,
             algorithm=run.algorithm,
             sharding=run.sharding,
@@ -150,7 +154,8 @@ class PPOLifecycle(LoopTrainer):
         )
         # without checkpoints nobody claims the directory, and no run comes back to its episodes
         journal_dir = None if run.checkpoint is None else Path(self.saving.directory) / "episode_journal"
-        context = replace(context, row_tokens=self._row_tokens(run), journal_dir=journal_dir)
+        row_tokens = None if most is None else most + run.response_tokens
+        context = replace(context, row_tokens=row_tokens, journal_dir=journal_dir)
         self.cluster = start_cluster(host, run.trainer, context)
         roles = role_handles(self.cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
@@ -176,17 +181,13 @@ class PPOLifecycle(LoopTrainer):
         known = [tokens for tokens in longest if tokens is not None]
         return max(known) if len(known) == len(longest) else None
 
-    def _row_tokens(self, run: PPODescription) -> int | None:
-        """Maximum length of a row in tokens."""
-        longest = self._longest_prompt() or getattr(run.data, "max_prompt_length", None)
-        return None if longest is None else longest + run.response_tokens
-
-    def _with_room_for_rows(self, run: PPODescription) -> Rollout:
-        """Return the rollout with room for every prompt of the data and its response or episode, as far as the data
-        tell how long those are.
-        """
-        longest = self._longest_prompt()
-        return run.rollout if longest is None else run.rollout.with_room_for(longest, run.response_tokens)
+    def observe(self, experience: DataProto, step: int) -> dict[str, float]:
+        """Metrics of the responses of a step; the first one and those that evaluate also record tokens."""
+        assert self.reuse is not None
+        rows = self.reuse.new(experience)
+        if self.settings.sample_rows and (step == 1 or self.evaluates_after(step)):
+            self.tracker.token_rows(token_rows(rows, self.settings.sample_rows, self.tokenizer), step)
+        return experience_metrics(rows)
 
     @property
     def parts(self) -> dict[str, Stateful]:

@@ -34,7 +34,8 @@ from verl.data.base import Dataset, DataSplits, named_source, report_counts
 from verl.data.sampler import EpochSampler
 from verl.engines.sharding import Sharding
 from verl.errors import CheckpointNotFound, ConfigError, WorkerDied, faults_below
-from verl.models.pretrained import WARM_START, ModelSource
+from verl.models.model_files import WARM_START
+from verl.models.pretrained import ModelSource
 from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.ops.cpu_matmul import active_library, chosen_library, use_library
 from verl.protocol import DataProto
@@ -390,6 +391,11 @@ class LoopTrainer(ABC):
         seed, source = derive_seed(self.settings.seed, "data order"), named_source(self.description.data)
         self.sampler = EpochSampler(len(splits.train), batch_size, seed, setting, splits.mixture, source)
         self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the weights after this step are evaluated, if there are held-out rows."""
+        interval = self.settings.eval_interval
+        return step == self.num_steps or (interval > 0 and step % interval == 0)
 
     def _plan(self, context: BuildContext) -> RunPlan | None:
         """Plan the run, with messages for its start."""

@@ -19,8 +19,7 @@ from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.protocol import DataProto
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
-from verl.trainer.config import SFTSettings
-from verl.trainer.plan.unused_settings import unused_settings
+from verl.trainer.config import SFTSettings, unused_settings
 from verl.trainer.setup import (
     LoopTrainer,
     fit_with_restarts,

@@ -33,7 +33,7 @@ from verl.trainer.setup import LoopTrainer
 from verl.trainer.state.driver_state import PartStates, load_parts
 from verl.trainer.timers import Profiler
 from verl.utils.component_exits import component_exits
-from verl.utils.external_input import write_text
+from verl.utils.external_input import write_whole
 from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact
 from verl.utils.signals import StopRequest, interruption
@@ -83,14 +83,7 @@ class TrainResult:
 
     def write(self) -> None:
         """Write `summary.json` into the run's directory."""
-        file = self.run_dir / "summary.json"
-        unfinished = file.with_name("summary.json.unfinished")
-        try:
-            write_text(unfinished, json.dumps(self.as_plain(), indent=2) + "\n")
-            unfinished.replace(file)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
+        write_whole(self.run_dir / "summary.json", (json.dumps(self.as_plain(), indent=2) + "\n").encode())
 
 
 def fit(
@@ -227,7 +220,7 @@ class TrainLoop:
             trainer.saving.prepare(*trainer.state())
         self._is_prepared = True
         evaluated: dict[str, float] = {}
-        if is_last or (settings.eval_interval and step % settings.eval_interval == 0):
+        if trainer.evaluates_after(step):
             evaluated = _evaluate(trainer, step, result)
         if (sentence := trainer.saving.note(step, metrics)) is not None:
             trainer.tracker.message(sentence)
@@ -439,18 +432,13 @@ def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
                 # safetensors and torch have errors of their own for what the file system says
                 if isinstance(error, VerlError) or "os error" not in str(error).lower():
                     raise
-                raise OSError(_errno_in(str(error)), str(error)) from error
+                number = re.search(r"os error (\d+)", str(error), re.IGNORECASE)
+                raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
     except BaseException:
         for path in run_dir.iterdir() if run_dir.is_dir() else ():
             if path.name in ("actor", "critic") and path.name not in there:
                 shutil.rmtree(path, ignore_errors=True)
         raise
-
-
-def _errno_in(text: str) -> int:
-    """The system's error number in a message, such as `(os error 28)`."""
-    number = re.search(r"os error (\d+)", text, re.IGNORECASE)
-    return int(number[1]) if number else errno.EIO
 
 
 def _save(trainer: LoopTrainer, result: TrainResult) -> None:

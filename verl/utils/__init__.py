@@ -1,13 +1,12 @@
 """Utilities that every layer may import.
 
-address_space        The limit of a process's address space (`ulimit -v`), and errors that it explains
 child_process        Child processes, which end with their parent
 component_exits      `exit()` in component code becomes an error
 deadline             Deadlines of calls, which count only time in which the event loop ran
 env_check            Whether this environment can run verl: each requirement on one line
 external_input       Validation of names, paths and JSON that are read from disk or storage
 kernel_cache         Directory of compiled kernels of torch, in the cache of verl instead of TMPDIR
-memory               Device and main memory: usage, peak, and release of cached memory
+memory               Device and main memory: usage, peak, limits (`ulimit -v`), and release of cached memory
 orphan_cleanup       Clean-up after a killed process
 progress             Progress of a process in shared memory, for deadlines of processes that wait for it
 redact               Redacts secrets from output, logs and files

@@ -139,7 +139,7 @@ def _exit(status: int) -> NoReturn:
         own_exit(status)
     if _is_main_thread():
         raise OsExit(status)
-    frames = [one for one in traceback.extract_stack()[:-1] if _is_of_component(one.filename)]
+    frames = [frame for frame in traceback.extract_stack()[:-1] if _is_of_component(frame.filename)]
     where = f"line {frames[-1].lineno} of {frames[-1].filename}" if frames else "a component"
     with contextlib.suppress(OSError):
         os.write(2, f"{where} called os._exit({status}) in a thread: the run ends here, unfinished\n".encode())
@@ -158,9 +158,9 @@ def _passed_through_verl(trace: TracebackType | None) -> bool:
 def _place(trace: TracebackType | None) -> tuple[str, str]:
     """The innermost frame outside of the interpreter and verl, and its line; if there is none, the innermost."""
     frames = traceback.extract_tb(trace)
-    frame = next((one for one in reversed(frames) if _is_of_component(one.filename)), frames[-1] if frames else None)
-    if frame is None:
+    if not frames:
         return "a component", ""
+    frame = next((frame for frame in reversed(frames) if _is_of_component(frame.filename)), frames[-1])
     name = "the module" if frame.name == "<module>" else f"{frame.name}()"
     line = linecache.getline(frame.filename, frame.lineno or 0).strip()
     return f"{name} at line {frame.lineno} of {frame.filename}", line

@@ -174,14 +174,15 @@ def interfaces(backends: Sequence[str]) -> Iterator[CheckLine]:
     commands = {needed.name: needed.command for needed in (*REQUIREMENTS, *EXTRAS)}
     yield from (_found(needed) for needed in EXTRAS if any(_calls(backend, needed) for backend in backends))
     if "vllm" in backends:
-        fault = vllm_fault(has_gpu())
-        yield CheckLine(MET, f"vllm {VLLM}") if fault is None else CheckLine(MISSING, *_split(fault))
+        text, _, fix = (vllm_fault(has_gpu()) or "").partition(": ")
+        yield CheckLine(MISSING, text, fix) if text else CheckLine(MET, f"vllm {VLLM}")
     for backend in (name for name in backends if BACKENDS[name]):
-        present = [one for one in BACKENDS[backend] if installed(one.package) is not None]
-        lacking = [(one, fault) for one in present if (fault := _fault(one)) is not None]
-        for one, fault in lacking:
-            fix = commands[one.package]
-            yield CheckLine(LACKING, f"{one.package} {installed(one.package)}: {fault}, which {backend} needs", fix)
+        present = [requirement for requirement in BACKENDS[backend] if installed(requirement.package) is not None]
+        lacking = [(requirement, fault) for requirement in present if (fault := _fault(requirement)) is not None]
+        for requirement, fault in lacking:
+            package = requirement.package
+            text = f"{package} {installed(package)}: {fault}, which {backend} needs"
+            yield CheckLine(LACKING, text, commands[package])
         if len(present) == len(BACKENDS[backend]) and not lacking:
             yield CheckLine(MET, f"{backend}: all interfaces found")
 
@@ -235,7 +236,7 @@ def _found(needed: Requirement) -> CheckLine:
 
 
 def _calls(backend: str, needed: Requirement) -> bool:
-    return any(one.package == needed.name for one in BACKENDS[backend])
+    return any(requirement.package == needed.name for requirement in BACKENDS[backend])
 
 
 def is_new_enough(version: str, oldest: str) -> bool:
@@ -300,12 +301,6 @@ def has_gpu() -> bool:
     except Exception:  # noqa: BLE001 - reported in the line of the accelerator
         return False
     return torch.cuda.is_available()
-
-
-def _split(fault: str) -> tuple[str, str]:
-    """Split a fault into its description and the command that fixes it."""
-    text, _, fix = fault.partition(": ")
-    return text, fix
 
 
 def _printable(text: str) -> str:

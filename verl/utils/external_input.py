@@ -15,7 +15,7 @@ import re
 import stat
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -175,6 +175,14 @@ def regular_opener(path: str, flags: int) -> int:
     return _regular(os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666), path)
 
 
+def ends_with_partial_line(file: BinaryIO) -> bool:
+    """Whether a file, which is open for reading, ends with a partial line, left by a process that was killed."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write a regular file as UTF-8.
 
@@ -183,6 +191,24 @@ def write_text(path: str | Path, text: str) -> None:
     """
     with open(path, "w", encoding="utf-8", opener=regular_opener) as file:
         file.write(text)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a regular file, whole or not at all, by way of `NAME.unfinished` beside it.
+
+    Raises:
+        OSError: see `regular_opener`; the message includes the path, whose former content stays.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            _require_regular(os.stat(path), path)
+        with open(unfinished, "wb", opener=regular_opener) as file:
+            file.write(data)
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_bytes(path: str | Path) -> bytes:

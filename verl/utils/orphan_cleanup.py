@@ -98,7 +98,8 @@ class OrphanCleanup:
             if process is not None and process.stdin is not None and self._owner == os.getpid():
                 process.stdin.close()
                 try:
-                    process.wait(timeout=KILL_TIMEOUT_S if not _is_stopped(process.pid) else CHECK_EVERY_S)
+                    is_stopped = process_fields(process.pid)[:1] in (["T"], ["t"])
+                    process.wait(timeout=CHECK_EVERY_S if is_stopped else KILL_TIMEOUT_S)
                 except subprocess.TimeoutExpired:  # it is stopped, or what it is to end does not end
                     process.kill()
                     for entry in self._registered.values():
@@ -168,14 +169,21 @@ def remove_shared_memory(prefix: str) -> None:
                     (SHARED_MEMORY / name).unlink()
 
 
+def process_fields(process: int) -> list[str]:
+    """Fields of a process in /proc, from its state on; empty if it has ended, or where the system does not tell."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def members(group: int) -> list[int]:
     """The processes of a group, zombies left out; none where the system does not tell."""
     processes = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError, ValueError):  # ended meanwhile
-            state, _, its_group = directory.joinpath("stat").read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX":
-                processes.append(int(directory.name))
+    for process in [int(path.name) for path in Path("/proc").glob("[0-9]*")]:
+        fields = process_fields(process)
+        if fields and int(fields[2]) == group and fields[0] not in "ZX":
+            processes.append(process)
     return processes
 
 
@@ -226,7 +234,7 @@ def main(owner: int) -> None:
     """Take registrations until the owner is gone, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the owner decides
         signal.signal(number, signal.SIG_IGN)
-    _resume_without_parent()
+    resume_without_parent()
     registered: dict[int, dict[str, Any]] = {}
     for line in _lines_until_gone(owner):
         message = json.loads(line)
@@ -250,19 +258,12 @@ def _is_there(process: int) -> bool:
         return True
 
 
-def _resume_without_parent() -> None:
-    """Let the system continue this process, if it is stopped, when its owner ends; on Linux."""
+def resume_without_parent() -> None:
+    """Let the kernel continue this process, if it is suspended, when its parent ends; on Linux."""
     with contextlib.suppress(Exception):
         import ctypes
 
         ctypes.CDLL(None).prctl(1, int(signal.SIGCONT), 0, 0, 0)  # PR_SET_PDEATHSIG
-
-
-def _is_stopped(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False
 
 
 def _lines_until_gone(owner: int) -> Iterator[bytes]:

@@ -25,6 +25,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from verl.utils.orphan_cleanup import process_fields
+
 STARTER_VARIABLE = "VERL_PROGRESS"  # holds a file descriptor, and perhaps a slot: `7:1`
 NUM_SLOTS = 16
 SLOT_BYTES, STAGE_OFFSET = 256, 8  # of each slot: a counter of 8 bytes, then the stage as UTF-8, zero bytes after it
@@ -222,11 +224,10 @@ def reporting_to(progress: Progress, slot: int = 0) -> Iterator[None]:
 
 def state_of(process_id: int) -> str:
     """State of a process by the system, as a clause; empty where it does not tell."""
-    try:
-        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+    fields = process_fields(process_id)
+    if not fields:
         return "it is gone" if sys.platform == "linux" else ""
-    return STATES.get(state, "")
+    return STATES.get(fields[0], "")
 
 
 def is_stopped(process_id: int) -> bool:

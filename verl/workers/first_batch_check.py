@@ -14,8 +14,8 @@ from torch import Tensor
 
 from verl.engines.engine import Compute, TrainingEngine
 from verl.errors import ConfigError
-from verl.model_paths.paths import PLAINER, Scoring
-from verl.model_paths.row_check import bound_of, chosen_rows, longest_row, row_gaps
+from verl.model_paths.check import bound_of, chosen_rows, longest_row, row_gaps
+from verl.model_paths.families import PLAINER, Scoring
 from verl.protocol import DataProto
 
 _log = logging.getLogger(__name__)

@@ -157,8 +157,8 @@ class RestoreSource:
         schedule."""
         reader = self.reader()
         prefix = f"{role}."
-        found = lazy_tensors(reader, "optimizer").items()
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in found if name.startswith(prefix)}
+        saved = lazy_tensors(reader, "optimizer").items()
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in saved if name.startswith(prefix)}
         engine.load_optimizer(tensors, _updates(self.directory, reader.read("scheduler/state.json"), role))
 
 
@@ -209,7 +209,8 @@ def load_weights(model: Any, component: str, source: CheckpointSelection, parall
     elif hasattr(model, "peft_config"):
         load_adapter(model, RestoreSource(source.directory, verify=False).adapter(component))
     else:
-        _copy_whole(model, component, source)
+        # by way of a second model: the file has the weights under other names or in another form
+        head_of(model).backbone.load_state_dict(_loaded(model, component, source).state_dict())
     head_of(model).load(source.directory / component)
 
 
@@ -222,10 +223,10 @@ def _load_parts(model: Any, component: str, source: CheckpointSelection) -> None
     if not saved or names is None:
         saved = head_of(model).joined(_loaded(model, component, source).state_dict())
         names = {name: name for name in live if name in saved}
-    _refuse_other(component, {name: live[own] for name, own in names.items()}, saved)
+    _refuse_other(component, {name: live[key] for name, key in names.items()}, saved)
     with torch.no_grad():
-        for name, own in names.items():
-            local(live[own]).copy_(own_part(live[own], saved[name]))
+        for name, key in names.items():
+            local(live[key]).copy_(own_part(live[key], saved[name]))
             report()
     head_of(model).load(source.directory / component)
 
@@ -256,24 +257,19 @@ def _are_own(live: Mapping[str, Tensor], model: Any) -> bool:
     return all(x.data_ptr() in places for x in live.values())
 
 
-def _refuse_other(component: str, live: Mapping[str, Tensor], found: Mapping[str, ReadableTensor]) -> None:
-    faults = [f"{name} is not in the checkpoint" for name in live if name not in found]
-    faults += [f"{name} is not in the model" for name in found if name not in live]
+def _refuse_other(component: str, live: Mapping[str, Tensor], saved: Mapping[str, ReadableTensor]) -> None:
+    faults = [f"{name} is not in the checkpoint" for name in live if name not in saved]
+    faults += [f"{name} is not in the model" for name in saved if name not in live]
     faults += [
-        f"{name} is {list(found[name].shape)} there and {list(tensor.shape)} here"
+        f"{name} is {list(saved[name].shape)} there and {list(tensor.shape)} here"
         for name, tensor in live.items()
-        if name in found and found[name].shape != tensor.shape
+        if name in saved and saved[name].shape != tensor.shape
     ]
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise ConfigError(
             f"path: its {component} is another model than the one that trains: {'; '.join(faults[:3])}{more}."
         )
-
-
-def _copy_whole(model: Any, component: str, source: CheckpointSelection) -> None:
-    """Copy by way of a second model, where the file has the weights under other names or in another form."""
-    head_of(model).backbone.load_state_dict(_loaded(model, component, source).state_dict())
 
 
 def _loaded(model: Any, component: str, source: CheckpointSelection) -> Any:

@@ -125,8 +125,8 @@ def whole_on_owners(
         stages,
         {n: TensorLayout(t.shape, stage=owner[n], itemsize=t.itemsize) for n, t in source.tensors.items()},
     )
-    own = {name for name in once if owner[name] == parallel.rank}
-    whole = {name: torch.empty(once[name].shape, dtype=once[name].dtype) for name in own if not once[name].numel()}
+    assigned = {name for name in once if owner[name] == parallel.rank}
+    whole = {name: torch.empty(once[name].shape, dtype=once[name].dtype) for name in assigned if not once[name].numel()}
     moves = reshard(
         reshard_plan(source, target),
         lambda name: local(once[name]).to(parallel.device),
@@ -137,7 +137,7 @@ def whole_on_owners(
     for name, tensor in moves:
         whole[name] = tensor.cpu()
         report()
-    return {name: whole[first] for name, tensor in tensors.items() if (first := names[id(tensor)]) in own}
+    return {name: whole[first] for name, tensor in tensors.items() if (first := names[id(tensor)]) in assigned}
 
 
 def first_names(tensors: Mapping[str, Tensor]) -> dict[int, str]:
@@ -338,7 +338,7 @@ def _division(
     if names is None:
         return owner, None, None
     # In order of names: a model that was built has its parameters in another order than one that was loaded.
-    sizes = {name: live[own].numel() * live[own].element_size() for name, own in sorted(names.items())}
+    sizes = {name: live[key].numel() * live[key].element_size() for name, key in sorted(names.items())}
     writes = owners(sizes, num_ranks)
     owner |= {names[name]: rank for name, rank in writes.items()}
     by_rank = [{name: sizes[name] for name in sizes if writes[name] == rank} for rank in range(num_ranks)]

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from cases import exhaustive
 from checkpoint.remote.test_upload_and_download import save
 from refusals import refusal
 from storage.s3_server import BUCKET, Fault, Proxy, after
@@ -49,7 +50,7 @@ def test_a_store_that_goes_away_in_a_fetch_is_said_to_and_nothing_is_published(t
     assert_fetched_whole(tier, tmp_path / "wiped")
 
 
-@pytest.mark.parametrize("status", [500, 403])
+@pytest.mark.parametrize("status", [403, *exhaustive(500)])
 def test_a_store_that_lists_and_gives_no_object_leaves_the_whole_checkpoint_of_the_disk(
     status, tier, proxy, tmp_path, caplog
 ):
@@ -64,7 +65,7 @@ def test_a_store_that_lists_and_gives_no_object_leaves_the_whole_checkpoint_of_t
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault(status=500), Fault(cut=100), Fault(passed_on=True, hang_up=True)],
+    [*exhaustive(Fault(status=500)), Fault(cut=100), *exhaustive(Fault(passed_on=True, hang_up=True))],
     ids=["500", "cuts it off", "hangs up"],
 )
 def test_what_passes_costs_a_fetch_nothing(tier, proxy, fault, tmp_path):

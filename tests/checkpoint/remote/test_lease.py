@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from cases import exhaustive
 from storage.s3_server import BUCKET
 
 from verl.checkpoint.commit.fencing import LockHolder, RunLock
@@ -37,7 +38,7 @@ if sys.stdin.readline():
 """
 
 
-@pytest.fixture(params=["a directory", "S3"])
+@pytest.fixture(params=["a directory", *exhaustive("S3")])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "S3":
         url = request.getfixturevalue("s3_url")

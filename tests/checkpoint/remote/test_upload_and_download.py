@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from cases import exhaustive
 from refusals import refusal
 from storage.s3_server import BUCKET
 
@@ -35,7 +36,7 @@ def objects(tmp_path: Path) -> ObjectStore:
     return LocalStorage(path=str(tmp_path / "bucket"), part_mib=5).connect()
 
 
-@pytest.fixture(params=["local", "gcs", "oss"])
+@pytest.fixture(params=["local", "gcs", *exhaustive("oss")])
 def any_objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "local":
         return request.getfixturevalue("objects")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cases import exhaustive
 from checkpoint.remote.test_upload_and_download import save
 from refusals import refusal
 from storage.s3_server import BUCKET, Fault, Proxy, after, wait_until
@@ -88,6 +89,7 @@ def test_checkpoints_arrive_while_others_are_saved_and_at_the_end_all_are_there(
     )
 
 
+@pytest.mark.exhaustive
 def test_what_an_interval_leaves_out_is_the_last_one_all_the_same(near: CheckpointTier, tmp_path: Path) -> None:
     near = dataclasses.replace(near, upload_interval=2)
     for step in (1, 2, 3):
@@ -122,6 +124,7 @@ def test_within_an_interval_of_time_the_newest_goes_once_and_what_has_a_tag_and_
     assert [record.step for record in near.connect().records()] == [1, 4, 5, 7]
 
 
+@pytest.mark.exhaustive
 def test_what_comes_within_an_interval_goes_up_when_it_is_over(near: CheckpointTier, tmp_path: Path) -> None:
     near = dataclasses.replace(near, upload_interval_s=1.0)
     save(tmp_path / "here", 1)
@@ -133,6 +136,7 @@ def test_what_comes_within_an_interval_goes_up_when_it_is_over(near: CheckpointT
     assert [record.step for record in near.connect().records()] == [1, 2]
 
 
+@pytest.mark.exhaustive
 def test_a_store_that_is_away_costs_nothing_but_time(tier: CheckpointTier, proxy: Proxy, tmp_path: Path) -> None:
     proxy.misbehave = lambda request: Fault(status=503)
     uploading = uploader(tier, tmp_path / "here")
@@ -183,7 +187,7 @@ def test_an_uploader_that_is_killed_is_started_again_and_goes_on_where_it_was(
     assert len(put) - len(put_before) <= 1, "what had arrived was not sent again"
 
 
-@pytest.mark.parametrize("when", ["idle", "at the end"])
+@pytest.mark.parametrize("when", ["idle", *exhaustive("at the end")])
 def test_an_uploader_that_is_stopped_is_named_and_started_again(
     when: str, near: CheckpointTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,6 +207,7 @@ def test_an_uploader_that_is_stopped_is_named_and_started_again(
     assert not Path(f"/proc/{stopped}").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_uploader_does_not_hold_the_end_up(near: CheckpointTier, tmp_path: Path) -> None:
     uploading = uploader(near, tmp_path / "here")
     assert uploading.process_id is not None
@@ -218,6 +223,7 @@ def test_a_trainer_that_is_gone_takes_its_uploader_along(near: CheckpointTier, t
     uploading.close(wait_s=0.0)
 
 
+@pytest.mark.exhaustive
 def test_the_later_of_two_runs_fences_the_earlier_one_out_which_says_so(near: CheckpointTier, tmp_path: Path) -> None:
     one = uploader(near, tmp_path / "one", "one")
     save(tmp_path / "one", 1)
@@ -233,6 +239,7 @@ def test_the_later_of_two_runs_fences_the_earlier_one_out_which_says_so(near: Ch
     assert [record.step for record in near.connect().records()] == [1, 5]
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_that_is_damaged_on_the_disk_stops_no_other(near: CheckpointTier, tmp_path: Path) -> None:
     bad = save(tmp_path / "here", 2)
     path = bad.path("actor/weights.bin")
@@ -244,6 +251,7 @@ def test_a_checkpoint_that_is_damaged_on_the_disk_stops_no_other(near: Checkpoin
     assert "actor/weights.bin" in next(one.error for one in told if one.kind == "failed")
 
 
+@pytest.mark.exhaustive
 def test_a_store_gets_what_another_one_had_confirmed(near: CheckpointTier, tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path / "here", step)
@@ -253,6 +261,7 @@ def test_a_store_gets_what_another_one_had_confirmed(near: CheckpointTier, tmp_p
     assert [record.step for record in another.connect().records()] == [1, 2]
 
 
+@pytest.mark.exhaustive
 def test_a_store_that_was_emptied_gets_all_again(near: CheckpointTier, tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path / "here", step)
@@ -341,6 +350,7 @@ def test_a_damaged_local_copy_is_replaced_by_the_one_in_the_store(
     assert "NOT USING" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_publications_go_on_above_those_of_the_store(near: CheckpointTier, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path / "here", step)

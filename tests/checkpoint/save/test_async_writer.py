@@ -111,6 +111,7 @@ def test_a_third_save_waits_and_memory_stays_at_two_host_buffers(slow_store):
     assert writer.host_buffer_bytes == 0
 
 
+@pytest.mark.exhaustive
 def test_a_third_save_is_skipped_and_that_is_told(slow_store):
     with CheckpointWriter(slow_store, when_busy="skip") as writer:
         assert [writer.save(request(step, {"weight": torch.zeros(10)})) for step in (1, 2, 3)] == [True, True, False]
@@ -119,6 +120,7 @@ def test_a_third_save_is_skipped_and_that_is_told(slow_store):
     assert [checkpoint.step for checkpoint in slow_store.complete()] == [1, 2]
 
 
+@pytest.mark.exhaustive
 def test_one_host_buffer_is_enough_where_saves_do_not_overlap_and_it_grows_with_the_state(store):
     with CheckpointWriter(store) as writer:
         writer.prepare(request(1, {"weight": torch.zeros(100_000)}))
@@ -255,6 +257,7 @@ def test_retention_runs_after_every_save(store):
     assert [checkpoint.step for checkpoint in store.complete()] == [3, 4]
 
 
+@pytest.mark.exhaustive
 def test_two_writers_in_one_process_do_not_meet(tmp_path):
     stores = [CheckpointStore(tmp_path / name, run_id=name) for name in ("one", "two")]
     with CheckpointWriter(stores[0]) as one, CheckpointWriter(stores[1]) as two:

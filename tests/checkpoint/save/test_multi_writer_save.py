@@ -121,11 +121,14 @@ def test_a_participant_that_is_late_lost_or_wrong_ends_the_save_and_nothing_else
     two.main.close()
 
 
-@pytest.mark.parametrize("moment", ["before", pytest.param("after", marks=pytest.mark.exhaustive)])
-def test_a_writer_that_is_killed_anywhere_is_followed_by_one_that_publishes_the_same(moment, tmp_path):
+@pytest.mark.parametrize(
+    ("moment", "stride"),
+    [("before", 4), *(pytest.param(moment, 1, marks=pytest.mark.exhaustive) for moment in ("before", "after"))],
+)
+def test_a_writer_that_is_killed_anywhere_is_followed_by_one_that_publishes_the_same(moment, stride, tmp_path):
     """Also where reports were read, or the rename was made, before the kill."""
     killed = 0
-    for at in range(1000):
+    for at in range(0, 1000, stride):
         two = Two(tmp_path / f"c{at}")
         two.main.close()
         joint = two.staged(1)
@@ -149,7 +152,7 @@ def test_a_writer_that_is_killed_anywhere_is_followed_by_one_that_publishes_the_
         assert verify(store.disk, store.directory / "global_step_1", "full") == []
         assert not joint.directory.exists()
         assert [one.step for one in store.complete()] == [1]
-    assert killed > 15
+    assert killed > 15 // stride
 
 
 def test_a_report_is_kept_and_a_failure_after_it_changes_nothing(tmp_path):

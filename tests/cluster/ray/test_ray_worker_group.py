@@ -74,6 +74,7 @@ def test_an_address_where_no_cluster_answers_is_named(monkeypatch):
         RaySession(RaySettings("127.0.0.1:1", 1, 0, None, 5.0))
 
 
+@pytest.mark.exhaustive
 def test_an_address_where_something_else_listens_is_named_when_its_time_is_over():
     join = "from verl.cluster.ray.ray_init import machines_of; machines_of(sys.argv[1], 3.0)"
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from http_client.servers import serving
 from same_training import course, digest, numbers
 from trainer.runs import fit
@@ -20,6 +21,7 @@ def without_requests(steps):
     return {step: {k: x for k, x in line.items() if "_remote_" not in k} for step, line in steps.items()}
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_cut_goes_on_to_the_same_end_and_asks_nothing_twice(model32, tmp_path):
     with serving(graded) as server:
 

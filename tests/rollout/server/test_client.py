@@ -76,12 +76,14 @@ def test_what_the_trainer_would_tell_of_changed_weights_is_not_begun(attached, s
         actor.sampler.begin(prompts(), GenerationRequest(0))
 
 
+@pytest.mark.exhaustive
 def test_without_a_seed_the_server_draws_as_it_likes(attached, speaker, prompts):
     actor = attached(speaker, send_seed=False)
     actor.generate(prompts(), GenerationRequest(0, 2))
     assert all("seed" not in asked.body for asked in actor.server.asked if asked.body.get("max_tokens") == 6)
 
 
+@pytest.mark.exhaustive
 def test_greedy_responses_are_those_of_the_training_model(attached, speaker, prompts, model32):
     actor, here = attached(speaker), start_actor(model32, HFRollout(max_new_tokens=6))
     rows, ours = (role.generate(prompts(), GenerationRequest(0, greedy=True)) for role in (actor, here))
@@ -89,6 +91,7 @@ def test_greedy_responses_are_those_of_the_training_model(attached, speaker, pro
     torch.testing.assert_close(rows["rollout_log_probs"], ours["rollout_log_probs"])
 
 
+@pytest.mark.exhaustive
 def test_stop_tokens_and_least_lengths_go_with_the_request(attached, speaker, prompts):
     stops = tuple(range(20, 60))
     actor = attached(speaker, stop_token_ids=stops, min_new_tokens=3)
@@ -216,14 +219,14 @@ def test_no_server_is_told_at_the_start(model32):
 @pytest.mark.parametrize(
     ("mode", "options", "source"),
     [
-        ("raw", {}, "server"),
+        pytest.param("raw", {}, "server", marks=pytest.mark.exhaustive),
         ("raw", {"temperature": 0.5}, "trainer"),
-        ("raw", {"top_p": 0.5}, "server"),
-        ("raw", {"temperature": 0.5, "top_k": 3}, "trainer"),
+        pytest.param("raw", {"top_p": 0.5}, "server", marks=pytest.mark.exhaustive),
+        pytest.param("raw", {"temperature": 0.5, "top_k": 3}, "trainer", marks=pytest.mark.exhaustive),
         ("processed", {}, "server"),
-        ("processed", {"temperature": 0.5}, "server"),
+        pytest.param("processed", {"temperature": 0.5}, "server", marks=pytest.mark.exhaustive),
         ("processed", {"top_p": 0.5}, "trainer"),
-        ("processed", {"temperature": 2.0, "top_p": 0.5}, "trainer"),
+        pytest.param("processed", {"temperature": 2.0, "top_p": 0.5}, "trainer", marks=pytest.mark.exhaustive),
         ("raw", {"log_probs": "trainer"}, "trainer"),
     ],
 )

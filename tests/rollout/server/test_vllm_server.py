@@ -99,6 +99,7 @@ def attached(address, model):
         yield start
 
 
+@pytest.mark.exhaustive
 def test_log_probs_are_the_trainers_and_a_seed_draws_the_same_again(attached, prompts):
     actor = attached()
     assert actor.sampler.engine.row_tokens == 64
@@ -108,6 +109,7 @@ def test_log_probs_are_the_trainers_and_a_seed_draws_the_same_again(attached, pr
     assert torch.equal(rows["responses"], actor.generate(prompts(), GenerationRequest(0, 4))["responses"])
 
 
+@pytest.mark.exhaustive
 def test_greedy_responses_are_those_of_the_training_model(attached, prompts, model):
     actor, here = attached(), start_actor(model, HFRollout(max_new_tokens=6))
     rows, ours = (role.generate(prompts(), GenerationRequest(0, greedy=True)) for role in (actor, here))
@@ -115,6 +117,7 @@ def test_greedy_responses_are_those_of_the_training_model(attached, prompts, mod
     torch.testing.assert_close(rows["rollout_log_probs"], ours["rollout_log_probs"], atol=1e-4, rtol=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("actor", [{}, {"lora": LoRA(rank=2)}], ids=["whole", "adapter"])
 def test_it_follows_the_trained_weights_and_proves_it(actor, attached, prompts):
     actor = attached(actor)
@@ -125,6 +128,7 @@ def test_it_follows_the_trained_weights_and_proves_it(actor, attached, prompts):
     assert gap(actor, actor.generate(prompts(), GenerationRequest(0, 2))) < 1e-4
 
 
+@pytest.mark.exhaustive
 def test_its_log_probs_are_found_to_be_those_before_temperature(attached, prompts):
     actor = attached(temperature=0.5)
     assert actor.sampler.engine.parts.source == "trainer"
@@ -133,6 +137,7 @@ def test_its_log_probs_are_found_to_be_those_before_temperature(attached, prompt
         attached(temperature=0.5, weights="fixed")
 
 
+@pytest.mark.exhaustive
 def test_a_stop_token_belongs_to_its_response(attached, prompts):
     stops = tuple(range(20, 60))
     rows = attached(stop_token_ids=stops, min_new_tokens=2).generate(prompts(), GenerationRequest(0, 4))
@@ -144,6 +149,7 @@ def test_a_stop_token_belongs_to_its_response(attached, prompts):
     assert int(lengths.min()) >= 2
 
 
+@pytest.mark.exhaustive
 def test_a_run_trains_on_what_it_draws(address, model, tmp_path):
     run = ppo_run(
         model,

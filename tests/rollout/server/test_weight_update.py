@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import exhaustive
 from environments.episodes import Scripted, long_turns
 from http_client.servers import Say, serving
 from refusals import refusal
@@ -70,7 +71,7 @@ def test_a_reload_that_does_nothing_is_found_out(attached, speaker, prompts):
         actor.sync()
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.k_proj.bias"])
+@pytest.mark.parametrize("name", ["lm_head.weight", *exhaustive("model.layers.1.self_attn.k_proj.bias")])
 def test_a_tensor_that_the_server_does_not_load_is_found_out(name, attached, speaker, prompts):
     actor = attached(speaker)
     actor.generate(prompts(), GenerationRequest(0))
@@ -142,13 +143,14 @@ def test_a_run_trains_on_what_the_server_draws(num_processes, sharding, speaker,
     assert len(speaker.reloads) == 3  # before the first response, and after each step; by one process
 
 
+@pytest.mark.exhaustive
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize(
     "sharding",
     [
         TP(timeout_s=60.0),
-        pytest.param(Parallel(cp=2, timeout_s=60.0), marks=pytest.mark.exhaustive),
-        pytest.param(Parallel(pp=2, timeout_s=60.0), marks=pytest.mark.exhaustive),
+        Parallel(cp=2, timeout_s=60.0),
+        Parallel(pp=2, timeout_s=60.0),
     ],
     ids=["tp", "cp", "pp"],
 )

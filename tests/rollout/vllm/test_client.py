@@ -136,6 +136,7 @@ def test_it_follows_an_optimizer_step_after_a_sync_and_not_before(engines):
     assert 0 <= synced.metrics["sync/probe_gap_nats"] < 1e-4
 
 
+@pytest.mark.exhaustive
 def test_every_one_of_many_syncs_takes_the_weights_of_its_time(engines):
     for seed in range(6):
         shake(engines.model, seed=seed)
@@ -143,6 +144,7 @@ def test_every_one_of_many_syncs_takes_the_weights_of_its_time(engines):
         assert agreement(*engines(request=GenerationRequest(seed, 1)))[0] >= 0.9
 
 
+@pytest.mark.exhaustive
 def test_small_chunks_carry_the_same_weights(engines, monkeypatch):
     vllm = engines.vllm
     shake(engines.model, seed=9)
@@ -293,6 +295,7 @@ def kill_after_sending(vllm, monkeypatch, what="advance_turns") -> list[int]:
     return killed
 
 
+@pytest.mark.exhaustive
 def test_an_engine_killed_while_it_draws_is_started_again_and_draws_the_same(engines, monkeypatch, caplog):
     shake(engines.model, seed=4)
     engines.vllm.sync()

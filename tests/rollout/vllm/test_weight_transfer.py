@@ -11,6 +11,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
+from cases import exhaustive
 from rollout.engines import save_family
 from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 
@@ -190,12 +191,13 @@ def in_processes(world_size, tmp_path, *case):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+@pytest.mark.parametrize("lora", [*exhaustive(False), True], ids=["plain", "lora"])
 def test_two_shards_with_an_engine_each_get_what_they_lack(lora, model32, tmp_path):
     ((moved, gathered),) = in_processes(2, tmp_path, model32, Parallel(), lora)
     assert moved == gathered == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_experts_that_are_one_tensor_here_and_many_there_move_once(tmp_path):
     source = save_family(tmp_path / "model", "qwen3_moe")
@@ -203,6 +205,7 @@ def test_experts_that_are_one_tensor_here_and_many_there_move_once(tmp_path):
     assert moved == gathered == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_siblings_feed_one_engine_and_gather_nothing_else(model32, tmp_path):
     (whole, gathered), (two, _), (four, _), (stages, _), _ = in_processes(2, tmp_path, model32, Parallel(tp=2), False)

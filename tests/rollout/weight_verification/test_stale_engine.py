@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from cases import exhaustive
 from random_models import save_random_model
 from rollout.weight_verification.copied_engine import CopyRollout
 from trainer.runs import GRPO_ALGORITHM, JSONL, ppo_run, step_lines
@@ -54,7 +55,9 @@ def test_an_engine_that_stops_following_stops_the_run(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [GRPO_ALGORITHM, ONE_UPDATE, CORRECTED], ids=["several updates", "one update", "corrected"]
+    "algorithm",
+    [GRPO_ALGORITHM, *exhaustive(ONE_UPDATE, CORRECTED)],
+    ids=["several updates", "one update", "corrected"],
 )
 def test_an_engine_that_follows_runs_on_and_tells_how_far_it_is_off(model, tmp_path, algorithm):
     fit(model, tmp_path, algorithm)

@@ -38,6 +38,7 @@ def r(prompts, responses):
 # DataPipeline and RLTrainer
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_takes_its_data_when_it_is_run_and_lengths_and_epochs_by_their_usual_names(dir32):
     m = c = dir32
     rows = ROWS[:5]  # which two mini-batches do not divide
@@ -62,6 +63,7 @@ def test_a_pipeline_takes_its_data_when_it_is_run_and_lengths_and_epochs_by_thei
         RLTrainer(pipeline=within, data=rows)
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_without_data_trains_on_the_built_in_sums_and_says_so(dir32, capsys, tmp_path):
     sums = ["data.digits=1", "data.held_out=4"]
     parts = {"actors": [dir32], "reward_models": [r], "rollout_config": {"max_new_tokens": 4, "n": 2}}
@@ -104,8 +106,8 @@ def test_faults_in_the_parts_of_a_pipeline_have_the_names_of_the_parts(parts, fa
 @pytest.mark.parametrize(
     ("rollout", "data", "lengths"),
     [
-        ({"max_length": 40}, {}, (20, 20)),
-        ({"max_length": 40}, {"max_prompt_length": 10}, (10, 30)),
+        pytest.param({"max_length": 40}, {}, (20, 20), marks=pytest.mark.exhaustive),
+        pytest.param({"max_length": 40}, {"max_prompt_length": 10}, (10, 30), marks=pytest.mark.exhaustive),
         ({"max_length": 40, "max_new_tokens": 4}, {}, (36, 4)),
         ({"max_length": 512}, {}, (32, 32)),  # the model holds 64
     ],
@@ -385,6 +387,7 @@ def test_rewards_of_tokens_that_are_none_are_named(give, kind, found):
 # Tokenizers
 
 
+@pytest.mark.exhaustive
 def test_the_pad_token_that_a_user_has_set_is_the_run_s(dir32, tmp_path):
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))

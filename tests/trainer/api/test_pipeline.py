@@ -48,6 +48,7 @@ def faults_of(*args, **kwargs) -> list[str]:
     return caught.value.faults
 
 
+@pytest.mark.exhaustive
 def test_it_comes_to_what_the_trainer_comes_to_and_can_be_run_again(dir32):
     trainer = RLTrainer(pipeline=declared(dir32))
     results = [trainer.run() for _ in range(2)]

@@ -15,7 +15,12 @@ from verl.trainer.ppo import PPOTrainer
 
 
 @pytest.mark.parametrize(
-    ("tag", "named"), [("loss_0.12", "loss_0.12"), ("", "global_step_2"), ("../x", "global_step_2")]
+    ("tag", "named"),
+    [
+        pytest.param("loss_0.12", "loss_0.12", marks=pytest.mark.exhaustive),
+        pytest.param("", "global_step_2", marks=pytest.mark.exhaustive),
+        ("../x", "global_step_2"),
+    ],
 )
 def test_it_is_saved_after_the_step_under_way(tag, named, model32, tmp_path, monkeypatch, caplog):
     plain = PPOTrainer.step

@@ -44,6 +44,7 @@ class Rising(KLControl):
         return RisingKL()
 
 
+@pytest.mark.exhaustive
 def test_a_control_of_ones_own_goes_on_from_its_state(model32, tmp_path):
     algorithm = dataclasses.replace(GRPO_ALGORITHM, kl=Rising())
     fit(course(model32, tmp_path / "whole", algorithm), tmp_path / "whole")

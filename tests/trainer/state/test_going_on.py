@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import exhaustive
 from same_training import STEPS, course, digest, newest, numbers, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit
 from trainer.test_sft import sft_run
@@ -33,7 +34,7 @@ def whole(model32, tmp_path_factory) -> Path:
 # When a run ends and goes on
 
 
-@pytest.mark.parametrize("way", ["time limit", "stop_after"])
+@pytest.mark.parametrize("way", ["time limit", *exhaustive("stop_after")])
 def test_a_run_that_ends_early_by_itself_is_saved_and_goes_on_to_the_same_end(way, whole, model32, tmp_path):
     early = {"save": {"save_interval": None}}
     if way == "time limit":
@@ -72,6 +73,7 @@ def test_a_finished_run_has_nothing_left_to_do_and_says_so(whole, model32, tmp_p
     assert "Nothing is left to do: the checkpoint is of step 4, and the run has 4." in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_the_first_batch_that_is_repeated_stays_the_first_after_a_resume(model32, tmp_path):
     again = {"repeat_first_batch": True}
     fit(course(model32, tmp_path / "whole", **again), tmp_path / "whole/run")
@@ -96,6 +98,7 @@ def test_each_new_best_is_saved_and_no_other(model32, tmp_path):
     assert 1 < len(expected) < 6, "the scores of this run tell nothing"
 
 
+@pytest.mark.exhaustive
 def test_saving_by_the_clock_saves_at_the_next_step(model32, tmp_path):
     every = {"save_interval": None, "save_interval_s": 1e-6}
     assert len(fit(course(model32, tmp_path / "a", save=every), tmp_path / "a/run").checkpoints) == STEPS
@@ -103,6 +106,7 @@ def test_saving_by_the_clock_saves_at_the_next_step(model32, tmp_path):
     assert fit(course(model32, tmp_path / "b", save=every), tmp_path / "b/run").checkpoints == ["global_step_4"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["lora", "critic"])
 def test_weights_saved_for_older_tools_resume_to_the_same_numbers(kind, model32, tmp_path):
     def run(directory, **options):
@@ -172,7 +176,9 @@ def test_a_band_goes_on_where_another_one_was():
 # Supervised fine-tuning
 
 
-@pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["all weights", "lora"])
+@pytest.mark.parametrize(
+    "lora", [None, pytest.param(LoRA(rank=2), marks=pytest.mark.exhaustive)], ids=["all weights", "lora"]
+)
 def test_supervised_fine_tuning_goes_on_from_the_middle_of_an_epoch(lora, dir32, tmp_path):
     def run(directory, resume=None):
         described = sft_run(dir32, tmp_path, lora=lora)

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from cases import exhaustive
 from refusals import refusal
 from same_training import STEPS, course, digest, newest, numbers
 from trainer.runs import PPO_ALGORITHM, Prompts, fit
@@ -51,13 +52,13 @@ def copied(whole, tmp_path) -> Path:
     ("given", "step"),
     [
         ("checkpoints", 4),
-        ("checkpoints/", 4),
+        pytest.param("checkpoints/", 4, marks=pytest.mark.exhaustive),
         ("checkpoints/latest", 4),
-        ("checkpoints/latest/", 4),
+        pytest.param("checkpoints/latest/", 4, marks=pytest.mark.exhaustive),
         ("checkpoints/global_step_2", 2),
-        ("checkpoints/global_step_2/", 2),
+        pytest.param("checkpoints/global_step_2/", 2, marks=pytest.mark.exhaustive),
         ("run", 4),
-        ("run/", 4),
+        pytest.param("run/", 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_path_may_be_relative_or_end_in_a_slash_and_name_a_checkpoint_its_parent_or_a_run(
@@ -77,6 +78,7 @@ def test_a_run_means_its_own_checkpoints_and_not_those_of_a_later_run_in_the_sam
     assert find(str(copied / "second"), copied).checkpoint.name == "global_step_2-2"
 
 
+@pytest.mark.exhaustive
 def test_a_moved_directory_of_checkpoints_goes_on_where_it_lies(copied, whole, model32):
     for step in (3, 4):
         shutil.rmtree(copied / f"checkpoints/global_step_{step}")
@@ -111,7 +113,7 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("file", ["actor/model.safetensors", "optimizer/optim_state_rank_0.safetensors"])
+@pytest.mark.parametrize("file", ["actor/model.safetensors", *exhaustive("optimizer/optim_state_rank_0.safetensors")])
 def test_a_flipped_bit_is_told_with_file_and_tensor_and_the_checkpoint_before_is_taken(
     file, copied, whole, model32, caplog
 ):
@@ -272,6 +274,7 @@ def test_a_checkpoint_of_a_run_answers_its_losses(whole):
     assert re.search(rf"^  loss_history +{re.escape(shown)}$", told.stdout, re.MULTILINE)
 
 
+@pytest.mark.exhaustive
 def test_a_skipped_step_is_no_point_of_the_loss_curve_and_the_run_goes_on_from_it(skipping, model32, tmp_path):
     assert numbers(skipping / "run")[4]["actor/loss"] == "nan"  # as the metrics' file writes it
     manager = CheckpointManager(skipping / "checkpoints")

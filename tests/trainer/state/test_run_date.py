@@ -46,6 +46,7 @@ def prompts_of(trainer):
     return [trainer.train_data[row]["prompt_text"] for row in range(8)]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_resumed_on_another_day_renders_the_prompts_of_its_first(run, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(chat_template, "today", lambda: "2026-11-23")
     with run("a-first") as trainer:

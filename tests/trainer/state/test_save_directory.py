@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import each_value_once, exhaustive
 from refusals import refusal
 from storage.s3_server import Fault
 from trainer.runs import BRIEF, BRIEF_GRPO, JSONL, PPO_ALGORITHM, Prompts, ppo_run
@@ -98,6 +99,7 @@ def test_a_run_directory_in_which_another_run_trained_is_refused_before_anything
     assert not (tmp_path / "empty").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_second_script_in_a_run_directory_is_refused_before_its_first_step(model32, tmp_path):
     """Neither has trained yet, so that only a lock tells."""
     context = BuildContext(run_dir=tmp_path / "run")
@@ -159,6 +161,7 @@ def test_an_unrelated_run_is_refused_with_what_differs_and_what_to_do_and_nothin
     assert fit(run(model32, lr=1e-3, total_steps=4, save=save)) == first  # the same training once more
 
 
+@pytest.mark.exhaustive
 def test_an_unrelated_run_without_a_save_dir_saves_beside_where_its_own_training_finds_it(model32, tmp_path):
     first = fit(run(model32))
     before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
@@ -178,6 +181,7 @@ def test_an_unrelated_run_without_a_save_dir_saves_beside_where_its_own_training
     assert fit(run(model32, **ppo)) == second, "it stays where it was"
 
 
+@pytest.mark.exhaustive
 def test_the_same_training_begun_again_shares_the_directory_and_neither_start_prunes_the_other(model32):
     first = fit(run(model32))
     assert names(fit(run(model32, lr=1e-3, total_steps=4))) == [
@@ -186,6 +190,7 @@ def test_the_same_training_begun_again_shares_the_directory_and_neither_start_pr
     assert run_of(first, "global_step_1") == run_of(first, "global_step_2") != run_of(first, "global_step_3")
 
 
+@pytest.mark.exhaustive
 def test_cleaning_by_hand_keeps_of_each_line_of_descent_what_its_own_retention_would(model32):
     all_of_them = {"keep_last_n": None}
     directory = fit(run(model32, total_steps=4, save=all_of_them))
@@ -203,6 +208,7 @@ def test_cleaning_by_hand_keeps_of_each_line_of_descent_what_its_own_retention_w
     assert f"kept {names(directory)[0]}: among the last 2 of run {first}" in told.output
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_prunes_those_before_it_of_its_own_descent_and_leaves_the_branch_that_it_abandoned(model32):
     first = fit(run(model32, save={"keep_last_n": None}, total_steps=4, stop_after=3))
     second = fit(run(model32, resume=str(first / "global_step_2"), total_steps=4, lr=1e-3))
@@ -237,6 +243,7 @@ def test_latest_is_the_newest_of_this_training_and_another_one_there_is_refused(
     assert sorted(Path("checkpoints").rglob("*")) == before
 
 
+@pytest.mark.exhaustive
 def test_latest_in_a_directory_that_two_trainings_share_passes_over_the_others(model32, tmp_path):
     """As earlier versions left them, where every run of a name wrote into one directory."""
     save = {"save_dir": str(tmp_path / "shared")}
@@ -342,6 +349,7 @@ def test_two_runs_that_live_on_different_disks_do_not_share_a_place_in_the_store
     assert fit(run(model32, storage=storage, resume="latest")).name == "default"  # a dead one holds nothing
 
 
+@pytest.mark.exhaustive
 def test_a_later_run_of_one_process_takes_over_from_an_earlier_one(model32, tmp_path):
     lock, later = (RunLock(tmp_path / "checkpoints", name, {}) for name in ("early", "late"))
     assert lock.acquire() is None
@@ -368,6 +376,7 @@ def swept_job(made: Any, number: int, **swept: Any) -> tuple[str, list[str]]:
     return directory.relative_to(Path("checkpoints/verl/default").absolute()).as_posix(), names(directory)
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_repeated_leaves_the_checkpoints_of_the_first_as_they_were(model32):
     rates = (1e-3, 2e-3)
     first = [swept_job(run(model32, lr=lr), number, optimizer_lr=lr) for number, lr in enumerate(rates)]
@@ -377,7 +386,8 @@ def test_a_sweep_repeated_leaves_the_checkpoints_of_the_first_as_they_were(model
     assert [len(saved) for _, saved in second] == [4, 4]
 
 
-@pytest.mark.parametrize("where", ["on the disk", pytest.param("in a store", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", ["on the disk", "in a store"])
 def test_a_sweep_started_again_goes_on_by_what_it_varies_and_not_by_the_numbers_of_its_jobs(
     where, model32, tmp_path, caplog
 ):
@@ -457,7 +467,7 @@ def test_a_job_that_was_killed_goes_on_from_its_own_newest_beside_an_unrelated_r
 # -- what happens to the directory meanwhile ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [False, *exhaustive(True)])
 def test_a_directory_that_was_removed_while_training_is_made_again(is_async, model32, tmp_path, caplog):
     made = run(model32, save={"save_async": is_async}, total_steps=4)
     with made.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
@@ -495,8 +505,7 @@ def test_final_weights_that_do_not_fit_are_told_in_words_and_leave_no_half(model
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
 
 
-@pytest.mark.parametrize("status", [404, 403])
-@pytest.mark.parametrize("resume", [None, "latest"])
+@pytest.mark.parametrize(("status", "resume"), each_value_once([404, 403], [None, "latest"]))
 def test_a_store_that_refuses_is_told_before_weights_are_loaded(status, resume, model32, proxy, tmp_path, caplog):
     proxy.misbehave = lambda request: Fault(status=status, body=b"<Error><Code>NoSuchBucket</Code></Error>")
     storage = S3Storage(bucket="no-such-bucket", endpoint_url=proxy.url, retries=0)

@@ -54,6 +54,7 @@ def test_every_file_of_a_resumed_run_is_bit_by_bit_that_of_one_that_was_never_st
     assert [name for name in straight if straight[name] != cut[name]] == []
 
 
+@pytest.mark.exhaustive
 def test_increments_go_on_after_a_resume(model32, tmp_path):
     save = {"incremental_save": True}
     fit(course(model32, tmp_path, stop_after=2, save=save), tmp_path / "first")

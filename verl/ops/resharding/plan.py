@@ -125,9 +125,10 @@ def lower_bound(source: Layout, target: Layout) -> int:
     total = 0
     for (held, needed), count in alike.items():
         boxes, wants = needed.all_boxes(target.mesh)
-        own, holds = held.all_boxes(source.mesh)
+        held_boxes, holds = held.all_boxes(source.mesh)
         both = wants & holds
-        total += count * needed.itemsize * int(_volumes(boxes[wants]).sum() - _shared(boxes[both], own[both]).sum())
+        missing = _volumes(boxes[wants]).sum() - _shared(boxes[both], held_boxes[both]).sum()
+        total += count * needed.itemsize * int(missing)
     return total
 
 
@@ -192,32 +193,33 @@ class _Fetches:
         tensors: np.ndarray,
         slices: _Slices,
     ) -> _Fetches:
-        own, holds = held.all_boxes(source)
+        source_boxes, holds = held.all_boxes(source)
         boxes, wants = wanted.all_boxes(target)
         ranks_of: dict[bytes, list[int]] = {}
         for rank in np.flatnonzero(holds).tolist():
-            ranks_of.setdefault(own[rank].tobytes(), []).append(rank)
+            ranks_of.setdefault(source_boxes[rank].tobytes(), []).append(rank)
         holders = [np.array(ranks) for ranks in ranks_of.values()]
-        held_boxes = own[[ranks[0] for ranks in holders]]
+        held_boxes = source_boxes[[ranks[0] for ranks in holders]]
         alike: dict[tuple[bytes, bytes], list[int]] = {}
         for rank in np.flatnonzero(wants).tolist():
-            alike.setdefault((boxes[rank].tobytes(), own[rank].tobytes() if holds[rank] else b"-"), []).append(rank)
+            held_box = source_boxes[rank].tobytes() if holds[rank] else b"-"
+            alike.setdefault((boxes[rank].tobytes(), held_box), []).append(rank)
         columns: list[np.ndarray] = []
         for ranks in alike.values():
             rank = ranks[0]
             whole = _as_box(boxes[rank])
             parts = []
-            for missing in difference(whole, _as_box(own[rank])) if holds[rank] else [whole]:
-                found = 0
+            for missing in difference(whole, _as_box(source_boxes[rank])) if holds[rank] else [whole]:
+                num_held = 0
                 low, high = _overlap(np.array(missing, dtype=np.int64).reshape(1, -1, 2), held_boxes)
                 volumes = np.maximum(high - low, 0).prod(axis=1)
-                for place in np.flatnonzero(volumes).tolist():
-                    part = tuple(zip(low[place].tolist(), high[place].tolist(), strict=True))
-                    found += int(volumes[place])
-                    parts.append((slices.number(part), int(volumes[place]) * wanted.itemsize, place))
-                if found != volume(missing):
+                for holder in np.flatnonzero(volumes).tolist():
+                    part = tuple(zip(low[holder].tolist(), high[holder].tolist(), strict=True))
+                    num_held += int(volumes[holder])
+                    parts.append((slices.number(part), int(volumes[holder]) * wanted.itemsize, holder))
+                if num_held != volume(missing):
                     raise ValueError(
-                        f"{name} {missing}: rank {rank} wants it and the source layout has {found} of its elements."
+                        f"{name} {missing}: rank {rank} wants it and the source layout has {num_held} of its elements."
                     )
             if parts:
                 there = np.tile(np.array(parts, dtype=np.int64), (len(ranks), 1))

@@ -103,22 +103,22 @@ class Window:
 
     def round_bytes(self, ranks: int) -> list[int]:
         """The most that one of so many ranks sends or receives in each round."""
-        found = []
+        largest = []
         for moves in self.exact:
             ends = [np.array([getattr(move, end) for move in moves]) for end in ("source", "target")]
             sizes = np.array([move.num_bytes for move in moves])
-            found.append(max(int(np.bincount(x, sizes, ranks).max()) for x in ends))
+            largest.append(max(int(np.bincount(x, sizes, ranks).max()) for x in ends))
         if not self.num_rounds:
-            return found
+            return largest
         rows = self.table.rows_of(self.tensors)
-        used, place = np.unique(self.table.box[rows], return_inverse=True)
+        used, index = np.unique(self.table.box[rows], return_inverse=True)
         boxes = [self.table.slices[box] for box in used.tolist()]
         ends = (self.table.source[rows], self.table.target[rows])
         for number in range(self.num_rounds):
             share = np.array([_share(box, number, self.num_rounds) for box in boxes])
-            sizes = self.table.num_bytes[rows] * share[place]
-            found.append(max(int(np.rint(np.bincount(x, sizes, ranks).max())) for x in ends))
-        return found
+            sizes = self.table.num_bytes[rows] * share[index]
+            largest.append(max(int(np.rint(np.bincount(x, sizes, ranks).max())) for x in ends))
+        return largest
 
 
 def windows(
@@ -174,10 +174,10 @@ def _window(table: MoveTable, tensors: np.ndarray, busiest: float, limit_bytes: 
     if busiest <= limit_bytes:
         return Window(table, tensors, 1)
     rows = table.rows_of(tensors)
-    used, place = np.unique(table.box[rows], return_inverse=True)
+    used, index = np.unique(table.box[rows], return_inverse=True)
     num_rounds = -(-int(busiest) // limit_bytes)
     for _ in range(TRIES):
-        largest = np.array([_largest_part(table.slices[box], num_rounds) for box in used.tolist()])[place]
+        largest = np.array([_largest_part(table.slices[box], num_rounds) for box in used.tolist()])[index]
         parts = table.num_bytes[rows] * largest
         if max(np.bincount(ends[rows], parts).max() for ends in (table.source, table.target)) <= limit_bytes:
             return Window(table, tensors, num_rounds)

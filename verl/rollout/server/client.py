@@ -176,7 +176,7 @@ class ServerSampler(RolloutEngine):
         """Log-probs [B width] of the responses, computed by the training model in passes of rows with similar
         lengths."""
         self.model.eval()
-        device, found = compute_device(self.model), torch.zeros(len(rows), width)
+        device, log_probs = compute_device(self.model), torch.zeros(len(rows), width)
         lengths = rows["attention_mask"].sum(dim=1).tolist()
         with weights_gathered(self.model):  # processes may have different numbers of passes
             for part in micro_batches(lengths, max(MICRO_BATCH_TOKENS, max(lengths, default=1))):
@@ -185,9 +185,9 @@ class ServerSampler(RolloutEngine):
                 with computing_in(self.autocast, self.model):
                     logits = response_positions(self.model(**inputs, use_cache=False).logits, responses.shape[1])
                 scores = log_probs_of(logits, responses, self.options.temperature)
-                found[part, : responses.shape[1]] = scores.float().cpu()
+                log_probs[part, : responses.shape[1]] = scores.float().cpu()
         release_gathered(self.model)
-        return found
+        return log_probs
 
     def _gaps(self) -> tuple[float | None, float | None]:
         """Mean distance between the server's log-probs and the trainer's: its current ones, and those of the last

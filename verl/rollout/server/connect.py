@@ -160,7 +160,7 @@ def _source(options: ServerOptions, probe: LogProbCheck) -> Literal["server", "t
         return "trainer"
     if options.temperature == 1 and not is_cut:
         return "server"  # whatever they mean, it is the same
-    wanted = f"temperature is {options.temperature:g}, top_k is {options.top_k}, top_p is {options.top_p:g}"
+    settings = f"temperature is {options.temperature:g}, top_k is {options.top_k}, top_p is {options.top_p:g}"
     is_raw = probe.tells_raw()
     fits = is_raw is (options.temperature == 1) and (is_raw or not is_cut)
     if is_raw is not None and fits:
@@ -175,7 +175,7 @@ def _source(options: ServerOptions, probe: LogProbCheck) -> Literal["server", "t
         else f"{MODE} processed_logprobs, or set temperature=1",
     }[is_raw is True and is_cut]
     raise ConfigError(
-        f"{wanted}: log-probs must be log_softmax(logits / temperature), and the server's are {means[is_raw]}. "
+        f"{settings}: log-probs must be log_softmax(logits / temperature), and the server's are {means[is_raw]}. "
         f"Set {remedy}" + (", or log_probs=auto." if options.weights == "reload" else ".")
     )
 

@@ -36,16 +36,14 @@ class LogProbCheck:
         )
         self._drawing = replace(sampling_params, max_tokens=DRAWN_TOKENS, min_tokens=0, seed=17)
 
-    def server_log_probs(self, rows: Rows | None = None) -> np.ndarray | None:
+    def server_log_probs(self) -> np.ndarray | None:
         """Log-probs of each token but the first, from the server, row by row; None if it does not return them.
 
         Raises:
             RolloutError: the server does not answer.
         """
-        scored = [
-            drawn.prompt_log_probs
-            for drawn in ask_server(self.client, self.protocol, rows or self.rows, self.sampling_params)
-        ]
+        drawn = ask_server(self.client, self.protocol, self.rows, self.sampling_params)
+        scored = [response.prompt_log_probs for response in drawn]
         return None if None in scored else np.array([x for row in scored for x in row or ()])
 
     def trainer_log_probs(self, model: Any, autocast: Autocast) -> np.ndarray:

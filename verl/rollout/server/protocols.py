@@ -159,20 +159,20 @@ def read_token_id(value: Any, what: str, num_tokens: int | None) -> int:
 
 def read_token_ids(value: Any, what: str, num_tokens: int | None) -> list[int]:
     """A list of token ids of the model."""
-    return [read_token_id(item, f"{what}[{place}]", num_tokens) for place, item in enumerate(read_items(value, what))]
+    return [read_token_id(item, f"{what}[{index}]", num_tokens) for index, item in enumerate(read_items(value, what))]
 
 
 def read_log_prob(value: Any, what: str) -> float:
     """The log-prob of a sampled token: a finite number, at most `LARGEST_LOG_PROB`, and no placeholder."""
-    found = read_number(value, what)
-    if (fault := log_prob_fault(found)) is not None:
-        raise (NotRetryable if found > 0 else RetryableAnswer)(f"{what} is a log-prob of {fault}")
-    return found
+    number = read_number(value, what)
+    if (fault := log_prob_fault(number)) is not None:
+        raise (NotRetryable if number > 0 else RetryableAnswer)(f"{what} is a log-prob of {fault}")
+    return number
 
 
 def read_log_probs(value: Any, what: str) -> list[float]:
     """A list of log-probs of sampled tokens."""
-    return [read_log_prob(item, f"{what}[{place}]") for place, item in enumerate(read_items(value, what))]
+    return [read_log_prob(item, f"{what}[{index}]") for index, item in enumerate(read_items(value, what))]
 
 
 def read_number(value: Any, what: str) -> float:
@@ -275,10 +275,10 @@ def _only_choice(answer: Any) -> dict[str, Any]:
 
 def _ids_of(choice: dict[str, Any], logprobs: dict[str, Any], sampling_params: SamplingRequest) -> list[int]:
     """The token ids, from `token_ids` or from texts such as `token_id:17`; if both are present they must agree."""
-    given, written = choice.get("token_ids"), _written_ids(logprobs.get("tokens"))
-    if not given and written is None:
+    token_ids, written = choice.get("token_ids"), _written_ids(logprobs.get("tokens"))
+    if not token_ids and written is None:
         raise NotRetryable(TEXT_ONLY)
-    ids = read_token_ids(given or written, "choices[0].token_ids", sampling_params.num_tokens)
+    ids = read_token_ids(token_ids or written, "choices[0].token_ids", sampling_params.num_tokens)
     if written is not None and written != ids:
         raise RetryableAnswer(f"token_ids {shown_value(ids)}, whose log-probs are of tokens {shown_value(written)}")
     return ids
@@ -301,18 +301,18 @@ def _of_prompt(logprobs: Any, prompt: Sequence[int]) -> list[float] | None:
     """Prompt log-probs from `[null, {"17": {"logprob": -1.5}}, ...]`, one mapping per token; None if absent."""
     if logprobs is None:
         return None
-    found = []
+    log_probs = []
     if len(read_items(logprobs, "choices[0].prompt_logprobs")) != len(prompt):
         raise RetryableAnswer(f"{len(logprobs)} prompt_logprobs for a prompt of {len(prompt)} tokens")
-    for place, token in enumerate(prompt):
-        what = f"choices[0].prompt_logprobs[{place}]"
-        if place == 0:
+    for position, token in enumerate(prompt):
+        what = f"choices[0].prompt_logprobs[{position}]"
+        if position == 0:
             continue  # nothing predicts it
-        entry = read_mapping(logprobs[place], what).get(str(token))
+        entry = read_mapping(logprobs[position], what).get(str(token))
         if entry is None:
             raise RetryableAnswer(f"{what} has no log-prob of the prompt's own token {token}")
-        found.append(read_log_prob(read_mapping(entry, what).get("logprob"), what))
-    return found
+        log_probs.append(read_log_prob(read_mapping(entry, what).get("logprob"), what))
+    return log_probs
 
 
 REASONS = ("length", "eos_token", "stop_sequence")  # why a response ends

@@ -77,7 +77,12 @@ class ServerTurns(TurnEngine):
             ended = [future for future in list(self._open) if future in done]
             asked, reports = [self._open.pop(future) for future in ended], [future.result()[0] for future in ended]
         for (turn, _), answer in zip(asked, reports, strict=True):
-            self._refuse_failure(turn, answer)
+            if answer is not None and answer.failure is not None:
+                what = "response" if turn.turn == NO_TURN else f"turn {turn.turn}"
+                raise RolloutError(
+                    f"The server at {self.client.endpoint.base_url} gives no {what} to prompt {turn.prompt_id}, sample "
+                    f"{turn.sample_id}, sent {answer.attempts} times: {answer.failure}"
+                )
         if again := sum(answer is not None and answer.attempts > 1 for answer in reports):
             logger.warning("%d of %d responses needed more than one request.", again, len(reports))
         return [self._drawn(turn, ask) for turn, ask in asked]
@@ -87,14 +92,6 @@ class ServerTurns(TurnEngine):
             future.cancel()
         self._open.clear()
         self._queue.clear()
-
-    def _refuse_failure(self, turn: TurnRequest, answer: RequestReport | None) -> None:
-        if answer is not None and answer.failure is not None:
-            what = "response" if turn.turn == NO_TURN else f"turn {turn.turn}"
-            raise RolloutError(
-                f"The server at {self.client.endpoint.base_url} gives no {what} to prompt {turn.prompt_id}, sample "
-                f"{turn.sample_id}, sent {answer.attempts} times: {answer.failure}"
-            )
 
     def _drawn(self, turn: TurnRequest, ask: GenerateRequest) -> DrawnTurn:
         assert ask.drawn is not None

@@ -48,7 +48,9 @@ class ServerWeightUpdate:
 
     def __init__(self, client: HTTPClient, directory: str | None):
         self.client, self._version = client, 0
-        base = Path(directory).expanduser() if directory is not None else Path(_memory_directory())
+        if directory is None:
+            directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+        base = Path(directory).expanduser()
         try:
             base.mkdir(parents=True, exist_ok=True)
             # also removed at the end of this process, even if it is killed
@@ -159,7 +161,3 @@ def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
         size += tensor.nbytes
     if part:
         yield part
-
-
-def _memory_directory() -> str:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()

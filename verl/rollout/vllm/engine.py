@@ -24,7 +24,6 @@ import logging
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -34,8 +33,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.model_paths.expert_routing import routing_of
 from verl.models.parallel_info import Autocast, ParallelInfo, parallel_info_of
 from verl.rollout.base import RolloutEngine, SyncResult, TurnEngine, TurnLimits, open_turns_error, stop_tokens
-from verl.rollout.consensus import ConsensusFailed, among_siblings, consensus
-from verl.rollout.generation_group import OneGenerates
+from verl.rollout.generation_group import ConsensusFailed, OneGenerates, among_siblings, consensus
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import (
     EngineArgs,
@@ -197,7 +195,10 @@ class VLLMEngine(RolloutEngine):
         except BaseException:
             files.remove()
             raise
-        log_file = _log_file(context)
+        log_file = None
+        if context.run_dir is not None:
+            log_file = context.run_dir / "workers" / f"vllm_{context.rank}.log"
+            log_file.parent.mkdir(parents=True, exist_ok=True)
         self.process = EngineProcess(self.setting, variables, files, log_file, self.options.call_timeout_s)
 
     def _engine_weights(self, tokenizer: Any, autocast: Autocast, context: BuildContext) -> EngineWeights:
@@ -327,8 +328,8 @@ def grouped(parallel_info: ParallelInfo, size: int) -> ParallelInfo:
     import torch.distributed as dist
 
     groups = [list(range(first, first + size)) for first in range(0, parallel_info.mesh.size, size)]
-    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=parallel_info.timeout)
-    return replace(parallel_info, siblings=tuple(groups[parallel_info.rank // size]), sibling_group=own)
+    group, _ = dist.new_subgroups_by_enumeration(groups, timeout=parallel_info.timeout)
+    return replace(parallel_info, siblings=tuple(groups[parallel_info.rank // size]), sibling_group=group)
 
 
 def _experts_shape(model: Any, options: VLLMOptions) -> tuple[int, int] | None:
@@ -337,16 +338,8 @@ def _experts_shape(model: Any, options: VLLMOptions) -> tuple[int, int] | None:
     return None if routing is None else (routing.layers, routing.top_k)
 
 
-def _log_file(context: BuildContext) -> Path | None:
-    if context.run_dir is None:
-        return None
-    folder = context.run_dir / "workers"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"vllm_{context.rank}.log"
-
-
 def _shared_core_threads(setting: EngineArgs, context: BuildContext) -> int:
     """Threads of each of the two, while trainer and engine work at the same time, so that none waits for a core."""
-    own = torch.get_num_threads()
-    fit = setting.is_on_gpu or context.world_size * (own + setting.num_threads) <= num_cores()
-    return own if fit else max(1, min(own, setting.num_threads) // 2)
+    threads = torch.get_num_threads()
+    fit = setting.is_on_gpu or context.world_size * (threads + setting.num_threads) <= num_cores()
+    return threads if fit else max(1, min(threads, setting.num_threads) // 2)

@@ -208,10 +208,11 @@ def plan_chunks(weights: Iterable[SizedTensor], dtype: torch.dtype, chunk_bytes:
             needed = whole if number == 0 and whole <= chunk_bytes else size
             rows = weight.shape[0] if len(weight.shape) else 1
             if size > chunk_bytes and rows > 1:
-                for begin, count in _row_ranges(rows, max(1, chunk_bytes // (size // rows))):
+                most = max(1, chunk_bytes // (size // rows))  # rows in a chunk
+                for begin in range(0, rows, most):
                     if chunks[-1]:
                         chunks.append([])
-                    shape = (count, *weight.shape[1:])
+                    shape = (min(most, rows - begin), *weight.shape[1:])
                     chunks[-1].append(ChunkEntry(weight.name, shape, 0, begin, tuple(weight.shape)))
                     end = prod(shape) * dtype.itemsize
                     largest, end = max(largest, end), _aligned(end)
@@ -223,11 +224,6 @@ def plan_chunks(weights: Iterable[SizedTensor], dtype: torch.dtype, chunk_bytes:
             largest = max(largest, end + size)
             end += _aligned(size)
     return chunks, largest
-
-
-def _row_ranges(rows: int, most: int) -> Iterable[tuple[int, int]]:
-    """First row and number of rows of each part, at most this many rows per part."""
-    return ((begin, min(most, rows - begin)) for begin in range(0, rows, most))
 
 
 def _aligned(size: int) -> int:

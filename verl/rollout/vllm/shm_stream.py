@@ -72,7 +72,9 @@ class StreamWriter:
         if device.type == "cuda":
             with shareable_allocations():
                 self._chunks = torch.empty(2, chunk_bytes, dtype=torch.uint8, device=device)
-            on_device = _ipc_handle(self._chunks)
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            on_device = reduce_tensor(self._chunks)  # the CUDA IPC handle by which another process opens it
         self.handle = StreamHandle(f"/proc/{os.getpid()}/fd/{self._fd}", uuid4().hex, size, chunk_bytes, on_device)
 
     def begin(self, num_readers: int | None = None) -> None:
@@ -98,17 +100,17 @@ class StreamWriter:
             StreamBroken: a reader is gone.
         """
         copying, name, tensor = 0.0, "", torch.empty(0)
-        for number, places in enumerate(chunks):
+        for number, entries in enumerate(chunks):
             self._wait_for_readers(number - 1, is_reader_alive)
-            for place in places:
+            for entry in entries:
                 start = time.perf_counter()
-                if place.begin == 0:
+                if entry.begin == 0:
                     name, tensor = next(tensors)
-                assert name == place.name
-                part = tensor if place.whole is None else tensor[place.begin : place.begin + place.shape[0]]
-                chunk_view(self._chunks[number % 2], place, dtype).copy_(part)
+                assert name == entry.name
+                part = tensor if entry.whole is None else tensor[entry.begin : entry.begin + entry.shape[0]]
+                chunk_view(self._chunks[number % 2], entry, dtype).copy_(part)
                 copying += time.perf_counter() - start
-                if place.is_last:
+                if entry.is_last:
                     note(name, tensor)
             if self._chunks.is_cuda:
                 torch.cuda.synchronize(self._chunks.device)
@@ -163,26 +165,26 @@ class StreamReader:
         """Whether this object reads that stream with that reader number."""
         return self._is_of == (handle.name, number)
 
-    def chunk(self, number: int, places: Sequence[ChunkEntry], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def chunk(self, number: int, entries: Sequence[ChunkEntry], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a chunk by name, views of it that last until `leave`; one that comes by its rows is put
         together, and given with the last of them.
 
         Raises:
             StreamBroken: the trainer is gone, or has given up.
         """
-        for place, tensor in self.pieces(number, places, dtype):
-            if place.whole is None:
-                yield place.name, tensor
+        for entry, tensor in self.pieces(number, entries, dtype):
+            if entry.whole is None:
+                yield entry.name, tensor
                 continue
-            if place.begin == 0:
-                self._arriving = torch.empty(place.whole, dtype=dtype, device=tensor.device)
-            self._arriving[place.begin : place.begin + place.shape[0]] = tensor
-            if place.is_last:
+            if entry.begin == 0:
+                self._arriving = torch.empty(entry.whole, dtype=dtype, device=tensor.device)
+            self._arriving[entry.begin : entry.begin + entry.shape[0]] = tensor
+            if entry.is_last:
                 whole, self._arriving = self._arriving, torch.empty(0)
-                yield place.name, whole
+                yield entry.name, whole
 
     def pieces(
-        self, number: int, places: Sequence[ChunkEntry], dtype: torch.dtype
+        self, number: int, entries: Sequence[ChunkEntry], dtype: torch.dtype
     ) -> Iterator[tuple[ChunkEntry, Tensor]]:
         """The content of a chunk: tensors, and rows of some, as views that are valid until `leave`.
 
@@ -192,9 +194,9 @@ class StreamReader:
         start = time.perf_counter()
         _wait(lambda: int(self._head[FILLED]) > number, self._may_go_on)
         self.waited_s += time.perf_counter() - start
-        for place in places:
+        for entry in entries:
             report(LOADING)
-            yield place, chunk_view(self._chunks[number % 2], place, dtype)
+            yield entry, chunk_view(self._chunks[number % 2], entry, dtype)
 
     def _may_go_on(self) -> bool:
         report("waiting for weights of the trainer")  # who is to blame, if that takes long
@@ -243,15 +245,8 @@ def _head(memory: mmap.mmap) -> Tensor:
 def _chunks(memory: mmap.mmap, chunk_bytes: int) -> Tensor:
     if len(memory) == HEAD_BYTES:
         return torch.empty(0)
-    found = torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD_BYTES, count=2 * chunk_bytes)
-    return found.view(2, chunk_bytes)
-
-
-def _ipc_handle(chunks: Tensor) -> tuple[Any, ...]:
-    """The CUDA IPC handle by which another process opens a tensor on this GPU."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    return reduce_tensor(chunks)
+    chunks = torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD_BYTES, count=2 * chunk_bytes)
+    return chunks.view(2, chunk_bytes)
 
 
 def reads_peers(device: torch.device) -> bool:
@@ -259,9 +254,9 @@ def reads_peers(device: torch.device) -> bool:
     NVLink, or PCIe without isolation)."""
     if device.type != "cuda":
         return True
-    own = device.index or 0
-    others = (other for other in range(torch.cuda.device_count()) if other != own)
-    return all(torch.cuda.can_device_access_peer(own, other) for other in others)
+    index = device.index or 0
+    others = (other for other in range(torch.cuda.device_count()) if other != index)
+    return all(torch.cuda.can_device_access_peer(index, other) for other in others)
 
 
 def _opened(handle: tuple[Any, ...]) -> Tensor:

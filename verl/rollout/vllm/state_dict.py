@@ -90,14 +90,14 @@ def _forms(base: nn.Module, live: Mapping[str, WeightSource]) -> list[Form]:
     shapes = [(name, source.tensor.shape) for name, source in live.items()]
     known = _KNOWN.get(base)
     if known is None or known[0] != shapes:
-        found = []
+        forms = []
         for name in _saved_names(base, {name: source.tensor for name, source in live.items()}):
             tensor = live[name].tensor
             saved = _as_saved(base, name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-            found += [(name, target, made.shape) for target, made in saved.items()]
-        blocks = {block: place for place, block in enumerate(dict.fromkeys(block_of(form[1]) for form in found))}
-        found.sort(key=lambda form: (blocks[block_of(form[1])], len(form[2]) < 2))
-        known = _KNOWN[base] = shapes, found
+            forms += [(name, target, value.shape) for target, value in saved.items()]
+        blocks = {block: number for number, block in enumerate(dict.fromkeys(block_of(form[1]) for form in forms))}
+        forms.sort(key=lambda form: (blocks[block_of(form[1])], len(form[2]) < 2))
+        known = _KNOWN[base] = shapes, forms
     return known[1]
 
 
@@ -147,8 +147,8 @@ def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:
 
     # It finds tied ones by where they lie, and weights of other pipeline stages lie nowhere.
     places = {id(x): torch.empty(1) for x in state.values() if is_on_other_stage(x)}
-    kept = remove_tied_weights_from_state_dict({name: places.get(id(x), x) for name, x in state.items()}, base)
-    return [name for name in state if name in kept and name not in (base._keys_to_ignore_on_save or ())]
+    saved = remove_tied_weights_from_state_dict({name: places.get(id(x), x) for name, x in state.items()}, base)
+    return [name for name in state if name in saved and name not in (base._keys_to_ignore_on_save or ())]
 
 
 def _as_saved(base: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -47,9 +47,9 @@ def trainer_log_probs(model: Any, rows: tuple[tuple[int, ...], ...], autocast: A
             logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
         return log_probs_of(response_positions(logits, following.shape[1]), following)
 
-    found = through_stages(model, tokens, log_probs)
+    computed = through_stages(model, tokens, log_probs)
     release_gathered(model)
-    return as_array(found)
+    return as_array(computed)
 
 
 def engine_log_probs(llm: Any, rows: tuple[tuple[int, ...], ...], lora_request: Any = None) -> np.ndarray:

@@ -98,13 +98,11 @@ class VerificationResult:
         metrics: `sync/...`.
         seconds: of both sides together.
         num_tensors: number of tensors verified individually.
-        num_unproven: number of tensors covered only by the probe.
     """
 
     metrics: dict[str, float]
     seconds: float
     num_tensors: int
-    num_unproven: int
 
 
 def verify_sync(trainer: TrainerSide, engine: VerifyReply) -> VerificationResult:
@@ -129,9 +127,9 @@ def verify_sync(trainer: TrainerSide, engine: VerifyReply) -> VerificationResult
     if not gap <= allowed:
         raise WeightSyncError([], [], len(expected), gap, allowed)
     seconds = trainer.seconds + engine.seconds + time.perf_counter() - began
-    unproven = len(trainer.fingerprints) - len(expected)
-    metrics = {"sync/probe_gap_nats": gap, "sync/proof_s": seconds, "sync/unproven_tensors": float(unproven)}
-    return VerificationResult(metrics, seconds, len(expected), unproven)
+    unproven = float(len(trainer.fingerprints) - len(expected))  # tensors covered only by the probe
+    metrics = {"sync/probe_gap_nats": gap, "sync/proof_s": seconds, "sync/unproven_tensors": unproven}
+    return VerificationResult(metrics, seconds, len(expected))
 
 
 class SyncVerifier:

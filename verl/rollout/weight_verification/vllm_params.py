@@ -124,9 +124,9 @@ def _is_undone(layer: Any) -> bool:
 
 def packed(weight: Tensor, kind: str) -> Tensor:
     """A matrix as vLLM packs it."""
-    found = torch.empty_like(weight)
-    torch.ops._C.prepack_moe_weight(weight[None].contiguous(), found[None], kind)
-    return found
+    result = torch.empty_like(weight)
+    torch.ops._C.prepack_moe_weight(weight[None].contiguous(), result[None], kind)
+    return result
 
 
 def unpacked(weight: Tensor, kind: str) -> Tensor:
@@ -196,7 +196,10 @@ class LayerFingerprints:
                 continue
             if kinds & set(EXPERTS):
                 experts = f"{name}."
-                self._experts(module, name)
+                if (reader := reader_of(module, name)) is None:
+                    self.unproven.append(experts)
+                else:
+                    self._readings.append(reader.fingerprints)
             elif "ParallelLMHead" in kinds:
                 self._add(self._vocabulary, module, f"{name}.weight", True)
                 self._add(self._own, module, name, ("weight",))
@@ -230,13 +233,6 @@ class LayerFingerprints:
         if hasattr(self.model, "lm_head"):
             return self.model.lm_head is embedding
         return not any("ParallelLMHead" in kinds_of(module) for module in self.model.modules())
-
-    def _experts(self, runner: nn.Module, name: str) -> None:
-        reader = reader_of(runner, name)
-        if reader is None:
-            self.unproven.append(f"{name}.")
-        else:
-            self._readings.append(reader.fingerprints)
 
     def _linear(
         self, vectors: ProbeVectors, layer: Any, parts: list[LayerRows], is_term: bool
@@ -348,7 +344,7 @@ def adapter_shards(manager: Any, adapter_id: int, rank: int, vectors: ProbeVecto
         return {}
     slot = manager.lora_index_to_id.index(adapter_id)
     packed = PACKED | dict(getattr(manager.model, "packed_modules_mapping", None) or {})
-    found: FingerprintShards = {}
+    shards: FingerprintShards = {}
     for path, module in manager.modules.items():
         layer = getattr(module, "base_layer", None)
         if layer is None or "LinearBase" not in kinds_of(layer):
@@ -359,12 +355,12 @@ def adapter_shards(manager: Any, adapter_id: int, rank: int, vectors: ProbeVecto
             a = module.lora_a_stacked[0 if is_fused else index][slot, 0, :rank]
             b = module.lora_b_stacked[0 if is_fused else index][slot, 0, :, :rank]
             shown = _placed(a, layer) if is_term else a
-            own = b[part.local] if is_fused else b
+            b_part = b[part.local] if is_fused else b
             shard_a = FingerprintShard(fingerprint(shown, vectors), rank, is_term=is_term)
-            shard_b = FingerprintShard(fingerprint(own, vectors), part.rows, 0 if is_term else part.offset)
-            found.setdefault(f"{part.name}.{LORA_A}", []).append(shard_a)
-            found.setdefault(f"{part.name}.{LORA_B}", []).append(shard_b)
-    return found
+            shard_b = FingerprintShard(fingerprint(b_part, vectors), part.rows, 0 if is_term else part.offset)
+            shards.setdefault(f"{part.name}.{LORA_A}", []).append(shard_a)
+            shards.setdefault(f"{part.name}.{LORA_B}", []).append(shard_b)
+    return shards
 
 
 def _placed(a: Tensor, layer: Any) -> Tensor:

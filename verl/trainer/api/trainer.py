@@ -140,7 +140,8 @@ class Trainer:
             raise ConfigError("eval_dataset is given without train_dataset. Give both, or neither.")
         _refuse_unknown_keys(rollout_config, checkpoint_config, train_config, data_config)
         self._reward_tokenizer = reward_tokenizer
-        tokenizer = None if tokenizer is None else _padding(tokenizer)
+        if tokenizer is not None and tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
         replacements: dict[str, Description] = {
             "actor.model": model_from_object("model", model, tokenizer),
             "reward": reward_from_object(reward_model, reward_tokenizer),
@@ -496,10 +497,3 @@ def _room(model: Description, rollout: Mapping[str, Any] | None, data: Mapping[s
         return options
     usual = PromptOptions().max_prompt_length
     return {**options, "max_prompt_length": min(usual, context - response)}
-
-
-def _padding(tokenizer: Any) -> Any:
-    """The tokenizer; if it has no pad token, the end-of-text token is used."""
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer

@@ -6,6 +6,5 @@ devices          Rates of devices: memory, matrix products, bandwidth and links,
 memory           Memory by role and phase, and what of it lies in main memory
 run_plan         The plan of a run: memory, batch arithmetic, time, disk, and what makes it fit
 step_time        Seconds of a step by stage
-unused_settings  Settings that a user has changed and that the run never reads
 workload         Rows and tokens of a step, of policy gradients and of fine-tuning alike
 """

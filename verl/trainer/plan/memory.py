@@ -19,8 +19,7 @@ import torch
 from verl.checkpoint.save.host_buffer import free_main_memory
 from verl.engines.sharding import FSDP, NoSharding
 from verl.errors import ConfigError
-from verl.models.known_shapes import sizes_config
-from verl.models.model_stats import ModelStats, model_stats
+from verl.models.model_stats import ModelStats, model_stats, sizes_config
 from verl.ops.cpu_matmul import chosen_library
 from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.plan.activations import Activations, num_experts, trace_activations

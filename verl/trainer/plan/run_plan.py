@@ -7,6 +7,7 @@ run ── workload.py ──> rows and tokens ── memory.py ──> bytes by
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
-from verl.models.known_shapes import has_shipped_shapes
+from verl.models.model_stats import has_shipped_shapes
 from verl.trainer.plan.activations import num_experts
 from verl.trainer.plan.changes import FittingChange, changes_that_fit
 from verl.trainer.plan.devices import DeviceRates, device_named, gpu_here
@@ -208,20 +209,16 @@ def plan_run(
     changes = () if memory.fits else tuple(changes_that_fit(run, device, memory, step_s, response))
     disk = tuple(_disk(run, memory, step_s, free_disk, upload_rate))
     batch = tuple(workload(run).lines(run))
-    return RunPlan(device, memory, stages, batch, disk, changes, response, _shipped(run, memory))
-
-
-def _shipped(run: Any, memory: MemoryPlan) -> tuple[str, ...]:
-    """Hub names of models that were computed by shipped shapes."""
     sources = [getattr(getattr(run, role.name), "model", None) or run.actor.model for role in memory.roles]
-    return tuple(dict.fromkeys(source.base_path() for source in sources if has_shipped_shapes(source)))
+    shipped = tuple(dict.fromkeys(source.base_path() for source in sources if has_shipped_shapes(source)))
+    return RunPlan(device, memory, stages, batch, disk, changes, response, shipped)
 
 
 SMALL_SHARE = 16  # of the memory: what takes less than one part is not traced at the start of a run
 
 
 def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | None:
-    """Plan a run that starts now, with the currently free memory: writes `plan.txt` and logs warnings.
+    """Plan a run that starts now, with the free memory: writes `plan.txt` and `plan.json`, and logs warnings.
 
     Args:
         checkpoints: where they go.
@@ -241,6 +238,7 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
         return None
     assert context.run_dir is not None
     write_text(context.run_dir / "plan.txt", "\n".join(plan.lines()) + "\n")
+    write_text(context.run_dir / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
     for warning in plan.warnings(disk, free_main_memory()):
         _log.warning("%s", warning)
     if not plan.fits and plan.memory.estimate.stays_awake:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import verl
 from verl.checkpoint.core.checkpoint import open_checkpoint
@@ -30,6 +29,7 @@ from verl.utils.external_input import (
     ExternalInputError,
     checked_as,
     checked_name,
+    ends_with_partial_line,
     parse_mapping,
     read_text,
     regular_opener,
@@ -81,8 +81,8 @@ class Lineage:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with open(self.file, "ab+", opener=regular_opener) as file:
-                torn = file.seek(0, os.SEEK_END) > 0 and _last_byte(file) != b"\n"  # by a run that was killed
-                file.write((b"\n" if torn else b"") + json.dumps(line).encode() + b"\n")
+                before = b"\n" if ends_with_partial_line(file) else b""
+                file.write(before + json.dumps(line).encode() + b"\n")
         except OSError as error:
             _log.warning("%s was not written: %s", self.file, error)
 
@@ -165,11 +165,6 @@ def code_version() -> dict[str, Any]:
 def _git(where: Path, *arguments: str) -> str:
     done = subprocess.run(["git", "-C", where, *arguments], capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()
-
-
-def _last_byte(file: BinaryIO) -> bytes:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1)
 
 
 def _now() -> str:

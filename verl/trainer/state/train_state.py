@@ -49,7 +49,9 @@ class TrainState:
         here = {name: role for name, role in roles.items() if isinstance(role, RoleState)}
         draft = CheckpointDraft({name: self._weights(role) for name, role in here.items()})
         for name, model in self._frozen.items():
-            draft.components[name] = SavedComponent(files={IDENTITY: json_bytes(self._identity_of(name, model))})
+            if name not in self._digests:
+                self._digests[name] = {"model": model, "content": content_of(model)}
+            draft.components[name] = SavedComponent(files={IDENTITY: json_bytes(self._digests[name])})
             draft.existing_files.extend(self._frozen_files(name, model))
         moments = {f"{name}.{key}": x for name, role in here.items() for key, x in role.optimizer.items()}
         draft.components["optimizer"] = SavedComponent(tensors=moments, file=OPTIMIZER_FILE)
@@ -74,11 +76,6 @@ class TrainState:
             constant_files={name: data for name, data in role.tokenizer.items() if name not in form.files},
             max_shard_bytes=int(self.settings.max_shard_gib * 2**30),
         )
-
-    def _identity_of(self, name: str, model: str) -> dict[str, Any]:
-        if name not in self._digests:
-            self._digests[name] = {"model": model, "content": content_of(model)}
-        return self._digests[name]
 
     def _frozen_files(self, name: str, model: str) -> list[ExistingFile]:
         """Files of the frozen model: copied with the first save, linked to that copy ever after."""

@@ -11,7 +11,6 @@ parent, also if that is killed; a suspended child is continued by the kernel the
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import logging
@@ -32,7 +31,7 @@ from typing import Any, BinaryIO
 from verl.utils.child_process.channel import STUCK_S, Channel, ChannelClosed, Look
 from verl.utils.child_process.exit_report import LogExcerpt, describe_exit, excerpt, log_size, memory_kills
 from verl.utils.child_process.interpreter import exit_without_freeing, rare_garbage_collection
-from verl.utils.orphan_cleanup import CLEANUP, kill_group
+from verl.utils.orphan_cleanup import CLEANUP, kill_group, resume_without_parent
 from verl.utils.progress import STARTER_VARIABLE, Progress, is_stopped, report_to_starter, state_of
 from verl.utils.redact import redact_output
 
@@ -43,7 +42,6 @@ PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 KILL_TIMEOUT_S = 10.0  # a killed process ends at once, unless it is blocked in a disk or a device
 LOOK_EVERY_S = 0.5
 EXIT_LOOK_S = 0.02
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -291,13 +289,6 @@ def run_child(module: str, *, on_parent_end: Callable[[], object] | None = None,
         sys.path[:] = [*start.sys_path, *(path for path in sys.path if path not in start.sys_path)]
         serve(channel, pickle.loads(start.setting), progress)
     exit_without_freeing()
-
-
-def resume_without_parent() -> None:
-    """On Linux, let the kernel continue this process, if it is suspended, when its parent ends."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 def _end_with(end: Callable[[], object] | None) -> None:

@@ -38,8 +38,8 @@ def supervise(process):
         for child in children:  # what they have started becomes a child of this process
             os.kill(child, signal.SIGKILL)
         time.sleep(0.01)
-        found = reaped(process)
-        status = found if status is None else status
+        late_status = reaped(process)
+        status = late_status if status is None else status
     return status or 0
 
 

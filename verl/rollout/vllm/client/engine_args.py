@@ -104,7 +104,8 @@ def engine_args(
     Raises:
         ConfigError: vLLM is not installed, or does not support the options.
     """
-    rank = _lora_rank(model) if options.lora == "adapter" else None
+    is_adapter = options.lora == "adapter" and hasattr(model, "peft_config")
+    rank = model.peft_config[model.active_adapter].r if is_adapter else None
     device = compute_device(model)
     is_on_gpu = device.type == "cuda"
     options.check_here(device.type)
@@ -172,7 +173,7 @@ def environment(
     Args:
         gpus: names of the GPUs that the engine uses; None: this process's GPU.
     """
-    found = {
+    variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # it takes no logits processors
         "VLLM_NO_USAGE_STATS": "1",
@@ -187,14 +188,14 @@ def environment(
     }
     if context.device.startswith("cuda"):
         if dtype == torch.float32:
-            found |= EXACT_FLOAT32
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus or engine_gpus(context, options))
-        return found
+            variables |= EXACT_FLOAT32
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus or engine_gpus(context, options))
+        return variables
     # Weights are packed into new memory with every sync, which is slow to get in small pages
-    found["GLIBC_TUNABLES"] = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"]))
+    variables["GLIBC_TUNABLES"] = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"]))
     if cores := engine_cores(context, num_threads):
-        found[CORES_VARIABLE] = ",".join(map(str, cores))
-    return found
+        variables[CORES_VARIABLE] = ",".join(map(str, cores))
+    return variables
 
 
 def write_model_directory(model: Any, scratch: Path) -> Path:
@@ -209,33 +210,28 @@ def write_model_directory(model: Any, scratch: Path) -> Path:
     base.config.save_pretrained(written)
     file = written / "config.json"
     config = json.loads(file.read_text())
-    own = (kind.__name__ for kind in type(base).__mro__ if not kind.__module__.startswith("torch."))
-    config["architectures"] = [next(own)]  # FSDP inserts its class before that of the model
+    classes = (kind.__name__ for kind in type(base).__mro__ if not kind.__module__.startswith("torch."))
+    config["architectures"] = [next(classes)]  # FSDP inserts its class before that of the model
     file.write_text(json.dumps(config, sort_keys=True))
     if (cache := cache_directory("engine_models")) is None:
         return written
     digest = hashlib.sha256()
     for path in sorted(path for path in written.rglob("*") if path.is_file()):
         digest.update(repr((str(path.relative_to(written)), path.read_bytes())).encode())
-    place = cache / digest.hexdigest()[:32]
-    if not place.exists():
-        made = Path(tempfile.mkdtemp(prefix="new_", dir=cache))
-        shutil.copytree(written, made, dirs_exist_ok=True)
+    target = cache / digest.hexdigest()[:32]
+    if not target.exists():
+        temporary = Path(tempfile.mkdtemp(prefix="new_", dir=cache))
+        shutil.copytree(written, temporary, dirs_exist_ok=True)
         try:
-            made.rename(place)
+            temporary.rename(target)
         except OSError:  # another process was first
-            shutil.rmtree(made, ignore_errors=True)
-    return place
+            shutil.rmtree(temporary, ignore_errors=True)
+    return target
 
 
 def dtype_of(model: Any, autocast: Autocast) -> torch.dtype:
     """The data type of the engine's computation."""
     return model.dtype if autocast is None else getattr(torch, autocast)
-
-
-def _lora_rank(model: Any) -> int | None:
-    """The rank of a model's adapter, if it has one."""
-    return model.peft_config[model.active_adapter].r if hasattr(model, "peft_config") else None
 
 
 def engine_cores(context: BuildContext, num_threads: int) -> list[int]:
@@ -320,7 +316,7 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
     if told := re.search(r"Routed-experts capture [^\n]*|No supported MoE router[^\n]*", text):
         return ConfigError(f"rollout.router_replay is true: {told[0]} Set it to false, or rollout=hf.")
     if "max_model_len" in error.reason and options.max_model_len is not None:
-        return ConfigError(f"rollout.max_model_len is {options.max_model_len}: {_last_line(error.reason)}")
+        return ConfigError(f"rollout.max_model_len is {options.max_model_len}: {error.reason.strip().splitlines()[-1]}")
     details = str(error).rpartition("\n")[0]
     return RolloutError(f"{details}\nvLLM could not be started: {error.summary}".lstrip())
 
@@ -338,7 +334,3 @@ def _cache_gib(config: Any, length: int, setting: EngineArgs) -> float:
 
 def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1]

@@ -222,10 +222,11 @@ class EngineProcess:
         """
         self._progress = Progress(NUM_SLOTS)
         self._log.start = self._log.size
+        directories = os.pathsep.join(map(str, (self.files.directory, self.files.temporary)))
         child = self._child = ChildProcess(
             "verl.rollout.vllm.server.engine_main",
             self._progress,
-            environment=self.environment | self.files.variables() | self._directories,
+            environment=self.environment | self.files.variables() | {DIRECTORIES_VARIABLE: directories},
             without=FOREIGN_VARIABLES,
             output=self._log.file,
             is_killed_with_parent=True,
@@ -276,10 +277,10 @@ class EngineProcess:
             death = EngineDied(f"{self._name} lost {answer.lost}.", self._log.excerpt(), self._log_name)
             self.kill()
             raise death
-        found = None if answer.error is None else self._log.excerpt()
+        excerpt = None if answer.error is None else self._log.excerpt()
         self._log.start = self._log.size  # what comes is of the next call
         if answer.error is not None:
-            raise EngineError(answer.error, answer.trace, found)
+            raise EngineError(answer.error, answer.trace, excerpt)
         return answer.result
 
     def kill(self) -> None:
@@ -332,8 +333,8 @@ class EngineProcess:
 
     def _hung(self, words: str) -> EngineHung:
         state = "" if self._child is None else _state_of_group(self._child.pid)
-        found, log = self._log.excerpt(), self._log_name
-        return EngineHung(f"{self._name} {words}{f'; {state}' if state else ''}. It was ended.", found, log)
+        excerpt, log = self._log.excerpt(), self._log_name
+        return EngineHung(f"{self._name} {words}{f'; {state}' if state else ''}. It was ended.", excerpt, log)
 
     def _death(self) -> EngineDied:
         """Description of how the process ended; waits briefly for a process that closed its channel but still runs."""
@@ -342,9 +343,9 @@ class EngineProcess:
         ended = self._child.describe_exit()
         ending = f"ended with {ended}" if ended else "hung up"
         stage = self._progress.stage() if self._progress is not None else ""
-        found = self._log.excerpt()
-        cause = "" if found.cause is None else f": {found.cause}"
-        return EngineDied(f"{self._name} {ending}{f', at: {stage}' if stage else ''}{cause}.", found, self._log_name)
+        excerpt = self._log.excerpt()
+        cause = "" if excerpt.cause is None else f": {excerpt.cause}"
+        return EngineDied(f"{self._name} {ending}{f', at: {stage}' if stage else ''}{cause}.", excerpt, self._log_name)
 
     @property
     def _name(self) -> str:
@@ -354,19 +355,15 @@ class EngineProcess:
     def _log_name(self) -> str:
         return "" if self.log is None else str(self.log)
 
-    @property
-    def _directories(self) -> dict[str, str]:
-        return {DIRECTORIES_VARIABLE: os.pathsep.join(map(str, (self.files.directory, self.files.temporary)))}
 
-
-def message_after_log(reason: str, found: LogExcerpt | None, log: str) -> str:
+def message_after_log(reason: str, excerpt: LogExcerpt | None, log: str) -> str:
     """A message that consists of the relevant lines of a log and, as its last line, the reason."""
-    if found is None:
+    if excerpt is None:
         return reason
-    place = f" ({log})" if log else ""
-    if not found.lines:
-        return f"The log of the vLLM engine{place} shows no error.\n{reason}"
-    return "\n".join([f"From the log of the vLLM engine{place}:", *(f"  {line}" for line in found.lines), reason])
+    location = f" ({log})" if log else ""
+    if not excerpt.lines:
+        return f"The log of the vLLM engine{location} shows no error.\n{reason}"
+    return "\n".join([f"From the log of the vLLM engine{location}:", *(f"  {line}" for line in excerpt.lines), reason])
 
 
 def _state_of_group(group: int) -> str:

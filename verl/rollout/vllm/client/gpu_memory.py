@@ -109,8 +109,8 @@ def cache_bytes(options: VLLMOptions, shape: EngineShape, memory: DeviceMemory |
     share = SHARE_BESIDE_UNKNOWN if beside is None else SHARE
     taken = memory.own if beside is None else max(beside, memory.own)
     left = memory.free + memory.own - taken - shape.weights - shape.overhead
-    found = min(int(share * left), shape.cache_of(options.max_num_seqs))
-    if found < shape.cache_of(1):
+    num_bytes = min(int(share * left), shape.cache_of(options.max_num_seqs))
+    if num_bytes < shape.cache_of(1):
         length = "" if shape.max_model_len is None else f" of {shape.max_model_len} tokens"
         raise ConfigError(
             f"rollout.kv_cache_gib is null: of {memory.total / GIB:.1f} GiB of the GPU {memory.free / GIB:.1f} are "
@@ -121,7 +121,7 @@ def cache_bytes(options: VLLMOptions, shape: EngineShape, memory: DeviceMemory |
             "sharding.cpu_offload=true, or rollout.max_num_seqs, rollout.max_num_batched_tokens or "
             "rollout.max_model_len lower."
         )
-    return found
+    return num_bytes
 
 
 def utilization(shape: EngineShape, cache: int, memory: DeviceMemory) -> float:

@@ -88,7 +88,12 @@ class VLLMTurns(TurnEngine):
             turn, experts = self._open.pop(number), None
             if self.experts is not None:
                 experts = None if output.experts is None else output.experts[place]
-                self._refuse_other_experts(None if experts is None else tuple(experts.shape[1:]))
+                shape = None if experts is None else tuple(experts.shape[1:])
+                if shape != self.experts:
+                    raise RolloutError(
+                        f"vLLM recorded experts of shape {shape} for each token, and the actor has {self.experts} "
+                        "(layers, experts of a token). Set rollout.router_replay=false."
+                    )
             is_complete = tokens[-1] in self.sampler.stop_ids
             drawn.append(DrawnTurn(turn.episode, tokens, output.log_probs[place], is_complete, experts))
         return drawn
@@ -118,10 +123,3 @@ class VLLMTurns(TurnEngine):
         except EngineError:  # requests may be left in it: the next turns get a new one
             self.process.kill()
             raise
-
-    def _refuse_other_experts(self, shape: tuple[int, ...] | None) -> None:
-        if shape != self.experts:
-            raise RolloutError(
-                f"vLLM recorded experts of shape {shape} for each token, and the actor has {self.experts} "
-                "(layers, experts of a token). Set rollout.router_replay=false."
-            )

@@ -38,9 +38,9 @@ def inspect_here(directory: str) -> None:
     """Make vLLM inspect the model's class in this process; by default it starts another Python process, which takes
     seconds."""
     (name,) = json.loads((Path(directory) / "config.json").read_text())["architectures"]
-    found = ModelRegistry.models.get(name)
-    if found is not None and hasattr(found, "load_model_cls"):
-        ModelRegistry.register_model(name, found.load_model_cls())
+    entry = ModelRegistry.models.get(name)
+    if entry is not None and hasattr(entry, "load_model_cls"):
+        ModelRegistry.register_model(name, entry.load_model_cls())
 
 
 def name_file_store(name: str) -> None:
@@ -96,7 +96,8 @@ class EngineServer:
     def describe(self) -> EngineInfo:
         """Properties of the engine that the trainer needs."""
         reads_peers = all(self.llm.collective_rpc("verl_reads_peers"))
-        return EngineInfo(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers, reads_peers)
+        config = self.llm.llm_engine.vllm_config
+        return EngineInfo(config.model_config.max_model_len, config.parallel_config.world_size, reads_peers)
 
     def lost_worker(self) -> str | None:
         """Description of vLLM's worker process that ended unexpectedly; None while all are running."""
@@ -110,8 +111,8 @@ class EngineServer:
 
     def wants(self, shapes: dict[str, tuple[int, ...]]) -> list[WantedSlices] | None:
         """The slices of these tensors that each worker needs; None if a worker loads weights by vLLM's own loader."""
-        found = self.llm.collective_rpc("verl_wants", args=(shapes,))
-        return None if None in found else found
+        slices = self.llm.collective_rpc("verl_wants", args=(shapes,))
+        return None if None in slices else slices
 
     def connect(self, feeds: list[FeedPlan], dtype: torch.dtype) -> None:
         """Use these streams for weights: one per worker, or one for all workers."""
@@ -122,9 +123,9 @@ class EngineServer:
 
         Returns the seconds spent without waiting, and why vLLM reloaded its whole model, if it did.
         """
-        found = self.llm.collective_rpc("verl_load", args=(loading,))
+        results = self.llm.collective_rpc("verl_load", args=(loading,))
         self._cache_check.forget()
-        return max(loaded.seconds for loaded in found), next((loaded.anew for loaded in found if loaded.anew), None)
+        return max(loaded.seconds for loaded in results), next((loaded.anew for loaded in results if loaded.anew), None)
 
     def adopt(self, directory: str, number: int) -> float:
         """Load a new adapter and drop the previous one. Returns seconds."""
@@ -194,7 +195,3 @@ class EngineServer:
             return outputs
 
         engine.step, engine.add_request = counted, added
-
-    @property
-    def _num_workers(self) -> int:
-        return self.llm.llm_engine.vllm_config.parallel_config.world_size

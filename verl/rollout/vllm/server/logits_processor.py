@@ -55,10 +55,10 @@ class ActiveRequests:
         """Record the experts of the tokens that predict these positions of these rows; the batch has no others."""
         if self.recorder is None:
             return
-        found = self.recorder.of_last_tokens(len(rows))
+        experts = self.recorder.of_last_tokens(len(rows))
         if self.experts is None:
-            self.experts = found.new_full((*self.log_probs.shape, *found.shape[1:]), UNKNOWN)
-        self.experts[torch.from_numpy(rows), torch.tensor(positions)] = found
+            self.experts = experts.new_full((*self.log_probs.shape, *experts.shape[1:]), UNKNOWN)
+        self.experts[torch.from_numpy(rows), torch.tensor(positions)] = experts
 
 
 class CounterNoiseProcessor(LogitsProcessor):

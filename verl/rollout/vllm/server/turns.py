@@ -58,7 +58,7 @@ class EngineTurns:
         output = TurnOutput(experts=[] if self.records_experts else None)
         self._admit()
         while self._open:
-            if ended := [made for made in engine.step() if made.finished]:
+            if ended := [answer for answer in engine.step() if answer.finished]:
                 self._collect(ended, output)
                 self._admit()
             if (output.numbers and not until_all) or time.monotonic() > deadline:
@@ -93,20 +93,20 @@ class EngineTurns:
 
     def _collect(self, ended: Sequence[Any], output: TurnOutput) -> None:
         """Append the turns that have ended, and free their rows."""
-        turns = [self._open.pop(made.request_id) for made in ended]
-        tokens = [list(made.outputs[0].token_ids) for made in ended]
+        turns = [self._open.pop(answer.request_id) for answer in ended]
+        tokens = [list(answer.outputs[0].token_ids) for answer in ended]
         rows = [row for _, row in turns]
         of_workers = self.llm.collective_rpc("verl_rows", args=(rows, max(map(len, tokens))))
         log_probs, experts = of_workers[sampling_worker(self.llm)]
-        for place, ((turn, row), made) in enumerate(zip(turns, tokens, strict=True)):
+        for index, ((turn, row), token_ids) in enumerate(zip(turns, tokens, strict=True)):
             output.numbers.append(turn.number)
-            output.tokens.append(made)
-            output.log_probs.append(log_probs[place, : len(made)].tolist())
+            output.tokens.append(token_ids)
+            output.log_probs.append(log_probs[index, : len(token_ids)].tolist())
             if output.experts is not None and experts is not None:
-                output.experts.append(experts[place, : len(made)].clone())
+                output.experts.append(experts[index, : len(token_ids)].clone())
             self._free.append(row)
-            self.check.note(turn.request.tokens, made)
-        output.cached_tokens += sum(made.num_cached_tokens or 0 for made in ended)
+            self.check.note(turn.request.tokens, token_ids)
+        output.cached_tokens += sum(answer.num_cached_tokens or 0 for answer in ended)
 
 
 class PrefixCacheCheck:

@@ -89,7 +89,7 @@ class InPlaceLoader:
         for path, module in modules.items():
             self._find(plain_name(path), module)
         self._register_head_copies(modules.values(), getattr(model, "lm_head", None))
-        elsewhere = tuple(f"{plain_name(path)}." for path, one in modules.items() if OTHER_STAGE in kinds_of(one))
+        elsewhere = tuple(f"{plain_name(path)}." for path, part in modules.items() if OTHER_STAGE in kinds_of(part))
         unmatched = [name for name, takers in self._writers.items() if not takers and not name.startswith(elsewhere)]
         if unmatched:
             raise UnsupportedLayer(f"{unmatched[0]} has no place")
@@ -154,7 +154,9 @@ class InPlaceLoader:
         pieces = [replace(piece, read=self._moved(piece.name, piece.source)) for piece in pieces]
         pieces.sort(key=lambda piece: piece.rows.start)
         self._matrix(layer, pieces)
-        self._nothing_else(name, layer, "weight", "bias")
+        set_parameters = [key for key, value in layer._parameters.items() if value is not None]
+        if others := [key for key in set_parameters if key not in ("weight", "bias")]:
+            raise UnsupportedLayer(f"{name} has a parameter {others[0]}")
 
     def _matrix(self, layer: Any, pieces: Sequence[LoadSlice]) -> None:
         if layer.weight.numel():
@@ -199,10 +201,6 @@ class InPlaceLoader:
                 self._expect(f"{name}.{key}", tuple(parameter.shape))
                 self._register_copy(f"{name}.{key}", (), parameter.data)
 
-    def _nothing_else(self, name: str, layer: nn.Module, *known: str) -> None:
-        if others := [key for key, value in layer._parameters.items() if value is not None and key not in known]:
-            raise UnsupportedLayer(f"{name} has a parameter {others[0]}")
-
     def _expect(self, name: str, shape: Shape) -> None:
         if self._shapes.get(name) != shape:
             raise UnsupportedLayer(f"{name} does not come as {list(shape)}")
@@ -223,11 +221,11 @@ class InPlaceLoader:
 
 def copy_rows(target: Tensor, read: tuple[slice, ...], rows: Tensor, begin: int) -> None:
     """Copy to `target` the part of the slice `read` that the given rows, starting at row `begin`, contain."""
-    wanted = read[0] if read else slice(0, len(target))
-    low, high = max(wanted.start, begin), min(wanted.stop, begin + len(rows))
+    span = read[0] if read else slice(0, len(target))
+    low, high = max(span.start, begin), min(span.stop, begin + len(rows))
     if low < high:
         part = rows[(slice(low - begin, high - begin), *read[1:])]
-        target[low - wanted.start : high - wanted.start].copy_(part)
+        target[low - span.start : high - span.start].copy_(part)
 
 
 def pack_weight(layer: Any, weight: Tensor) -> None:
@@ -256,17 +254,13 @@ def give_back_free_memory() -> None:
 
 def concatenate_views(parts: Sequence[Tensor]) -> Tensor:
     """Matrices stacked along the rows: a view if they are adjacent in memory, otherwise a copy."""
-    first, end = parts[0], parts[0].data_ptr()
+    first, end, storage = parts[0], parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
     for part in parts:
-        if not part.is_contiguous() or part.data_ptr() != end or not _shares_memory(part, first):
+        if not part.is_contiguous() or part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
             return torch.cat(tuple(parts))
         end += part.numel() * part.element_size()
     rows = sum(len(part) for part in parts)
     return first.as_strided((rows, *first.shape[1:]), first.stride())
-
-
-def _shares_memory(part: Tensor, other: Tensor) -> bool:
-    return part.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _bounding_slice(slices: Sequence[tuple[slice, ...]], shape: Shape) -> Box:

@@ -77,7 +77,7 @@ class WorkerExtension:
         for module in self.model_runner.get_model().modules():
             if isinstance(module, torch.nn.ModuleList):
                 for layer in module:
-                    layer.register_forward_pre_hook(_report_layer)
+                    layer.register_forward_pre_hook(lambda *_: report())
 
     def prove_on_rank(self, task: str, *args: Any) -> Any:
         """This rank's part of a weight verification."""
@@ -147,10 +147,6 @@ class WorkerExtension:
         _renew_experts(self.model_runner.get_model())
         self.reload_weights(weights_iterator=_lasting(reader, chunks, dtype))  # type: ignore[attr-defined]
         _refresh_tied_heads(self.model_runner.get_model())
-
-
-def _report_layer(*_: Any) -> None:
-    report()
 
 
 def _load_in_place(

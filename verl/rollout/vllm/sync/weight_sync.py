@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from verl.models.parallel_info import Autocast, ParallelInfo, meet
 from verl.rollout.base import SyncResult
-from verl.rollout.consensus import among_siblings, consensus
+from verl.rollout.generation_group import among_siblings, consensus
 from verl.rollout.vllm.client.engine_process import EngineDied
 from verl.rollout.vllm.messages import FeedPlan, SyncOffer, SyncRound, WantedSlices
 from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
@@ -38,6 +37,7 @@ from verl.rollout.weight_verification.fingerprint import FingerprintShards, tran
 from verl.rollout.weight_verification.logprob_probe import trainer_log_probs
 from verl.rollout.weight_verification.verifier import VerificationResult, VerifyRequest
 from verl.utils.memory import release_cached
+from verl.utils.orphan_cleanup import process_fields
 from verl.utils.progress import Progress, ProgressWatch
 
 
@@ -103,7 +103,7 @@ class RankSync:
             EngineDied, EngineError, StreamBroken: the engine failed. The other ranks still got their tensors.
         """
         connection, dtype = self.connection, self.connection.transfer.dtype
-        transfer_state = TransferInProgress(self.question.vectors, self._is_sent_as_it_is)
+        transfer_state = TransferInProgress(self.question.vectors, lambda name: name in self._plain)
         tensors = self._formed(transfer_state)
         failure, copying, loading = None, 0.0, 0.0
         try:
@@ -168,11 +168,8 @@ class RankSync:
         """The tensors for the engine, computed from tensors of the running model as they arrive."""
         share = self.connection.share
         coming = self.connection.transfer.tensors({w.source.name: w.source for w in self.weights}, transfer_state)
-        there = {place.name for chunk in share.chunks for place in chunk}
-        return formed([w for w in self.weights if w.source.name in share.wanted and w.name in there], coming)
-
-    def _is_sent_as_it_is(self, name: str) -> bool:
-        return name in self._plain
+        names = {entry.name for chunk in share.chunks for entry in chunk}
+        return formed([w for w in self.weights if w.source.name in share.wanted and w.name in names], coming)
 
     @cached_property
     def _plain(self) -> set[str]:
@@ -187,7 +184,8 @@ class RankSync:
     def _is_read(self) -> bool:
         """Whether the engine of another process still reads, or will read, this process's stream."""
         assert self.connection.stream is not None
-        if self.connection.stream.is_abandoned or not _runs(self.connection.offer.process_id):
+        state = process_fields(self.connection.offer.process_id)[:1]
+        if self.connection.stream.is_abandoned or state in ([], ["Z"]):  # it has ended
             return False
         return self._watch is None or not self._watch.is_overdue
 
@@ -202,14 +200,6 @@ class RankSync:
 
     def _threads(self) -> AbstractContextManager[None]:
         return using_threads(self.connection.offer.num_threads)
-
-
-def _runs(process_id: int) -> bool:
-    """Whether a process of this machine is running and is not a zombie."""
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):
-        return False
 
 
 class WeightSync:
@@ -354,7 +344,7 @@ class WeightSync:
 
 def _synced(moved: Sequence[RankSyncResult], transfer: WeightTransfer, num_tensors: int) -> SyncResult:
     """The result of all ranks."""
-    traffic, fed = sum(one.received for one in moved), sum(one.fed for one in moved)
+    traffic, fed = sum(result.received for result in moved), sum(result.fed for result in moved)
     assert traffic == transfer.plan.num_bytes, (traffic, transfer.plan.num_bytes)
     metrics = {"sync/copy_s": moved[0].copying_s, "sync/load_s": moved[0].loading_s, "sync/bytes": float(fed)}
     note = f"{num_tensors} tensors, {fed / MIB:.1f} MiB to vLLM"

@@ -62,11 +62,11 @@ class WeightTransfer:
     ):
         self.parallel_info, self.dtype, self._transposed, self._limit = parallel_info, dtype, transposed, limit_bytes
         held = {s.name: replace(parallel_info.layout_of(s.tensor), itemsize=dtype.itemsize) for s in sources}
-        wanted = {
-            name: TensorLayout(x.shape, itemsize=x.itemsize, boxes=tuple(own.get(name) for own in wants))
+        needed = {
+            name: TensorLayout(x.shape, itemsize=x.itemsize, boxes=tuple(slices.get(name) for slices in wants))
             for name, x in held.items()
         }
-        self.plan = reshard_plan(Layout(parallel_info.mesh, held), Layout(parallel_info.mesh, wanted))
+        self.plan = reshard_plan(Layout(parallel_info.mesh, held), Layout(parallel_info.mesh, needed))
         self.gathering_bytes = gathering_volume(self.plan.source)
         self._buckets = list(buckets(self.plan, limit_bytes))
         self._fingerprinted = {name for name in held if self._is_first_holder(name)}
@@ -125,8 +125,9 @@ class WeightTransfer:
         transfer_state.fingerprint_s += time.perf_counter() - began
 
     def _is_first_holder(self, name: str) -> bool:
-        own = self.plan.source.holds(self.parallel_info.rank, name)
-        return own is not None and all(self.plan.source.holds(r, name) != own for r in range(self.parallel_info.rank))
+        source, rank = self.plan.source, self.parallel_info.rank
+        layout = source.holds(rank, name)
+        return layout is not None and all(source.holds(other, name) != layout for other in range(rank))
 
 
 def formed(weights: Sequence[NamedWeight], coming: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -260,12 +261,12 @@ def assigned(
     Args:
         offers: of each rank, its siblings and what the engine that it leads takes; None if it leads none.
     """
-    found: dict[int, FeedAssignment] = {}
+    assignments: dict[int, FeedAssignment] = {}
     for siblings, offer in offers:
         if offer is not None:
             shares = feed_assignments(offer, weights, len(siblings), dtype, chunk_bytes)
-            found |= zip(siblings, shares, strict=True)
-    return [found[rank] for rank in range(len(offers))]
+            assignments |= zip(siblings, shares, strict=True)
+    return [assignments[rank] for rank in range(len(offers))]
 
 
 def feed_assignments(
@@ -273,12 +274,12 @@ def feed_assignments(
 ) -> list[FeedAssignment]:
     """The feed assignments of all siblings, in their order."""
     if offer.wants is None:
-        wanted = {w.source.name: _all_of(w.source.tensor.shape) for w in weights}
+        slices = {w.source.name: _all_of(w.source.tensor.shape) for w in weights}
         chunks, largest = _plan_stream(weights, dtype, chunk_bytes)
-        whole = FeedAssignment(wanted, tuple(range(offer.num_workers)), chunks, largest, {})
+        whole = FeedAssignment(slices, tuple(range(offer.num_workers)), chunks, largest, {})
         return [whole, *(FeedAssignment({}, (), [], 0, {}) for _ in range(num_siblings - 1))]
-    readers = [_readers(place, num_siblings, offer.num_workers) for place in range(num_siblings)]
-    return [_sliced([offer.wants[worker] for worker in own], own, weights, dtype, chunk_bytes) for own in readers]
+    readers = [_readers(sibling, num_siblings, offer.num_workers) for sibling in range(num_siblings)]
+    return [_sliced([offer.wants[i] for i in workers], workers, weights, dtype, chunk_bytes) for workers in readers]
 
 
 def _sliced(
@@ -291,15 +292,15 @@ def _sliced(
     if not readers:
         return FeedAssignment({}, (), [], 0, {})
     asked = {w.name: [want[w.name] for want in wants if w.name in want] for w in weights}  # of other stages, none
-    wanted = {name: _bounding_slice(slices) for name, slices in asked.items() if slices}
-    coming = [_SizedSlice(name, _shape(box)) for name, box in wanted.items() if all(_shape(box))]
+    bounds = {name: _bounding_slice(slices) for name, slices in asked.items() if slices}
+    coming = [_SizedSlice(name, _shape(box)) for name, box in bounds.items() if all(_shape(box))]
     chunks, largest = _plan_stream(coming, dtype, chunk_bytes)
     slices = {
-        w.name: TensorSlice(tuple(w.shape), tuple(start for start, _ in wanted[w.name]))
+        w.name: TensorSlice(tuple(w.shape), tuple(start for start, _ in bounds[w.name]))
         for w in weights
-        if w.name in wanted and wanted[w.name] != _all_of(w.shape)
+        if w.name in bounds and bounds[w.name] != _all_of(w.shape)
     }
-    return FeedAssignment(wanted, readers, chunks, largest, slices)
+    return FeedAssignment(bounds, readers, chunks, largest, slices)
 
 
 def _plan_stream(tensors: Sequence[SizedTensor], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
