@@ -72,6 +72,7 @@ def test_an_adapter_is_evaluated_with_its_model(model32, tmp_path):
     assert told["metrics"] == pytest.approx(evaluations[2])
 
 
+@pytest.mark.exhaustive
 def test_latest_is_the_newest_below_checkpoints_and_the_table_says_which(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "there is no complete checkpoint below checkpoints/" in refused("eval", "latest")
@@ -120,6 +121,7 @@ def test_rows_of_a_file_that_were_trained_on_are_counted_and_no_others(run, tmp_
     assert "rows" not in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_a_class_of_data_that_prompts_replace_may_be_named(run):
     assert asked("generate", run[0] / "checkpoints", OWN[0], "--prompt", "5+5=").startswith("5+5=")
 
@@ -135,6 +137,7 @@ def test_prompts_are_answered_and_greedily_always_the_same(run):
     assert len(set(drawn)) > 2
 
 
+@pytest.mark.exhaustive
 def test_prompts_are_answered_by_plain_weights_and_by_the_rows_that_were_held_out(run, model32):
     said = asked("generate", model32.path, "--prompt", "5+5=", "--max-new-tokens", "3", "trainer.num_threads=1")
     assert said.startswith("5+5=\n  -> ")

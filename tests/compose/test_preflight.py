@@ -137,6 +137,7 @@ def test_a_place_of_a_store_that_a_living_run_of_another_machine_holds_is_refuse
     assert not directory.exists()
 
 
+@pytest.mark.exhaustive
 def test_a_disk_with_a_checkpoint_goes_on_without_its_store(model32, tmp_path):
     fit(run(model32))
     gone = S3Storage(bucket="verl-tests", endpoint_url=NOBODY, retries=0)

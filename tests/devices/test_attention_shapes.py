@@ -34,6 +34,7 @@ def blocks_of(seed: int, multiple: int):
     return pack(prompts, responses, of, mask, LONGEST, multiple=multiple).slots().blocks
 
 
+@pytest.mark.exhaustive
 def test_shapes_of_many_steps_are_few_and_multiples_of_64():
     made = [block for seed in range(8) for block in blocks_of(seed, BLOCK_MULTIPLE)]
     shapes = {(block.queries, block.keys) for block in made}
@@ -45,6 +46,7 @@ def test_shapes_of_many_steps_are_few_and_multiples_of_64():
     assert len({block.queries for block in made}) <= lengths
 
 
+@pytest.mark.exhaustive
 def test_longer_blocks_change_no_number_but_by_rounding(prompts, monkeypatch):
     model = TinyModel(dtype="float64", hidden_size=32, intermediate_size=64)
     rows = experience(start_actor(model), prompts(), num_samples=6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from refusals import refusal
@@ -62,6 +63,7 @@ def test_without_its_adapter_a_trained_actor_is_the_base_bit_by_bit(model64, pro
     assert all(p.requires_grad == ("lora_" in name) for name, p in actor.model.named_parameters())
 
 
+@pytest.mark.exhaustive
 def test_the_token_budget_and_checkpointing_change_nothing(model64, prompts):
     rows = experience(start_actor(model64), prompts())
     adapters = []

@@ -472,6 +472,7 @@ def test_a_worker_that_was_stopped_while_it_waited_is_made_anew_and_costs_no_sam
     assert not any(map(is_alive, before))
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_was_stopped_over_a_sample_is_made_anew_and_the_sample_rated_again(made, tmp_path, caplog):
     reward = made(
         f"""

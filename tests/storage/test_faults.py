@@ -195,6 +195,7 @@ def test_an_address_is_a_storage() -> None:
         assert "secret" not in str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_an_object_of_another_prefix_is_not_there(store: ObjectStore) -> None:
     store.put("one", b"hello")
     with store.storage.below("two").connect() as other, pytest.raises(ObjectNotFound):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import exhaustive
 
 from verl.utils import memory
 from verl.utils.memory import out_of_memory_message
@@ -25,7 +26,9 @@ def run_limited(limit: int, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("words", [("sft", "debug=smoke"), ("ppo", "debug=smoke"), ("checkpoint", "ls", ".")])
+@pytest.mark.parametrize(
+    "words", [("ppo", "debug=smoke"), *exhaustive(("sft", "debug=smoke"), ("checkpoint", "ls", "."))]
+)
 def test_a_limit_below_what_pytorch_maps_is_refused_at_the_start(words, tmp_path):
     directory = [f"hydra.run.dir={tmp_path / 'run'}"] if words[0] in ("sft", "ppo") else []
     done = run_limited(GIB, *words, *directory)

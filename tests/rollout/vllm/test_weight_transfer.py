@@ -215,6 +215,7 @@ def test_two_siblings_feed_one_engine_and_gather_nothing_else(model32, tmp_path)
     assert stages == pytest.approx(whole, rel=0.1)  # each sibling feeds a stage, of which the other has a half
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["plain", "lora"])
 def test_two_stages_feed_one_engine_and_send_the_second_half_alone(lora, model32, tmp_path):

@@ -221,6 +221,7 @@ def test_a_tag_names_the_directory_and_the_run_directory_leads_to_it(dir32):
             made.save_checkpoint(tag="../x")
 
 
+@pytest.mark.exhaustive
 def test_without_settings_a_checkpoint_goes_where_a_run_of_that_name_would_look(dir32):
     with trainer(dir32, train_config={"project_name": "mine", "experiment_name": "one"}) as made:
         made.step()
@@ -356,6 +357,7 @@ def test_the_statistics_of_a_reward_are_saved_loaded_and_reset(dir32, tmp_path):
         assert made.reward_model.state_dict() == learned
 
 
+@pytest.mark.exhaustive
 def test_a_part_of_a_trainer_is_saved_and_loaded_by_being_one_of_its_parts(dir32, tmp_path, monkeypatch):
     class Curriculum:
         level = 1

@@ -207,6 +207,7 @@ def test_a_run_that_was_moved_with_its_checkpoints_is_found_where_it_lies_now(co
     assert find(str(copied / "deep/er/run"), copied).checkpoint.directory == copied / "checkpoints/global_step_4"
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_killed_before_its_first_save_leads_to_what_it_had_gone_on_from(copied, model32, caplog):
     with course(model32, copied, resume=str(copied / "checkpoints/global_step_2")).build(
         BuildContext(run_dir=copied / "second")
