@@ -18,6 +18,7 @@ from verl.cli.models import print_families, print_summary
 from verl.cli.plan import plan
 from verl.cli.report import report
 from verl.cli.resume_check import resume_check
+from verl.cli.runs import diff, runs
 from verl.cli.samples import samples
 from verl.cli.serve_policy import serve_policy
 from verl.errors import ConfigError
@@ -54,6 +55,8 @@ app.command(cls=train.HydraCommand)(train.sft)
 app.add_typer(checkpoint.app)
 app.command("resume-check")(resume_check)
 app.command()(lineage)
+app.command()(runs)
+app.command()(diff)
 app.command("eval")(evaluate)
 app.command()(generate)
 app.command("serve-policy")(serve_policy)

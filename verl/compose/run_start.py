@@ -218,6 +218,7 @@ _BEFORE_THE_FIRST_STEP = {
     "run.log",
     "plan.txt",
     "plan.json",
+    "environment.json",
     "metrics.jsonl",
     "tensorboard",
 }

@@ -31,6 +31,7 @@ from verl.protocol import DataProto
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.trainer.setup import LoopTrainer
 from verl.trainer.state.driver_state import PartStates, load_parts
+from verl.trainer.state.lineage import record_environment
 from verl.trainer.timers import Profiler
 from verl.utils.component_exits import component_exits
 from verl.utils.external_input import write_whole
@@ -161,10 +162,11 @@ class TrainLoop:
         self._started = time.perf_counter()
 
     def open(self) -> None:
-        """Start the trackers. Idempotent."""
+        """Record the environment and start the trackers. Idempotent."""
         if self.is_open:
             return
         trainer, saving = self.trainer, self.trainer.saving
+        record_environment(trainer.run_dir, saving.code)
         name = f"{trainer.settings.project_name}/{trainer.settings.experiment_name}"
         self._started = time.perf_counter()
         if saving.resumed is not None:

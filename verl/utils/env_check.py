@@ -195,7 +195,7 @@ def machine() -> Iterator[CheckLine]:
     yield CheckLine(None, "memory: " + ("unknown" if memory is None else f"{memory:.1f} GiB"))
     yield CheckLine(None, f"disk: {free:.1f} GiB free in {Path.cwd()}")
     if installed("torch") is not None:
-        yield CheckLine(None, f"accelerator: {_accelerator()}")
+        yield CheckLine(None, f"accelerator: {accelerator()}")
     if installed("torch") is not None:
         yield CheckLine(None, f"optional: vllm, for rollout=vllm: {vllm_fault(has_gpu()) or VLLM}")
     for extra in EXTRAS:
@@ -281,7 +281,8 @@ def _memory_gib() -> float | None:
     return min(limits) / 2**30
 
 
-def _accelerator() -> str:
+def accelerator() -> str:
+    """The GPUs that torch finds, or that there are none."""
     try:
         import torch
     except Exception as error:  # noqa: BLE001 - a torch that cannot be imported is reported, not raised

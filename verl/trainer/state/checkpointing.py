@@ -129,7 +129,8 @@ class CheckpointSaver:
         return sources_of(self._config)
 
     @cached_property
-    def _code(self) -> dict[str, Any]:
+    def code(self) -> dict[str, Any]:
+        """Version and commit of verl."""
         return code_version()
 
     @property
@@ -175,7 +176,7 @@ class CheckpointSaver:
                 "machines see it; then every process also writes its own part.", fault, later,
             )  # fmt: skip
             self.rank_writers = None
-        facts = {"run_dir": str(run_dir), "code": self._code, "identity": self.identity}
+        facts = {"run_dir": str(run_dir), "code": self.code, "identity": self.identity}
         self.lineage.add("run", **self.facts, **facts)
         upload_target = None if self._tier is None else self._tier.cold()
         write_upload_target(store.disk, self.directory, upload_target)
@@ -472,7 +473,7 @@ class CheckpointSaver:
             "wall_clock_s": round(self._wall_before + time.monotonic() - self._started, 3),
             "rng_states": RNG.references(len(state["rng"]["ranks"])),
             "lineage": self.facts,
-            "code": self._code,
+            "code": self.code,
             "identity": self.identity,
             "config": self._config,
             "sources": self._sources,

@@ -1,5 +1,6 @@
-"""Comparison of two runs: the metrics of each step, and everything in their last checkpoints.
+"""Comparison of two runs: what they were started with, the metrics of each step, and their last checkpoints.
 
+origin        settings, code, data and environment, by path       every value that differs
 steps         every metric but times, in order of steps           the first that differs
 checkpoints   every logical tensor, then the plain state          the first that differs, with its first element
 """
@@ -10,17 +11,22 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.read.discovery import read_pointer
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.utils.external_input import read_text
+from verl.errors import CheckpointNotFound, ConfigError
+from verl.trainer.state.lineage import ENVIRONMENT, events_of, is_content
+from verl.trainer.state.training_identity import differences
+from verl.utils.external_input import ExternalInputError, parse_mapping, read_text
 
 TIMES = (
     "time_s",
@@ -65,13 +71,109 @@ class Tolerance:
         return ~((x - y).abs() <= self.tolerance * torch.maximum(x.abs(), y.abs()).amax())
 
 
+@dataclass
+class RunOrigin:
+    """What a run was started with, from the files in its directory.
+
+    Attributes:
+        settings: `config.yaml`, with references unresolved.
+        code: version and commit of verl, and whether files differ from that commit; None if not recorded.
+        data: digests of data, models and tokenizer by path; None without checkpoints, since they are not recorded then.
+        environment: packages, threads and device; None if not recorded.
+    """
+
+    settings: dict[str, Any]
+    code: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
+    environment: dict[str, Any] | None = None
+
+
+@dataclass
+class RunComparison:
+    """What differs between two runs.
+
+    Attributes:
+        differing: path -> values of both, by section of `RunOrigin`; a section that a run does not have is missing.
+        metrics: the first step and metric that differ, or the number of steps; None where there is no difference.
+    """
+
+    differing: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    metrics: str | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing that both runs recorded differs."""
+        return self.metrics is None and not any(self.differing.values())
+
+
+def compare_runs(a: Path, b: Path) -> RunComparison:
+    """Compare settings, code, data, environment and metrics of two runs, also of running and killed ones.
+
+    Raises:
+        ConfigError: one of them is not the directory of a run, or its files cannot be read.
+    """
+    comparison, origins = RunComparison(), [vars(origin_of(run_dir)) for run_dir in (a, b)]
+    for section in origins[0]:
+        first, second = (origin[section] for origin in origins)
+        if first is not None and second is not None:
+            comparison.differing[section] = differences(first, second)
+    first, second = steps_of(a), steps_of(b)
+    last = [max(steps, default=0) for steps in (first, second)]
+    common = {step: metrics for step, metrics in second.items() if step <= min(last)}
+    comparison.metrics = first_step_apart(first, common, Tolerance())
+    if comparison.metrics is None and last[0] != last[1]:
+        comparison.metrics = f"the last step is {last[0]} in the first run and {last[1]} in the second"
+    return comparison
+
+
+def origin_of(run_dir: Path) -> RunOrigin:
+    """Read what a run was started with.
+
+    Raises:
+        ConfigError: this is not the directory of a run, or a file cannot be parsed.
+    """
+    if not (run_dir / "config.yaml").is_file() or not (run_dir / "metrics.jsonl").is_file():
+        raise ConfigError(f"{run_dir} is not the directory of a run: it needs config.yaml and metrics.jsonl.")
+    try:
+        settings = yaml.safe_load(read_text(run_dir / "config.yaml"))
+        has_record = (run_dir / ENVIRONMENT).exists()
+        environment = parse_mapping(read_text(run_dir / ENVIRONMENT)) if has_record else None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # among them ExternalInputError
+        raise ConfigError(f"{run_dir} cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{run_dir / 'config.yaml'} holds no settings.")
+    origin = RunOrigin(settings, environment=environment)
+    origin.code = None if environment is None else environment.pop("code", None)
+    try:
+        started = [event for event in events_of(read_pointer(run_dir), run_dir) if event["event"] == "run"]
+    except CheckpointNotFound:
+        return origin
+    if started:
+        identity = started[-1].get("identity") or {}
+        origin.data = {path: value for path, value in identity.items() if is_content(value) or path == "tokenizer"}
+        origin.code = origin.code or started[-1].get("code")
+    return origin
+
+
 def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    """The metrics of each step that `metrics.jsonl` holds, evaluations among them, times left out."""
+    """The metrics of each step that `metrics.jsonl` holds, evaluations among them, times left out.
+
+    Half a line, which a killed run leaves, is passed over.
+
+    Raises:
+        ConfigError: a line holds no metrics.
+    """
     steps: dict[int, dict[str, float]] = {}
-    for line in read_text(run_dir / "metrics.jsonl").splitlines():
-        record = json.loads(line)
-        numbers = {key: float(x) for key, x in record.items() if key != "step" and not key.startswith(TIMES)}
-        steps.setdefault(record["step"], {}).update(numbers)
+    for line in read_text(run_dir / "metrics.jsonl", errors="replace").splitlines():
+        try:
+            record = parse_mapping(line)
+        except ExternalInputError:
+            continue
+        try:
+            numbers = {key: float(x) for key, x in record.items() if key != "step" and not key.startswith(TIMES)}
+            steps.setdefault(int(record["step"]), {}).update(numbers)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"{run_dir / 'metrics.jsonl'} has a line without metrics: {line[:80]}") from error
     return steps
 
 

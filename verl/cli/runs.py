@@ -1,0 +1,339 @@
+"""`verl runs`: the runs below a directory, and their removal. `verl diff`: what differs between two of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+
+from verl.checkpoint.commit.fencing import LockHolder, RunLock
+from verl.checkpoint.read.discovery import RUN_LOCK, RunPointer, read_pointer
+from verl.cli.console import (
+    FOUND,
+    counted,
+    duration,
+    echo,
+    one_line_errors,
+    parse_duration,
+    print_json,
+    print_table,
+    size,
+)
+from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
+from verl.tracking.base import short
+from verl.utils.external_input import ExternalInputError, open_regular, parse_as, parse_mapping, read_text
+
+if TYPE_CHECKING:
+    from verl.trainer.state.compare_runs import RunComparison
+
+ROOTS = (Path("outputs"), Path("multirun"))
+CHECKPOINTS = Path("checkpoints")  # default directory of checkpoints, with the lineage of runs
+HEADLINE = ("reward/mean", "sft/loss", "eval/accuracy", "eval/loss")  # metrics of the table
+TAIL_BYTES = 2**18  # of metrics.jsonl, in which the last value of each metric is looked for
+KILLED, RUNNING = "killed", "running"
+SHOWN_CHARACTERS = 60  # of a value that differs
+
+
+@dataclass
+class ListedRun:
+    """A run, from the files of its directory.
+
+    Attributes:
+        status: `running` while a process holds the lock of its directory; else as it ended, or `killed`.
+        step: of the last metrics; 0 if there are none.
+        metrics: the last value of each metric.
+        updated: time of the last write below its directory, in seconds since the epoch.
+        parent: run id, checkpoint and step that it was resumed from, or None.
+        run_ids: of the starts in this directory, the last one first; empty if it saved no checkpoints.
+    """
+
+    directory: Path
+    status: str
+    step: int
+    metrics: dict[str, Any]
+    updated: float
+    size_bytes: int
+    parent: dict[str, Any] | None = None
+    run_ids: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "directory": str(self.directory)}
+
+
+def runs(
+    directory: Annotated[Path | None, typer.Argument(help="Default: outputs/ and multirun/.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Objects with all last metrics instead of a table.")] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Remove runs that have ended, after a question.")] = False,
+    older_than: Annotated[
+        str, typer.Option(metavar="TIME", help="With --prune: last written so long ago: 30m, 2h, 7d.")
+    ] = "7d",
+    yes: Annotated[bool, typer.Option("--yes", help="With --prune: do not ask.")] = False,
+) -> None:
+    """List the runs below a directory: status, last metrics, age, size, and the run that each was resumed from.
+
+    --prune removes directories of runs. It keeps a run that is running, a run or checkpoint that another run was
+    resumed from, and weights that another run names. Checkpoints elsewhere stay.
+    """
+    with one_line_errors():
+        if directory is not None and not directory.is_dir():
+            raise ConfigError(f"{directory}: no such directory. Give the directory of a run, or one above.")
+        if as_json and prune:
+            raise ConfigError("--json prints the runs and --prune asks before it removes some: give one of the two.")
+        roots = [root for root in ([directory] if directory else ROOTS) if root.is_dir()]
+        if prune:
+            _prune(roots, parse_duration(older_than, "--older-than"), yes)
+            return
+        listed = list_runs(roots)
+        if as_json:
+            print_json([run.as_json() for run in listed])
+        elif listed:
+            _print(listed)
+        else:
+            echo(f"There are no runs below {' or '.join(map(str, roots or ROOTS))}.")
+
+
+def list_runs(roots: Sequence[Path]) -> list[ListedRun]:
+    """The runs below some directories, the last written one last."""
+    directories = [Path(root) for above in roots for root, _, names in os.walk(above) if _is_run(names)]
+    return sorted(map(_listed, directories), key=lambda run: run.updated)
+
+
+def last_metrics(file: Path) -> tuple[int, dict[str, Any]]:
+    """The last step of a `metrics.jsonl` and the last value of each metric, from its last 256 KiB."""
+    metrics: dict[str, Any] = {}
+    with contextlib.suppress(OSError), open(open_regular(file), "rb") as lines:
+        start = max(0, lines.seek(0, os.SEEK_END) - TAIL_BYTES)
+        lines.seek(start)
+        for line in lines.read().split(b"\n")[1 if start else 0 :]:
+            with contextlib.suppress(ExternalInputError):
+                metrics |= parse_mapping(line)
+    step = metrics.pop("step", 0)
+    return step if isinstance(step, int) else 0, metrics
+
+
+def _is_run(names: Sequence[str]) -> bool:
+    return "metrics.jsonl" in names or {"config.yaml", "overrides.yaml"} <= {*names}
+
+
+def _listed(directory: Path) -> ListedRun:
+    from verl.trainer.state.lineage import events_of
+
+    step, metrics = last_metrics(directory / "metrics.jsonl")
+    size_bytes, updated = _size_and_time(directory)
+    run = ListedRun(directory, KILLED, step, metrics, updated, size_bytes)
+    ended: list[str] = []
+    if (pointer := _pointer(directory)) is not None:
+        run.run_ids = [pointer.run_id, *pointer.earlier]
+        events = events_of(pointer, directory)
+        ended = [event["status"] for event in events if event["event"] == "end"]
+        if started := [event for event in events if event["event"] == "run"]:
+            run.parent = started[-1].get("parent")
+    else:
+        with contextlib.suppress(OSError, ExternalInputError):
+            ended = [str(parse_mapping(read_text(directory / "summary.json", errors="replace")).get("status"))]
+    is_running = RunLock.is_held_here(directory) or RunLock.holder_of(directory) is not None
+    run.status = RUNNING if is_running else ended[-1] if ended else KILLED
+    return run
+
+
+def _pointer(run_dir: Path) -> RunPointer | None:
+    try:
+        return read_pointer(run_dir)
+    except (CheckpointNotFound, BadCheckpoint, OSError):
+        return None
+
+
+def _size_and_time(directory: Path) -> tuple[int, float]:
+    """Bytes of all files, each inode once, and the time of the last write."""
+    sizes: dict[tuple[int, int], int] = {}
+    updated = 0.0
+    for path in _files(directory):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            status = path.lstat()
+            sizes[status.st_dev, status.st_ino] = status.st_size
+            updated = max(updated, status.st_mtime)
+    return sum(sizes.values()), updated
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for root, _, names in os.walk(directory):
+        yield from (Path(root, name) for name in names)
+
+
+def _print(listed: Sequence[ListedRun], reasons: Mapping[Path, str] | None = None) -> None:
+    """Print a table; `reasons` adds a column by directory."""
+    directories = {run.run_ids[0]: run.directory for run in listed if run.run_ids}
+    rows = []
+    for run in listed:
+        values = {key: run.metrics[key] for key in HEADLINE if key in run.metrics}
+        metrics = "  ".join(f"{key} {short(x) if isinstance(x, float | int) else x}" for key, x in values.items())
+        parent = "" if run.parent is None else f"step {run.parent['step']} of "
+        parent += "" if run.parent is None else str(directories.get(run.parent["run_id"], run.parent["run_id"]))
+        age = duration(max(0.0, time.time() - run.updated))
+        rows.append([run.directory, run.status, run.step, metrics, age, size(run.size_bytes), parent])
+    columns, right = ["run", "status", "step", "last metrics", "age", "size", "parent"], ["step", "age", "size"]
+    if reasons is not None:
+        columns, rows = [*columns, "stays, because"], [[*row, reasons.get(row[0], "")] for row in rows]
+    print_table(columns, rows, right, drop=["parent", "size", "last metrics"], cut=["last metrics", "parent"])
+
+
+# -- prune -------------------------------------------------------------------------------------------------------------
+
+
+def _prune(roots: Sequence[Path], older_than_s: float, is_confirmed: bool) -> None:
+    removable, reasons = _removable(roots, older_than_s)
+    if reasons:
+        _print([run for run in list_runs(roots) if run.directory in reasons], reasons)
+        echo("")
+    if not removable:
+        echo(f"There is no run to remove that was last written more than {duration(older_than_s)} ago.")
+        return
+    _print(removable)
+    question = f"Remove {counted(len(removable), 'run')}, {size(sum(run.size_bytes for run in removable))}?"
+    if not is_confirmed:
+        typer.confirm(question, abort=True)
+    now = {run.directory for run in _removable(roots, older_than_s)[0]}  # a run may have been resumed since
+    for run in removable:
+        if run.directory in now and _remove(run.directory):
+            echo(f"removed {run.directory}")
+        else:
+            echo(f"{run.directory} is in use by now and stays")
+
+
+def _removable(roots: Sequence[Path], older_than_s: float) -> tuple[list[ListedRun], dict[Path, str]]:
+    """Old runs that may be removed, and the reasons why others of that age may not, by directory."""
+    listed = list_runs(roots)
+    others = [run for run in list_runs(ROOTS) if run.directory.resolve() not in {x.directory.resolve() for x in listed}]
+    chosen = [run for run in listed if run.status != RUNNING and time.time() - run.updated >= older_than_s]
+    events, configs = _all_events(roots, [*listed, *others]), {}
+    for run in (*listed, *others):
+        with contextlib.suppress(OSError, yaml.YAMLError, ValueError, RecursionError):
+            configs[run.directory] = str(yaml.safe_load(read_text(run.directory / "config.yaml", errors="replace")))
+    reasons: dict[Path, str] = {}
+    while True:  # a run that stays may need others
+        removed = [run for run in chosen if run.directory not in reasons]
+        rest = [run for run in (*listed, *others) if run not in removed]
+        new = {run.directory: why for run in removed if (why := _needed_by(run, rest, removed, events, configs))}
+        if not new:
+            return removed, reasons
+        reasons |= new
+
+
+def _all_events(roots: Sequence[Path], listed: Sequence[ListedRun]) -> list[dict[str, Any]]:
+    """Starts of runs recorded below some directories, in the default directory, and wherever a listed run saves."""
+    from verl.trainer.state.lineage import read_events
+
+    pointers = [(run.directory, pointer) for run in listed if (pointer := _pointer(run.directory)) is not None]
+    saved = [place for directory, pointer in pointers for place in pointer.places(directory.absolute())[:2]]
+    directories = {path.resolve() for path in (*roots, *ROOTS, CHECKPOINTS, *saved) if path.is_dir()}
+    return [event for path in directories for event in read_events(path) if event["event"] == "run"]
+
+
+def _needed_by(
+    run: ListedRun,
+    rest: Sequence[ListedRun],
+    removed: Sequence[ListedRun],
+    events: Sequence[Mapping[str, Any]],
+    configs: Mapping[Path, str],
+) -> str | None:
+    """Why a run must stay, or None.
+
+    Args:
+        rest: runs that are not removed.
+        removed: runs that would be removed, this one among them.
+        events: recorded starts of runs.
+        configs: settings of runs, as text, by directory.
+    """
+    here = run.directory.resolve()
+    host = _lock_host(run.directory)
+    if host not in ("", socket.gethostname()):
+        return f"its lock is of {host}, where it may be running: if it is not, remove its {RUN_LOCK}"
+    saved_here = {e["run_id"] for e in events if Path(e["directory"]).resolve().is_relative_to(here)}
+    removed_directories = {other.directory.resolve() for other in removed}
+    for event in events:
+        if (parent := event.get("parent")) is None:
+            continue
+        child = Path(event.get("run_dir", ""))
+        has_parent_here = Path(parent["checkpoint"]).resolve().is_relative_to(here)
+        if has_parent_here or (parent["run_id"] in saved_here and event["run_id"] != parent["run_id"]):
+            return f"run {event['run_id']} was resumed from a checkpoint in it"
+        is_there = child.is_dir() and child.resolve() not in removed_directories
+        if parent["run_id"] in run.run_ids and is_there:
+            return f"{child} was resumed from it"
+    for other in rest:
+        if other.directory.resolve().is_relative_to(here):
+            return f"it contains {other.directory}"
+        if any(name in configs.get(other.directory, "") for name in (str(here), str(run.directory))):
+            return f"{other.directory} names files in it"
+    return None
+
+
+def _lock_host(run_dir: Path) -> str:
+    """The machine in the lock file of a run that did not end in order; empty if there is no such file."""
+    with contextlib.suppress(OSError, ExternalInputError):
+        return parse_as(LockHolder, read_text(run_dir / RUN_LOCK, errors="replace")).host
+    return ""
+
+
+def _remove(run_dir: Path) -> bool:
+    """Remove the directory of a run, under its lock. False if another process has the lock."""
+    lock = RunLock(run_dir, "", {}, "DIR")
+    if lock.acquire() is not None:
+        return False
+    try:
+        unnamed = run_dir.with_name(f".{run_dir.name}.removed")  # nobody starts a run in this directory
+        run_dir.rename(unnamed)
+        shutil.rmtree(unnamed)
+    finally:
+        lock.release()
+    return True
+
+
+# -- diff --------------------------------------------------------------------------------------------------------------
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(help="The directory of a run.", metavar="A")],
+    second: Annotated[Path, typer.Argument(help="The directory of another run.", metavar="B")],
+    as_json: Annotated[bool, typer.Option("--json", help="One object instead of lines.")] = False,
+) -> None:
+    """Compare settings, code, data, environment and metrics of two runs; times are left out.
+
+    The exit status is 0 if they are equal, 1 if something differs, and 2 if a run cannot be read.
+    """
+    from verl.trainer.state.compare_runs import compare_runs
+
+    with one_line_errors():
+        comparison = compare_runs(first, second)
+        if as_json:
+            print_json({"equal": comparison.is_equal, **asdict(comparison)})
+        else:
+            _print_comparison(comparison)
+        raise typer.Exit(0 if comparison.is_equal else FOUND)
+
+
+def _print_comparison(comparison: RunComparison) -> None:
+    for section in ("settings", "code", "data", "environment"):
+        changed = comparison.differing.get(section)
+        if changed is None:
+            echo(f"{section:<13}not recorded by both")
+            continue
+        echo(f"{section:<13}{f'{len(changed)} differ' if changed else 'equal'}")
+        for path, values in changed.items():
+            echo(f"  {path}: {' -> '.join(map(_value, values))}")
+    echo(f"{'metrics':<13}{comparison.metrics or 'equal'}")
+
+
+def _value(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
