@@ -152,7 +152,7 @@ class Exponential(AdvantageEstimator):
         return DataProto.from_dict({"advantages": credit, "returns": credit})
 
 
-@pytest.mark.parametrize("on_non_finite", ["skip", *exhaustive("stop")])
+@pytest.mark.parametrize("on_non_finite", ["skip", "stop"])
 def test_credit_that_overflows_leaves_the_coefficient_of_the_kl_as_it_was(model32, tmp_path, on_non_finite):
     kl = AdaptiveKLInReward(coef=0.1, target=1e-3, horizon=10.0)
     algorithm = dataclasses.replace(PPO_ALGORITHM, advantage=Exponential(), kl=kl)

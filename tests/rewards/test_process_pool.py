@@ -171,8 +171,8 @@ def test_a_process_started_by_a_hanging_sample_ends_with_it(made, batch, tmp_pat
 @pytest.mark.parametrize(
     ("crash", "words"),
     [
-        pytest.param("os._exit(3)", "exit status 3", marks=pytest.mark.exhaustive),
-        pytest.param("os.kill(os.getpid(), 11)", "signal SIGSEGV", marks=pytest.mark.exhaustive),
+        ("os._exit(3)", "exit status 3"),
+        ("os.kill(os.getpid(), 11)", "signal SIGSEGV"),
         ("os.kill(os.getpid(), 9)", "signal SIGKILL"),
     ],
 )
@@ -273,9 +273,9 @@ def test_a_number_comes_in_many_forms_a_tensor_among_them(made):
     ("result", "found"),
     [
         ("None", "None of type NoneType"),
-        pytest.param("'1'", "'1' of type str", marks=pytest.mark.exhaustive),
+        ("'1'", "'1' of type str"),
         ("[1, 2]", "a list of 2 items"),
-        pytest.param("[]", "a list of 0 items", marks=pytest.mark.exhaustive),
+        ("[]", "a list of 0 items"),
         pytest.param("np.zeros((1, 3))", "a ndarray of 3 items", marks=pytest.mark.exhaustive),
         pytest.param("__import__('torch').zeros(1, 3)", "a Tensor of 3 items", marks=pytest.mark.exhaustive),
         ("float('nan')", "nan"),

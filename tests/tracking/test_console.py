@@ -89,6 +89,43 @@ def test_the_stage_times_of_a_step_stand_in_one_line_without_what_came_between_s
     assert shown(console).splitlines()[-1] == "  gen 1.24s  reward 0.02s  update_actor 0.71s"
 
 
+def test_every_step_has_the_times_of_the_same_stages_in_the_same_order():
+    console = screen(terminal=False)
+    tracker = ConsoleTracker(Console(stage_lines=False, every_s=0), console)
+    tracker.start("verl/ppo", {}, Path("/out"), 9)
+    took = [{"gen": 0.3, "adv": 0.001, "sync": 0.0}, {"gen": 0.4, "adv": 0.02, "sync": 0.5}, {"new": 0.1, "gen": 0.2}]
+    for step, seconds in enumerate([{**times, "update_actor": 0.1} for times in took], start=1):
+        for name, number in seconds.items():
+            tracker.stage(name, number, "")
+        tracker.log({"reward/mean": 1.0} | {f"timing/{name}_s": number for name, number in seconds.items()}, step)
+    assert [line for line in shown(console).splitlines() if line.startswith("  ")] == [
+        "  gen 0.30s  update_actor 0.10s",
+        "  gen 0.40s  update_actor 0.10s",
+        "  new 0.10s  gen 0.20s  update_actor 0.10s",
+    ]
+
+
+def test_of_fast_steps_the_first_the_last_and_those_before_an_evaluation_have_a_line():
+    console = screen(terminal=False)
+    tracker = ConsoleTracker(Console(stage_lines=False, every_s=60), console)
+    tracker.start("verl/ppo", {}, Path("/out"), 9)
+    for step in range(1, 10):
+        tracker.log({"reward/mean": 1.0}, step)
+        if step == 4:
+            tracker.evaluation({"eval/score": 1.0}, step)
+        if step == 7:  # as if a minute had gone by
+            tracker._shown_at -= 60
+    assert [line.split("/")[0] for line in shown(console).splitlines()[1:]] == [
+        "step 1", "step 4", "eval 4", "step 8", "step 9",
+    ]  # fmt: skip
+    tracker = ConsoleTracker(Console(stage_lines=False, every_s=60), stopped := screen(terminal=False))
+    tracker.start("verl/ppo", {}, Path("/out"), 9)
+    for step in range(1, 4):
+        tracker.log({"reward/mean": 1.0}, step)
+    tracker.close("stopped")
+    assert [line.split("/")[0] for line in shown(stopped).splitlines()[1:]] == ["step 1", "step 3", "run stopped"]
+
+
 def ended(tmp_path, command: tuple[str, ...] = (), **changes) -> list[str]:
     summary = {
         "status": "finished", "steps": 9, "wall_s": 12.3, "error": None, "saved": ["actor"], "checkpoints": [],
@@ -118,6 +155,20 @@ def test_a_run_ends_with_before_and_after_its_directory_and_three_commands(tmp_p
         f"    verl eval {tmp_path.name}",
         f'    verl generate {tmp_path.name} --prompt "..."',
     ]
+
+
+def test_the_last_lines_name_the_page_and_the_last_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    (tmp_path / "report.html").touch()
+    last = tmp_path.parent / "checkpoints/global_step_9"
+    lines = ended(tmp_path, checkpoints=["global_step_9"], last_checkpoint=str(last))
+    assert lines[2:6] == [
+        f"  results in {tmp_path.name}",
+        f"  page {tmp_path.name}/report.html",
+        "  last checkpoint checkpoints/global_step_9",
+        "  next:",
+    ]
+    assert lines[6] == f"    verl report {tmp_path.name}"
 
 
 def test_a_run_that_is_not_over_ends_with_the_command_that_goes_on(tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
+from typing import Any
+
 from verl.compose.schema import group_options, root_keys
 
 _PURPOSE = {
@@ -10,19 +13,41 @@ _PURPOSE = {
 }
 _EXAMPLES = {
     "ppo": r"""
-    verl ppo                                        the built-in example, on any laptop, without network
-    verl ppo algorithm=grpo trainer.group_size=8    another algorithm
-    verl ppo sharding=ddp trainer.n_gpus_per_node=2 two processes, the same numbers
-    verl ppo sharding=fsdp trainer.n_gpus_per_node=2 each holds a part of the model
-    verl ppo actor=pretrained actor.model.path=DIR reward=function reward.path=my.py:score \
-        data=files 'data.train_files=[train.parquet]'         your model, reward and data
-    verl ppo -m trainer.seed=0,1,2                  a sweep, one run after another
-    verl ppo experiment=arithmetic_grpo --cfg job   show the composed configuration and stop""",
-    "sft": """
-    verl sft                                        the built-in example, on any laptop, without network
-    verl sft actor=pretrained actor.model.path=DIR data=sft_files 'data.train_files=[train.jsonl]'
-    verl sft -m actor.optimizer.lr=1e-3,3e-3        a sweep, one run after another
-    verl sft experiment=arithmetic_sft --cfg job    show the composed configuration and stop""",
+    verl ppo                                      the built-in example, offline
+    verl ppo algorithm=grpo trainer.group_size=8  another algorithm
+    verl ppo sharding=ddp trainer.n_gpus_per_node=2    two processes
+    verl ppo sharding=fsdp trainer.n_gpus_per_node=2   each holds a part
+    verl ppo actor=pretrained actor.model.path=DIR \
+        reward=function reward.path=my.py:score \
+        data=files 'data.train_files=[train.parquet]' model, reward and data
+    verl ppo -m trainer.seed=0,1,2                a sweep, one run after another
+    verl ppo experiment=arithmetic_grpo --cfg job show the configuration""",
+    "sft": r"""
+    verl sft                                      the built-in example, offline
+    verl sft actor=pretrained actor.model.path=DIR \
+        data=sft_files 'data.train_files=[train.jsonl]'   your model and data
+    verl sft -m actor.optimizer.lr=1e-3,3e-3      a sweep, one run after another
+    verl sft experiment=arithmetic_sft --cfg job  show the configuration""",
+}
+_GROUPS = {
+    "actor": "The model that is trained, with its optimizer and LoRA.",
+    "algorithm": "Advantages, loss, KL penalty, number of updates.",
+    "checkpoint": "When the whole training state is saved, and how.",
+    "critic": "The model that estimates values, for algorithms that need it.",
+    "data": "Prompts or texts to train on, and held-out ones.",
+    "debug": "Small variations that work with every experiment.",
+    "environment": "Episodes of several turns, with tools or a world.",
+    "experiment": "A whole run as one file.",
+    "reference": "The frozen model that the KL penalty refers to.",
+    "replay": "Whether scored rows are kept and used again.",
+    "reward": "How a response is scored.",
+    "rollout": "The engine that samples responses.",
+    "sandbox": "Where programs run that the model wrote.",
+    "sharding": "How the model and its work are divided over processes.",
+    "storage": "A second place for checkpoints, in object storage.",
+    "sweep": "Several runs from one command, compared in a table.",
+    "tracker": "Where metrics, samples and tables go.",
+    "trainer": "Length of the run, batch sizes, evaluation, devices.",
 }
 
 
@@ -32,8 +57,12 @@ def help_text(root: str) -> str:
     Args:
         root: `ppo` or `sft`.
     """
-    options = group_options()
-    groups = "\n".join(f"  {group}: {', '.join(options[group])}" for group in sorted(root_keys(root)))
+    options, indent = group_options(), " " * 6
+    wrap: Any = {"width": 80, "initial_indent": indent, "subsequent_indent": indent, "break_on_hyphens": False}
+    groups = "\n".join(
+        f"  {group}: {_GROUPS.get(group, '')}\n{textwrap.fill(', '.join(options[group]), **wrap)}"
+        for group in sorted(root_keys(root))
+    )
     return f"""{_PURPOSE[root]}
 
   usage: verl {root} [GROUP=OPTION ...] [PATH.TO.KEY=VALUE ...] [-m] [--cfg job]
@@ -43,5 +72,6 @@ def help_text(root: str) -> str:
   groups
 {groups}
 
-  Every key is explained in conf/<group>/<option>.yaml. Results go to outputs/<project>/<experiment>/<time>.
+  Every key is explained in conf/<group>/<option>.yaml.
+  Results go to outputs/<project>/<experiment>/<time>.
 """

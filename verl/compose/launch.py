@@ -163,7 +163,7 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
         job = RunStart(config, root, choices, run_dir, rich.get_console(), name, overrides, list(faults))
         if is_sweep:
             job.swept = swept_overrides(sys.argv[1:], running.sweeper, overrides)
-            set_command([*start_message(sys.argv[0]), *overrides])
+            set_command([*start_message(sys.argv[0]), *_config_dirs(sys.argv[1:]), *overrides])
         try:
             with _clean_end(run_dir), _refused_once(refusals, running.job.num) if is_sweep else nullcontext():
                 try:
@@ -242,6 +242,13 @@ def start_message(script: str, count: int = 1) -> list[str]:
         return [*starter, script]
     words = script.split()
     return words if count == 1 else [*starter, "-m", "verl.cli", *words[1:]]
+
+
+def _config_dirs(arguments: Sequence[str]) -> list[str]:
+    """The arguments that name directories of option groups."""
+    names = ("--config-dir", "-cd")
+    pairs = zip(arguments, ["", *arguments], strict=False)
+    return [word for word, before in pairs if word.partition("=")[0] in names or before in names]
 
 
 @contextmanager

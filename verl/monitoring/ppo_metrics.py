@@ -54,7 +54,12 @@ def evaluation_keys(k: int, has_episodes: bool) -> list[str]:
 
 
 def evaluation_metrics(
-    greedy: DataProto, drawn: DataProto | None, k: int, success: float, without_tools: DataProto | None = None
+    greedy: DataProto,
+    drawn: DataProto | None,
+    k: int,
+    success: float,
+    without_tools: DataProto | None = None,
+    has_tools: bool = True,
 ) -> dict[str, float]:
     """Metrics of an evaluation.
 
@@ -63,6 +68,7 @@ def evaluation_metrics(
         drawn: k scored responses per prompt, side by side, or None.
         success: a score that counts as right.
         without_tools: one scored response per prompt, where the policy had no tools; or None.
+        has_tools: whether there are tools to call.
     """
     scores = _scores(greedy)
     metrics = {
@@ -70,7 +76,7 @@ def evaluation_metrics(
         "eval/score": float(scores.mean()),
         "eval/response_length_tokens": float(greedy["response_mask"].sum(dim=1).double().mean()),
     }
-    metrics |= accuracy_by_calls(greedy, (scores >= success).tolist())
+    metrics |= accuracy_by_calls(greedy, (scores >= success).tolist(), has_tools)
     if without_tools is not None:
         metrics["eval/accuracy_without_tools"] = float((_scores(without_tools) >= success).double().mean())
     if drawn is not None:
@@ -140,17 +146,17 @@ def episode_metrics(batch: DataProto) -> dict[str, float]:
     return {f"episode/{name}": value for name, value in metrics.items()}
 
 
-def accuracy_by_calls(batch: DataProto, is_right: Sequence[bool]) -> dict[str, float]:
-    """Accuracy of the episodes of an evaluation that made a call, and of those that made none."""
+def accuracy_by_calls(batch: DataProto, is_right: Sequence[bool], has_tools: bool) -> dict[str, float]:
+    """Accuracy of the episodes of an evaluation that made a call, and of those that made none, if there are tools."""
     records: Any = batch.non_tensor_batch.get("episode")
     if records is None:
         return {}
     has_call = np.array([bool(calls_of(record)) for record in records])
     right = np.asarray(is_right, dtype=float)
-    metrics = {
-        "eval/turns": _mean_or_zero([len(record["turns"]) for record in records]),
-        "eval/call_share": _mean_or_zero(has_call),
-    }
+    metrics = {"eval/turns": _mean_or_zero([len(record["turns"]) for record in records])}
+    if not has_tools and not has_call.any():
+        return metrics
+    metrics["eval/call_share"] = _mean_or_zero(has_call)
     for name, chosen in (("with_call", has_call), ("without_call", ~has_call)):
         if chosen.any():
             metrics[f"eval/accuracy_{name}"] = float(right[chosen].mean())

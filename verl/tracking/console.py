@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeFloat, NonNegativeInt
 
 from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription, short, stage_line
@@ -39,6 +39,7 @@ _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "eval/response_length_tokens": "length",
 }
 _STEP_S = "timing/step_s"
+PAGE = "report.html"  # of a run, where a tracker writes it
 _FROM_BOTH_ENDS = ("prompt", "prompt_text")  # truncated in the middle: prompts often begin alike
 
 
@@ -48,7 +49,9 @@ class Console(TrackerDescription):
 
     Args:
         stage_lines: print `[gen] 1.24s  384 responses, 1536 tokens` for every stage of every step; false prints the
-            times of a step's stages in one line.
+            times of a step's stages in one line, the same stages at every step.
+        every_s: seconds between lines of steps; the first and the last step of a run and those that evaluate always
+            have theirs, and with `stage_lines` all have.
         progress_bar: draw a progress bar on terminals.
         columns: metrics in the line of a step, most important first; those that do not fit the width or are not logged
             are left out. If none is logged, the first four metrics are shown.
@@ -58,6 +61,7 @@ class Console(TrackerDescription):
     shows_others: ClassVar[bool] = True
 
     stage_lines: bool = True
+    every_s: NonNegativeFloat = 1.0
     progress_bar: bool = True
     columns: tuple[str, ...] = (
         "reward/mean",
@@ -99,6 +103,10 @@ class ConsoleTracker(Tracker):
         self._total: int | None = None
         self._durations_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._stages: dict[str, float] = {}
+        self._seen_stages: dict[str, float] = {}  # seconds of each stage of a step, when it was first seen
+        self._stage_columns: list[str] = []
+        self._shown_at: float | None = None  # time of the last line of a step
+        self._hidden: list[tuple[str, str]] = []  # lines of the last step with their styles, if they were not shown
         self._result: Mapping[str, Any] | None = None
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
@@ -125,11 +133,14 @@ class ConsoleTracker(Tracker):
         self._last = now
         left = self._left(step)
         line = step_line(self._count(step), self._shown(metrics), "" if self._progress else left, self._width)
-        self._print(line, wraps=False)
         stages, self._stages = self._stages, {}
         of_step = {name: seconds for name, seconds in stages.items() if f"timing/{name}_s" in metrics}
-        if len(of_step) > 1 and not self._settings.stage_lines:
-            self._print(stages_line(of_step, self._width), "dim", wraps=False)
+        self._hidden = [(line, "")]
+        if not self._settings.stage_lines and (times := self._stage_times(of_step)):
+            self._hidden.append((times, "dim"))
+        is_first = self._shown_at is None or self._settings.stage_lines or step == self._total
+        if is_first or now - (self._shown_at or 0.0) >= self._settings.every_s:
+            self._print_hidden()
         if self._progress:
             self._progress.update(self._task, completed=step, left=left)
 
@@ -137,10 +148,12 @@ class ConsoleTracker(Tracker):
         if not self._durations_s:
             self._last = time.monotonic()  # step times exclude the evaluation before the first step
         cells = [f"{_label(key)} {short(value, _DIGITS)}" for key, value in metrics.items()]
+        self._print_hidden()
         for line in _filled([self._count(step, "eval "), *cells], self._width):
             self._print(line, "green")
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
+        self._print_hidden()
         for row in rows[: self._settings.sample_rows]:
             shown = {key: value for key, value in row.items() if key != "episode"}  # too long for a line
             self._print(sample_line(f"{name} sample", shown, self._width), "cyan", wraps=False)
@@ -155,6 +168,7 @@ class ConsoleTracker(Tracker):
         if self._progress:
             progress, self._progress = self._progress, None
             progress.stop()
+        self._print_hidden()
         if self._result is None:
             self._print(f"run {status}", "bold")
             return
@@ -162,6 +176,21 @@ class ConsoleTracker(Tracker):
         self._print(f"run {head}", "bold")
         for line in lines:
             self._print(line, wraps=False)
+
+    def _print_hidden(self) -> None:
+        """Print the lines of the last step, if they have not been printed."""
+        for line, style in self._hidden:
+            self._shown_at = self._last
+            self._print(line, style, wraps=False)
+        self._hidden = []
+
+    def _stage_times(self, seconds: Mapping[str, float]) -> str:
+        """The line of the stages' times, with the same stages at every step, unless a new one comes up."""
+        if not seconds.keys() <= self._seen_stages.keys():
+            self._seen_stages = {**seconds, **self._seen_stages}
+            self._stage_columns = stage_columns(self._seen_stages, self._width)
+        cells = [f"{name} {seconds.get(name, 0.0):.2f}s" for name in self._stage_columns]
+        return end_cut("  " + "  ".join(cells), self._width) if len(cells) > 1 else ""
 
     @property
     def _width(self) -> int:
@@ -221,15 +250,16 @@ def step_line(count: str, metrics: Mapping[str, float], left: str, width: int) -
     return f"{line}  {left}" if left and len(f"{line}  {left}") <= width else line
 
 
-def stages_line(seconds: Mapping[str, float], width: int) -> str:
-    """`  gen 1.24s  reward 0.02s  update_actor 0.71s`; the shortest stages are left out if it is too long."""
-    shown = dict(seconds)
-    while shown:
-        line = "  " + "  ".join(f"{name} {taken:.2f}s" for name, taken in shown.items())
-        if len(line) <= width or len(shown) == 1:
-            return line
+def stage_columns(seconds: Mapping[str, float], width: int) -> list[str]:
+    """The stages whose times are shown: those that take time, without the shortest if their line is too long.
+
+    >>> stage_columns({"gen": 1.24, "adv": 0.001, "update_actor": 0.71}, 80)
+    ['gen', 'update_actor']
+    """
+    shown = {name: taken for name, taken in seconds.items() if taken >= 0.005}
+    while len(shown) > 1 and sum(len(f"  {name} {taken:.2f}s ") for name, taken in shown.items()) > width:
         del shown[min(shown, key=shown.__getitem__)]
-    return ""
+    return list(shown)
 
 
 def sample_line(head: str, row: Mapping[str, Any], width: int) -> str:
@@ -248,7 +278,7 @@ def result_lines(
     """Lines about the result of a run: status, metrics before -> after, directories, and commands to continue with.
 
     Args:
-        result: as in `summary.json`.
+        result: as in `summary.json`, with `last_checkpoint`, its path, if there is one.
         total: number of steps of the whole run, or None.
         run_dir: of the run.
         command: the command that started the run.
@@ -262,6 +292,10 @@ def result_lines(
         yield f"  {changed}"
     directory = shown_path(run_dir)
     yield f"  results in {directory}"
+    if (run_dir / PAGE).is_file():
+        yield f"  page {os.path.join(directory, PAGE)}"
+    if last := result.get("last_checkpoint"):
+        yield f"  last checkpoint {shown_path(Path(last))}"
     if result["status"] == "restarting":
         return
     yield "  next:"
@@ -304,6 +338,7 @@ def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, com
     commands = [
         (can_go_on, again),
         (result["status"] == "failed", f"less {shlex.quote(os.path.join(directory, 'run.log'))}"),
+        ((run_dir / PAGE).is_file(), f"verl report {where}"),
         ((run_dir / "samples").is_dir(), f"verl samples {where}"),
         (has_weights, f"verl eval {where}"),
         (has_weights, f'verl generate {where} --prompt "..."'),

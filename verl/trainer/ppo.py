@@ -191,7 +191,7 @@ class PPOTrainer(PPOLifecycle):
         responses = {"greedy": greedy, "drawn": drawn, "without_tools": bare}
         self.tracker.samples(sample_rows(greedy, self.settings.sample_rows), step, "eval")
         self.tracker.evaluated_rows(evaluated_rows(responses, self.settings.success_score), step)
-        return evaluation_metrics(greedy, drawn, k, self.settings.success_score, bare)
+        return evaluation_metrics(greedy, drawn, k, self.settings.success_score, bare, self.has_tools)
 
     def _rewarded(self, rollout: DataProto) -> DataProto:
         if "token_level_scores" in rollout:  # a selection has read them

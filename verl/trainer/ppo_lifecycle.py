@@ -73,7 +73,8 @@ class PPOLifecycle(LoopTrainer):
         self.date = run_date(context, context.chat_template)
         self._load_data(run, context)
         self._refuse_missing_columns(run.reward)
-        if run.environment is not None and (run.environment.has_tools or context.tools):
+        self.has_tools = run.environment is not None and (run.environment.has_tools or bool(context.tools))
+        if run.environment is not None and self.has_tools:
             chat = ChatTemplate(context.tokenizer, context.chat_template)
             check_template(run.environment, chat, "prompt_messages" in getattr(self.train_data, "columns", ()))
         if run.reward_as_role is None:

@@ -397,7 +397,7 @@ def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
     """Write the weights and the summary, and close the trackers, each even if what comes before it fails."""
     with ExitStack() as ending:
         ending.callback(lambda: trainer.tracker.close(result.status))
-        ending.callback(lambda: trainer.tracker.result(result.as_plain()))
+        ending.callback(lambda: trainer.tracker.result(result.as_plain() | _last_checkpoint(trainer, result)))
         ending.callback(lambda: trainer.saving.close(result.status, result.steps))
         ending.callback(_write_result, result)
         is_sound = result.status not in ("failed", "restarting")
@@ -405,6 +405,13 @@ def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
             status, result.status = result.status, "failed"  # unless the weights are written
             _save(trainer, result)
             result.status = status
+
+
+def _last_checkpoint(trainer: LoopTrainer, result: TrainResult) -> dict[str, str]:
+    """The path of the last checkpoint, by the key `last_checkpoint`; empty if there is none."""
+    if not result.checkpoints:
+        return {}
+    return {"last_checkpoint": str(Path(trainer.saving.directory) / result.checkpoints[-1])}
 
 
 def _write_result(result: TrainResult) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,10 @@ from verl.utils.external_input import write_text
 
 _log = logging.getLogger(__name__)
 _NO_CHANGE = "No setting alone, and no two, make it fit: take a smaller model or more devices."
+
+
+WIDTH = 80
+UNBROKEN: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,12 @@ class RunPlan:
         )
 
     def lines(self) -> Iterator[str]:
-        """The whole plan in plain text."""
+        """The whole plan in plain text, in lines of at most `WIDTH` characters, except for long words."""
+        for line in self._sentences():
+            indent = " " * (len(line) - len(line.lstrip()) + 4)
+            yield from textwrap.wrap(line, WIDTH, subsequent_indent=indent, **UNBROKEN) or [""]
+
+    def _sentences(self) -> Iterator[str]:
         estimate = self.memory.estimate
         machines = f" on each of {estimate.machines} machines" if estimate.machines > 1 else ""
         yield f"{estimate.processes} process{'es' * (estimate.processes > 1)}{machines}, device {self.device.name}"
