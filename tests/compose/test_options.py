@@ -35,6 +35,8 @@ OPTIONS = [f"{group}={option}" for group, options in group_options().items() for
 CLIENTS = {"storage=oss": "ossfs", "storage=gcs": "gcsfs"}  # packages that an option cannot do without
 OPTIONAL = {  # an option that asks for a package, and the extra of setup.py that brings it
     "tracker=wandb": ("wandb", "wandb"),
+    "tracker=trackio": ("trackio", "trackio"),
+    "tracker=mlflow": ("mlflow", "mlflow"),
     "reward=math": ("math_verify", "math"),
     "storage=s3": ("s3fs", "s3"),
 }

@@ -195,11 +195,11 @@ def names(trackers: Trackers) -> list[str]:
         (["tracker=[console,jsonl,wandb]", "tracker.wandb.project=x"], ["console", "jsonl", "wandb"]),
         (["tracker=console"], ["console"]),
         (["tracker=[jsonl]"], ["jsonl"]),
-        (["tracker=default"], ["console", "curves", "jsonl", "tensorboard"]),
-        (["tracker=[wandb,default]"], ["console", "curves", "jsonl", "tensorboard", "wandb"]),
+        (["tracker=default"], ["console", "curves", "jsonl", "report", "tensorboard"]),
+        (["tracker=[wandb,default]"], ["console", "curves", "jsonl", "report", "tensorboard", "wandb"]),
         (
             ["tracker=wandb"],
-            ["console", "curves", "jsonl", "tensorboard", "wandb"],
+            ["console", "curves", "jsonl", "report", "tensorboard", "wandb"],
         ),  # as it was before there were lists
         (["tracker=[wandb]"], ["wandb"]),
         (["tracker=none"], []),

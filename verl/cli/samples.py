@@ -1,112 +1,34 @@
 """`verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON, or as an HTML page.
 
 Rows come from the replay buffer of the run and from its sample tables. Filters of the HTML page are part of its URL
-after `#`, so that a view can be shared: `samples.html#sort=-score`. Its style and script are `samples.css` and
-`samples.js` in this folder, and are embedded.
+after `#`, so that a view can be shared: `samples.html#sort=-score`.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 import itertools
-import json
-import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from verl.checkpoint.read.discovery import LATEST
 from verl.cli.console import echo, one_line_errors, output_width, print_json, print_table
 from verl.errors import ConfigError
-from verl.storage.config import is_address
+from verl.report.samples import EPISODE, OF_BUFFER, DumpedSample, read_samples
 from verl.tracking.console import end_cut, visible
-from verl.tracking.jsonl import plain
-from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping, read_text
+from verl.utils.external_input import write_text
 
-BUFFER = "buffer"
-EPISODE = "episode"  # the column with the turns of an episode
-OF_BUFFER = ("sample", "policy_version", "advantage")  # further columns besides those of the data
-
-
-@dataclass(frozen=True)
-class DumpedSample:
-    """One response.
-
-    Attributes:
-        source: `buffer`, or the sample table, such as `eval`.
-        length: tokens of the response; None in a sample table, which does not have it.
-        others: other columns.
-    """
-
-    source: str
-    step: int
-    prompt: str
-    response: str
-    score: float | None = None
-    length: int | None = None
-    prompt_id: int | None = None
-    others: dict[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def read_samples(run: str | Path) -> list[DumpedSample]:
-    """Read all samples of a run, sorted by step.
-
-    Args:
-        run: a run directory, a checkpoint with a replay buffer (a directory or an address in object storage), or
-            `latest`: the run below `outputs/` or `multirun/` with the newest samples.
-    Raises:
-        ConfigError: there are no samples.
-    """
-    if str(run) == LATEST and not Path(run).is_dir():
-        run = _last_sampled()
-    if is_address(str(run)):
-        stored = [sample for name, data in _stored_shards(str(run)) for sample in _of_shard(name, data)]
-        if not stored:
-            raise ConfigError(f"{run} has no replay buffer. Runs with replay=tiered have one.")
-        return sorted(stored, key=lambda sample: sample.step)
-    path = Path(run)
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory. Give the directory of a run, or a checkpoint.")
-    samples = [*_of_dumps(path / "samples")]
-    for directory in (path / "replay", path / "replay_buffer", path):
-        shards = sorted(file for file in directory.glob("rows_*.arrow") if not file.name.endswith(".index.arrow"))
-        samples += [sample for shard in shards for sample in _of_shard(str(shard), _mapped(shard))]
-    if not samples:
-        raise ConfigError(
-            f"{path} has neither samples/step_N.jsonl nor rows of a replay buffer. Runs write samples with each "
-            "evaluation, and have a replay buffer with replay=tiered."
-        )
-    return sorted(samples, key=lambda sample: sample.step)
-
-
-def _mapped(shard: Path) -> Any:
-    import pyarrow as pa
-
-    try:
-        with open(open_regular(shard), "rb") as file:
-            return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise ConfigError(f"{shard} is not a replay shard: {error}") from error
-
-
-def _last_sampled() -> Path:
-    dumps = [path for top in ("outputs", "multirun") for path in Path(top).glob("**/samples/step_*.jsonl")]
-    if not dumps:
-        raise ConfigError(
-            "RUN is 'latest': no run below outputs/ or multirun/ has samples. Give the directory of a run. Runs "
-            "write them when they evaluate, which needs held-out rows (data.eval_files) and trainer.sample_rows."
-        )
-    return max(dumps, key=lambda path: path.stat().st_mtime_ns).parents[1]
+WIDTH = 60  # width of a text if the output has none
+LEAST = 16  # characters: a beginning that prompts share is shown if it is not longer
+DROPPED_FIRST = ("prompt id", "tokens", "source")
+CUT = "..."
+SORTS: dict[str, Callable[[DumpedSample], float]] = {
+    "step": lambda sample: sample.step,
+    "reward": lambda sample: float("-inf") if sample.score is None else sample.score,
+    "length": lambda sample: -1 if sample.length is None else sample.length,
+}
 
 
 def chosen(samples: Sequence[DumpedSample], tests: Sequence[Callable[[DumpedSample], bool]]) -> list[DumpedSample]:
@@ -127,104 +49,6 @@ def within(option: str, text: str, value_of: Callable[[DumpedSample], float | No
     except ValueError:
         raise ConfigError(f"{option} is {text!r}: expected a range such as 0.5:1, 0.5: or :1, or one number.") from None
     return lambda sample: (value := value_of(sample)) is not None and least <= value <= most
-
-
-def _of_dumps(directory: Path) -> Iterator[DumpedSample]:
-    """The rows of sample tables. What cannot be read, such as the half line that a killed run leaves, is left out with
-    a warning."""
-    for file in sorted(directory.glob("step_*.jsonl")):
-        number = file.stem.removeprefix("step_")
-        try:
-            lines = read_text(file).split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            echo(f"{str(file)!a} is left out: {error}", err=True)
-            continue
-        bad = 0
-        for line in filter(str.strip, lines):
-            try:
-                row = parse_mapping(line)
-                table, score = str(row.pop("table", "samples")), row.pop("score", None)
-                texts = [_text(row.pop(name, "")) for name in ("prompt_text", "response_text")]
-                score = None if score is None else float(score)
-                yield DumpedSample(table, int(number), *texts, score=score, others=row)
-            except (ExternalInputError, ValueError, TypeError, OverflowError):
-                bad += 1
-        if bad:
-            echo(f"{str(file)!a}: {bad} lines are not samples, and are left out.", err=True)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _stored_shards(address: str) -> Iterator[tuple[str, Any]]:
-    """Yield the replay shards of a checkpoint in object storage; nothing else is downloaded."""
-    import pyarrow as pa
-
-    from verl.checkpoint.manager import REPLAY_BUFFER, CheckpointManager
-
-    manager = CheckpointManager(address)
-    for entry in manager.files(REPLAY_BUFFER):
-        if entry.path.endswith(".arrow") and not entry.path.endswith(".index.arrow"):
-            yield f"{address}/{entry.path}", pa.py_buffer(manager.read(entry.path))
-
-
-def _of_shard(name: str, data: Any) -> Iterator[DumpedSample]:
-    """The rows of an Arrow file."""
-    import pyarrow as pa
-
-    try:
-        opened = pa.ipc.open_file(data)
-        for number in range(opened.num_record_batches):
-            yield from _of_batch(opened.get_batch(number))
-    except (pa.ArrowException, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{name} is not a complete replay shard: {type(error).__name__}: {error}") from error
-
-
-def _of_batch(batch: Any) -> Iterator[DumpedSample]:
-    import pyarrow.compute as pc
-
-    names = ["step", "score", "prompt_ids", "sample_ids", "policy_version", "advantage", "columns"]
-    lengths = pc.list_value_length(  # pyright: ignore[reportAttributeAccessIssue] - made when it is imported
-        batch.column("responses")
-    ).to_pylist()
-    columns = (batch.column(name).to_pylist() for name in names)
-    for length, step, score, prompt, sample, version, advantage, others in zip(lengths, *columns, strict=True):
-        known = parse_mapping(others)
-        texts = _text(known.pop("prompt_text", "")), _text(known.pop("response_text", ""))
-        known.pop("score", None)
-        columns = {**dict(zip(OF_BUFFER, (sample, version, advantage), strict=True)), **known}
-        yield DumpedSample(BUFFER, step, *texts, score=score, length=length, prompt_id=prompt, others=columns)
-
-
-def page(samples: Sequence[DumpedSample], title: str) -> str:
-    """The HTML page. Responses are embedded as JSON and shown as text, never as markup."""
-    style, script = (files("verl.cli").joinpath(f"samples.{suffix}").read_text("utf-8") for suffix in ("css", "js"))
-    data = json.dumps(plain([sample.as_json() for sample in samples]), allow_nan=False)
-    data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    heading = html.escape(title)
-    # the rule of browsers that the page runs this script and loads nothing
-    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
-    rules = "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'".format(*digests)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{rules}; form-action \'none\'">\n'
-        f'<meta name="viewport" content="width=device-width"><style>{style}</style></head>\n'
-        f'<body><h1>{heading}</h1><form></form><p id="count"></p>\n'
-        "<table><thead><tr></tr></thead><tbody></tbody></table>\n"
-        f'<script id="rows" type="application/json">{data}</script>\n<script>{script}</script></body></html>\n'
-    )
-
-
-WIDTH = 60  # width of a text if the output has none
-LEAST = 16  # characters: a beginning that prompts share is shown if it is not longer
-DROPPED_FIRST = ("prompt id", "tokens", "source")
-CUT = "..."
-SORTS: dict[str, Callable[[DumpedSample], float]] = {
-    "step": lambda sample: sample.step,
-    "reward": lambda sample: float("-inf") if sample.score is None else sample.score,
-    "length": lambda sample: -1 if sample.length is None else sample.length,
-}
 
 
 def samples(
@@ -250,7 +74,9 @@ def samples(
         selected = _sorted(chosen(read_samples(run), tests), sort)
         shown = selected[:limit] if limit else selected
         if html is not None:
-            html.write_text(page(selected, f"Samples of {run}"), encoding="utf-8")
+            from verl.report.page import render, samples_content
+
+            write_text(html, render(samples_content(selected), f"Samples of {run}"))
             echo(f"{html}: {len(selected)} rows")
         elif as_json:
             print_json([sample.as_json() for sample in shown])

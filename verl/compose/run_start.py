@@ -6,6 +6,7 @@ checks of this machine -> lock of the run directory -> differences from the defa
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from verl.compose.validate import TARGET, refuse_here
 from verl.compose.warm_start import resolve_warm_starts
 from verl.errors import ConfigError
 from verl.tracking.console import end_cut, print_line, shown_path, visible
+from verl.tracking.jsonl import plain
 from verl.tracking.logging_setup import setup_logging
 from verl.utils.external_input import write_text
 from verl.utils.redact import redact, redact_tree
@@ -95,13 +97,17 @@ class RunStart:
         if (lock := lock_run_directory(self.run_dir)) is not None:
             self.closing.callback(lock.release)
         self.is_new = is_new
+        changed: dict[str, tuple[Any, Any]] = {}
         if self.choices is not None:
             changed = print_start(self.config, self.root, self.choices, self.run_dir, self.console)
-            if run is not None and (line := run.unused_settings(changed)) is not None:
+            if run is not None and (line := run.unused_settings([*changed])) is not None:
                 print_line(self.console, line)
         self.is_recorded = True
         try:
             save_config(self.config, self.overrides, self.run_dir)
+            if self.choices is not None:
+                start = {"name": run_name(self.config), "differences": changed}
+                write_text(self.run_dir / "start.json", json.dumps(redact_tree(plain(start)), indent=1) + "\n")
             self.closing.callback(setup_logging(self.run_dir))
         except OSError as error:
             raise ConfigError(
@@ -117,8 +123,8 @@ class RunStart:
 
 def print_start(
     config: DictConfig, root: str, choices: Mapping[str, str | None], run_dir: Path, console: Any
-) -> list[str]:
-    """Print the name of a run, its directory, and its differences from the defaults; returns the paths of these.
+) -> dict[str, tuple[Any, Any]]:
+    """Print the name of a run, its directory, and its differences from the defaults; returns these as `differences`.
 
     Args:
         config: a composed and validated root.
@@ -126,8 +132,7 @@ def print_start(
         run_dir: of the run.
         console: a rich console.
     """
-    name = f"{config.trainer.project_name}/{config.trainer.experiment_name}"
-    print_line(console, visible(redact(f"{name} writes to {shown_path(run_dir)}")), "bold", wraps=False)
+    print_line(console, visible(redact(f"{run_name(config)} writes to {shown_path(run_dir)}")), "bold", wraps=False)
     changed = differences(config, root, choices)
     if changed:
         print_line(console, "differs from the defaults (--cfg job shows the whole configuration):")
@@ -136,7 +141,12 @@ def print_start(
     for path, (_, before) in changed.items():
         line = f"  {names[path]:<{column}}  was {visible(_text(before))}"
         print_line(console, line if len(line) <= console.width else end_cut(f"  {names[path]}", console.width))
-    return list(changed)
+    return changed
+
+
+def run_name(config: DictConfig) -> str:
+    """Project and experiment."""
+    return f"{config.trainer.project_name}/{config.trainer.experiment_name}"
 
 
 def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]) -> dict[str, tuple[Any, Any]]:
@@ -204,6 +214,7 @@ def save_config(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> 
 _BEFORE_THE_FIRST_STEP = {
     "config.yaml",
     "overrides.yaml",
+    "start.json",
     "run.log",
     "plan.txt",
     "plan.json",

@@ -118,7 +118,7 @@ class Trackers(Description):
     `more.mine`.
 
     Args:
-        console, jsonl, tensorboard, wandb, curves: the trackers of this package.
+        console, jsonl, tensorboard, wandb, curves, report: the trackers of verl.
         more: user-defined trackers by name.
     """
 
@@ -129,6 +129,7 @@ class Trackers(Description):
     tensorboard: TrackerDescription | None = None
     wandb: TrackerDescription | None = None
     curves: TrackerDescription | None = None
+    report: TrackerDescription | None = None
     more: dict[str, TrackerDescription] = field(default_factory=dict)
 
     def faults(self) -> Iterator[str]:

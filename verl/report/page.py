@@ -1,0 +1,398 @@
+"""The HTML page of runs, and the JSON in it.
+
+The page is one file: it runs its own script, `page.js`, and loads nothing. Texts of a run are JSON in it and are shown
+as text, never as markup. Numbers of curves are base64 of Float32.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import itertools
+import json
+import math
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from verl.report.diagnosis import diagnosis
+from verl.report.read import KILLED, MetricColumn, RunRecord, as_number, read_run, step_files
+from verl.report.samples import DumpedSample, read_tables
+from verl.report.statistics import Interval, interval_over_seeds, paired_bootstrap, student_t
+from verl.tracking.jsonl import plain
+from verl.tracking.plots import PANELS, panel_of
+from verl.utils.redact import redact_tree
+
+T = TypeVar("T")
+
+MAX_VALUES = 400_000  # of the curves of a page
+MAX_TEXT = 20_000  # characters of a prompt or response
+MAX_TEXTS = 4_000_000  # characters of all samples
+MAX_TOKENS = 50_000  # tokens of all rows in the view of tokens
+MAX_PROMPTS = 5_000  # listed by pass rate
+FURTHER_PANELS = {
+    "entropy (nats)": ["rollout/entropy_nats", "actor/entropy"],
+    "clip share": ["*/clip_fraction"],
+    "gradient norm": ["*/grad_norm"],
+    "gap of log-probs (nats)": ["rollout/log_prob_gap_nats", "rollout/off_policy_gap_nats", "sync/probe_gap_nats"],
+    "effective share": ["*/effective_share"],
+    "staleness (versions)": ["*staleness*"],
+    "samples per second": ["perf/samples_per_s"],
+}
+MAIN = ("eval/accuracy", "eval/score", "eval/loss", "reward/mean", "sft/loss")  # the first one is the outcome
+SEED = "trainer.seed"
+# Settings that name a run or where it writes, in which runs of one group may differ
+NAMES = (SEED, "trainer.experiment_name", "trainer.project_name", "checkpoint.save_dir", "resume")
+
+
+def report(directories: Sequence[str | Path], status: str | None = None, live: Mapping[str, Any] | None = None) -> str:
+    """The page of a run, or of several to compare them.
+
+    Args:
+        status: of the first run, if its files do not tell it yet.
+        live: `{"url": U, "offset": N}`: the page appends the lines of `metrics.jsonl` from byte N on, which it gets
+            from `U?offset=N`; only a page that a server sends can do so.
+    Raises:
+        ConfigError: one of them is not the directory of a run.
+    """
+    runs = [read_run(directory) for directory in directories]
+    if status is not None:
+        runs[0].status = status
+    grids = _Grids()
+    content: dict[str, Any] = {"runs": [_run(run, grids, MAX_VALUES // len(runs)) for run in runs], "panels": []}
+    for key in dict.fromkeys(key for run in runs for key in run.keys()):  # noqa: SIM118 - not a mapping
+        content["panels"].append((key, panel_of(key, PANELS | FURTHER_PANELS)))
+    if len(runs) > 1:
+        content["comparison"] = _comparison(runs)
+    else:
+        content |= _samples(runs[0]) | _tokens(runs[0]) | {"prompts": _prompts(runs[0])}
+    content["grids"] = grids.encoded
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(dict.fromkeys(r.name for r in runs))}"
+    content["written"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return render(content, title, live)
+
+
+def samples_content(samples: Sequence[DumpedSample]) -> dict[str, Any]:
+    """The content of a page that shows samples only."""
+    return {"samples": [sample.as_json() for sample in samples]}
+
+
+def render(content: Mapping[str, Any], title: str, live: Mapping[str, Any] | None = None) -> str:
+    """The HTML of a page.
+
+    Args:
+        content: JSON values; see `report` and `samples_content`. Numbers that are not finite become texts.
+        live: see `report`.
+    """
+    style, script = (files("verl.report").joinpath(f"page.{suffix}").read_text("utf-8") for suffix in ("css", "js"))
+    data = json.dumps(plain({**content, "live": live}), allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    heading = html.escape("".join(c if c.isprintable() else ascii(c)[1:-1] for c in title))
+    # the rule of browsers that the page runs this script and loads nothing
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
+    rules = "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'".format(*digests)
+    rules += "; form-action 'none'" + ("; connect-src 'self'" if live else "")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{rules}">\n'
+        f'<meta name="viewport" content="width=device-width"><style>{style}</style></head>\n'
+        f"<body><header><h1>{heading}</h1></header><main><noscript>This page needs JavaScript.</noscript></main>\n"
+        f'<script id="content" type="application/json">{data}</script>\n<script>{script}</script></body></html>\n'
+    )
+
+
+class _Grids:
+    """Step numbers of the curves; curves with the same ones share them."""
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+        self._index: dict[bytes, int] = {}
+
+    def add(self, steps: np.ndarray) -> int:
+        data = steps.astype("<f4").tobytes()
+        if data not in self._index:
+            self._index[data] = len(self.encoded)
+            self.encoded.append(_base64(data))
+        return self._index[data]
+
+    def curve(self, steps: array[float], values: array[float], most: int) -> dict[str, Any]:
+        """A curve of at most about `most` points: of longer ones the least and the greatest of each stretch stay."""
+        xs, ys = np.frombuffer(steps), np.frombuffer(values)
+        if len(xs) > most:
+            bounds = np.linspace(0, len(xs), most // 2 + 1).astype(int)
+            rows = [
+                row
+                for low, high in itertools.pairwise(bounds)
+                for row in sorted({low + end for end in _ends(ys[low:high])})
+            ]
+            xs, ys = xs[rows], ys[rows]
+        return {"grid": self.add(xs), "values": _base64(ys.astype("<f4").tobytes())}
+
+
+def _ends(values: np.ndarray) -> tuple[int, int]:
+    """Positions of the least and of the greatest value that is a number."""
+    is_gap = np.isnan(values)
+    return int(np.where(is_gap, np.inf, values).argmin()), int(np.where(is_gap, -np.inf, values).argmax())
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _run(run: RunRecord, grids: _Grids, values: int) -> dict[str, Any]:
+    keys = run.keys()
+    most = max(200, values // max(len(keys), 1))
+    series: dict[str, Any] = {}
+    for key in keys:
+        column = run.column(key)
+        series[key] = grids.curve(column.steps, column.values, most) | {"evaluated": key.startswith("eval/")}
+        again = [_after(segment.columns[key], segment.end_step) for segment in run.segments if key in segment.columns]
+        if again := [part for part in again if part.steps]:
+            series[key]["again"] = [grids.curve(part.steps, part.values, most) for part in again]
+    resumes = [int(segment.start_step) for segment in run.segments[1:]]
+    facts = {
+        "name": run.name,
+        "directory": str(run.directory.absolute()),
+        "status": run.status,
+        "sentence": outcome(run),
+        "error": run.summary.get("error"),
+        "command": run.command,
+        "differences": run.differences,
+        "facts": _facts(run),
+        "diagnosis": diagnosis(run),
+        "lineage": [_link(link) for link in run.lineage],
+        "anomalies": run.anomalies,
+        "plan": run.plan,
+    }
+    return redact_tree(plain(facts)) | {"series": series, "resumes": resumes, "axes": _axes(run, grids, most)}
+
+
+def _after(column: MetricColumn, end_step: float) -> MetricColumn:
+    """The part of a column whose steps were trained again."""
+    first = next((index for index, step in enumerate(column.steps) if step > end_step), len(column.steps))
+    return MetricColumn(column.steps[first:], column.values[first:])
+
+
+def _axes(run: RunRecord, grids: _Grids, most: int) -> dict[str, Any]:
+    """Seconds and samples until the end of each step, for the other two horizontal axes."""
+    clock, samples = run.clock(), run.column("perf/samples")
+    total = MetricColumn(samples.steps, array("d", np.nancumsum(samples.values)))
+    return {
+        name: grids.curve(column.steps, column.values, most)
+        for name, column in (("seconds", clock), ("samples", total))
+        if column.steps
+    }
+
+
+def outcome(run: RunRecord) -> str:
+    """One sentence on how the run ended and what it reached."""
+    total = run.config.get("trainer.total_steps")
+    steps = f"{run.steps} of {total} steps" if isinstance(total, int) else f"{run.steps} steps"
+    seconds = run.clock().values
+    lasted = f" in {_duration(seconds[-1])}" if len(seconds) and math.isfinite(seconds[-1]) else ""
+    begin = {"running": "Running:", KILLED: "No summary, so killed or on another machine:"}.get(run.status)
+    text = f"{begin or run.status.capitalize() + ' after'} {steps}{lasted}"
+    for key in MAIN:
+        values = [value for value in run.column(key).values if math.isfinite(value)]
+        if values:
+            verb = "stayed at" if values[-1] == values[0] else "rose from" if values[-1] > values[0] else "fell from"
+            change = f"{values[0]:.4g}" if verb == "stayed at" else f"{values[0]:.4g} to {values[-1]:.4g}"
+            best = min(values) if key.endswith("loss") else max(values)
+            text += f"; {key} {verb} {change}" + (f" (best {best:.4g})" if best != values[-1] else "")
+            break
+    if (error := run.summary.get("error")) and run.status != "finished":
+        text += f". {str(error).splitlines()[0][:300]}"
+    return text.rstrip(".") + "."
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _facts(run: RunRecord) -> list[tuple[str, str]]:
+    code, facts = run.code, [("directory", str(run.directory.absolute()))]
+    if code:
+        changed = ", with changes that are not committed" if code.get("modified") else ""
+        commit = f", commit {str(code['commit'])[:12]}{changed}" if code.get("commit") else ""
+        facts.append(("code", f"verl {code.get('verl', '?')}{commit}"))
+    for path, value in run.identity.items():
+        if isinstance(value, dict) and len(value) == 1:
+            facts.append((f"content of {path}", " ".join(f"{kind} {str(text)[:16]}" for kind, text in value.items())))
+    data = run.summary.get("data")
+    if isinstance(data, dict) and data:
+        facts.append(("data", ", ".join(f"{name} {number}" for name, number in data.items())))
+    settings = [key for key in (SEED, "trainer.device", "trainer.num_threads") if key in run.config]
+    return facts + [(key, "auto" if run.config[key] is None else str(run.config[key])) for key in settings]
+
+
+def _link(link: Mapping[str, Any]) -> dict[str, Any]:
+    shown = ("run_id", "step", "status", "changed", "time")
+    return {**{key: link[key] for key in shown}, "directory": str(link["directory"])}
+
+
+def _evenly(items: Sequence[T], count: int) -> list[T]:
+    """`count` items, evenly spaced, the first and the last among them."""
+    if count >= len(items):
+        return list(items)
+    return [items[round(index * (len(items) - 1) / max(count - 1, 1))] for index in range(count)]
+
+
+def _samples(run: RunRecord) -> dict[str, Any]:
+    """Samples of the evaluations: all, or those of evenly spaced steps if they are long."""
+    paths = step_files(run, "samples")
+    num_bytes = sum(path.stat().st_size for path in paths.values())
+    chosen = _evenly([*paths], int(len(paths) * min(1.0, MAX_TEXTS / max(num_bytes, 1))) or 2)
+    rows = [sample.as_json() for sample in read_tables(paths[step] for step in chosen)]
+    for row in rows:
+        for name in ("prompt", "response"):
+            if len(row[name]) > MAX_TEXT:
+                row[name] = f"{row[name][:MAX_TEXT]} ... {len(row[name]) - MAX_TEXT} more characters"
+    left_out = sorted(set(paths) - set(chosen))
+    return {"samples": rows, "samples_left_out": left_out} if rows else {}
+
+
+def _tokens(run: RunRecord) -> dict[str, Any]:
+    """Rows for the view of tokens, of evenly spaced steps if they are many."""
+    lists = ("rollout_log_probs", "old_log_probs", "entropies", "advantages", "mask", "versions", "ids")
+    steps = [*run.tokens]
+    count = sum(len(row["texts"]) for rows in run.tokens.values() for row in rows if isinstance(row.get("texts"), list))
+    chosen = _evenly(steps, int(len(steps) * min(1.0, MAX_TOKENS / max(count, 1))) or 2)
+    shown = []
+    for step in chosen:
+        for row in run.tokens[step]:
+            texts = row.get("texts")
+            if not isinstance(texts, list) or not texts:
+                continue
+            columns = {
+                name: [_rounded(value) for value in row[name]]
+                for name in lists
+                if isinstance(row.get(name), list) and len(row[name]) == len(texts)
+            }
+            names = {name: row.get(name) for name in ("prompt_id", "sample_id", "score")}
+            prompt = str(row.get("prompt", ""))[:MAX_TEXT]
+            shown.append({"step": step, **names, "prompt": prompt, "texts": [*map(str, texts)], "columns": columns})
+    return {"tokens": shown, "tokens_left_out": sorted(set(steps) - set(chosen))} if shown else {}
+
+
+def _rounded(value: Any) -> float | int | None:
+    number = as_number(value)
+    if not math.isfinite(number):
+        return None
+    return int(number) if number == int(number) else float(f"{number:.5g}")
+
+
+def pass_rates(rows: Sequence[Mapping[str, Any]], kind: str | None = None) -> dict[int, float]:
+    """Share of successful responses of each prompt.
+
+    Args:
+        rows: of an evaluation.
+        kind: `greedy` or `drawn`; None for drawn ones if there are any, else greedy ones.
+    """
+    if kind is None:
+        kind = "drawn" if any(row.get("kind") == "drawn" for row in rows) else "greedy"
+    responses: dict[int, list[bool]] = {}
+    for row in rows:
+        prompt = row.get("prompt_id")
+        if row.get("kind") == kind and isinstance(prompt, int):
+            responses.setdefault(prompt, []).append(bool(row.get("success")))
+    return {prompt: sum(passed) / len(passed) for prompt, passed in responses.items()}
+
+
+def _prompts(run: RunRecord) -> dict[str, Any] | None:
+    """Pass rates of the prompts at the first and the last evaluation, and the best in between."""
+    steps = [step for step, rows in run.evals.items() if rows]
+    if len(steps) < 2:
+        return None
+    kinds = [{row.get("kind") for row in run.evals[step]} for step in (steps[0], steps[-1])]
+    kind = "drawn" if all("drawn" in names for names in kinds) else "greedy"
+    rates = {step: pass_rates(run.evals[step], kind) for step in steps}
+    first, last = rates[steps[0]], rates[steps[-1]]
+    shared = sorted(first.keys() & last.keys())
+    best = {prompt: max(rate.get(prompt, 0.0) for rate in rates.values()) for prompt in shared}
+    rows = [(prompt, first[prompt], last[prompt], best[prompt]) for prompt in shared]
+    change = paired_bootstrap(first, last)
+    return {
+        "first": steps[0],
+        "last": steps[-1],
+        "kind": kind,
+        "learned": sum(old < new for _, old, new, _ in rows),
+        "forgotten": sum(old > new for _, old, new, _ in rows),
+        "never": sum(most == 0 for *_, most in rows),
+        "count": len(rows),
+        "change": _interval(change),
+        "rows": rows[:MAX_PROMPTS],
+    }
+
+
+def _interval(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else [interval.mean, interval.low, interval.high, interval.count]
+
+
+def _comparison(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Settings that differ, groups of runs that differ in their seed alone, and what the evaluations support."""
+    paths = dict.fromkeys(path for run in runs for path in run.config)
+    shown = [[run.config.get(path, "") for run in runs] for path in paths]
+    settings = {path: values for path, values in zip(paths, shown, strict=True) if any(v != values[0] for v in values)}
+    members: dict[str, list[int]] = {}
+    for index in range(len(runs)):
+        own = {path: values[index] for path, values in settings.items() if path not in NAMES}
+        members.setdefault(json.dumps(plain(own), sort_keys=True), []).append(index)
+    groups = []
+    for key, indices in members.items():
+        own = json.loads(key)
+        name = ", ".join(f"{path}={value}" for path, value in [*own.items()][:4]) or runs[indices[0]].name
+        groups.append({"name": name, "runs": indices, "t": student_t(len(indices)) if len(indices) > 2 else None})
+    return redact_tree({"settings": settings, "groups": groups}) | {"statistics": _statistics(runs, groups)}
+
+
+def _statistics(runs: Sequence[RunRecord], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Last evaluations: of each group over its seeds, and of each group less the first, over prompts where possible."""
+    lines = []
+    key, step = _last_shared(runs)
+    for group in groups if key else ():
+        columns = [runs[index].column(key) for index in group["runs"]]
+        values = [column.values[column.steps.index(step)] for column in columns]
+        interval = interval_over_seeds(values)
+        why = "Student's t over {} seeds" if interval else "none: {} seeds, at least 3 are needed"
+        mean = sum(values) / len(values)
+        lines.append(_statistic(f"{key} at step {step:g}", group["name"], mean, interval, why.format(len(values))))
+    reference = runs[groups[0]["runs"][0]]
+    for group in groups[1:]:
+        other = runs[group["runs"][0]]
+        interval, why = _paired(reference, other)
+        name = f"{group['name']} less {groups[0]['name']}"
+        lines.append(_statistic("pass rate", name, interval.mean if interval else None, interval, why))
+    return lines
+
+
+def _statistic(what: str, of: str, mean: float | None, interval: Interval | None, why: str) -> dict[str, Any]:
+    return {"what": what, "of": of, "mean": mean, "interval": _interval(interval), "why": why}
+
+
+def _paired(first: RunRecord, second: RunRecord) -> tuple[Interval | None, str]:
+    steps = [step for step in first.evals if step in second.evals]
+    if not steps:
+        return None, "none: the runs have no evals/ of the same step"
+    step = steps[-1]
+    interval = paired_bootstrap(pass_rates(first.evals[step], "greedy"), pass_rates(second.evals[step], "greedy"))
+    if interval is None:
+        return None, "none: the evaluations share fewer than two prompts"
+    return interval, f"bootstrap over {interval.count} prompts of step {step}, one run of each: not over seeds"
+
+
+def _last_shared(runs: Sequence[RunRecord]) -> tuple[str, float]:
+    """The main metric of the runs, and the last step at which all have it; an empty name if there is none."""
+    for key in MAIN:
+        columns = [run.column(key) for run in runs]
+        shared = set.intersection(*({s for s, v in zip(c.steps, c.values, strict=True) if v == v} for c in columns))
+        if shared:
+            return key, max(shared)
+    return "", 0

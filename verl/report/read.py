@@ -1,0 +1,324 @@
+"""A run, read from the files of its directory alone, also while it runs or after it was killed.
+
+A resumed run is a chain of directories. Its metrics are those of the first one up to the checkpoint from which the
+second one was resumed, then those of the second, and so on; steps that were trained again are kept apart.
+
+checkpoints.json ──> lineage.jsonl ──> directories of the chain ──> RunSegment of each start ──> RunRecord
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shlex
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.checkpoint.commit.fencing import RunLock
+from verl.checkpoint.read.discovery import read_pointer
+from verl.errors import CheckpointNotFound, ConfigError
+from verl.trainer.state.lineage import FILE, read_events
+from verl.utils.external_input import ExternalInputError, open_regular, parse_json, parse_mapping, read_text
+
+MAX_CHAIN = 1000  # directories of a chain
+MAX_NOTE = 4000  # characters of the description of an anomaly
+KILLED = "killed"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class MetricColumn:
+    """The values of one metric, a value per entry of `steps`; what is not a finite number is nan."""
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, step: float, value: float) -> None:
+        self.steps.append(step)
+        self.values.append(value if math.isfinite(value) else math.nan)
+
+
+@dataclass
+class RunSegment:
+    """The lines of `metrics.jsonl` that one start of a training wrote.
+
+    Attributes:
+        start_step: steps done when it started.
+        end_step: the last of its steps that no later segment trained again.
+        time_s: seconds since this start by step, of training steps.
+    """
+
+    directory: Path
+    start_step: float = 0
+    end_step: float = math.inf
+    columns: dict[str, MetricColumn] = field(default_factory=dict)
+    time_s: MetricColumn = field(default_factory=MetricColumn)
+
+
+@dataclass
+class RunRecord:
+    """A run with everything that its files tell.
+
+    Attributes:
+        name: project and experiment.
+        status: as in `summary.json`; `running`, or `killed` if it has ended without one.
+        command: the command line that started it; empty for a run of a script.
+        config: settings by path.
+        differences: value and default by path or group, from `start.json`.
+        code, identity: of the lineage: version and commit; settings and hashes of data and models.
+        segments: in order of time, oldest first.
+        lineage: for each directory of the chain, run id, directory, parent step and status.
+        evals: evaluated rows by step; tokens: token rows by step; both from the files of the same name.
+        anomalies: directory and description of each.
+    """
+
+    directory: Path
+    name: str
+    status: str
+    command: str
+    config: dict[str, Any]
+    differences: dict[str, Any]
+    summary: dict[str, Any]
+    plan: dict[str, Any]
+    code: dict[str, Any] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+    segments: list[RunSegment] = field(default_factory=list)
+    lineage: list[dict[str, Any]] = field(default_factory=list)
+    evals: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    tokens: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    anomalies: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """The last step in the metrics; 0 if there is none."""
+        return int(max((c.steps[-1] for s in self.segments for c in s.columns.values() if c.steps), default=0))
+
+    def column(self, key: str) -> MetricColumn:
+        """A metric along the chain, without steps that were trained again."""
+        joined = MetricColumn()
+        for segment in self.segments:
+            column = segment.columns.get(key, MetricColumn())
+            for step, value in zip(column.steps, column.values, strict=True):
+                if step <= segment.end_step:
+                    joined.add(step, value)
+        return joined
+
+    def keys(self) -> list[str]:
+        """Names of all metrics, in the order of their first line."""
+        return list(dict.fromkeys(key for segment in self.segments for key in segment.columns))
+
+    def clock(self) -> MetricColumn:
+        """Seconds of training along the chain, by step."""
+        joined, before_s = MetricColumn(), 0.0
+        for segment in self.segments:
+            for step, seconds in zip(segment.time_s.steps, segment.time_s.values, strict=True):
+                if step <= segment.end_step:
+                    joined.add(step, before_s + seconds)
+            before_s = joined.values[-1] if joined.values else 0.0
+        return joined
+
+
+def read_run(directory: str | Path) -> RunRecord:
+    """Read a run.
+
+    Raises:
+        ConfigError: this is not the directory of a run.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory. Give the directory of a run.")
+    if not (path / "metrics.jsonl").is_file() and not (path / "config.yaml").is_file():
+        raise ConfigError(
+            f"{path} has neither metrics.jsonl nor config.yaml: it is not the directory of a run. Runs with the "
+            "tracker jsonl write metrics.jsonl."
+        )
+    config, summary, start = _config(path), _mapping(path / "summary.json"), _mapping(path / "start.json")
+    chain, status = _chain(path)
+    directories = list(dict.fromkeys(link["directory"] for link in chain)) or [path]
+    run = RunRecord(
+        path,
+        str(start.get("name") or path.resolve().name),
+        _status(path, summary, status),
+        _command(path, config),
+        config,
+        start["differences"] if isinstance(start.get("differences"), dict) else {},
+        summary,
+        _mapping(path / "plan.json"),
+        lineage=chain,
+        segments=_segments(directories, chain),
+        anomalies=[*_anomalies(path)],
+    )
+    if chain:
+        run.code, run.identity = chain[-1]["code"], chain[-1]["identity"]
+    for folder, rows in (("evals", run.evals), ("tokens", run.tokens)):
+        rows |= {step: [*json_lines(file)] for step, file in step_files(run, folder).items()}
+    return run
+
+
+def step_files(run: RunRecord, folder: str) -> dict[int, Path]:
+    """`FOLDER/step_N.jsonl` by N along the chain, sorted, without those of steps that were trained again."""
+    files: dict[int, Path] = {}
+    for segment in run.segments or [RunSegment(run.directory)]:
+        for file in (segment.directory / folder).glob("step_*.jsonl"):
+            number = file.stem.removeprefix("step_")
+            if number.isascii() and number.isdecimal() and int(number) <= segment.end_step:
+                files[int(number)] = file
+    return dict(sorted(files.items()))
+
+
+def json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects in a file. Lines that are none, such as half a line at the end, are left out."""
+    try:
+        with open(open_regular(file), "rb") as lines:
+            for line in lines:
+                try:
+                    yield parse_mapping(line)
+                except ExternalInputError:
+                    continue
+    except OSError as error:
+        _log.warning("%s is not read: %s", file, error)
+
+
+def as_number(value: Any) -> float:
+    """A number of a record, which may be the text "nan" or "inf"; nan for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return math.nan
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def _segments(directories: list[Path], chain: list[dict[str, Any]]) -> list[RunSegment]:
+    """The segments of all directories, each cut where a later one trained its steps again."""
+    segments: list[RunSegment] = []
+    resumed_at = {link["directory"]: link["step"] for link in reversed(chain) if link["step"] is not None}
+    for directory in directories:
+        parts = [*_file_segments(directory)]
+        if parts and directory in resumed_at and segments:
+            parts[0].start_step = resumed_at[directory]
+        segments += parts
+    later = math.inf
+    for segment in reversed(segments):
+        segment.end_step, later = later, min(later, segment.start_step)
+    return segments
+
+
+def _file_segments(directory: Path) -> Iterator[RunSegment]:
+    """The segments of one file: a new one begins where the clock or the step goes back."""
+    segment, last = None, (0.0, 0.0)
+    for row in json_lines(directory / "metrics.jsonl"):
+        step, time_s = as_number(row.pop("step", None)), as_number(row.pop("time_s", None))
+        if not math.isfinite(step):
+            continue
+        is_training = any(not key.startswith("eval/") for key in row)
+        if segment is None or time_s < last[1] or step < last[0]:
+            if segment is not None:
+                yield segment
+            segment = RunSegment(directory, step - 1 if is_training else step)
+        last = step, time_s
+        if is_training:
+            segment.time_s.add(step, time_s)
+        for key, value in row.items():
+            if isinstance(value, int | float | str):
+                segment.columns.setdefault(key, MetricColumn()).add(step, as_number(value))
+    if segment is not None:
+        yield segment
+
+
+def _chain(path: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """The directories from the first run to this one with their facts, and the recorded status of this one."""
+    try:
+        pointer = read_pointer(path)
+    except (CheckpointNotFound, OSError):
+        return [], None
+    directory = next((place for place in pointer.places(path.absolute()) if (place / FILE).is_file()), None)
+    if directory is None:
+        return [], None
+    chain: list[dict[str, Any]] = []
+    events, run_id = read_events(directory), pointer.run_id
+    shift = os.path.relpath(path, directory)  # of a run beside its checkpoints, if both were moved
+    while len(chain) < MAX_CHAIN and run_id not in [link["run_id"] for link in chain]:
+        start = next((e for e in events if e["event"] == "run" and e["run_id"] == run_id), None)
+        if start is None:
+            break
+        parent, end = start.get("parent"), [e for e in events if e["event"] == "end" and e["run_id"] == run_id]
+        recorded = Path(str(start.get("run_dir", "")))
+        beside = directory / Path(shift).parent / recorded.name
+        link = {
+            "run_id": run_id,
+            "directory": path if not chain else recorded if recorded.is_dir() else beside,
+            "time": start["time"],
+            "step": parent["step"] if parent else None,
+            "changed": parent["differences"] if parent else {},
+            "code": start.get("code") or {},
+            "identity": start.get("identity") or {},
+            "status": end[-1]["status"] if end else None,
+        }
+        chain.append(link)
+        if not parent:
+            break
+        run_id = parent["run_id"]
+        if not any(e["run_id"] == run_id for e in events):  # saved elsewhere
+            elsewhere = Path(parent["checkpoint"]).parent
+            events = read_events(elsewhere) if elsewhere.is_dir() else []
+    return chain[::-1], chain[0]["status"] if chain else None
+
+
+def _status(path: Path, summary: Mapping[str, Any], recorded: str | None) -> str:
+    if RunLock.holder_of(path) is not None:
+        return "running"
+    status = summary.get("status")
+    return status if isinstance(status, str) else recorded or KILLED
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """Settings by path: `trainer.total_steps`."""
+    try:
+        text = read_text(path / "config.yaml", errors="replace")
+        tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return dict(_flat(tree)) if isinstance(tree, dict) else {}
+
+
+def _flat(tree: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _command(path: Path, config: Mapping[str, Any]) -> str:
+    """The command line, quoted for a shell."""
+    try:
+        overrides = yaml.safe_load(read_text(path / "overrides.yaml", errors="replace"))
+    except (OSError, yaml.YAMLError, ValueError):
+        return ""
+    root = "sft" if "SFT" in str(config.get("_target_")) else "ppo"
+    return shlex.join(["verl", root, *map(str, overrides)]) if isinstance(overrides, list) else ""
+
+
+def _anomalies(path: Path) -> Iterator[tuple[str, str]]:
+    for directory in sorted((path / "anomalies").glob("*")):
+        try:
+            yield str(directory), read_text(directory / "README.md", errors="replace")[:MAX_NOTE]
+        except OSError:
+            continue
+
+
+def _mapping(file: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is none."""
+    try:
+        value = parse_json(read_text(file, errors="replace"))
+    except (OSError, ExternalInputError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,47 @@
+"""Tracker that writes `report.html` to the run directory when the run ends, also after an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from verl.component import BuildContext, component
+from verl.report.page import report
+from verl.tracking.base import Tracker, TrackerDescription
+from verl.utils.external_input import write_text
+
+FILE = "report.html"
+
+
+@component
+class Report(TrackerDescription):
+    """Writes `report.html`, the page of `verl report`, from the files of the tracker `jsonl`."""
+
+    def build(self, context: BuildContext) -> ReportTracker:
+        return ReportTracker()
+
+
+class ReportTracker(Tracker):
+    """Reads the run directory in `close`, when the other trackers of this package are closed."""
+
+    def __init__(self) -> None:
+        self._run_dir: Path | None = None
+
+    def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
+        self._run_dir = run_dir
+
+    def close(self, status: str) -> None:
+        """Write the page.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._run_dir is None or not (self._run_dir / "metrics.jsonl").is_file():
+            return
+        unfinished = self._run_dir / f"{FILE}.unfinished"
+        try:
+            write_text(unfinished, report([self._run_dir], status))
+            unfinished.replace(self._run_dir / FILE)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
