@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -68,16 +69,15 @@ class MLflowTracker(Tracker):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the only store of this package without a server
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(self._settings.timeout_s))
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        from mlflow import MlflowClient, MlflowException, entities  # pyright: ignore[reportMissingImports] - an extra
-
+        mlflow = importlib.import_module("mlflow")
         uri = self._settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or Path("mlruns").absolute().as_uri()
-        self._entities, self._client = entities, MlflowClient(tracking_uri=uri, registry_uri=uri)
+        self._entities, self._client = mlflow.entities, mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
         if (former := self._former.get("run_id")) is not None:
             try:
                 self._client.update_run(former, status="RUNNING")
                 self._run_id = former
                 return  # its parameters cannot be changed
-            except MlflowException as error:
+            except mlflow.MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
                 _log.warning("MLflow run %s of the resumed run is not in this store: a new run begins", former)
@@ -88,7 +88,7 @@ class MLflowTracker(Tracker):
             else experiment.experiment_id
         )
         self._run_id = self._client.create_run(experiment_id, run_name=run_name).info.run_id
-        params = [entities.Param(path, value) for path, value in _params(config, "")]
+        params = [self._entities.Param(path, value) for path, value in _params(config, "")]
         for start in range(0, len(params), BATCH_PARAMS):
             self._client.log_batch(self._run_id, params=params[start : start + BATCH_PARAMS])
 

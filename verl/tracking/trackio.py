@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import secrets
 from collections.abc import Mapping
@@ -50,9 +51,7 @@ class TrackioTracker(Tracker):
         return {} if self._run is None else {"project": self._run.project, "name": self._run.name}
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
-        import trackio  # pyright: ignore[reportMissingImports] - an extra
-
-        self._trackio = trackio
+        self._trackio = trackio = importlib.import_module("trackio")
         with contextlib.redirect_stdout(io.StringIO()):  # how to start its dashboard
             self._run = trackio.init(
                 project=self._former.get("project", self._settings.project),
