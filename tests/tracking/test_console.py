@@ -114,7 +114,7 @@ def test_of_fast_steps_the_first_the_last_and_those_before_an_evaluation_have_a_
         if step == 4:
             tracker.evaluation({"eval/score": 1.0}, step)
         if step == 7:  # as if a minute had gone by
-            tracker._shown_at -= 60
+            tracker._shown_at = time.monotonic() - 60
     assert [line.split("/")[0] for line in shown(console).splitlines()[1:]] == [
         "step 1", "step 4", "eval 4", "step 8", "step 9",
     ]  # fmt: skip

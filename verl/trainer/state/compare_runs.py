@@ -73,7 +73,7 @@ class Tolerance:
 
 @dataclass
 class RunOrigin:
-    """What a run was started with, from the files in its directory.
+    """Settings, code, data and environment that a run was started with, from the files in its directory.
 
     Attributes:
         settings: `config.yaml`, with references unresolved.
@@ -90,7 +90,7 @@ class RunOrigin:
 
 @dataclass
 class RunComparison:
-    """What differs between two runs.
+    """Differences between two runs.
 
     Attributes:
         differing: path -> values of both, by section of `RunOrigin`; a section that a run does not have is missing.
