@@ -68,7 +68,7 @@ setup(
     package_data={
         "verl": ["py.typed"],
         "verl.models": ["*.json"],
-        "verl.report": ["*.css", "*.js"],
+        "verl.cli.report": ["*.css", "*.js"],
         "verl.model_paths": ["*.json"],
         **{name: ["*.yaml"] for name in conf_packages.values()},
     },

@@ -11,9 +11,9 @@ from trainer.runs import GRPO_ALGORITHM, JSONL, fit, ppo_run
 from typer.testing import CliRunner
 
 from verl.cli.main import app
+from verl.cli.report.samples import OF_BUFFER, read_samples
 from verl.cli.samples import without_shared_beginnings
 from verl.replay.config import TieredReplay
-from verl.report.samples import OF_BUFFER, read_samples
 
 runner = CliRunner()
 

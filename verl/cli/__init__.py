@@ -8,7 +8,7 @@ lineage            `verl lineage`: which run came from which checkpoint of which
 main               The console command `verl`
 models             `verl env --models`: execution paths used for a model, and why others are not
 plan               `verl plan`: memory, time and disk of a run, before anything is loaded
-report             `verl report`: one HTML page of a run, or of several to compare them
+report             `verl report`, and the tracker that writes its page: a run, or several to compare them
 resume_check       `verl resume-check`: does a resumed run give the same numbers as a run without a stop?
 runs               `verl runs`: the runs below a directory, and their removal; `verl diff`: what differs between two
 samples            `verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON

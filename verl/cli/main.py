@@ -16,7 +16,7 @@ from verl.cli.generate import evaluate, generate
 from verl.cli.lineage import lineage
 from verl.cli.models import print_families, print_summary
 from verl.cli.plan import plan
-from verl.cli.report import report
+from verl.cli.report.command import report
 from verl.cli.resume_check import resume_check
 from verl.cli.runs import diff, runs
 from verl.cli.samples import samples

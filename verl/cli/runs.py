@@ -40,7 +40,6 @@ ROOTS = (Path("outputs"), Path("multirun"))
 CHECKPOINTS = Path("checkpoints")  # default directory of checkpoints, with the lineage of runs
 HEADLINE = ("reward/mean", "sft/loss", "eval/accuracy", "eval/loss")  # metrics of the table
 TAIL_BYTES = 2**18  # of metrics.jsonl, in which the last value of each metric is looked for
-KILLED, RUNNING = "killed", "running"
 SHOWN_CHARACTERS = 60  # of a value that differs
 
 
@@ -49,7 +48,7 @@ class ListedRun:
     """A run, from the files of its directory.
 
     Attributes:
-        status: `running` while a process holds the lock of its directory; else as it ended, or `killed`.
+        status: see `verl.cli.report.read.run_status`.
         step: of the last metrics; 0 if there are none.
         metrics: the last value of each metric.
         updated: time of the last write below its directory, in seconds since the epoch.
@@ -126,23 +125,18 @@ def _is_run(names: Sequence[str]) -> bool:
 
 
 def _listed(directory: Path) -> ListedRun:
+    from verl.cli.report.read import run_status
     from verl.trainer.state.lineage import events_of
 
     step, metrics = last_metrics(directory / "metrics.jsonl")
     size_bytes, updated = _size_and_time(directory)
-    run = ListedRun(directory, KILLED, step, metrics, updated, size_bytes)
-    ended: list[str] = []
-    if (pointer := _pointer(directory)) is not None:
+    pointer = _pointer(directory)
+    events = [] if pointer is None else events_of(pointer, directory)
+    run = ListedRun(directory, run_status(directory, events), step, metrics, updated, size_bytes)
+    if pointer is not None:
         run.run_ids = [pointer.run_id, *pointer.earlier]
-        events = events_of(pointer, directory)
-        ended = [event["status"] for event in events if event["event"] == "end"]
-        if started := [event for event in events if event["event"] == "run"]:
-            run.parent = started[-1].get("parent")
-    else:
-        with contextlib.suppress(OSError, ExternalInputError):
-            ended = [str(parse_mapping(read_text(directory / "summary.json", errors="replace")).get("status"))]
-    is_running = RunLock.is_held_here(directory) or RunLock.holder_of(directory) is not None
-    run.status = RUNNING if is_running else ended[-1] if ended else KILLED
+    if started := [event for event in events if event["event"] == "run"]:
+        run.parent = started[-1].get("parent")
     return run
 
 
@@ -214,7 +208,7 @@ def _removable(roots: Sequence[Path], older_than_s: float) -> tuple[list[ListedR
     """Old runs that may be removed, and the reasons why others of that age may not, by directory."""
     listed = list_runs(roots)
     others = [run for run in list_runs(ROOTS) if run.directory.resolve() not in {x.directory.resolve() for x in listed}]
-    chosen = [run for run in listed if run.status != RUNNING and time.time() - run.updated >= older_than_s]
+    chosen = [run for run in listed if run.status != "running" and time.time() - run.updated >= older_than_s]
     events, configs = _all_events(roots, [*listed, *others]), {}
     for run in (*listed, *others):
         with contextlib.suppress(OSError, yaml.YAMLError, ValueError, RecursionError):

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from verl.cli.console import echo, one_line_errors, output_width, print_json, print_table
+from verl.cli.report.samples import EPISODE, OF_BUFFER, DumpedSample, read_samples
 from verl.errors import ConfigError
-from verl.report.samples import EPISODE, OF_BUFFER, DumpedSample, read_samples
 from verl.tracking.console import end_cut, visible
 from verl.utils.external_input import write_text
 
@@ -74,7 +74,7 @@ def samples(
         selected = _sorted(chosen(read_samples(run), tests), sort)
         shown = selected[:limit] if limit else selected
         if html is not None:
-            from verl.report.page import render, samples_content
+            from verl.cli.report.page import render, samples_content
 
             write_text(html, render(samples_content(selected), f"Samples of {run}"))
             echo(f"{html}: {len(selected)} rows")

@@ -13,7 +13,7 @@ import math
 import os
 import shlex
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from verl.utils.external_input import ExternalInputError, open_regular, parse_js
 
 MAX_CHAIN = 1000  # directories of a chain
 MAX_NOTE = 4000  # characters of the description of an anomaly
-KILLED = "killed"
+RUNNING, KILLED = "running", "killed"
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class RunRecord:
 
     Attributes:
         name: project and experiment.
-        status: as in `summary.json`; `running`, or `killed` if it has ended without one.
+        status: see `run_status`.
         command: the command line that started it; empty for a run of a script.
         config: settings by path.
         differences: value and default by path or group, from `start.json`.
@@ -140,12 +140,12 @@ def read_run(directory: str | Path) -> RunRecord:
             "tracker jsonl write metrics.jsonl."
         )
     config, summary, start = _config(path), _mapping(path / "summary.json"), _mapping(path / "start.json")
-    chain, status = _chain(path)
+    chain, events = _chain(path)
     directories = list(dict.fromkeys(link["directory"] for link in chain)) or [path]
     run = RunRecord(
         path,
         str(start.get("name") or path.resolve().name),
-        _status(path, summary, status),
+        run_status(path, events),
         _command(path, config),
         config,
         start["differences"] if isinstance(start.get("differences"), dict) else {},
@@ -160,6 +160,21 @@ def read_run(directory: str | Path) -> RunRecord:
     for folder, rows in (("evals", run.evals), ("tokens", run.tokens)):
         rows |= {step: [*json_lines(file)] for step, file in step_files(run, folder).items()}
     return run
+
+
+def run_status(directory: Path, events: Sequence[Mapping[str, Any]]) -> str:
+    """`running` while a process holds the lock of the directory; else as the run ended, `killed` if nothing says so.
+
+    Args:
+        events: of the lineage, of the last start in this directory; without any, `summary.json` is asked, which an
+            earlier start may have written.
+    """
+    if RunLock.is_held_here(directory) or RunLock.holder_of(directory) is not None:
+        return RUNNING
+    ended = [event["status"] for event in events if event["event"] == "end"]
+    if not events:
+        ended = [status] if isinstance(status := _mapping(directory / "summary.json").get("status"), str) else []
+    return ended[-1] if ended else KILLED
 
 
 def step_files(run: RunRecord, folder: str) -> dict[int, Path]:
@@ -233,17 +248,18 @@ def _file_segments(directory: Path) -> Iterator[RunSegment]:
         yield segment
 
 
-def _chain(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """The directories from the first run to this one with their facts, and the recorded status of this one."""
+def _chain(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The directories from the first run to this one with their facts, and the events of this one."""
     try:
         pointer = read_pointer(path)
     except (CheckpointNotFound, OSError):
-        return [], None
+        return [], []
     directory = next((place for place in pointer.places(path.absolute()) if (place / FILE).is_file()), None)
     if directory is None:
-        return [], None
+        return [], []
     chain: list[dict[str, Any]] = []
     events, run_id = read_events(directory), pointer.run_id
+    of_this_start = [event for event in events if event["run_id"] == run_id]
     shift = os.path.relpath(path, directory)  # of a run beside its checkpoints, if both were moved
     while len(chain) < MAX_CHAIN and run_id not in [link["run_id"] for link in chain]:
         start = next((e for e in events if e["event"] == "run" and e["run_id"] == run_id), None)
@@ -269,14 +285,7 @@ def _chain(path: Path) -> tuple[list[dict[str, Any]], str | None]:
         if not any(e["run_id"] == run_id for e in events):  # saved elsewhere
             elsewhere = Path(parent["checkpoint"]).parent
             events = read_events(elsewhere) if elsewhere.is_dir() else []
-    return chain[::-1], chain[0]["status"] if chain else None
-
-
-def _status(path: Path, summary: Mapping[str, Any], recorded: str | None) -> str:
-    if RunLock.holder_of(path) is not None:
-        return "running"
-    status = summary.get("status")
-    return status if isinstance(status, str) else recorded or KILLED
+    return chain[::-1], of_this_start
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 "use strict";
 const test = require("node:test");
 const assert = require("node:assert");
-const page = require("../../verl/report/page.js");
+const page = require("../../../verl/cli/report/page.js");
 
 const base64 = (values) => Buffer.from(Float32Array.from(values).buffer).toString("base64");
 

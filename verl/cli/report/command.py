@@ -19,7 +19,7 @@ def report(
 
     A run may be running, or have been killed. Runs that differ in their seed alone are drawn as one band.
     """
-    from verl.report.page import report as page_of
+    from verl.cli.report.page import report as page_of
 
     with one_line_errors():
         text = page_of(runs)

@@ -10,12 +10,12 @@ import subprocess
 import sys
 
 import pytest
-from report.run_files import add_lineage, evals, metrics, run_directory, write_lines
+from cli.report.run_files import add_lineage, evals, metrics, run_directory, write_lines
 
+from verl.cli.report.diagnosis import diagnosis
+from verl.cli.report.page import outcome
+from verl.cli.report.read import read_run, step_files
 from verl.errors import ConfigError
-from verl.report.diagnosis import diagnosis
-from verl.report.page import outcome
-from verl.report.read import read_run, step_files
 
 
 def test_a_finished_run_tells_outcome_command_and_settings(tmp_path):

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl.report.read import RunRecord, as_number
+from verl.cli.report.read import RunRecord, as_number
 
 RECENT = 0.1  # share of the steps whose median is compared, and at least 5 steps
 

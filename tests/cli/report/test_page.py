@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.run_files import HOSTILE, add_lineage, evals, metrics, run_directory, token_row, write_lines
+from cli.report.run_files import HOSTILE, add_lineage, evals, metrics, run_directory, token_row, write_lines
 from typer.testing import CliRunner
 
 from verl.cli.main import app
+from verl.cli.report.page import render, report, samples_content
+from verl.cli.report.samples import DumpedSample
+from verl.cli.report.tracker import Report
 from verl.component import BuildContext
-from verl.report.page import render, report, samples_content
-from verl.report.samples import DumpedSample
-from verl.report.tracker import Report
 from verl.tracking.base import Trackers
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

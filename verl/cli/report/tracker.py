@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from verl.cli.report.page import report
 from verl.component import BuildContext, component
-from verl.report.page import report
 from verl.tracking.base import Tracker, TrackerDescription
 from verl.utils.external_input import write_text
 

@@ -1,5 +1,6 @@
 """The page of a run, and of several: curves, samples, tokens and statistics from the files of their directories.
 
+command     `verl report`: one HTML page of a run, or of several to compare them
 diagnosis   Metrics that left their usual range, in words, with the threshold
 page        The HTML page and the JSON in it; its style and script are `page.css` and `page.js`
 read        A run, read from the files of its directory alone, and of the directories that it was resumed from

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from verl.report.diagnosis import diagnosis
-from verl.report.read import KILLED, MetricColumn, RunRecord, as_number, read_run, step_files
-from verl.report.samples import DumpedSample, read_tables
-from verl.report.statistics import Interval, interval_over_seeds, paired_bootstrap, student_t
+from verl.cli.report.diagnosis import diagnosis
+from verl.cli.report.read import KILLED, MetricColumn, RunRecord, as_number, read_run, step_files
+from verl.cli.report.samples import DumpedSample, read_tables
+from verl.cli.report.statistics import Interval, interval_over_seeds, paired_bootstrap, student_t
 from verl.tracking.jsonl import plain
 from verl.tracking.plots import PANELS, panel_of
 from verl.utils.redact import redact_tree
@@ -90,7 +90,7 @@ def render(content: Mapping[str, Any], title: str, live: Mapping[str, Any] | Non
         content: JSON values; see `report` and `samples_content`. Numbers that are not finite become texts.
         live: see `report`.
     """
-    style, script = (files("verl.report").joinpath(f"page.{suffix}").read_text("utf-8") for suffix in ("css", "js"))
+    style, script = (files("verl.cli.report").joinpath(f"page.{suffix}").read_text("utf-8") for suffix in ("css", "js"))
     data = json.dumps(plain({**content, "live": live}), allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     heading = html.escape("".join(c if c.isprintable() else ascii(c)[1:-1] for c in title))
