@@ -122,6 +122,7 @@ def test_the_page_of_a_run_has_every_section_and_is_used_by_keyboard(tmp_path):
         node.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
       const chart = document.querySelector("canvas[aria-label^=reward]");
       key(chart, "ArrowRight"); key(chart, "ArrowRight");
+      redraw(true);  // the focus of a token may scroll the chart away before the next frame
       const token = document.querySelector(".tokens span");
       token.focus(); key(token, "ArrowRight");
       document.querySelector("button[aria-label^='8 prompts']").click();
