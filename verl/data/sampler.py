@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -115,8 +116,12 @@ class EpochSampler:
         self._move_on()
         return batch
 
-    def peek(self) -> Tensor:
-        """The result of the next `next_batch`, without advancing."""
+    def peek(self, ahead: int = 0) -> Tensor:
+        """The result of `next_batch` after `ahead` further batches, without advancing."""
+        if ahead:
+            later = copy.copy(self)
+            later.next_batch()
+            return later.peek(ahead - 1)
         return self._order_of(self.epoch)[self.position : self.position + self.batch_size].clone()
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -462,8 +462,6 @@ def environment_faults(run: Any) -> Iterator[str]:
         yield f"{prefix}: {type(run.rollout).__name__} draws no turns of episodes. Set rollout=hf."
     if getattr(run.rollout, "protocol", "openai") != "openai" or getattr(run.rollout, "log_probs", "") == "trainer":
         yield f"{prefix}: turns of episodes need the ids and log-probs of the server. Set rollout.protocol=openai."
-    if run.trainer.rollout_ahead:
-        yield f"{prefix}: trainer.rollout_ahead is 1, and episodes are not drawn ahead. Set trainer.rollout_ahead=0."
     if run.replay is not None or run.algorithm.replay_fraction:
         yield f"{prefix}: the replay buffer does not keep the masks of episodes. Set replay=off."
     if run.algorithm.needs_greedy_baseline:

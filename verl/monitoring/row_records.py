@@ -47,10 +47,12 @@ def token_rows(batch: DataProto, count: int, tokenizer: Any) -> list[dict[str, A
     lengths = batch["attention_mask"][:, batch["attention_mask"].shape[1] - width :].sum(dim=1).clamp(max=MAX_TOKENS)
     lists = {"ids": batch["responses"], "mask": batch["response_mask"].int()}
     lists |= {name: batch[name].double().round(decimals=DECIMALS) for name in NUMBERS if name in batch}
+    lists["versions"] = batch["policy_version"][:, None].expand(-1, width)
+    if "token_versions" in batch:
+        lists["versions"] = batch["token_versions"]
     rows = []
     for row, length in enumerate(lengths.tolist()):
         of_tokens = {name: values[row, :length].tolist() for name, values in lists.items()}
-        version = int(batch["policy_version"][row])
         rows.append(
             {
                 "prompt_id": int(batch["prompt_ids"][row]),
@@ -58,7 +60,6 @@ def token_rows(batch: DataProto, count: int, tokenizer: Any) -> list[dict[str, A
                 "score": float(batch["score"][row]),
                 "prompt": batch["prompt_text"][row],
                 **of_tokens,
-                "versions": [version] * length,
             }
         )
     texts = token_texts({token for row in rows for token in row["ids"]}, tokenizer)

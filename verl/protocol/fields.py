@@ -231,6 +231,7 @@ _add(
 _add("sample_ids", "B", "int64", "", "index of the response within its group", "rollout")
 _add("group_ids", "B", "int64", "", "which responses share a prompt", "rollout")
 _add("policy_version", "B", "int64", "optimizer step", "the step whose weights sampled the row", "rollout")
+_add("token_versions", "BT", "int64", "optimizer step", "the step whose weights sampled the token", "rollout", -1)
 _add("is_replayed", "B", "bool", "", "the row was drawn in an earlier step", "replay buffer", False)
 _add("is_on_policy", "B", "bool", "", "the weights that gave old_log_probs drew the row", "actor", False)
 _add("rollout_log_probs", "BT", "float", "nats", "log-probability by the engine that sampled", "rollout")

@@ -170,6 +170,8 @@ def _like(old: DataProto, new: DataProto) -> DataProto:
     if "routed_experts" in new and "routed_experts" not in old:  # sampled without recorded experts
         shape = (*old["responses"].shape, *new["routed_experts"].shape[2:])
         tensors["routed_experts"] = torch.full(shape, -1, dtype=new["routed_experts"].dtype)
+    if "token_versions" in new:
+        tensors["token_versions"] = old["policy_version"][:, None].expand(old["responses"].shape)
     empty = np.full(len(old), None, dtype=object)  # another reward may tell more of a row than the one before
     tensors = {name: tensors[name].to(new[name].device) for name in new.batch if name != "is_replayed"}
     rows = DataProto.from_dict(tensors, {name: old.non_tensor_batch.get(name, empty) for name in new.non_tensor_batch})

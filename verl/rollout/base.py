@@ -21,8 +21,9 @@ ALONE = BuildContext()
 
 
 # Weights from an actor in pipeline `stages`, or whose `experts` are divided (sharding.ep); a torch module of the user's
-# (`modules`); several `turns` of an episode; recording the experts that routers choose (`router_replay`)
-Capability = Literal["stages", "experts", "modules", "turns", "router_replay"]
+# (`modules`); several `turns` of an episode; recording the experts that routers choose (`router_replay`); generating in
+# the role `sampler`, with a copy of the model, for `trainer.mode=async`
+Capability = Literal["stages", "experts", "modules", "turns", "router_replay", "sampler"]
 
 
 @component
@@ -41,6 +42,8 @@ class Rollout(Description):
         stop_token_ids: end a response, in addition to the model's own end-of-text tokens; kept in the response.
         router_replay: the experts that routers chose for sampled tokens are recorded (`routed_experts`), and used
             again where the actor scores and learns from these tokens.
+        weight_update: with `trainer.mode=async`. `drain`: the engine finishes what it has begun before it takes new
+            weights, so that all tokens of a response are of one version.
     Attributes:
         location: of generation: in the `trainer` with the tensors that train, in a `process` beside it with its own
             copy of the weights, or on a `server`.
@@ -63,6 +66,7 @@ class Rollout(Description):
     min_new_tokens: NonNegativeInt = 0
     stop_token_ids: tuple[int, ...] = ()
     router_replay: bool = False
+    weight_update: Literal["drain"] = "drain"
 
     @property
     def runs_ahead(self) -> bool:

@@ -80,7 +80,9 @@ class HFRollout(Rollout):
             they stay until all have ended. Affects speed only.
     """
 
-    supports: ClassVar[frozenset[Capability]] = frozenset({"stages", "experts", "modules", "turns", "router_replay"})
+    supports: ClassVar[frozenset[Capability]] = frozenset(
+        {"stages", "experts", "modules", "turns", "router_replay", "sampler"}
+    )
     may_change: ClassVar[bool] = True
 
     max_rows: PositiveInt = 512

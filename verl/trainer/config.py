@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -122,12 +122,16 @@ class PPOSettings(LoopSettings):
         eval_without_tools: evaluate a second time with the tools of the environment taken away: prompts without their
             schemas, one turn, in which nothing is executed.
         success_score: a response with at least this score counts as correct in `eval/accuracy`.
-        rollout_ahead: 1: generate the responses of the next step during training, with weights that are one step older;
-            requires an engine in a separate process and `algorithm.correction`. 0: generate and train alternately.
+        mode: `sync`: generate and train alternately. `async`: at the same time (docs/async.md).
+        max_staleness: with `mode=async`, the most weight syncs between the generation of a token and training on it;
+            above 0 it requires `algorithm.correction`.
+        rollout_ahead: 1: the same as `mode=async` with `max_staleness=1`.
     """
 
     prompts_per_step: PositiveInt = 64
     group_size: PositiveInt = 8
+    mode: Literal["sync", "async"] = "sync"
+    max_staleness: NonNegativeInt = 1
     rollout_ahead: Annotated[int, Field(ge=0, le=1)] = 0
     eval_samples: NonNegativeInt = 0
     eval_without_tools: bool = False
@@ -135,8 +139,24 @@ class PPOSettings(LoopSettings):
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
-        if self.rollout_ahead and self.repeat_first_batch:
-            yield "rollout_ahead is 1: with repeat_first_batch every batch is the first. Set rollout_ahead=0."
+        if self.rollout_ahead and self.max_staleness != 1:
+            yield (
+                f"rollout_ahead is 1, which means mode=async with max_staleness=1, and max_staleness is "
+                f"{self.max_staleness}. Set rollout_ahead=0 and mode=async."
+            )
+        if self.staleness and self.repeat_first_batch:
+            setting, remedy = self.async_setting
+            yield f"{setting}: with repeat_first_batch every batch is the first. Set {remedy}."
+
+    @property
+    def staleness(self) -> int | None:
+        """`max_staleness` of an asynchronous run; None of a synchronous one."""
+        return self.max_staleness if self.mode == "async" or self.rollout_ahead else None
+
+    @property
+    def async_setting(self) -> tuple[str, str]:
+        """The setting that makes a run asynchronous, and the one that makes it synchronous, for messages."""
+        return ("rollout_ahead is 1", "rollout_ahead=0") if self.rollout_ahead else ("mode is async", "mode=sync")
 
 
 @component
@@ -210,6 +230,8 @@ def _unread(run: Any) -> Iterator[tuple[str, str]]:
         yield from (("critic", reason), ("algorithm.value_loss", reason))
     if not algorithm.needs_reference:
         yield "reference", "algorithm.kl needs none"
+    if settings.staleness is None:
+        yield "trainer.max_staleness", "trainer.mode is sync"
     if not algorithm.replay_fraction:
         reason = "algorithm.replay_fraction is 0"
         yield from (("replay", reason), ("algorithm.replay_max_staleness", reason))

@@ -39,7 +39,8 @@ from verl.utils.seeding import derive_seed
 
 PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
 EPISODE_FIELDS = ["turn_ids", "turn_rewards", "episode_ids"]
-DRIVER_FIELDS = [*PROMPT_FIELDS, *EPISODE_FIELDS, "is_replayed", "is_on_policy"]  # that no role reads in an update
+OF_ROWS = ["is_replayed", "is_on_policy", "token_versions"]
+DRIVER_FIELDS = [*PROMPT_FIELDS, *EPISODE_FIELDS, *OF_ROWS]  # that no role reads in an update
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 ROUTED_FIELDS = ["routed_experts", "rollout_log_probs"]  # that the actor reads before an update, under router replay
 
@@ -55,7 +56,7 @@ class PPOTrainer(PPOLifecycle):
         self.cluster.step = self.guard.step = step
         self.reuse.expect(step)
         rollout = self.generate(batch, GenerationRequest(step, self.settings.group_size))
-        self._draw_ahead(step + 1)
+        self._draw_ahead(step)
         selected = {}
         if self.algorithm.selection is not None:
             rollout, selected = self.select(rollout, self.algorithm.selection, step)
@@ -166,11 +167,11 @@ class PPOTrainer(PPOLifecycle):
 
     def sync(self) -> dict[str, float]:
         """Send the trained weights to the rollout engine and verify them."""
-        if self.pipeline.depth:
+        if self.pipeline.holds_weights:
             with self.stages.stage("gen"):  # what is left of it
                 self.pipeline.collect()
         with self.stages.stage("sync") as note:
-            synced = self.actor.sync().result()
+            synced = self.pipeline.sync()
             note.say(synced.note)
         return synced.metrics
 
@@ -228,10 +229,10 @@ class PPOTrainer(PPOLifecycle):
             self.actor.rest().result()
 
     def _draw_ahead(self, step: int) -> None:
-        """Start generation for the next step, if there is one and `rollout_ahead` is on."""
-        if self.pipeline.depth and step <= self.num_steps:
-            request = GenerationRequest(step, self.settings.group_size)
-            prompts = self.train_data.collate(self.sampler.peek())
+        """Start generation for the batches after this step's that `max_staleness` admits."""
+        for place in range(len(self.pipeline), min(self.pipeline.depth, self.num_steps - step)):
+            request = GenerationRequest(step + 1 + place, self.settings.group_size)
+            prompts = self.train_data.collate(self.sampler.peek(place))
             self.pipeline.begin(self._asked(_grouped(prompts), request), request)
 
     def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:

@@ -17,7 +17,7 @@ from verl.rewards.base import missing_columns
 from verl.trainer.config import unused_settings
 from verl.trainer.plan.workload import role_processes
 from verl.trainer.ppo_description import PPODescription
-from verl.trainer.rollout_pipeline import ahead_faults
+from verl.trainer.rollout_pipeline import async_faults
 from verl.trainer.setup import (
     metric_faults,
     placement_faults,
@@ -54,8 +54,7 @@ def faults_between(run: Any) -> Iterator[str]:
             f"{settings.group_size}); {near} would."
         )
     yield from _sharding_faults(run)
-    if settings.rollout_ahead:
-        yield from ahead_faults(run.rollout, algorithm)
+    yield from async_faults(run)
     yield from _rollout_faults(run)
     yield from environment_faults(run)
     yield from _replay_faults(run)

@@ -68,6 +68,11 @@ class PPODescription(Description):
         return self.reward if placement is not None and self.reward.is_model and placement.holds_reward() else None
 
     @property
+    def has_sampler(self) -> bool:
+        """Whether the engine generates in a process of its own, the role `sampler`, with a copy of the model."""
+        return self.trainer.staleness is not None and not self.rollout.runs_ahead
+
+    @property
     def response_tokens(self) -> int:
         """Maximum number of tokens of a row after its prompt."""
         return self.rollout.max_new_tokens if self.environment is None else self.environment.max_tokens

@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, as_plain
 from verl.data.chat_template import ChatTemplate
@@ -33,9 +36,11 @@ from verl.trainer.state.driver_state import GeneratorStates, RewardStats, Statef
 from verl.trainer.state.run_date import go_on_from, run_date, with_day
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import TrainResult, fit
+from verl.utils.env_check import num_cores
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.colocated import RLHost, with_tokenizer
 from verl.workers.reward import RemoteRewardModel
+from verl.workers.sampler import SamplerHost
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +54,15 @@ class PPOLifecycle(LoopTrainer):
 
     reward: Reward | None = None
     reuse: ReplayMixing | None = None
+    sampler_group: LocalWorkerGroup | None = None
 
     def __init__(self, run: PPODescription, context: BuildContext):
         super().__init__(run, with_day(context))
 
     def _build(self, run: PPODescription, context: BuildContext) -> None:
         self.algorithm, self.lengths = run.algorithm, LengthPredictor()
-        self.reward = self.reuse = None
+        self.reward = self.reuse = self.sampler_group = None
+        self._divide_threads(run)
         with faults_below("actor.model"):
             context = with_tokenizer(context, run.actor)
         assert context.run_dir is not None
@@ -161,9 +168,18 @@ class PPOLifecycle(LoopTrainer):
         roles = role_handles(self.cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
         self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
-        self.pipeline = RolloutPipeline(self.actor, run.trainer.rollout_ahead)
+        if run.has_sampler:
+            alone = SamplerHost(actor=host.actor, rollout=host.rollout)
+            self.sampler_group = LocalWorkerGroup(alone, context, 1, torch.get_num_threads(), name="sampler")
+        self.pipeline = RolloutPipeline(self.actor, run.trainer.staleness or 0, self.sampler_group)
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
+
+    def _divide_threads(self, run: PPODescription) -> None:
+        """Leave half of the threads to the sampler, if it works at the same time on the same cores."""
+        threads = torch.get_num_threads()
+        if run.has_sampler and run.trainer.staleness and 2 * threads > num_cores():
+            torch.set_num_threads(max(1, threads // 2))
 
     @property
     def actor_worker(self) -> Any:
@@ -237,6 +253,8 @@ class PPOLifecycle(LoopTrainer):
         return fit(self, as_plain(self.description), may_restart=may_restart)
 
     def close(self) -> None:
+        if self.sampler_group is not None:
+            self.sampler_group.close()
         super().close()
         if self.reward is not None:
             self.reward.close()

@@ -1,8 +1,13 @@
-"""The queue between generation and training. Depth 1 is one-step-off-policy rollout: generate batch k+1 while training
-on batch k.
+"""The queue between generation and training, `max_staleness` S batches long; 0 generates and trains alternately.
 
-step k      take(k) ── begin(k+1) ── score, update ── collect(k+1) ── sync
-engine                 └────── draws k+1 with the weights before ──┘
+step t     take(t) ── begin(t+S) ── score, update ── sync
+engine     ... ── t+1 ── weights ── t+2 ── weights ── ... ── t+S
+
+Each group of responses has a ticket, its place in the order of the data: batch t is the tickets tP to (t+1)P. A batch
+begins only after batch t-S was taken, so that begun less trained groups stay below (S+1)P, and batches are taken in
+order. The engine does its work in the order in which it was asked (`rollout.weight_update=drain`): batch t+S is drawn
+with the weights after step t-1, whatever the speed of either side. A run can therefore be repeated, and resumed, bit by
+bit.
 
 `LengthPredictor` estimates the response length of each prompt, to balance the load of processes that generate in
 parallel. The estimate for a prompt is its last length; for a new prompt, the mean of all others. A response does not
@@ -13,74 +18,139 @@ lengths are part of a checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.algorithms.algorithm import Algorithm
+from verl.cluster.rpc import RoleHandle, WorkerGroup
+from verl.errors import RolloutError
 from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, Rollout
+from verl.rollout.base import GenerationRequest, SyncResult
+from verl.workers.sampler import SamplerWorker, weight_digests
 
 log = logging.getLogger(__name__)
+
+
+class _Batch:
+    """A batch in the queue.
+
+    Attributes:
+        begun_s: when it was begun, or loaded.
+        is_loaded: its rows come from a checkpoint.
+    """
+
+    def __init__(self, finish: Callable[[], DataProto], *, is_loaded: bool = False):
+        self._finish, self._rows = finish, None
+        self.begun_s, self.is_loaded = time.monotonic(), is_loaded
+
+    @property
+    def rows(self) -> DataProto:
+        """The responses; waits for them."""
+        if self._rows is None:
+            self._rows = self._finish()
+        return self._rows
 
 
 class RolloutPipeline:
     """The batches between generation and training.
 
-    With depth 1 the responses to the next batch are generated while the present one is trained on. The engine's weights
-    must not change between `begin` and `collect`. Responses that were generated ahead are part of a checkpoint, because
-    the weights that generated them no longer exist.
+    An engine of the actor's (`rollout=vllm`, `rollout=server`) generates one batch beside the training; before its
+    weights change, that batch is waited for. The role `sampler` has a copy of the model and a queue of its own, in which
+    weights follow the batches that were begun before, so that a sync waits for nothing.
+
+    Responses that were begun are part of a checkpoint, because the weights that generated them no longer exist.
 
     Args:
-        actor: handle of the role that generates.
-        depth: batches that are generated ahead: 0, or 1 for an engine that can generate during training.
+        actor: handle of the role that trains.
+        depth: batches that are begun ahead; more than 1 with a sampler only.
+        sampler: the process of the role `sampler`; None for an engine of the actor's.
     """
 
-    def __init__(self, actor: Any, depth: int):
-        self._actor, self.depth = actor, depth
-        self._begun: tuple[DataProto, GenerationRequest] | None = None
-        self._ahead: DataProto | None = None
-        self._is_loaded = False  # the responses generated ahead come from a checkpoint
+    def __init__(self, actor: Any, depth: int, sampler: WorkerGroup | None = None):
+        self._actor, self.depth, self._group = actor, depth, sampler
+        self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
+        self._queue: deque[_Batch] = deque()
+        self._versions: list[int] = []  # of the latest syncs, the present one last
+        self._loads: deque[tuple[int, dict[str, str], Future[dict[str, str]]]] = deque()  # unverified weights
+        self._last_call: Future[Any] | None = None
+        self._idle_since = time.monotonic()
+        self._metrics: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def holds_weights(self) -> bool:
+        """Weights must not change before `collect`."""
+        return bool(self.depth) and self._sampler is None
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Start generating for the next batch; returns immediately. Does nothing with depth 0."""
-        if self.depth:
-            assert self._begun is None
-            assert self._ahead is None
+        """Start generating for the next batch; returns immediately."""
+        version = self._actor.current_version().result()
+        if self._sampler is None:
+            self.collect()
+            self._note_version(version)
             self._actor.begin_generate(prompts, request).result()
-            self._begun = prompts, request
+            self._queue.append(_Batch(lambda: self._actor.finish_generate(prompts, request).result()))
+            return
+        assert self._group is not None
+        if self._versions[-1:] != [version]:  # at the start, and after a step that was cut short
+            self._send_weights()
+        self._group.step = request.step
+        self._queue.append(_Batch(self._call(self._sampler.generate, prompts, request).result))
 
     def collect(self) -> None:
-        """Wait for the responses of `begin`. Idempotent."""
-        if self._begun is not None:
-            begun, self._begun = self._begun, None
-            self._ahead, self._is_loaded = self._actor.finish_generate(*begun).result(), False
+        """Wait for all responses that were begun. Idempotent."""
+        for batch in self._queue:
+            self._wait(batch)
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """New responses, beside the pipeline."""
-        self.collect()
+        """New responses by the present weights, beside the pipeline."""
+        if self.holds_weights:
+            self.collect()
         return self._actor.generate(prompts, request).result()
 
     def take(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """The responses to these prompts: those generated ahead, or new ones if there are none."""
-        self.collect()
-        rows, self._ahead = self._ahead, None
-        if rows is not None:
-            expected = prompts.batch["prompt_ids"].repeat_interleave(request.num_samples)
-            if expected.equal(rows.batch["prompt_ids"]):
-                return rows
-            assert self._is_loaded, "the responses generated ahead belong to another batch"
+        """The responses to these prompts: those of the oldest batch, or new ones if the queue is empty."""
+        expected = prompts.batch["prompt_ids"].repeat_interleave(request.num_samples)
+        if self._queue and not expected.equal(self._wait(self._queue[0])["prompt_ids"]):
+            assert self._queue[0].is_loaded, "the responses generated ahead belong to another batch"
             log.warning(
                 "The responses generated ahead in the checkpoint are for another batch size; they are generated again."
             )
-        return self.generate(prompts, request)
+            self._queue.clear()
+        if not self._queue and self._sampler is None:
+            rows = self.generate(prompts, request)
+            return self._measured(rows, time.monotonic()) if self.depth else rows
+        if not self._queue:
+            self.begin(prompts, request)
+        batch = self._queue.popleft()
+        rows = self._wait(batch)
+        self._verify()
+        return self._measured(rows, batch.begun_s, is_bounded=not batch.is_loaded)
+
+    def sync(self) -> SyncResult:
+        """Send the present weights to the engine, and the metrics since the last sync."""
+        if self.holds_weights:
+            self.collect()
+        synced: SyncResult = self._actor.sync().result()
+        if self._sampler is not None:
+            synced = self._send_weights()
+        elif self.depth:
+            self._note_version(self._actor.current_version().result())
+        metrics, self._metrics = synced.metrics | self._metrics, {}
+        return SyncResult(synced.note, metrics, synced.is_current)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The responses that were not trained on yet; empty if there are none."""
+        """The responses that were not trained on yet, later batches under `PLACE.NAME`; empty if there are none."""
         self.collect()
-        return {} if self._ahead is None else dict(self._ahead.batch)
+        batches = {f"{place}." if place else "": batch.rows.batch for place, batch in enumerate(self._queue)}
+        return {f"{place}{name}": x for place, rows in batches.items() for name, x in rows.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace the current responses by those of a checkpoint.
@@ -88,27 +158,114 @@ class RolloutPipeline:
         They are used only if the next batch has the same prompts, that is, if the batch size was not changed.
         """
         self.collect()
-        self._ahead, self._is_loaded = DataProto.from_dict(dict(state)) if state else None, True
+        self._queue.clear()
+        batches: dict[int, dict[str, Tensor]] = {}
+        for name, x in state.items():
+            place, dot, field = name.partition(".")
+            batches.setdefault(int(place) if dot else 0, {})[field if dot else name] = x
+        for place in sorted(batches):
+            rows = DataProto.from_dict(batches[place])
+            self._queue.append(_Batch(lambda rows=rows: rows, is_loaded=True))
+        drawn = {int(x) for fields in batches.values() for x in fields["policy_version"]}
+        self._versions = [*sorted(drawn.difference(self._versions[-1:])), *self._versions[-1:]]
+
+    def _send_weights(self) -> SyncResult:
+        """Queue a copy of the present weights for the sampler, behind the batches that were begun."""
+        version, weights = self._actor.rollout_weights().result()
+        self._loads.append((version, weight_digests(weights), self._call(self._sampler.load, version, weights)))
+        self._note_version(version)
+        num_bytes = sum(x.nbytes for x in weights.values())
+        note = f"{len(weights)} tensors, {num_bytes / 2**20:.1f} MiB, to the sampler"
+        return SyncResult(note, {"sync/bytes": float(num_bytes)})
+
+    def _verify(self) -> None:
+        """Compare what the sampler has loaded with what was sent.
+
+        Raises:
+            RolloutError: a tensor differs.
+        """
+        while self._loads and self._loads[0][2].done():
+            version, sent, load = self._loads.popleft()
+            loaded = load.result()
+            if wrong := [name for name, digest in sent.items() if loaded.get(name) != digest]:
+                raise RolloutError(
+                    f"the sampler does not hold the trainer's weights of version {version}: {len(wrong)} of "
+                    f"{len(sent)} tensors differ, {', '.join(wrong[:8])}{', ...' if wrong[8:] else ''}. What it drew "
+                    "with them was not trained on. Resume from the last checkpoint."
+                )
+
+    def _call(self, method: Callable[..., Future[Any]], *args: Any) -> Future[Any]:
+        """Ask the sampler, and count the time in which it had nothing to do."""
+        if self._last_call is None or self._last_call.done():
+            self._add("async/sampler_idle_s", time.monotonic() - self._idle_since)
+        self._last_call = method(*args)
+        self._last_call.add_done_callback(lambda _: setattr(self, "_idle_since", time.monotonic()))
+        return self._last_call
+
+    def _wait(self, batch: _Batch) -> DataProto:
+        began = time.monotonic()
+        rows = batch.rows
+        self._add("async/wait_s", time.monotonic() - began)
+        return rows
+
+    def _measured(self, rows: DataProto, begun_s: float, *, is_bounded: bool = True) -> DataProto:
+        """Rows with `token_versions`; notes how old they are."""
+        if "token_versions" not in rows:
+            versions = rows["policy_version"][:, None].expand(rows["responses"].shape)
+            rows = rows.union(DataProto.from_dict({"token_versions": versions.clone()}))
+        drawn = rows["token_versions"][rows["response_mask"]]
+        lags = (torch.tensor(self._versions, dtype=torch.int64) > drawn[:, None]).sum(dim=1)
+        counts = torch.bincount(lags, minlength=self.depth + 1).tolist()
+        assert not is_bounded or not any(counts[self.depth + 1 :]), f"lags {counts} exceed {self.depth}"
+        self._metrics |= {f"async/lag_{lag}_share": n / max(1, len(lags)) for lag, n in enumerate(counts)}
+        self._metrics["async/oldest_group_s"] = time.monotonic() - begun_s
+        return rows
+
+    def _note_version(self, version: int) -> None:
+        if self._versions[-1:] != [version]:
+            self._versions = [*self._versions[-self.depth - 1 :], version]
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._metrics[name] = self._metrics.get(name, 0.0) + seconds
 
 
-def ahead_faults(rollout: Rollout, algorithm: Algorithm) -> Iterator[str]:
-    """Faults: why a run cannot generate ahead."""
-    setting = "trainer.rollout_ahead is 1"
+def async_faults(run: Any) -> Iterator[str]:
+    """Faults of a `verl.trainer.ppo_config.PPORun` that generates and trains at the same time, by full config path."""
+    settings, rollout, algorithm = run.trainer, run.rollout, run.algorithm
+    if settings.staleness is None:
+        return
+    setting, remedy = (f"trainer.{text}" for text in settings.async_setting)
+    kind = type(rollout).__name__
+    if run.environment is not None:
+        episodes = f"environment is {type(run.environment).__name__}"
+        yield f"{episodes}: {setting}, and episodes are not drawn ahead. Set {remedy}."
+    if rollout.router_replay:
+        yield f"{setting}: rollout.router_replay was not tried with it. Set {remedy}."
     if not rollout.runs_ahead:
+        if "sampler" not in rollout.supports:
+            yield f"{setting}: {kind} cannot generate while the weights are trained. Set rollout=hf, or {remedy}."
+        elif settings.placement is not None:
+            yield (
+                f"{setting}: the role that generates under rollout=hf is not placed by trainer.placement yet. Set "
+                f"trainer.placement=null, or {remedy}."
+            )
+    elif settings.staleness > 1:
         yield (
-            f"{setting}: {type(rollout).__name__} generates with the tensors that are being trained, so generation "
-            "would race with the optimizer. Set rollout=vllm, or trainer.rollout_ahead=0."
+            f"trainer.max_staleness is {settings.staleness}: a sync of {kind} waits for what it has begun, so that more "
+            "than 1 makes responses older and nothing faster. Set trainer.max_staleness=1, or rollout=hf."
         )
+    if not settings.staleness:
+        return
     if algorithm.correction is None:
         yield (
-            f"{setting}: responses come from weights that are one step older, which requires importance weights. "
+            f"{setting}: responses come from older weights, which requires importance weights. "
             "Set algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}, or "
-            "trainer.rollout_ahead=0."
+            f"{remedy}."
         )
     if algorithm.selection is not None:
-        yield f"{setting}: algorithm.selection draws further batches within a step. Set trainer.rollout_ahead=0."
+        yield f"{setting}: algorithm.selection draws further batches within a step. Set {remedy}."
     if algorithm.needs_greedy_baseline:
-        yield f"{setting}: the greedy baseline would be that of other weights. Set trainer.rollout_ahead=0."
+        yield f"{setting}: the greedy baseline would be that of other weights. Set {remedy}."
 
 
 MOST = 1 << 16  # prompts that are remembered, those seen last

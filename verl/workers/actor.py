@@ -20,6 +20,7 @@ from verl.environments.episode_loop import EpisodeSampler
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
+from verl.models.hf_state_dict import live_tensors
 from verl.models.parallel_info import Numerics, compute_type
 from verl.ops.logprobs import LogProbGap
 from verl.ops.loss_aggregation import LossTotals, aggregate
@@ -211,6 +212,22 @@ class ActorWorker(TrainedWorker):
         synced = self.sampler.sync()
         self._version_sampled, self._engine_follows = self.version, synced.is_current
         return synced
+
+    @on_all
+    def current_version(self) -> int:
+        """See `version`."""
+        return self.version
+
+    @on_all
+    def rollout_weights(self) -> tuple[int, dict[str, Tensor]]:
+        """The version and the weights that a copy of the model needs, whole, on rank 0; tied ones once.
+
+        They are the live tensors where nothing is sharded. With LoRA they are those of the adapter.
+        """
+        model = self.engine.model
+        weights = self._whole_weights() if self.engine.parallel.divides_weights else live_tensors(model)
+        once = {id(x): name for name, x in reversed(weights.items())}
+        return self.version, {name: x.detach() for name, x in weights.items() if once[id(x)] == name}
 
     @on_all
     def numerics(self) -> Numerics:

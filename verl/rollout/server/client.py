@@ -104,8 +104,9 @@ class ServerSampler(RolloutEngine):
             )
         if self.parts.source == "trainer" and limits.while_training:
             raise ConfigError(
-                "trainer.rollout_ahead is 1: log-probs come from the trainer (rollout.log_probs), whose weights change "
-                "while the server draws. Use those of the server (docs/rollout_server.md), or set rollout_ahead=0."
+                "trainer.mode is async (or trainer.rollout_ahead is 1): log-probs come from the trainer "
+                "(rollout.log_probs), whose weights change while the server draws. Use those of the server "
+                "(docs/rollout_server.md), or set trainer.mode=sync."
             )
         if (held := self.row_tokens) is not None:
             limit = f"the server takes {held} (vLLM's --max-model-len)"

@@ -173,7 +173,7 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
     else:
         roles[0] = replace(actor, generating=0)
     if step.generates and run.rollout.runs_ahead:  # an engine or a server with weights of its own has the cache
-        naps = getattr(run.rollout, "sleep", False) and not settings.rollout_ahead
+        naps = getattr(run.rollout, "sleep", False) and not settings.staleness
         stays_awake = run.rollout.location == "process" and on_gpu and not naps
     saves = run.checkpoint
     saved = sum(role.saved for role in roles) if saves is not None else 0
@@ -410,6 +410,8 @@ def _phases(
         if not (device.is_gpu and role.memory.is_offloaded):
             resting[f"{role.name} weights"] = role.memory.weights
             resting[f"{role.name} optimizer"] = role.memory.optimizer
+        if role.name == "actor" and getattr(run, "has_sampler", False):  # its own, and those on their way to it
+            resting["weights of the sampler"] = (2 + run.trainer.staleness) * role.memory.weights
     if not device.is_gpu and estimate.copied:
         resting["copy for the writer"] = estimate.copied // max(1, estimate.processes)
     asleep = {part: size for part, size in engine.items() if part == ASLEEP}

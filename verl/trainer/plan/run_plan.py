@@ -259,8 +259,9 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
 def _awake_fault(run: Any, memory: MemoryPlan) -> str:
     """Fault if an engine that never sleeps does not fit on the GPU together with the trainer."""
     peak = memory.peak
-    if run.trainer.rollout_ahead:
-        why, remedy = "trainer.rollout_ahead is 1: the engine draws while the trainer works", "trainer.rollout_ahead=0"
+    if run.trainer.staleness:
+        setting, remedy = (f"trainer.{text}" for text in run.trainer.async_setting)
+        why = f"{setting}: the engine draws while the trainer works"
     else:
         why, remedy = "rollout.sleep is false: the engine keeps its GPU memory", "rollout.sleep=true"
     engine = sum(size for part, size in peak.parts.items() if part == "keys and values" or part.startswith("engine"))

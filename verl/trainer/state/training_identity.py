@@ -47,6 +47,9 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "actor.model.compile": False,
     "sharding.reduce_gradients": "micro_batch",
     "trainer.cpu_matmul": "mkl",
+    "trainer.mode": "sync",
+    "trainer.max_staleness": 1,
+    "rollout.weight_update": "drain",
 }
 # Settings of a reward that affect how it is called, but not its scores.
 REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}

@@ -1,0 +1,105 @@
+"""The role `sampler`: a rollout engine in a process of its own, with a copy of the actor's model.
+
+actor ── weights ──> load(version, weights) ──> the copy ──> digests, which the driver compares
+                     generate(prompts)      ──> rows, with the version of the weights that drew them
+
+Calls are carried out in the order they were made: weights change between two batches, never within one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.checkpoint.core.hashing import digest_of
+from verl.component import BuildContext, Description, component
+from verl.engines.sharding import NoSharding, Sharding
+from verl.model_paths.check import paths_for
+from verl.models.hf_state_dict import live_tensors
+from verl.ops.cpu_matmul import use_library
+from verl.protocol import DataProto
+from verl.protocol.dispatch import by_rows, on_all
+from verl.protocol.serialization import raw_bytes
+from verl.rollout.base import GenerationRequest, Rollout
+from verl.rollout.responses import ResponseSampler
+from verl.rollout.rows import refuse_wrong_responses
+from verl.utils.memory import computes_bfloat16, make_current
+from verl.utils.seeding import derive_seed, seed_everything
+from verl.workers.actor import Actor
+from verl.workers.colocated import RoleProcess, with_tokenizer
+
+
+class SamplerWorker:
+    """The running role.
+
+    Args:
+        model: the copy; its weights mean nothing before the first `load`.
+    """
+
+    def __init__(self, model: Any, sampler: ResponseSampler):
+        self.model, self.sampler, self.version = model, sampler, -1
+
+    @on_all
+    def load(self, version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
+        """Take the weights of `ActorWorker.rollout_weights`; returns the digest of each tensor of the model then."""
+        live = live_tensors(self.model)
+        with torch.no_grad():
+            for name, x in weights.items():
+                live[name].copy_(x)
+        self.sampler.sync()
+        self.version = version
+        return weight_digests({name: live[name] for name in weights})
+
+    @by_rows
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """Draw responses, as `ActorWorker.generate` does."""
+        rows = self.sampler.generate(prompts, request)
+        refuse_wrong_responses(rows, self.model.config.get_text_config().vocab_size)
+        return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.sampler.close()
+
+
+@component
+class SamplerHost(Description):
+    """The role `sampler`, alone in its process.
+
+    Args:
+        actor: whose model is copied.
+    """
+
+    actor: Actor
+    rollout: Rollout
+
+    def worker_types(self) -> dict[str, type]:
+        return {"sampler": SamplerWorker}
+
+    def shardings(self) -> dict[str, Sharding]:
+        """It is not sharded."""
+        return {"sampler": NoSharding()}
+
+    def build(self, context: BuildContext) -> RoleProcess:
+        """Load the model where the actor starts from, and attach the engine."""
+        make_current(context.device)
+        use_library(context.cpu_matmul)
+        host, actor = RoleProcess(), self.actor.on_device(computes_bfloat16(context.device))
+        context = with_tokenizer(context, actor)
+        parallel = host.parallel(self.shardings()["sampler"], context)
+        seed_everything(derive_seed(context.seed, "actor"))
+        model = actor.load("causal_lm", context.device, None, "actor", parallel)
+        paths_for(model, context.row_tokens or self.rollout.max_new_tokens, "actor.model", shares_tokens=False)
+        parallel.shard_model(model, actor.decided_autocast)
+        engine = self.rollout.attach(model, context.tokenizer, context.seed, actor.decided_autocast, context)
+        sampler = ResponseSampler(engine, self.rollout, context.tokenizer.pad_token_id)
+        host.workers["sampler"] = SamplerWorker(model, sampler)
+        return host
+
+
+def weight_digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """The BLAKE3 of the bytes of each tensor."""
+    return {name: digest_of(memoryview(raw_bytes(x.detach().cpu()).numpy())) for name, x in weights.items()}
