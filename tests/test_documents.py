@@ -36,7 +36,7 @@ def documented_keys() -> list[re.Pattern[str]]:
     text = (ROOT / "docs/metrics.md").read_text()
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     keys = [key for cell in cells for key in re.findall(r"`([^`]+/[^`]+)`", cell)]
-    return [re.compile(re.sub(r"\\\*|STAGE|NAME|(?<=@)k", r"[\\w]+", re.escape(key))) for key in keys]
+    return [re.compile(re.sub(r"\\\*|STAGE|NAME|(?<=@)k|(?<=lag_)K", r"[\\w]+", re.escape(key))) for key in keys]
 
 
 ADAPTIVE = dataclasses.replace(PPO_ALGORITHM, kl=AdaptiveKLInReward(coef=0.1, target=1.0), correction=TruncatedIS())
@@ -44,12 +44,12 @@ SELECTING = dataclasses.replace(GRPO_ALGORITHM, selection=DynamicSampling(on_non
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    [PPO_ALGORITHM, GRPO_ALGORITHM, ADAPTIVE, SELECTING],
-    ids=["ppo", "grpo", "adaptive and corrected", "selecting"],
+    ("algorithm", "mode"),
+    [(PPO_ALGORITHM, "sync"), (GRPO_ALGORITHM, "sync"), (ADAPTIVE, "async"), (SELECTING, "sync")],
+    ids=["ppo", "grpo", "adaptive, corrected and asynchronous", "selecting"],
 )
-def test_every_metric_of_a_run_is_explained(algorithm, dir32, tmp_path):
-    run = ppo_run(Pretrained(path=str(dir32)), algorithm, total_steps=1, tracker=JSONL)
+def test_every_metric_of_a_run_is_explained(algorithm, mode, dir32, tmp_path):
+    run = ppo_run(Pretrained(path=str(dir32)), algorithm, total_steps=1, tracker=JSONL, mode=mode)
     fit(run, tmp_path)
     logged = {key for line in read_lines(tmp_path / "metrics.jsonl") for key in line} - {"step", "time_s"}
     known = documented_keys()

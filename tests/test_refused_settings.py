@@ -190,6 +190,7 @@ ADAPTER = ["rollout=vllm", "rollout.lora=adapter"]
 LORA = "actor.lora={{_target_:verl.models.lora.LoRA,rank:{}}}"
 AHEAD = ["trainer.rollout_ahead=1"]
 CORRECTED = [*AHEAD, "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"]
+ASYNC_2 = ["trainer.mode=async", "trainer.max_staleness=2"]
 TOOLS = ["environment=calculator", "data=calculator", "critic=none", "algorithm=grpo"]
 TOOLS += ["actor=tiny_scratch", "actor.model.context_length=160"]
 REFUSED_RUNS = [  # overrides, and a part of the message
@@ -202,8 +203,14 @@ REFUSED_RUNS = [  # overrides, and a part of the message
         "give it up after sharding.timeout_s 600. Set rollout.call_time",
     ),
     # drawing one step ahead
-    (CORRECTED, "HFRollout generates with the tensors that are being trained"),
     (AHEAD, "requires importance weights"),
+    (["trainer.mode=async"], "trainer.mode is async: responses come from older weights"),
+    ([*CORRECTED, "rollout=auto"], "AutoRollout cannot generate while the weights are trained"),
+    ([*CORRECTED, "rollout=vllm", "trainer.rollout_ahead=0", *ASYNC_2], "a sync of VLLMRollout waits for what it has"),
+    ([*CORRECTED, "trainer=mesh", "trainer.placement.devices=[cpu:0]"], "is not placed by trainer.placement yet"),
+    ([*CORRECTED, "trainer.max_staleness=2"], "rollout_ahead is 1, which means mode=async with max_staleness=1"),
+    ([*CORRECTED, "rollout.router_replay=true"], "trainer.rollout_ahead is 1: rollout.router_replay was not tried"),
+    ([*CORRECTED, "rollout.weight_update=in_flight"], "weight_update"),
     ([*CORRECTED, "algorithm=dapo"], "selection draws further batches"),
     ([*CORRECTED, "algorithm=remax"], "greedy baseline"),
     ([*CORRECTED, "trainer.repeat_first_batch=true"], "every batch is the first"),

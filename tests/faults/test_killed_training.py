@@ -16,10 +16,14 @@ from faults.fork_server import Child, ForkServer
 
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
+from verl.trainer.state.compare_runs import steps_of
 from verl.trainer.state.lineage import read_events
 
 STEPS = 12
 KILLS = 3
+ASYNC_STEPS = 60
+CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"
+ASYNC = ["trainer.mode=async", CORRECTION, f"trainer.total_steps={ASYNC_STEPS}", "rollout.max_new_tokens=24"]
 
 
 def started(server: ForkServer, model, directory: Path, name: str, *overrides: str) -> Child:
@@ -30,9 +34,9 @@ def started(server: ForkServer, model, directory: Path, name: str, *overrides: s
     return server.start(directory, name, [*small_run(model, directory), *quiet, *saving, *length, *overrides])
 
 
-def digest(directory: Path) -> str:
+def digest(directory: Path, steps: int = STEPS) -> str:
     newest = CheckpointDirectory(directory / "checkpoints").newest()
-    assert newest.step == STEPS
+    assert newest.step == steps
     return CheckpointReader(newest).digest()
 
 
@@ -75,6 +79,40 @@ def test_a_training_killed_at_random_moments_until_it_ends_has_the_digest_of_one
     assert digest(tmp_path) == uninterrupted
     events = read_events(tmp_path / "checkpoints")
     assert sum(event["event"] == "end" and event["status"] == "finished" for event in events) >= 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_an_asynchronous_training_killed_twenty_times_trains_on_every_prompt_once_and_ends_as_its_twin(
+    staleness, server, model32, tmp_path
+):
+    overrides = ["checkpoint=async", "critic=none", "algorithm=grpo", f"trainer.max_staleness={staleness}", *ASYNC]
+    (tmp_path / "twin").mkdir()
+    (tmp_path / "cut").mkdir()
+    twin = started(server, model32, tmp_path / "twin", "run", *overrides)
+    assert twin.wait(480) == 0, (tmp_path / "twin/run.log").read_text()
+    moments, kills = random.Random(staleness), 0
+    for attempt in range(100):
+        process = started(server, model32, tmp_path / "cut", f"run_{attempt}", *overrides)
+        try:
+            wait_for_training(process, tmp_path / f"cut/run_{attempt}")
+            if kills < 20:
+                time.sleep(moments.uniform(0.0, 1.2))
+                kills += process.is_running()
+                process.kill()
+        finally:
+            status = process.wait(480)
+            process.kill()
+        if status == 0:
+            break
+    assert digest(tmp_path / "cut", ASYNC_STEPS) == digest(tmp_path / "twin", ASYNC_STEPS)
+    lines: dict[int, set[str]] = {}
+    for file in sorted(tmp_path.glob("*/*/metrics.jsonl")):
+        for step, line in steps_of(file.parent).items():
+            lines.setdefault(step, set()).add(json.dumps(line, sort_keys=True))
+    assert sorted(lines) == list(range(1, ASYNC_STEPS + 1))
+    assert {step: len(found) for step, found in lines.items() if len(found) > 1} == {}
+    assert kills >= 12
 
 
 @pytest.mark.exhaustive

@@ -9,7 +9,11 @@ from same_training import course, numbers, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit, weights
 
 from verl.algorithms.importance_sampling import TruncatedIS
+from verl.component import BuildContext
+from verl.errors import WorkerDied
+from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.ppo import PPOTrainer
+from verl.trainer.train_loop import TrainLoop
 
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
 
@@ -32,3 +36,69 @@ def test_staleness_0_is_the_synchronous_training(algorithm, model32, tmp_path):
     left, right = weights(tmp_path / "sync"), weights(tmp_path / "async")
     assert left.keys() == right.keys()
     assert all(x.equal(right[name]) for name, x in left.items())
+
+
+def noted_updates(monkeypatch):
+    """The versions of the policy that drew what each update trains on, as the updates come."""
+    trained_on, update = [], PPOTrainer.update
+
+    def noted(self, experience, step):
+        assert experience["token_versions"].shape == experience["responses"].shape
+        trained_on.append(sorted(set(experience["policy_version"].tolist())))
+        return update(self, experience, step)
+
+    monkeypatch.setattr(PPOTrainer, "update", noted)
+    return trained_on
+
+
+@pytest.mark.parametrize(
+    ("staleness", "versions"), [(1, [[0], [0], [1], [2]]), (2, [[0], [0], [0], [1]]), (9, [[0], [0], [0], [0]])]
+)
+def test_each_batch_is_of_the_weights_so_many_syncs_before_and_a_resume_goes_on_with_them(
+    staleness, versions, model32, tmp_path, monkeypatch
+):
+    trained_on = noted_updates(monkeypatch)
+    fit(asynchronous(model32, tmp_path / "whole", staleness), tmp_path / "whole/run")
+    assert trained_on == versions
+    metrics = numbers(tmp_path / "whole/run")
+    assert metrics[4][f"async/lag_{min(staleness, 3)}_share"] == 1
+    assert "rollout/off_policy_gap_nats" in metrics[2]
+    resume = tmp_path / "whole/checkpoints/global_step_2"
+    fit(asynchronous(model32, tmp_path, staleness, resume=resume), tmp_path / "run")
+    assert trained_on[4:] == versions[2:]
+    same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
+
+
+def test_rollout_ahead_is_another_spelling_of_staleness_1(model32, tmp_path):
+    fit(asynchronous(model32, tmp_path / "new"), tmp_path / "new/run")
+    fit(asynchronous(model32, tmp_path / "old", mode="sync", rollout_ahead=1), tmp_path / "old/run")
+    same_training(saved(tmp_path / "old"), saved(tmp_path / "new"))
+
+
+def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_ahead_of_it(
+    model32, tmp_path, monkeypatch
+):
+    trained_on = noted_updates(monkeypatch)
+    run = asynchronous(model32, tmp_path, 2, total_steps=6)
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        loop = TrainLoop(trainer, {})
+        loop.open()
+        for _ in range(5):
+            loop.step()
+        whole = numbers(tmp_path / "run")
+        load_checkpoint(loop, tmp_path / "checkpoints/global_step_3")
+        for _ in range(2):
+            loop.step()
+    assert trained_on == [[0], [0], [0], [1], [2], [1], [2]]
+    assert numbers(tmp_path / "run") == whole
+
+
+def test_a_sampler_that_dies_ends_the_run_by_name(model32, tmp_path):
+    run = asynchronous(model32, tmp_path)
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        loop = TrainLoop(trainer, {})
+        loop.open()
+        loop.step()
+        trainer.sampler_group._transport.kill()
+        with pytest.raises(WorkerDied, match="ended with signal SIGKILL"):
+            loop.step()

@@ -35,6 +35,8 @@ from verl.workers.sampler import SamplerWorker, weight_digests
 
 log = logging.getLogger(__name__)
 
+SYNC_VERSIONS = "sync_versions"  # in a checkpoint: of the latest syncs, beside the rows
+
 
 class _Batch:
     """A batch in the queue.
@@ -60,8 +62,8 @@ class RolloutPipeline:
     """The batches between generation and training.
 
     An engine of the actor's (`rollout=vllm`, `rollout=server`) generates one batch beside the training; before its
-    weights change, that batch is waited for. The role `sampler` has a copy of the model and a queue of its own, in which
-    weights follow the batches that were begun before, so that a sync waits for nothing.
+    weights change, that batch is waited for. The role `sampler` has a copy of the model and a queue of its own, in
+    which weights follow the batches that were begun before, so that a sync waits for nothing.
 
     Responses that were begun are part of a checkpoint, because the weights that generated them no longer exist.
 
@@ -76,6 +78,7 @@ class RolloutPipeline:
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
         self._queue: deque[_Batch] = deque()
         self._versions: list[int] = []  # of the latest syncs, the present one last
+        self._sent: int | None = None  # version that the sampler was sent last
         self._loads: deque[tuple[int, dict[str, str], Future[dict[str, str]]]] = deque()  # unverified weights
         self._last_call: Future[Any] | None = None
         self._idle_since = time.monotonic()
@@ -99,7 +102,7 @@ class RolloutPipeline:
             self._queue.append(_Batch(lambda: self._actor.finish_generate(prompts, request).result()))
             return
         assert self._group is not None
-        if self._versions[-1:] != [version]:  # at the start, and after a step that was cut short
+        if self._sent != version:  # at the start, and after a step that was cut short
             self._send_weights()
         self._group.step = request.step
         self._queue.append(_Batch(self._call(self._sampler.generate, prompts, request).result))
@@ -150,7 +153,8 @@ class RolloutPipeline:
         """The responses that were not trained on yet, later batches under `PLACE.NAME`; empty if there are none."""
         self.collect()
         batches = {f"{place}." if place else "": batch.rows.batch for place, batch in enumerate(self._queue)}
-        return {f"{place}{name}": x for place, rows in batches.items() for name, x in rows.items()}
+        state = {f"{place}{name}": x for place, rows in batches.items() for name, x in rows.items()}
+        return state | {SYNC_VERSIONS: torch.tensor(self._versions)} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace the current responses by those of a checkpoint.
@@ -159,21 +163,22 @@ class RolloutPipeline:
         """
         self.collect()
         self._queue.clear()
-        batches: dict[int, dict[str, Tensor]] = {}
+        batches: dict[str, dict[str, Tensor]] = {}
         for name, x in state.items():
-            place, dot, field = name.partition(".")
-            batches.setdefault(int(place) if dot else 0, {})[field if dot else name] = x
-        for place in sorted(batches):
+            if name != SYNC_VERSIONS:
+                place, _, field = name.rpartition(".")
+                batches.setdefault(place, {})[field] = x
+        for place in sorted(batches, key=lambda place: int(place or 0)):
             rows = DataProto.from_dict(batches[place])
             self._queue.append(_Batch(lambda rows=rows: rows, is_loaded=True))
-        drawn = {int(x) for fields in batches.values() for x in fields["policy_version"]}
-        self._versions = [*sorted(drawn.difference(self._versions[-1:])), *self._versions[-1:]]
+        self._versions = state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else []
 
     def _send_weights(self) -> SyncResult:
         """Queue a copy of the present weights for the sampler, behind the batches that were begun."""
         version, weights = self._actor.rollout_weights().result()
         self._loads.append((version, weight_digests(weights), self._call(self._sampler.load, version, weights)))
         self._note_version(version)
+        self._sent = version
         num_bytes = sum(x.nbytes for x in weights.values())
         note = f"{len(weights)} tensors, {num_bytes / 2**20:.1f} MiB, to the sampler"
         return SyncResult(note, {"sync/bytes": float(num_bytes)})
@@ -213,6 +218,7 @@ class RolloutPipeline:
         if "token_versions" not in rows:
             versions = rows["policy_version"][:, None].expand(rows["responses"].shape)
             rows = rows.union(DataProto.from_dict({"token_versions": versions.clone()}))
+        self._note_version(self._actor.current_version().result())
         drawn = rows["token_versions"][rows["response_mask"]]
         lags = (torch.tensor(self._versions, dtype=torch.int64) > drawn[:, None]).sum(dim=1)
         counts = torch.bincount(lags, minlength=self.depth + 1).tolist()
@@ -222,8 +228,8 @@ class RolloutPipeline:
         return rows
 
     def _note_version(self, version: int) -> None:
-        if self._versions[-1:] != [version]:
-            self._versions = [*self._versions[-self.depth - 1 :], version]
+        earlier = [known for known in self._versions if known < version]  # others: a checkpoint was loaded
+        self._versions = [*earlier[-self.depth - 1 :], version]
 
     def _add(self, name: str, seconds: float) -> None:
         self._metrics[name] = self._metrics.get(name, 0.0) + seconds
@@ -251,8 +257,8 @@ def async_faults(run: Any) -> Iterator[str]:
             )
     elif settings.staleness > 1:
         yield (
-            f"trainer.max_staleness is {settings.staleness}: a sync of {kind} waits for what it has begun, so that more "
-            "than 1 makes responses older and nothing faster. Set trainer.max_staleness=1, or rollout=hf."
+            f"trainer.max_staleness is {settings.staleness}: a sync of {kind} waits for what it has begun, so that "
+            "more than 1 makes responses older and nothing faster. Set trainer.max_staleness=1, or rollout=hf."
         )
     if not settings.staleness:
         return

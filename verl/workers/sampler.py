@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.checkpoint.core.hashing import digest_of
+from verl.checkpoint.core.hashing import digest_of, flat_view
 from verl.component import BuildContext, Description, component
 from verl.engines.sharding import NoSharding, Sharding
 from verl.model_paths.check import paths_for
@@ -102,4 +102,4 @@ class SamplerHost(Description):
 
 def weight_digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
     """The BLAKE3 of the bytes of each tensor."""
-    return {name: digest_of(memoryview(raw_bytes(x.detach().cpu()).numpy())) for name, x in weights.items()}
+    return {name: digest_of(flat_view(raw_bytes(x.detach().cpu()).numpy())) for name, x in weights.items()}

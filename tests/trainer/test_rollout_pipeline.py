@@ -1,0 +1,247 @@
+"""The queue between generation and training, under any schedule of engine, trainer, saves and kills."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from verl.data.sampler import EpochSampler
+from verl.errors import RolloutError
+from verl.protocol import DataProto
+from verl.rollout.base import GenerationRequest, SyncResult
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.rollout_pipeline import RolloutPipeline
+from verl.workers.sampler import weight_digests
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def drawn(prompts: DataProto, request: GenerationRequest, version: int) -> DataProto:
+    rows = prompts.repeat(request.num_samples)
+    fields = {"responses": torch.zeros(len(rows), 1, dtype=torch.int64), "response_mask": torch.ones(len(rows), 1) > 0}
+    fields["policy_version"] = torch.full((len(rows),), version)
+    return DataProto.from_dict(dict(rows.batch) | fields)
+
+
+class Answer(Future):
+    """A call to an engine that works only while somebody waits, or `FakeSampler.work` says so."""
+
+    def __init__(self, engine: FakeSampler):
+        super().__init__()
+        self.engine = engine
+
+    def result(self, timeout: float | None = None) -> Any:
+        while not self.done():
+            self.engine.work()
+        return super().result()
+
+
+class FakeSampler:
+    """A group with the role `sampler`, which does its calls one by one."""
+
+    world_size, shares_memory = 1, False
+
+    def __init__(self):
+        self.calls: deque[tuple[Answer, str, tuple]] = deque()
+        self.step: int | None = None
+        self.version = -1
+
+    def submit(self, role: str, method: str, args: tuple) -> Future[Any]:
+        self.calls.append((answer := Answer(self), method, args))
+        return answer
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    def work(self) -> None:
+        if self.calls:
+            answer, method, args = self.calls.popleft()
+            if method == "load":
+                self.version = args[0]
+                answer.set_result(weight_digests(args[1]))
+            else:
+                answer.set_result(drawn(args[0], args[1], self.version))
+
+
+@dataclass
+class FakeActor:
+    """The actor, with an engine that generates one batch in the background."""
+
+    version: int = 0
+    begun: int | None = None
+
+    def current_version(self) -> Future[int]:
+        return done(self.version)
+
+    def rollout_weights(self) -> Future[Any]:
+        return done((self.version, {"w": torch.tensor([self.version])}))
+
+    def sync(self) -> Future[SyncResult]:
+        assert self.begun is None
+        return done(SyncResult("synced"))
+
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> Future[DataProto]:
+        assert self.begun is None
+        return done(drawn(prompts, request, self.version))
+
+    def begin_generate(self, prompts: DataProto, request: GenerationRequest) -> Future[None]:
+        assert self.begun is None
+        self.begun = self.version
+        return done(None)
+
+    def finish_generate(self, prompts: DataProto, request: GenerationRequest) -> Future[DataProto]:
+        version, self.begun = self.begun, None
+        assert version is not None
+        return done(drawn(prompts, request, version))
+
+
+@dataclass
+class Schedule:
+    """A run of the real admission and queue over fake engines.
+
+    Attributes:
+        skipped: steps that end without an update.
+        trained: by step, prompts and the version that drew them.
+    """
+
+    staleness: int
+    prompts_per_step: int
+    num_steps: int
+    has_sampler: bool
+    skipped: frozenset[int]
+    trained: list[tuple[list[int], int, int]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.settings = SimpleNamespace(group_size=2)
+        self.train_data = SimpleNamespace(collate=self._collate)
+        self.start()
+
+    def start(self, saved: Any = None) -> None:
+        """Begin, or go on from what `save` gave, with new engines."""
+        self.actor = FakeActor()
+        self.group: Any = FakeSampler() if self.has_sampler else None
+        self.sampler = EpochSampler(7, self.prompts_per_step, seed=3)
+        self.pipeline: Any = RolloutPipeline(self.actor, self.staleness, self.group)
+        self.trained = []
+        if saved is not None:
+            self.trained, self.actor.version = list(saved[0]), saved[1]
+            self.sampler.load_state_dict(saved[2])
+            self.pipeline.load_state_dict(saved[3])
+
+    def save(self) -> Any:
+        return list(self.trained), self.actor.version, self.sampler.state_dict(), self.pipeline.state_dict()
+
+    def step(self, chance: random.Random) -> dict[str, float]:
+        """One step, with the engine at work between any two lines."""
+        step, batch = len(self.trained) + 1, self._collate(self.sampler.next_batch())
+        self._engine_works(chance)
+        rows = self.pipeline.take(batch, GenerationRequest(step, 2))
+        PPOTrainer._draw_ahead(self, step)  # type: ignore[arg-type]
+        assert len(self.pipeline) == min(self.staleness, self.num_steps - step)
+        begun = step + len(self.pipeline)
+        assert begun - (step - 1) <= self.staleness + 1
+        self._engine_works(chance)
+        versions = rows["token_versions"] if "token_versions" in rows else rows["policy_version"]
+        assert rows["prompt_ids"].tolist() == [i for i in batch["prompt_ids"].tolist() for _ in range(2)]
+        (version,) = set(versions.flatten().tolist())
+        assert self.actor.version - version <= self.staleness
+        self.trained.append((batch["prompt_ids"].tolist(), version, self.actor.version))
+        if self.staleness or self.has_sampler:  # an update a step, so that versions count syncs
+            assert self.pipeline._metrics[f"async/lag_{self.actor.version - version}_share"] == 1
+        if step in self.skipped:
+            return {}
+        self.actor.version += 1
+        if self.pipeline.holds_weights:
+            self.pipeline.collect()
+        metrics = self.pipeline.sync().metrics
+        self._engine_works(chance)
+        return metrics
+
+    def run(self, chance: random.Random) -> None:
+        while len(self.trained) < self.num_steps:
+            self.step(chance)
+
+    def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        return prompts
+
+    def _collate(self, rows: torch.Tensor) -> DataProto:
+        return DataProto.from_dict({"prompt_ids": rows, "group_ids": torch.arange(len(rows))})
+
+    def _engine_works(self, chance: random.Random) -> None:
+        for _ in range(chance.randrange(4) if self.group is not None else 0):
+            self.group.work()
+
+
+def random_schedule(seed: int) -> tuple[Schedule, random.Random]:
+    chance = random.Random(seed)
+    has_sampler, num_steps = chance.random() < 0.7, chance.randint(1, 6)
+    skipped = frozenset(step for step in range(1, num_steps + 1) if chance.random() < 0.1)
+    return Schedule(chance.randint(0, 4), chance.randint(1, 3), num_steps, has_sampler, skipped), chance
+
+
+@pytest.mark.parametrize("schedules", [500, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_any_schedule_with_saves_and_kills_trains_on_each_ticket_once_in_order_and_within_the_bound(schedules):
+    killed = 0
+    for seed in range(schedules):
+        schedule, chance = random_schedule(seed)
+        saved, kills = None, chance.randrange(3)
+        while len(schedule.trained) < schedule.num_steps:
+            schedule.step(chance)
+            if chance.random() < 0.4:
+                saved = schedule.save()
+            if kills and chance.random() < 0.3:
+                kills, killed = kills - 1, killed + 1
+                schedule.start(saved)
+        order = EpochSampler(7, schedule.prompts_per_step, seed=3)
+        synced = [sum(step not in schedule.skipped for step in range(1, s)) for s in range(1, schedule.num_steps + 1)]
+        expected = [
+            (order.next_batch().tolist(), synced[max(0, place - schedule.staleness)], synced[place])
+            for place in range(schedule.num_steps)
+        ]
+        assert schedule.trained == expected, seed
+    assert killed > schedules / 3
+
+
+@pytest.mark.parametrize("has_sampler", [True, False])
+def test_the_lag_of_each_token_is_counted_in_syncs(has_sampler):
+    schedule, chance = Schedule(2, 1, 6, has_sampler, frozenset()), random.Random(0)
+    lags = []
+    for _ in range(6):
+        metrics = schedule.step(chance)
+        lags.append([metrics[f"async/lag_{lag}_share"] for lag in range(3)])
+        assert metrics["async/oldest_group_s"] >= 0
+        assert metrics["async/wait_s"] >= 0
+    assert lags == [[1, 0, 0], [0, 1, 0], *[[0, 0, 1]] * 4]
+
+
+def test_a_synchronous_run_has_no_such_metrics():
+    schedule, chance = Schedule(0, 1, 2, has_sampler=False, skipped=frozenset()), random.Random(0)
+    assert [schedule.step(chance) for _ in range(2)] == [{}, {}]
+
+
+def test_a_wrong_weight_in_the_sampler_stops_the_run_before_its_rows_are_trained_on(monkeypatch):
+    schedule, chance = Schedule(1, 1, 6, True, frozenset()), random.Random(0)
+    schedule.step(chance)
+    monkeypatch.setattr(schedule.group, "work", lambda work=schedule.group.work: planted(schedule.group, work))
+    with pytest.raises(RolloutError, match="weights of version 1: 1 of 1 tensors differ, w. What it drew"):
+        schedule.run(chance)
+    assert {version for _, version, _ in schedule.trained} == {0}
+
+
+def planted(group: FakeSampler, work: Any) -> None:
+    """The engine works, and loads a wrong tensor as version 1."""
+    if group.calls and group.calls[0][1] == "load" and group.calls[0][2][0] == 1:
+        answer, method, _ = group.calls[0]
+        group.calls[0] = answer, method, (1, {"w": torch.tensor([7])})
+    work()
