@@ -82,7 +82,7 @@ def test_a_training_killed_at_random_moments_until_it_ends_has_the_digest_of_one
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [2])
 def test_an_asynchronous_training_killed_twenty_times_trains_on_every_prompt_once_and_ends_as_its_twin(
     staleness, server, model32, tmp_path
 ):
@@ -97,7 +97,7 @@ def test_an_asynchronous_training_killed_twenty_times_trains_on_every_prompt_onc
         try:
             wait_for_training(process, tmp_path / f"cut/run_{attempt}")
             if kills < 20:
-                time.sleep(moments.uniform(0.0, 1.2))
+                time.sleep(moments.uniform(0.0, 3.0))
                 kills += process.is_running()
                 process.kill()
         finally:
@@ -106,12 +106,13 @@ def test_an_asynchronous_training_killed_twenty_times_trains_on_every_prompt_onc
         if status == 0:
             break
     assert digest(tmp_path / "cut", ASYNC_STEPS) == digest(tmp_path / "twin", ASYNC_STEPS)
-    lines: dict[int, set[str]] = {}
+    found: dict[tuple[int, str], set[str]] = {}
     for file in sorted(tmp_path.glob("*/*/metrics.jsonl")):
         for step, line in steps_of(file.parent).items():
-            lines.setdefault(step, set()).add(json.dumps(line, sort_keys=True))
-    assert sorted(lines) == list(range(1, ASYNC_STEPS + 1))
-    assert {step: len(found) for step, found in lines.items() if len(found) > 1} == {}
+            for key, value in line.items():
+                found.setdefault((step, key), set()).add(str(value))
+    assert {step for step, _ in found} == set(range(ASYNC_STEPS + 1))
+    assert {key: values for key, values in found.items() if len(values) > 1} == {}
     assert kills >= 12
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from same_training import course, numbers, same_training, saved
+from same_training import ROUNDING, Training, course, numbers, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit, weights
 
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.component import BuildContext
+from verl.engines.sharding import FSDP, TP
 from verl.errors import WorkerDied
+from verl.models.lora import LoRA
 from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.train_loop import TrainLoop
@@ -23,11 +25,18 @@ def asynchronous(model, directory, staleness=1, algorithm=CORRECTED, **options):
     return course(model, directory, algorithm, **settings)
 
 
-@pytest.mark.parametrize("algorithm", [CORRECTED, PPO_ALGORITHM])
-def test_staleness_0_is_the_synchronous_training(algorithm, model32, tmp_path):
-    options = {"algorithm": algorithm, "eval_interval": 2}
-    fit(asynchronous(model32, tmp_path / "sync", mode="sync", **options), tmp_path / "sync/run")
-    fit(asynchronous(model32, tmp_path / "async", 0, **options), tmp_path / "async/run")
+@pytest.mark.parametrize(
+    ("algorithm", "lora"),
+    [
+        (PPO_ALGORITHM, None),
+        pytest.param(CORRECTED, None, marks=pytest.mark.exhaustive),
+        pytest.param(CORRECTED, LoRA(rank=2), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_staleness_0_is_the_synchronous_training(algorithm, lora, model32, tmp_path):
+    for mode in ("sync", "async"):
+        run = asynchronous(model32, tmp_path / mode, 0, algorithm, mode=mode, eval_interval=2)
+        fit(dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=lora)), tmp_path / mode / "run")
     one, other = numbers(tmp_path / "sync/run"), numbers(tmp_path / "async/run")
     assert one.keys() == other.keys()
     for step, line in one.items():
@@ -52,7 +61,12 @@ def noted_updates(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("staleness", "versions"), [(1, [[0], [0], [1], [2]]), (2, [[0], [0], [0], [1]]), (9, [[0], [0], [0], [0]])]
+    ("staleness", "versions"),
+    [
+        pytest.param(1, [[0], [0], [1], [2]], marks=pytest.mark.exhaustive),
+        (2, [[0], [0], [0], [1]]),
+        pytest.param(9, [[0], [0], [0], [0]], marks=pytest.mark.exhaustive),
+    ],
 )
 def test_each_batch_is_of_the_weights_so_many_syncs_before_and_a_resume_goes_on_with_them(
     staleness, versions, model32, tmp_path, monkeypatch
@@ -69,6 +83,7 @@ def test_each_batch_is_of_the_weights_so_many_syncs_before_and_a_resume_goes_on_
     same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
 
 
+@pytest.mark.exhaustive
 def test_rollout_ahead_is_another_spelling_of_staleness_1(model32, tmp_path):
     fit(asynchronous(model32, tmp_path / "new"), tmp_path / "new/run")
     fit(asynchronous(model32, tmp_path / "old", mode="sync", rollout_ahead=1), tmp_path / "old/run")
@@ -93,6 +108,17 @@ def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_a
     assert numbers(tmp_path / "run") == whole
 
 
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize("sharding", [FSDP(timeout_s=60.0), TP(timeout_s=60.0)])
+def test_the_weights_of_a_sharded_actor_reach_the_sampler_whole(sharding, model64, tmp_path):
+    fit(asynchronous(model64, tmp_path / "one"), tmp_path / "one/run")
+    fit(asynchronous(model64, tmp_path / "two", sharding=sharding, n_gpus_per_node=2), tmp_path / "two/run")
+    alone, together = (Training(numbers(tmp_path / name / "run")) for name in ("one", "two"))
+    same_training(alone, together, ROUNDING)
+
+
+@pytest.mark.exhaustive
 def test_a_sampler_that_dies_ends_the_run_by_name(model32, tmp_path):
     run = asynchronous(model32, tmp_path)
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:

@@ -222,12 +222,13 @@ class ActorWorker(TrainedWorker):
     def rollout_weights(self) -> tuple[int, dict[str, Tensor]]:
         """The version and the weights that a copy of the model needs, whole, on rank 0; tied ones once.
 
-        They are the live tensors where nothing is sharded. With LoRA they are those of the adapter.
+        They are the live tensors where nothing is sharded and they are in main memory. With LoRA they are those of the
+        adapter.
         """
         model = self.engine.model
         weights = self._whole_weights() if self.engine.parallel.divides_weights else live_tensors(model)
         once = {id(x): name for name, x in reversed(weights.items())}
-        return self.version, {name: x.detach() for name, x in weights.items() if once[id(x)] == name}
+        return self.version, {name: x.detach().cpu() for name, x in weights.items() if once[id(x)] == name}
 
     @on_all
     def numerics(self) -> Numerics:
