@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
@@ -92,12 +92,18 @@ class ConsoleTracker(Tracker):
     Args:
         settings: what to show.
         console: the rich console; None for the global one.
+        clock: seconds, for the remaining time and the interval of lines.
     """
 
-    def __init__(self, settings: Console, console: RichConsole | None = None):
+    def __init__(
+        self,
+        settings: Console,
+        console: RichConsole | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         import rich
 
-        self._settings = settings
+        self._settings, self._clock = settings, clock
         self._console = console or rich.get_console()
         self._progress: Progress | None = None
         self._total: int | None = None
@@ -110,7 +116,7 @@ class ConsoleTracker(Tracker):
         self._result: Mapping[str, Any] | None = None
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
-        self._total, self._last, self._run_dir = total_steps, time.monotonic(), run_dir
+        self._total, self._last, self._run_dir = total_steps, self._clock(), run_dir
         steps = "" if total_steps is None else f", {total_steps} steps"
         self._print(f"run {run_name}{steps}", "bold")
         if self._settings.progress_bar and self._console.is_terminal:
@@ -128,7 +134,7 @@ class ConsoleTracker(Tracker):
             self._print(stage_line(name, seconds, note), "dim")
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        now = time.monotonic()
+        now = self._clock()
         self._durations_s.append(now - self._last)
         self._last = now
         left = self._left(step)
@@ -146,7 +152,7 @@ class ConsoleTracker(Tracker):
 
     def evaluation(self, metrics: dict[str, float], step: int) -> None:
         if not self._durations_s:
-            self._last = time.monotonic()  # step times exclude the evaluation before the first step
+            self._last = self._clock()  # step times exclude the evaluation before the first step
         cells = [f"{_label(key)} {short(value, _DIGITS)}" for key, value in metrics.items()]
         self._print_hidden()
         for line in _filled([self._count(step, "eval "), *cells], self._width):
