@@ -498,7 +498,7 @@ function curvesSection(content, grids) {
     : [new Chart(title, keys.map((key, color) => ({label: key, color, curve: curve(0, key)})), options)];
   const main = element("div", {className: "charts"}, [...byPanel].flatMap(([title, keys]) => make(title, keys)));
   const details = [...others].map(([name, keys]) => {
-    const group = element("details", {}, element("summary", {textContent: `${visible(name)}: ${keys.length} metrics`}));
+    const group = element("details", {}, element("summary", {textContent: `${visible(name)}: ${keys.length} ${keys.length === 1 ? "metric" : "metrics"}`}));
     group.ontoggle = () => {
       if (group.open && group.children.length === 1)
         group.append(element("div", {className: "charts"}, keys.flatMap((key) => make(key, [key])).map((chart) => chart.node)));

@@ -207,7 +207,9 @@ def outcome(run: RunRecord) -> str:
     text = f"{begin or run.status.capitalize() + ' after'} {steps}{lasted}"
     for key in MAIN:
         values = [value for value in run.column(key).values if math.isfinite(value)]
-        if values:
+        if len(values) == 1:
+            text += f"; {key} is {values[0]:.4g}"
+        elif values:
             verb = "stayed at" if values[-1] == values[0] else "rose from" if values[-1] > values[0] else "fell from"
             change = f"{values[0]:.4g}" if verb == "stayed at" else f"{values[0]:.4g} to {values[-1]:.4g}"
             best = min(values) if key.endswith("loss") else max(values)
