@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from verl.component import BuildContext, component
-from verl.tracking.base import Tracker, TrackerDescription, short, stage_line
+from verl.tracking.base import Tracker, TrackerDescription, short
 from verl.utils.external_input import printable
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ class Console(TrackerDescription):
     """Prints to standard output, with a progress bar on terminals.
 
     Args:
-        stage_lines: print `[gen] 1.24s  384 responses, 1536 tokens` for every stage of every step; false prints the
-            times of a step's stages in one line, the same stages at every step.
+        stage_lines: print the times of a step's stages in a second line, the same stages in the same order at every
+            step.
         every_s: seconds between lines of steps; the first and the last step of a run and those that evaluate always
-            have theirs, and with `stage_lines` all have.
+            have theirs.
         progress_bar: draw a progress bar on terminals.
         columns: metrics in the line of a step, most important first; those that do not fit the width or are not logged
             are left out. If none is logged, the first four metrics are shown.
@@ -60,7 +60,7 @@ class Console(TrackerDescription):
 
     shows_others: ClassVar[bool] = True
 
-    stage_lines: bool = True
+    stage_lines: bool = False
     every_s: NonNegativeFloat = 1.0
     progress_bar: bool = True
     columns: tuple[str, ...] = (
@@ -130,8 +130,6 @@ class ConsoleTracker(Tracker):
 
     def stage(self, name: str, seconds: float, note: str) -> None:
         self._stages[name] = self._stages.get(name, 0.0) + seconds
-        if self._settings.stage_lines:
-            self._print(stage_line(name, seconds, note), "dim")
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         now = self._clock()
@@ -142,9 +140,9 @@ class ConsoleTracker(Tracker):
         stages, self._stages = self._stages, {}
         of_step = {name: seconds for name, seconds in stages.items() if f"timing/{name}_s" in metrics}
         self._hidden = [(line, "")]
-        if not self._settings.stage_lines and (times := self._stage_times(of_step)):
+        if self._settings.stage_lines and (times := self._stage_times(of_step)):
             self._hidden.append((times, "dim"))
-        is_first = self._shown_at is None or self._settings.stage_lines or step == self._total
+        is_first = self._shown_at is None or step == self._total
         if is_first or now - (self._shown_at or 0.0) >= self._settings.every_s:
             self._print_hidden()
         if self._progress:

@@ -60,7 +60,7 @@ def _follow(run_dir: Path) -> None:
     record = read_run(run_dir)
     total = record.config.get("trainer.total_steps")
     clock = _RunClock()
-    tracker = ConsoleTracker(Console(stage_lines=False), clock=clock.read)
+    tracker = ConsoleTracker(Console(), clock=clock.read)
     tracker.start(record.name, {}, run_dir, total if isinstance(total, int) else None)
     file, offset = run_dir / "metrics.jsonl", 0
     try:
@@ -106,9 +106,6 @@ def _show(tracker: ConsoleTracker, row: dict[str, Any], clock: _RunClock) -> Non
     if all(key.startswith("eval/") for key in metrics):
         tracker.evaluation(metrics, step)
         return
-    for key, seconds in metrics.items():
-        if key.startswith("timing/") and key.endswith("_s") and key != "timing/step_s":
-            tracker.stage(key.removeprefix("timing/").removesuffix("_s"), seconds, "")
     tracker.log(metrics, step)
 
 
