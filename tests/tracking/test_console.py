@@ -52,17 +52,16 @@ def test_a_pipe_gets_plain_lines():
     assert all(c.isprintable() or c == "\n" for c in text)
     lines = text.splitlines()
     assert lines[0] == "run quickstart, 2 steps"
-    assert lines[1] == "[gen] 1.24s  384 responses, 1536 tokens"
-    assert lines[2] == "step 1/2  reward 0.812  kl 0.00312  eta 0:00"
-    assert lines[4] == "step 2/2  reward 0.812  kl 0.00312"
-    assert lines[5:] == ["eval 2/2  greedy_accuracy 0.914", "run finished"]
+    assert lines[1] == "step 1/2  reward 0.812  kl 0.00312  eta 0:00"
+    assert lines[2] == "step 2/2  reward 0.812  kl 0.00312"
+    assert lines[3:] == ["eval 2/2  greedy_accuracy 0.914", "run finished"]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 @pytest.mark.parametrize("terminal", [True, False])
 def test_every_line_of_a_step_fits_the_width_and_holds_whole_numbers(width, terminal):
     console = RichConsole(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
-    tracker = ConsoleTracker(Console(stage_lines=False, progress_bar=False), console)
+    tracker = ConsoleTracker(Console(stage_lines=True, progress_bar=False), console)
     tracker.start("verl/ppo", {}, Path("/out"), 12000)
     for name, seconds in STAGES.items():
         tracker.stage(name, seconds, "what was done")
@@ -80,7 +79,7 @@ def test_every_line_of_a_step_fits_the_width_and_holds_whole_numbers(width, term
 
 def test_the_stage_times_of_a_step_stand_in_one_line_without_what_came_between_steps():
     console = screen(terminal=False)
-    tracker = ConsoleTracker(Console(stage_lines=False), console)
+    tracker = ConsoleTracker(Console(stage_lines=True), console)
     tracker.start("verl/ppo", {}, Path("/out"), 9)
     tracker.stage("eval", 4.0, "")
     for name in ("gen", "reward", "update_actor"):
@@ -91,7 +90,7 @@ def test_the_stage_times_of_a_step_stand_in_one_line_without_what_came_between_s
 
 def test_every_step_has_the_times_of_the_same_stages_in_the_same_order():
     console = screen(terminal=False)
-    tracker = ConsoleTracker(Console(stage_lines=False, every_s=0), console)
+    tracker = ConsoleTracker(Console(stage_lines=True, every_s=0), console)
     tracker.start("verl/ppo", {}, Path("/out"), 9)
     took = [{"gen": 0.3, "adv": 0.001, "sync": 0.0}, {"gen": 0.4, "adv": 0.02, "sync": 0.5}, {"new": 0.1, "gen": 0.2}]
     for step, seconds in enumerate([{**times, "update_actor": 0.1} for times in took], start=1):
@@ -107,7 +106,7 @@ def test_every_step_has_the_times_of_the_same_stages_in_the_same_order():
 
 def test_of_fast_steps_the_first_the_last_and_those_before_an_evaluation_have_a_line():
     console = screen(terminal=False)
-    tracker = ConsoleTracker(Console(stage_lines=False, every_s=60), console)
+    tracker = ConsoleTracker(Console(every_s=60), console)
     tracker.start("verl/ppo", {}, Path("/out"), 9)
     for step in range(1, 10):
         tracker.log({"reward/mean": 1.0}, step)
@@ -118,7 +117,7 @@ def test_of_fast_steps_the_first_the_last_and_those_before_an_evaluation_have_a_
     assert [line.split("/")[0] for line in shown(console).splitlines()[1:]] == [
         "step 1", "step 4", "eval 4", "step 8", "step 9",
     ]  # fmt: skip
-    tracker = ConsoleTracker(Console(stage_lines=False, every_s=60), stopped := screen(terminal=False))
+    tracker = ConsoleTracker(Console(every_s=60), stopped := screen(terminal=False))
     tracker.start("verl/ppo", {}, Path("/out"), 9)
     for step in range(1, 4):
         tracker.log({"reward/mean": 1.0}, step)
@@ -228,10 +227,6 @@ def test_the_bar_names_the_stage_that_runs():
 
 def test_the_bar_can_be_left_out():
     assert "━" not in run(screen(terminal=True), Console(progress_bar=False))
-
-
-def test_stage_lines_can_be_left_out():
-    assert "[gen]" not in run(screen(terminal=False), Console(stage_lines=False))
 
 
 def test_a_run_of_unknown_length_counts_steps():

@@ -17,6 +17,7 @@ from verl.cli.lineage import lineage
 from verl.cli.models import print_families, print_summary
 from verl.cli.plan import plan
 from verl.cli.report.command import report
+from verl.cli.report.watch import watch
 from verl.cli.resume_check import resume_check
 from verl.cli.runs import diff, runs
 from verl.cli.samples import samples
@@ -63,6 +64,7 @@ app.command("serve-policy")(serve_policy)
 app.command()(plan)
 app.command()(samples)
 app.command()(report)
+app.command()(watch)
 
 
 def _show_version(asked: bool) -> None:

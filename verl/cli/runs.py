@@ -125,15 +125,13 @@ def _is_run(names: Sequence[str]) -> bool:
 
 
 def _listed(directory: Path) -> ListedRun:
-    from verl.cli.report.read import run_status
-    from verl.trainer.state.lineage import events_of
+    from verl.cli.report.read import last_start, run_status
 
     step, metrics = last_metrics(directory / "metrics.jsonl")
     size_bytes, updated = _size_and_time(directory)
-    pointer = _pointer(directory)
-    events = [] if pointer is None else events_of(pointer, directory)
+    events = last_start(directory)
     run = ListedRun(directory, run_status(directory, events), step, metrics, updated, size_bytes)
-    if pointer is not None:
+    if (pointer := _pointer(directory)) is not None:
         run.run_ids = [pointer.run_id, *pointer.earlier]
     if started := [event for event in events if event["event"] == "run"]:
         run.parent = started[-1].get("parent")

@@ -13,14 +13,14 @@ import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from verl.component import BuildContext, component
-from verl.tracking.base import Tracker, TrackerDescription, short, stage_line
+from verl.tracking.base import Tracker, TrackerDescription, short
 from verl.utils.external_input import printable
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ class Console(TrackerDescription):
     """Prints to standard output, with a progress bar on terminals.
 
     Args:
-        stage_lines: print `[gen] 1.24s  384 responses, 1536 tokens` for every stage of every step; false prints the
-            times of a step's stages in one line, the same stages at every step.
+        stage_lines: print the times of a step's stages in a second line, the same stages in the same order at every
+            step.
         every_s: seconds between lines of steps; the first and the last step of a run and those that evaluate always
-            have theirs, and with `stage_lines` all have.
+            have theirs.
         progress_bar: draw a progress bar on terminals.
         columns: metrics in the line of a step, most important first; those that do not fit the width or are not logged
             are left out. If none is logged, the first four metrics are shown.
@@ -60,7 +60,7 @@ class Console(TrackerDescription):
 
     shows_others: ClassVar[bool] = True
 
-    stage_lines: bool = True
+    stage_lines: bool = False
     every_s: NonNegativeFloat = 1.0
     progress_bar: bool = True
     columns: tuple[str, ...] = (
@@ -92,12 +92,18 @@ class ConsoleTracker(Tracker):
     Args:
         settings: what to show.
         console: the rich console; None for the global one.
+        clock: seconds, for the remaining time and the interval of lines.
     """
 
-    def __init__(self, settings: Console, console: RichConsole | None = None):
+    def __init__(
+        self,
+        settings: Console,
+        console: RichConsole | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         import rich
 
-        self._settings = settings
+        self._settings, self._clock = settings, clock
         self._console = console or rich.get_console()
         self._progress: Progress | None = None
         self._total: int | None = None
@@ -110,7 +116,7 @@ class ConsoleTracker(Tracker):
         self._result: Mapping[str, Any] | None = None
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
-        self._total, self._last, self._run_dir = total_steps, time.monotonic(), run_dir
+        self._total, self._last, self._run_dir = total_steps, self._clock(), run_dir
         steps = "" if total_steps is None else f", {total_steps} steps"
         self._print(f"run {run_name}{steps}", "bold")
         if self._settings.progress_bar and self._console.is_terminal:
@@ -124,11 +130,9 @@ class ConsoleTracker(Tracker):
 
     def stage(self, name: str, seconds: float, note: str) -> None:
         self._stages[name] = self._stages.get(name, 0.0) + seconds
-        if self._settings.stage_lines:
-            self._print(stage_line(name, seconds, note), "dim")
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        now = time.monotonic()
+        now = self._clock()
         self._durations_s.append(now - self._last)
         self._last = now
         left = self._left(step)
@@ -136,9 +140,9 @@ class ConsoleTracker(Tracker):
         stages, self._stages = self._stages, {}
         of_step = {name: seconds for name, seconds in stages.items() if f"timing/{name}_s" in metrics}
         self._hidden = [(line, "")]
-        if not self._settings.stage_lines and (times := self._stage_times(of_step)):
+        if self._settings.stage_lines and (times := self._stage_times(of_step)):
             self._hidden.append((times, "dim"))
-        is_first = self._shown_at is None or self._settings.stage_lines or step == self._total
+        is_first = self._shown_at is None or step == self._total
         if is_first or now - (self._shown_at or 0.0) >= self._settings.every_s:
             self._print_hidden()
         if self._progress:
@@ -146,7 +150,7 @@ class ConsoleTracker(Tracker):
 
     def evaluation(self, metrics: dict[str, float], step: int) -> None:
         if not self._durations_s:
-            self._last = time.monotonic()  # step times exclude the evaluation before the first step
+            self._last = self._clock()  # step times exclude the evaluation before the first step
         cells = [f"{_label(key)} {short(value, _DIGITS)}" for key, value in metrics.items()]
         self._print_hidden()
         for line in _filled([self._count(step, "eval "), *cells], self._width):

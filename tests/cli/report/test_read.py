@@ -130,3 +130,10 @@ def test_the_diagnosis_names_metric_value_and_threshold(tmp_path):
     assert findings["rollout/response_length_tokens"]["threshold"] == "above 7.2 of rollout.max_new_tokens=8"
     assert findings["actor/grad_norm"]["value"] == 50.0
     assert json.dumps([*findings.values()])
+
+
+def test_the_outcome_of_one_evaluation_is_no_change(tmp_path):
+    rows = [{"step": step, "time_s": step, "sft/loss": 4.0 / step} for step in (1, 2)]
+    rows.append({"step": 2, "time_s": 2.5, "eval/loss": 0.5})
+    sentence = outcome(read_run(run_directory(tmp_path / "run", rows=rows)))
+    assert sentence == "Finished after 2 of 30 steps in 2 s; eval/loss is 0.5; sft/loss fell from 4 to 2."

@@ -7,4 +7,5 @@ read        A run, read from the files of its directory alone, and of the direct
 samples     Rows of sample tables and of replay buffers
 statistics  Intervals of the difference of two evaluations, and over seeds
 tracker     Tracker that writes `report.html` when a run ends
+watch       `verl watch`: a run as it goes, in the terminal or as its page in a browser
 """

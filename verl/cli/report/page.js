@@ -1,5 +1,5 @@
 "use strict";
-// The script of the page. The first half computes and touches no document: tests/report/page.test.js runs it in node.
+// The script of the page. The first half computes and touches no document: tests/cli/report/page.test.js runs it in node.
 
 // ---------------------------------------------------------------- computing
 
@@ -248,23 +248,16 @@ const LEFT = 52, BOTTOM = 20, TOP = 6, HEIGHT = 190;
 // A curve of a run: its steps, values, and its x on each axis.
 class Curve {
   constructor(run, curve, grids) {
-    this.run = run; this.grids = grids; this.steps = grids(curve.grid); this.values = decode(curve.values);
+    this.run = run; this.steps = grids(curve.grid); this.values = decode(curve.values);
     this.again = (curve.again || []).map((part) => new Curve(run, part, grids));
     this.caches = new Map();
   }
   get xs() {
     const axis = this.run.axes[view.axis];
     if (view.axis === "step" || !axis) return this.steps;
-    if (!this.caches.has(view.axis)) {
-      const grid = this.grids(axis.grid), ys = decode(axis.values);
-      this.caches.set(view.axis, Float64Array.from(this.steps, (step) => interpolate(grid, ys, step)));
-    }
+    if (!this.caches.has(view.axis))
+      this.caches.set(view.axis, Float64Array.from(this.steps, (step) => interpolate(axis.steps, axis.values, step)));
     return this.caches.get(view.axis);
-  }
-  push(step, value) {
-    this.steps = Float32Array.of(...this.steps, step);
-    this.values = Float32Array.of(...this.values, value);
-    this.caches.clear();
   }
 }
 
@@ -493,18 +486,19 @@ function curvesSection(content, grids) {
     const target = panel ? byPanel : others, name = panel || key.split("/")[0];
     target.set(name, [...(target.get(name) || []), key]);
   }
-  const curve = (index, key) => new Curve(runs[index], runs[index].series[key], grids);
+  const curve = (index, key) => {
+    const line = new Curve(runs[index], runs[index].series[key], grids);
+    if (content.live) follow.curves.push([key, line]);
+    for (const row of follow.rows) extend(line, key, row);
+    return line;
+  };
   const make = (title, keys, options) => groups
     ? keys.map((key) => new Chart(key, groups.map((group, color) => ({label: group.name, color, t: group.t,
       curves: group.runs.filter((i) => runs[i].series[key]).map((i) => curve(i, key))})).filter((line) => line.curves.length), options))
-    : [new Chart(title, keys.map((key, color) => {
-      const line = {label: key, color, curve: curve(0, key)};
-      live.push([key, line.curve]);
-      return line;
-    }), options)];
+    : [new Chart(title, keys.map((key, color) => ({label: key, color, curve: curve(0, key)})), options)];
   const main = element("div", {className: "charts"}, [...byPanel].flatMap(([title, keys]) => make(title, keys)));
   const details = [...others].map(([name, keys]) => {
-    const group = element("details", {}, element("summary", {textContent: `${visible(name)}: ${keys.length} metrics`}));
+    const group = element("details", {}, element("summary", {textContent: `${visible(name)}: ${keys.length} ${keys.length === 1 ? "metric" : "metrics"}`}));
     group.ontoggle = () => {
       if (group.open && group.children.length === 1)
         group.append(element("div", {className: "charts"}, keys.flatMap((key) => make(key, [key])).map((chart) => chart.node)));
@@ -736,25 +730,52 @@ function samplesSection(rows, leftOut) {
 
 // ---------------------------------------------------------------- the page
 
-const live = [];  // curves by key, which grow in a page of a running run
-
-// New lines of metrics.jsonl: whole lines only; the offset counts bytes.
-async function follow({url, offset}) {
+// Draws the lines of metrics.jsonl that come, which the server sends whole; the page is loaded anew when the run's state
+// changes, and for a metric that it does not have.
+async function follow(live, run) {
   try {
-    const answer = await fetch(`${url}${url.includes("?") ? "&" : "?"}offset=${offset}`);
-    const bytes = new Uint8Array(await answer.arrayBuffer()), end = bytes.lastIndexOf(10) + 1;
-    if (answer.ok && end) {
-      offset += end;
-      for (const line of new TextDecoder().decode(bytes.subarray(0, end)).split("\n").filter(Boolean)) append(line);
-      redraw();
+    const answer = await fetch(`${live.url}?offset=${live.offset}`);
+    if (answer.ok) {
+      const bytes = new Uint8Array(await answer.arrayBuffer()), text = new TextDecoder().decode(bytes);
+      live.offset += bytes.length;
+      const rows = text.split("\n").flatMap((line) => { try { return [JSON.parse(line)]; } catch { return []; } });
+      const isNew = rows.some((row) => Object.keys(row).some((key) => typeof row[key] === "number" && !(key in run.series)
+        && key !== "step" && key !== "time_s"));
+      if (isNew || answer.headers.get("X-Run-Status") !== run.status) { location.reload(); return; }
+      rows.forEach((row) => append(run, row));
+      if (rows.length) redraw();
     }
-  } catch { /* the server is gone, or the line is none: what is drawn stays */ }
-  setTimeout(() => follow({url, offset}), 2000);
+  } catch { /* the server is gone: what is drawn stays */ }
+  setTimeout(() => follow(live, run), 2000);
+}
+follow.curves = [];  // [metric, curve]
+follow.rows = [];  // that came
+
+function append(run, row) {
+  const {seconds, samples} = run.axes;
+  const isTraining = Object.keys(row).some((key) => !key.startsWith("eval/") && key !== "step" && key !== "time_s");
+  if (isTraining && seconds) grow(seconds, row.step, run.before_s + row.time_s);
+  if (isTraining && samples) grow(samples, row.step, last(samples) + (row["perf/samples"] || 0));
+  for (const [key, curve] of follow.curves) extend(curve, key, row);
+  follow.rows.push(row);
 }
 
-function append(line) {
-  const row = JSON.parse(line);
-  for (const [key, curve] of live) if (key in row) curve.push(row.step, Number(row[key]));
+function extend(curve, key, row) {
+  if (key in row) grow(curve, row.step, Number(row[key]));
+  curve.caches.clear();
+}
+
+const last = (column) => column && column.values.length ? column.values[column.values.length - 1] : 0;
+
+// Adds a value to a column of {steps, values}, unless it has the step: a page has some lines that are sent after it.
+function grow(column, step, value) {
+  const {steps, values} = column, count = steps.length;
+  if (count && !(step > steps[count - 1])) return;
+  for (const [name, array, more] of [["steps", steps, step], ["values", values, value]]) {
+    column[name] = new Float32Array(count + 1);
+    column[name].set(array);
+    column[name][count] = more;
+  }
 }
 
 function start() {
@@ -767,6 +788,8 @@ function start() {
       if (!decoded.has(index)) decoded.set(index, decode(content.grids[index]));
       return decoded.get(index);
     };
+    for (const {axes} of content.runs)
+      for (const [name, axis] of Object.entries(axes)) axes[name] = {steps: grids(axis.grid), values: decode(axis.values)};
     if (content.comparison) comparisonSections(content); else runSection(content.runs[0], content.written);
     curvesSection(content, grids);
     if (content.prompts) promptsSection(content.prompts);
@@ -778,10 +801,10 @@ function start() {
   window.addEventListener("beforeprint", () => redraw(true));
   window.addEventListener("afterprint", () => redraw(true));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
-  if (content.live) follow(content.live);
+  if (content.live) follow(content.live, content.runs[0]);
 }
 
 if (typeof document === "undefined") {
-  module.exports = {decode, visible, format, lowerBound, nearest, interpolate, extent, pixelColumns, smooth, ticks, band, wordDiff,
+  module.exports = {grow, decode, visible, format, lowerBound, nearest, interpolate, extent, pixelColumns, smooth, ticks, band, wordDiff,
     TOKEN_VIEWS, tokenColor, rateTable, compare, passes};
 } else start();

@@ -56,8 +56,8 @@ def report(directories: Sequence[str | Path], status: str | None = None, live: M
 
     Args:
         status: of the first run, if its files do not tell it yet.
-        live: `{"url": U, "offset": N}`: the page appends the lines of `metrics.jsonl` from byte N on, which it gets
-            from `U?offset=N`; only a page that a server sends can do so.
+        live: `{"url": U, "offset": N}`: the page adds the lines of `metrics.jsonl` from byte N on, which it gets from
+            `U?offset=N`; only a page that a server sends can do so.
     Raises:
         ConfigError: one of them is not the directory of a run.
     """
@@ -156,6 +156,8 @@ def _run(run: RunRecord, grids: _Grids, values: int) -> dict[str, Any]:
         if again := [part for part in again if part.steps]:
             series[key]["again"] = [grids.curve(part.steps, part.values, most) for part in again]
     resumes = [int(segment.start_step) for segment in run.segments[1:]]
+    ends = (run.clock(), run.segments[-1].time_s if run.segments else MetricColumn())
+    until, of_last_start = (column.values[-1] if column.values else 0.0 for column in ends)
     facts = {
         "name": run.name,
         "directory": str(run.directory.absolute()),
@@ -170,7 +172,12 @@ def _run(run: RunRecord, grids: _Grids, values: int) -> dict[str, Any]:
         "anomalies": run.anomalies,
         "plan": run.plan,
     }
-    return redact_tree(plain(facts)) | {"series": series, "resumes": resumes, "axes": _axes(run, grids, most)}
+    return redact_tree(plain(facts)) | {
+        "series": series,
+        "resumes": resumes,
+        "axes": _axes(run, grids, most),
+        "before_s": until - of_last_start,
+    }
 
 
 def _after(column: MetricColumn, end_step: float) -> MetricColumn:
@@ -200,7 +207,9 @@ def outcome(run: RunRecord) -> str:
     text = f"{begin or run.status.capitalize() + ' after'} {steps}{lasted}"
     for key in MAIN:
         values = [value for value in run.column(key).values if math.isfinite(value)]
-        if values:
+        if len(values) == 1:
+            text += f"; {key} is {values[0]:.4g}"
+        elif values:
             verb = "stayed at" if values[-1] == values[0] else "rose from" if values[-1] > values[0] else "fell from"
             change = f"{values[0]:.4g}" if verb == "stayed at" else f"{values[0]:.4g} to {values[-1]:.4g}"
             best = min(values) if key.endswith("loss") else max(values)

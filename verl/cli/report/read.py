@@ -22,8 +22,8 @@ import yaml
 
 from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.read.discovery import read_pointer
-from verl.errors import CheckpointNotFound, ConfigError
-from verl.trainer.state.lineage import FILE, read_events
+from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
+from verl.trainer.state.lineage import FILE, events_of, read_events
 from verl.utils.external_input import ExternalInputError, open_regular, parse_json, parse_mapping, read_text
 
 MAX_CHAIN = 1000  # directories of a chain
@@ -140,12 +140,12 @@ def read_run(directory: str | Path) -> RunRecord:
             "tracker jsonl write metrics.jsonl."
         )
     config, summary, start = _config(path), _mapping(path / "summary.json"), _mapping(path / "start.json")
-    chain, events = _chain(path)
+    chain = _chain(path)
     directories = list(dict.fromkeys(link["directory"] for link in chain)) or [path]
     run = RunRecord(
         path,
         str(start.get("name") or path.resolve().name),
-        run_status(path, events),
+        run_status(path),
         _command(path, config),
         config,
         start["differences"] if isinstance(start.get("differences"), dict) else {},
@@ -162,19 +162,28 @@ def read_run(directory: str | Path) -> RunRecord:
     return run
 
 
-def run_status(directory: Path, events: Sequence[Mapping[str, Any]]) -> str:
+def run_status(directory: Path, events: Sequence[Mapping[str, Any]] | None = None) -> str:
     """`running` while a process holds the lock of the directory; else as the run ended, `killed` if nothing says so.
 
     Args:
-        events: of the lineage, of the last start in this directory; without any, `summary.json` is asked, which an
+        events: `last_start(directory)`, where the caller has it. Without any, `summary.json` is asked, which an
             earlier start may have written.
     """
     if RunLock.is_held_here(directory) or RunLock.holder_of(directory) is not None:
         return RUNNING
+    events = last_start(directory) if events is None else events
     ended = [event["status"] for event in events if event["event"] == "end"]
     if not events:
         ended = [status] if isinstance(status := _mapping(directory / "summary.json").get("status"), str) else []
     return ended[-1] if ended else KILLED
+
+
+def last_start(directory: Path) -> list[dict[str, Any]]:
+    """The recorded events of the last start of a training in a directory; empty without a record."""
+    try:
+        return events_of(read_pointer(directory), directory)
+    except (CheckpointNotFound, BadCheckpoint, OSError):
+        return []
 
 
 def step_files(run: RunRecord, folder: str) -> dict[int, Path]:
@@ -248,18 +257,17 @@ def _file_segments(directory: Path) -> Iterator[RunSegment]:
         yield segment
 
 
-def _chain(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The directories from the first run to this one with their facts, and the events of this one."""
+def _chain(path: Path) -> list[dict[str, Any]]:
+    """The directories from the first run to this one with their facts."""
     try:
         pointer = read_pointer(path)
-    except (CheckpointNotFound, OSError):
-        return [], []
+    except (CheckpointNotFound, BadCheckpoint, OSError):
+        return []
     directory = next((place for place in pointer.places(path.absolute()) if (place / FILE).is_file()), None)
     if directory is None:
-        return [], []
+        return []
     chain: list[dict[str, Any]] = []
     events, run_id = read_events(directory), pointer.run_id
-    of_this_start = [event for event in events if event["run_id"] == run_id]
     shift = os.path.relpath(path, directory)  # of a run beside its checkpoints, if both were moved
     while len(chain) < MAX_CHAIN and run_id not in [link["run_id"] for link in chain]:
         start = next((e for e in events if e["event"] == "run" and e["run_id"] == run_id), None)
@@ -285,7 +293,7 @@ def _chain(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         if not any(e["run_id"] == run_id for e in events):  # saved elsewhere
             elsewhere = Path(parent["checkpoint"]).parent
             events = read_events(elsewhere) if elsewhere.is_dir() else []
-    return chain[::-1], of_this_start
+    return chain[::-1]
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -17,17 +17,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 import verl
 from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory, RunPointer
-from verl.checkpoint.resume_point import ResumePoint
 from verl.errors import BadCheckpoint
-from verl.ops.cpu_matmul import active_library
 from verl.trainer.state.training_identity import DIGEST, differences, training_differences
 from verl.utils.env_check import accelerator, installed, num_cores
 from verl.utils.external_input import (
@@ -40,6 +36,9 @@ from verl.utils.external_input import (
     regular_opener,
     write_text,
 )
+
+if TYPE_CHECKING:
+    from verl.checkpoint.resume_point import ResumePoint
 
 FILE = "lineage.jsonl"
 ENVIRONMENT = "environment.json"  # in the run directory
@@ -183,6 +182,10 @@ def record_environment(run_dir: Path, code: Mapping[str, Any]) -> None:
 
     A directory that cannot be written costs the record, not the run.
     """
+    import torch
+
+    from verl.ops.cpu_matmul import active_library
+
     record = {
         "code": dict(code),
         "python": platform.python_version(),

@@ -11,15 +11,15 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from blake3 import blake3
 
-from verl.checkpoint.resume_point import ResumePoint
 from verl.errors import ConfigError
-from verl.ops.cpu_matmul import active_library
 from verl.rewards.import_path import source_file
+
+if TYPE_CHECKING:
+    from verl.checkpoint.resume_point import ResumePoint
 
 IDENTITY = (
     "actor.model",
@@ -209,6 +209,10 @@ def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> No
 
 def difference_messages(point: ResumePoint, config: Mapping[str, Any]) -> list[str]:
     """A line for each value that differs from the checkpoint's and may."""
+    import torch
+
+    from verl.ops.cpu_matmul import active_library
+
     differing = training_differences(point.state.get("config", {}), config)
     messages = [f"{path}: {_shown(before)} before, {_shown(now)} now" for path, (before, now) in differing.items()]
     before, now = point.state.get("sources"), sources_of(config)

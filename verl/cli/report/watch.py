@@ -1,0 +1,216 @@
+"""`verl watch`: a run as it goes, in the terminal or as its page in a browser.
+
+metrics.jsonl ── new lines ──> the console of the run            terminal
+              ── new bytes ──> the page, which draws them        --web, on this machine only
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import parse_qs, urlsplit
+
+import typer
+
+from verl.cli.console import echo, one_line_errors
+from verl.tracking.console import PAGE, Console, ConsoleTracker
+from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping
+
+INTERVAL_S = 1.0  # between two looks at the files
+FIRST_LINES = 10  # shown of what was there before
+CHUNK_BYTES = 2**22  # of one answer with new lines
+LOOPBACK = "127.0.0.1"
+HOSTS = (LOOPBACK, "localhost")  # a page of another name that resolves to this machine may not read it
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
+    web: Annotated[bool, typer.Option("--web", help="Serve its page on this machine instead.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --web; 0 for a free one.")] = 0,
+) -> None:
+    """Follow a run: its lines as they are written, until it ends, or with --web its page, which grows.
+
+    The page is served to this machine alone, under an address with a random token, and changes nothing. From another
+    machine: ssh -L PORT:127.0.0.1:PORT HOST.
+    """
+    from verl.cli.report.read import read_run
+
+    with one_line_errors(), contextlib.suppress(KeyboardInterrupt):
+        read_run(run)  # refused if this is no run
+        if web:
+            _serve(run, port)
+        else:
+            _follow(run)
+
+
+# -- terminal ----------------------------------------------------------------------------------------------------------
+
+
+def _follow(run_dir: Path) -> None:
+    from verl.cli.report.page import outcome
+    from verl.cli.report.read import RUNNING, read_run, run_status
+
+    record = read_run(run_dir)
+    total = record.config.get("trainer.total_steps")
+    clock = _RunClock()
+    tracker = ConsoleTracker(Console(), clock=clock.read)
+    tracker.start(record.name, {}, run_dir, total if isinstance(total, int) else None)
+    file, offset = run_dir / "metrics.jsonl", 0
+    try:
+        while True:
+            is_running = run_status(run_dir) == RUNNING  # before the lines: those of the end are read too
+            lines, offset = _new_lines(file, offset)
+            for row in lines:
+                _show(tracker, row, clock)
+            if not is_running and not lines:
+                break
+            time.sleep(INTERVAL_S if is_running else 0)
+    finally:
+        tracker.close(run_status(run_dir))
+    echo(outcome(read_run(run_dir)))
+    if (run_dir / PAGE).is_file():
+        echo(f"page {run_dir / PAGE}")
+
+
+class _RunClock:
+    """Seconds of a run by the `time_s` of its lines, so that its intervals are those of the run."""
+
+    def __init__(self) -> None:
+        self._before_s = self._last_s = 0.0
+
+    def set(self, time_s: float) -> None:
+        if time_s < self._last_s:  # the run was started again
+            self._before_s += self._last_s
+        self._last_s = time_s
+
+    def read(self) -> float:
+        return self._before_s + self._last_s
+
+
+def _show(tracker: ConsoleTracker, row: dict[str, Any], clock: _RunClock) -> None:
+    from verl.cli.report.read import as_number
+
+    step, time_s = row.pop("step", None), as_number(row.pop("time_s", None))
+    if not isinstance(step, int):
+        return
+    if time_s >= 0:
+        clock.set(time_s)
+    metrics = {key: as_number(value) for key, value in row.items()}
+    if all(key.startswith("eval/") for key in metrics):
+        tracker.evaluation(metrics, step)
+        return
+    tracker.log(metrics, step)
+
+
+def _new_lines(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines from an offset on, of the first call the last ones, and the offset behind them."""
+    data = _new_bytes(file, offset)
+    lines = deque(_rows(data), FIRST_LINES if offset == 0 else None)
+    return [*lines], offset + len(data)
+
+
+def _rows(data: bytes) -> Iterator[dict[str, Any]]:
+    for line in data.split(b"\n"):
+        with contextlib.suppress(ExternalInputError):
+            yield parse_mapping(line)
+
+
+def _new_bytes(file: Path, offset: int, most: int | None = None) -> bytes:
+    """The whole lines of a file from an offset on, at most `most` bytes of them; nothing if there is no file."""
+    try:
+        with open(open_regular(file), "rb") as lines:
+            lines.seek(offset)
+            data = lines.read(-1 if most is None else most)
+    except OSError:
+        return b""
+    return data[: data.rfind(b"\n") + 1]
+
+
+# -- web ---------------------------------------------------------------------------------------------------------------
+
+
+def _serve(run_dir: Path, port: int) -> None:
+    with RunServer(run_dir, port) as server:
+        echo(f"{server.url}\nCtrl-C ends it. From another machine: ssh -L {server.port}:{LOOPBACK}:{server.port} HOST")
+        server.serve_forever()
+
+
+class RunServer(ThreadingHTTPServer):
+    """Serves the page of a run on the loopback interface.
+
+    GET /TOKEN/                   the page
+    GET /TOKEN/metrics?offset=N   whole lines of metrics.jsonl from byte N on, with the run's status in X-Run-Status
+    """
+
+    daemon_threads = True
+
+    def __init__(self, run_dir: Path, port: int = 0):
+        super().__init__((LOOPBACK, port), _Handler)
+        self.run_dir, self.token = run_dir, secrets.token_urlsafe(24)
+
+    @property
+    def port(self) -> int:
+        return self.server_address[1]
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}/{self.token}/"
+
+    def page(self) -> bytes:
+        from verl.cli.report.page import report
+
+        file = self.run_dir / "metrics.jsonl"
+        size = file.stat().st_size if file.is_file() else 0
+        start = max(0, size - CHUNK_BYTES)  # lines that come while the page is made are in it, and then sent again
+        offset = start + len(_new_bytes(file, start, size - start))
+        return report([self.run_dir], live={"url": "metrics", "offset": offset}).encode()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: RunServer
+
+    def do_GET(self) -> None:
+        from verl.cli.report.read import run_status
+
+        address = urlsplit(self.path)
+        token, _, name = address.path.strip("/").partition("/")
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if host not in HOSTS:
+            self._send(HTTPStatus.FORBIDDEN, b"This page is for this machine alone.", "text/plain")
+        elif not secrets.compare_digest(token.encode(), self.server.token.encode()):
+            self._send(HTTPStatus.NOT_FOUND, b"No such page.", "text/plain")
+        elif name == "":
+            self._send(HTTPStatus.OK, self.server.page(), "text/html")
+        elif name == "metrics":
+            offset = parse_qs(address.query).get("offset", ["0"])[0]
+            number = min(int(offset), 2**62) if offset.isascii() and offset.isdecimal() else 0
+            data = _new_bytes(self.server.run_dir / "metrics.jsonl", number, CHUNK_BYTES)
+            self._send(HTTPStatus.OK, data, "application/jsonl", run_status(self.server.run_dir))
+        else:
+            self._send(HTTPStatus.NOT_FOUND, b"No such page.", "text/plain")
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str, run_status: str = "") -> None:
+        self.send_response(status)
+        headers = {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+            "X-Run-Status": run_status,
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing: the address holds the token."""
