@@ -106,13 +106,13 @@ def test_an_asynchronous_training_killed_twenty_times_trains_on_every_prompt_onc
         if status == 0:
             break
     assert digest(tmp_path / "cut", ASYNC_STEPS) == digest(tmp_path / "twin", ASYNC_STEPS)
-    found: dict[tuple[int, str], set[str]] = {}
+    values_of: dict[tuple[int, str], set[str]] = {}
     for file in sorted(tmp_path.glob("*/*/metrics.jsonl")):
         for step, line in steps_of(file.parent).items():
             for key, value in line.items():
-                found.setdefault((step, key), set()).add(str(value))
-    assert {step for step, _ in found} == set(range(ASYNC_STEPS + 1))
-    assert {key: values for key, values in found.items() if len(values) > 1} == {}
+                values_of.setdefault((step, key), set()).add(str(value))
+    assert {step for step, _ in values_of} == set(range(ASYNC_STEPS + 1))
+    assert {key: values for key, values in values_of.items() if len(values) > 1} == {}
     assert kills >= 12
 
 

@@ -28,8 +28,9 @@ def done(value: Any) -> Future[Any]:
 
 
 def drawn(prompts: DataProto, request: GenerationRequest, version: int) -> DataProto:
+    """Rows whose only token is the step that keys their noise."""
     rows = prompts.repeat(request.num_samples)
-    fields = {"responses": torch.zeros(len(rows), 1, dtype=torch.int64), "response_mask": torch.ones(len(rows), 1) > 0}
+    fields = {"responses": torch.full((len(rows), 1), request.step), "response_mask": torch.ones(len(rows), 1) > 0}
     fields["policy_version"] = torch.full((len(rows),), version)
     return DataProto.from_dict(dict(rows.batch) | fields)
 
@@ -154,6 +155,7 @@ class Schedule:
         self._engine_works(chance)
         versions = rows["token_versions"] if "token_versions" in rows else rows["policy_version"]
         assert rows["prompt_ids"].tolist() == [i for i in batch["prompt_ids"].tolist() for _ in range(2)]
+        assert set(rows["responses"].flatten().tolist()) == {step}
         (version,) = set(versions.flatten().tolist())
         assert self.actor.version - version <= self.staleness
         self.trained.append((batch["prompt_ids"].tolist(), version, self.actor.version))
@@ -206,8 +208,8 @@ def test_any_schedule_with_saves_and_kills_trains_on_each_ticket_once_in_order_a
         order = EpochSampler(7, schedule.prompts_per_step, seed=3)
         synced = [sum(step not in schedule.skipped for step in range(1, s)) for s in range(1, schedule.num_steps + 1)]
         expected = [
-            (order.next_batch().tolist(), synced[max(0, place - schedule.staleness)], synced[place])
-            for place in range(schedule.num_steps)
+            (order.next_batch().tolist(), synced[max(0, index - schedule.staleness)], synced[index])
+            for index in range(schedule.num_steps)
         ]
         assert schedule.trained == expected, seed
     assert killed > schedules / 3

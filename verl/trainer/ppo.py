@@ -230,9 +230,9 @@ class PPOTrainer(PPOLifecycle):
 
     def _draw_ahead(self, step: int) -> None:
         """Start generation for the batches after this step's that `max_staleness` admits."""
-        for place in range(len(self.pipeline), min(self.pipeline.depth, self.num_steps - step)):
-            request = GenerationRequest(step + 1 + place, self.settings.group_size)
-            prompts = self.train_data.collate(self.sampler.peek(place))
+        for ahead in range(len(self.pipeline), min(self.pipeline.depth, self.num_steps - step)):
+            request = GenerationRequest(step + 1 + ahead, self.settings.group_size)
+            prompts = self.train_data.collate(self.sampler.peek(ahead))
             self.pipeline.begin(self._asked(_grouped(prompts), request), request)
 
     def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:

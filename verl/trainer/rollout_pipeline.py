@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 SYNC_VERSIONS = "sync_versions"  # in a checkpoint: of the latest syncs, beside the rows
 
 
-class _Batch:
+class _BegunBatch:
     """A batch in the queue.
 
     Attributes:
@@ -76,7 +76,7 @@ class RolloutPipeline:
     def __init__(self, actor: Any, depth: int, sampler: WorkerGroup | None = None):
         self._actor, self.depth, self._group = actor, depth, sampler
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
-        self._queue: deque[_Batch] = deque()
+        self._queue: deque[_BegunBatch] = deque()
         self._versions: list[int] = []  # of the latest syncs, the present one last
         self._sent: int | None = None  # version that the sampler was sent last
         self._loads: deque[tuple[int, dict[str, str], Future[dict[str, str]]]] = deque()  # unverified weights
@@ -99,13 +99,13 @@ class RolloutPipeline:
             self.collect()
             self._note_version(version)
             self._actor.begin_generate(prompts, request).result()
-            self._queue.append(_Batch(lambda: self._actor.finish_generate(prompts, request).result()))
+            self._queue.append(_BegunBatch(lambda: self._actor.finish_generate(prompts, request).result()))
             return
         assert self._group is not None
         if self._sent != version:  # at the start, and after a step that was cut short
             self._send_weights()
         self._group.step = request.step
-        self._queue.append(_Batch(self._call(self._sampler.generate, prompts, request).result))
+        self._queue.append(_BegunBatch(self._call(self._sampler.generate, prompts, request).result))
 
     def collect(self) -> None:
         """Wait for all responses that were begun. Idempotent."""
@@ -150,10 +150,10 @@ class RolloutPipeline:
         return SyncResult(synced.note, metrics, synced.is_current)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The responses that were not trained on yet, later batches under `PLACE.NAME`; empty if there are none."""
+        """The responses that were not trained on yet, later batches under `INDEX.NAME`; empty if there are none."""
         self.collect()
-        batches = {f"{place}." if place else "": batch.rows.batch for place, batch in enumerate(self._queue)}
-        state = {f"{place}{name}": x for place, rows in batches.items() for name, x in rows.items()}
+        batches = {f"{index}." if index else "": batch.rows.batch for index, batch in enumerate(self._queue)}
+        state = {f"{index}{name}": x for index, rows in batches.items() for name, x in rows.items()}
         return state | {SYNC_VERSIONS: torch.tensor(self._versions)} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -166,11 +166,11 @@ class RolloutPipeline:
         batches: dict[str, dict[str, Tensor]] = {}
         for name, x in state.items():
             if name != SYNC_VERSIONS:
-                place, _, field = name.rpartition(".")
-                batches.setdefault(place, {})[field] = x
-        for place in sorted(batches, key=lambda place: int(place or 0)):
-            rows = DataProto.from_dict(batches[place])
-            self._queue.append(_Batch(lambda rows=rows: rows, is_loaded=True))
+                index, _, field = name.rpartition(".")
+                batches.setdefault(index, {})[field] = x
+        for index in sorted(batches, key=lambda index: int(index or 0)):
+            rows = DataProto.from_dict(batches[index])
+            self._queue.append(_BegunBatch(lambda rows=rows: rows, is_loaded=True))
         self._versions = state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else []
 
     def _send_weights(self) -> SyncResult:
@@ -207,7 +207,7 @@ class RolloutPipeline:
         self._last_call.add_done_callback(lambda _: setattr(self, "_idle_since", time.monotonic()))
         return self._last_call
 
-    def _wait(self, batch: _Batch) -> DataProto:
+    def _wait(self, batch: _BegunBatch) -> DataProto:
         began = time.monotonic()
         rows = batch.rows
         self._add("async/wait_s", time.monotonic() - began)
