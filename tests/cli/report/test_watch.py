@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -124,6 +125,16 @@ def test_the_page_is_for_who_has_its_address_on_this_machine_and_changes_nothing
         assert ask(address)[0] == 404, address
     for method in ("POST", "PUT", "DELETE"):
         assert ask(served.url, method=method)[0] == 501, method
+
+
+def test_the_command_prints_an_address_that_can_be_opened(tmp_path):
+    command = [sys.executable, "-m", "verl.cli", "watch", "--web", str(run_directory(tmp_path / "run"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        status, _, body = ask(serving.stdout.readline().strip())
+        assert (status, b"verl/small" in body) == (200, True)
+        serving.send_signal(signal.SIGINT)
+        assert (serving.wait(30), serving.stderr.read() if serving.stderr else "") == (0, "")
 
 
 def test_new_lines_are_sent_whole_from_the_asked_byte_on(served):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -138,7 +139,8 @@ def _new_bytes(file: Path, offset: int, most: int | None = None) -> bytes:
 
 def _serve(run_dir: Path, port: int) -> None:
     with RunServer(run_dir, port) as server:
-        echo(f"{server.url}\nCtrl-C ends it. From another machine: ssh -L {server.port}:{LOOPBACK}:{server.port} HOST")
+        print(server.url, file=sys.__stdout__, flush=True)  # `sys.stdout` would hide the token
+        echo(f"Ctrl-C ends it. From another machine: ssh -L {server.port}:{LOOPBACK}:{server.port} HOST")
         server.serve_forever()
 
 
