@@ -224,6 +224,7 @@ def test_the_lag_of_each_token_is_counted_in_syncs(has_sampler):
         lags.append([metrics[f"async/lag_{lag}_share"] for lag in range(3)])
         assert metrics["async/oldest_group_s"] >= 0
         assert metrics["async/wait_s"] >= 0
+        assert ("sync/bytes" in metrics) == has_sampler
     assert lags == [[1, 0, 0], [0, 1, 0], *[[0, 0, 1]] * 4]
 
 

@@ -151,8 +151,7 @@ class RolloutPipeline:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The responses that were not trained on yet, later batches under `INDEX.NAME`; empty if there are none."""
-        self.collect()
-        batches = {f"{index}." if index else "": batch.rows.batch for index, batch in enumerate(self._queue)}
+        batches = {f"{index}." if index else "": self._wait(batch).batch for index, batch in enumerate(self._queue)}
         state = {f"{index}{name}": x for index, rows in batches.items() for name, x in rows.items()}
         return state | {SYNC_VERSIONS: torch.tensor(self._versions)} if state else {}
 
@@ -225,6 +224,8 @@ class RolloutPipeline:
         assert not is_bounded or not any(counts[self.depth + 1 :]), f"lags {counts} exceed {self.depth}"
         self._metrics |= {f"async/lag_{lag}_share": n / max(1, len(lags)) for lag, n in enumerate(counts)}
         self._metrics["async/oldest_group_s"] = time.monotonic() - begun_s
+        if self._sampler is not None:
+            self._add("async/sampler_idle_s", 0.0)
         return rows
 
     def _note_version(self, version: int) -> None:
