@@ -23,7 +23,7 @@ import yaml
 from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.read.discovery import read_pointer
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
-from verl.trainer.state.lineage import FILE, events_of, read_events
+from verl.trainer.state.lineage import ENVIRONMENT, FILE, events_of, read_events
 from verl.utils.external_input import ExternalInputError, open_regular, parse_json, parse_mapping, read_text
 
 MAX_CHAIN = 1000  # directories of a chain
@@ -155,6 +155,7 @@ def read_run(directory: str | Path) -> RunRecord:
         segments=_segments(directories, chain),
         anomalies=[*_anomalies(path)],
     )
+    run.code = _mapping(path / ENVIRONMENT).get("code") or {}  # of a run without checkpoints too
     if chain:
         run.code, run.identity = chain[-1]["code"], chain[-1]["identity"]
     for folder, rows in (("evals", run.evals), ("tokens", run.tokens)):

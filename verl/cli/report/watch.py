@@ -10,7 +10,6 @@ import contextlib
 import secrets
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 import typer
 
 from verl.cli.console import echo, one_line_errors
+from verl.cli.report.read import RUNNING, as_number, read_run, run_status
 from verl.tracking.console import PAGE, Console, ConsoleTracker
 from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping
 
@@ -41,8 +41,6 @@ def watch(
     The page is served to this machine alone, under an address with a random token, and changes nothing. From another
     machine: ssh -L PORT:127.0.0.1:PORT HOST.
     """
-    from verl.cli.report.read import read_run
-
     with one_line_errors(), contextlib.suppress(KeyboardInterrupt):
         read_run(run)  # refused if this is no run
         if web:
@@ -56,23 +54,24 @@ def watch(
 
 def _follow(run_dir: Path) -> None:
     from verl.cli.report.page import outcome
-    from verl.cli.report.read import RUNNING, read_run, run_status
 
     record = read_run(run_dir)
     total = record.config.get("trainer.total_steps")
-    clock = _RunClock()
+    file, clock = run_dir / "metrics.jsonl", _RunClock()
+    lines, offset = _new_lines(file, 0)
+    for row in lines[:-FIRST_LINES]:
+        clock.set(row)
     tracker = ConsoleTracker(Console(), clock=clock.read)
     tracker.start(record.name, {}, run_dir, total if isinstance(total, int) else None)
-    file, offset = run_dir / "metrics.jsonl", 0
+    is_running, lines = True, lines[-FIRST_LINES:]
     try:
-        while True:
-            is_running = run_status(run_dir) == RUNNING  # before the lines: those of the end are read too
-            lines, offset = _new_lines(file, offset)
+        while is_running or lines:
             for row in lines:
-                _show(tracker, row, clock)
-            if not is_running and not lines:
-                break
+                clock.set(row)
+                _show(tracker, row)
+            is_running = run_status(run_dir) == RUNNING  # before the lines: those of the end are read too
             time.sleep(INTERVAL_S if is_running else 0)
+            lines, offset = _new_lines(file, offset)
     finally:
         tracker.close(run_status(run_dir))
     echo(outcome(read_run(run_dir)))
@@ -86,35 +85,31 @@ class _RunClock:
     def __init__(self) -> None:
         self._before_s = self._last_s = 0.0
 
-    def set(self, time_s: float) -> None:
+    def set(self, row: dict[str, Any]) -> None:
+        time_s = as_number(row.get("time_s"))
         if time_s < self._last_s:  # the run was started again
             self._before_s += self._last_s
-        self._last_s = time_s
+        self._last_s = time_s if time_s >= 0 else self._last_s
 
     def read(self) -> float:
         return self._before_s + self._last_s
 
 
-def _show(tracker: ConsoleTracker, row: dict[str, Any], clock: _RunClock) -> None:
-    from verl.cli.report.read import as_number
-
-    step, time_s = row.pop("step", None), as_number(row.pop("time_s", None))
+def _show(tracker: ConsoleTracker, row: dict[str, Any]) -> None:
+    step = row.get("step")
+    metrics = {key: as_number(value) for key, value in row.items() if key not in ("step", "time_s")}
     if not isinstance(step, int):
         return
-    if time_s >= 0:
-        clock.set(time_s)
-    metrics = {key: as_number(value) for key, value in row.items()}
     if all(key.startswith("eval/") for key in metrics):
         tracker.evaluation(metrics, step)
-        return
-    tracker.log(metrics, step)
+    else:
+        tracker.log(metrics, step)
 
 
 def _new_lines(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines from an offset on, of the first call the last ones, and the offset behind them."""
+    """The whole lines from an offset on, and the offset behind them."""
     data = _new_bytes(file, offset)
-    lines = deque(_rows(data), FIRST_LINES if offset == 0 else None)
-    return [*lines], offset + len(data)
+    return [*_rows(data)], offset + len(data)
 
 
 def _rows(data: bytes) -> Iterator[dict[str, Any]]:
@@ -179,8 +174,6 @@ class _Handler(BaseHTTPRequestHandler):
     server: RunServer
 
     def do_GET(self) -> None:
-        from verl.cli.report.read import run_status
-
         address = urlsplit(self.path)
         token, _, name = address.path.strip("/").partition("/")
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
