@@ -72,7 +72,7 @@ def test_what_is_begun_is_drawn_while_the_trainer_does_something_else(attached, 
 
 def test_what_the_trainer_would_tell_of_changed_weights_is_not_begun(attached, speaker, prompts):
     actor = attached(speaker, log_probs="trainer")
-    with refusal("trainer.rollout_ahead"):
+    with refusal("trainer.mode"):
         actor.sampler.begin(prompts(), GenerationRequest(0))
 
 
