@@ -181,8 +181,9 @@ class Schedule:
         return DataProto.from_dict({"prompt_ids": rows, "group_ids": torch.arange(len(rows))})
 
     def _engine_works(self, chance: random.Random) -> None:
-        for _ in range(chance.randrange(4) if self.group is not None else 0):
-            self.group.work()
+        if self.group is not None:
+            for _ in range(chance.randrange(4)):
+                self.group.work()
 
 
 def random_schedule(seed: int) -> tuple[Schedule, random.Random]:
