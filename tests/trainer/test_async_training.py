@@ -37,11 +37,15 @@ def test_staleness_0_is_the_synchronous_training(algorithm, lora, model32, tmp_p
     for mode in ("sync", "async"):
         run = asynchronous(model32, tmp_path / mode, 0, algorithm, mode=mode, eval_interval=2)
         fit(dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=lora)), tmp_path / mode / "run")
-    one, other = numbers(tmp_path / "sync/run"), numbers(tmp_path / "async/run")
+    runs = [tmp_path / "sync/run", tmp_path / "async/run"]
+    one, other = map(numbers, runs)
     assert one.keys() == other.keys()
     for step, line in one.items():
         assert {key: other[step][key] for key in line} == line
         assert other[step]["async/lag_0_share"] == 1
+    texts = [{file.relative_to(run): file.read_text() for file in run.glob("*/step_*.jsonl")} for run in runs]
+    assert texts[0] == texts[1]
+    assert {file.parts[0] for file in texts[0]} == {"samples", "evals", "tokens"}
     left, right = weights(tmp_path / "sync"), weights(tmp_path / "async")
     assert left.keys() == right.keys()
     assert all(x.equal(right[name]) for name, x in left.items())
