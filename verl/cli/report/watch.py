@@ -171,7 +171,7 @@ class RunServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: RunServer
+    server: Any  # a RunServer
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
