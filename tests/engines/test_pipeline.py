@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_paths.families import plain_model, save_family
+from model_paths.families import GEMMA4, plain_model, save_family
 from random_models import save_random_model
 from trial_rows import states_of
 
@@ -76,7 +76,8 @@ STAGED = [
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", STAGED)
-def test_a_family_that_may_be_cut_gives_in_two_stages_what_it_gives_whole(family, tmp_path):
+def test_a_family_that_may_be_cut_gives_in_two_stages_what_it_gives_whole(family, tmp_path, monkeypatch):
+    monkeypatch.setitem(GEMMA4, "num_kv_shared_layers", 0)
     model = plain_model(save_family(tmp_path, family), "eager")
     refuse_untrue(model)
     ids, stack = torch.randint(20, 100, (1, 48)), decoder_stack(model)
@@ -99,6 +100,11 @@ def test_a_family_that_may_be_cut_gives_in_two_stages_what_it_gives_whole(family
 def test_a_model_of_another_build_is_refused_by_name(family, told, tmp_path):
     with pytest.raises(ConfigError, match=told):
         refuse_untrue(loaded(tmp_path, family))
+
+
+def test_a_model_whose_layers_share_keys_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="its last 2 layers attend to keys of earlier ones"):
+        refuse_untrue(plain_model(save_family(tmp_path, "gemma4_unified_text"), "eager"))
 
 
 def test_a_model_that_does_more_between_embedding_and_layers_is_refused(tmp_path):

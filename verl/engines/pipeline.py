@@ -344,7 +344,7 @@ def _timed_stage(times: list[ChunkTime]) -> Any:
 
 
 def refuse_untrue(model: Any) -> None:
-    """Refuse a model whose results change when it is split into stages, or whose family was not tried in stages.
+    """Refuse a model that cannot be split into stages with the same results, or whose family was not tried in stages.
 
     Raises:
         ConfigError: it is such a model, or has no stack of layers.
@@ -360,6 +360,8 @@ def refuse_untrue(model: Any) -> None:
         fault = (
             "its results change when it is split into pipeline stages: it computes more than embedding, layers, norm"
         )
+    elif shared := getattr(config, "num_kv_shared_layers", None) or 0:
+        fault = f"its last {shared} layers attend to keys of earlier ones, which may be in another stage"
     else:
         return
     raise ConfigError(
