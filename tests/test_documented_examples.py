@@ -7,6 +7,7 @@ is in NOT_RUN with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -16,8 +17,10 @@ import shutil
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from trainer.runs import fit
 from typer.testing import CliRunner
 
 from verl.cli.main import app
+from verl.cli.report.watch import RunServer
 from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
@@ -222,6 +226,18 @@ def ended_when_it_listens() -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
+def serve_one_page(server: RunServer) -> None:
+    """Serve until the page was sent."""
+
+    def read() -> None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(server.url, timeout=60) as page:
+            page.read()
+        server.shutdown()
+
+    threading.Thread(target=read, daemon=True).start()
+    ThreadingHTTPServer.serve_forever(server)
+
+
 @pytest.mark.parametrize("command", of_kind("looking"))
 def test_a_command_that_looks_at_a_run_is_done_with_it(command, finished, model32, monkeypatch):
     monkeypatch.chdir(finished)
@@ -233,6 +249,7 @@ def test_a_command_that_looks_at_a_run_is_done_with_it(command, finished, model3
     }.get(words[0], [])
     if words[0] == "serve-policy":
         ended_when_it_listens()
+    monkeypatch.setattr(RunServer, "serve_forever", serve_one_page)  # of `verl watch --web`
     result = CliRunner().invoke(app, [*words, *own])
     assert result.exit_code == 0, result.output
 
