@@ -9,5 +9,6 @@ load_state         A role's state for a checkpoint, and loading it: when the rol
 rank_checkpoint    One rank's part of a checkpoint: its slices of the optimizer
 reference          The reference: the frozen policy that KL is measured against
 reward             A reward model as a role: scores are computed where it lives and normalised in the driver
+sampler            The role `sampler`: a rollout engine in a process of its own, with a copy of the actor's model
 sft                The SFT worker: a causal language model trained by the likelihood of given text
 """

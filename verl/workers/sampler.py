@@ -80,7 +80,7 @@ class SamplerHost(Description):
         return {"sampler": SamplerWorker}
 
     def shardings(self) -> dict[str, Sharding]:
-        """It is not sharded."""
+        """The role is not sharded."""
         return {"sampler": NoSharding()}
 
     def build(self, context: BuildContext) -> RoleProcess:

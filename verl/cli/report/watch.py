@@ -149,7 +149,7 @@ class RunServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, run_dir: Path, port: int = 0):
-        super().__init__((LOOPBACK, port), _Handler)
+        super().__init__((LOOPBACK, port), _PageHandler)
         self.run_dir, self.token = run_dir, secrets.token_urlsafe(24)
 
     @property
@@ -170,7 +170,7 @@ class RunServer(ThreadingHTTPServer):
         return report([self.run_dir], live={"url": "metrics", "offset": offset}).encode()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PageHandler(BaseHTTPRequestHandler):
     server: Any  # a RunServer
 
     def do_GET(self) -> None:
