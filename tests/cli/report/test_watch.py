@@ -104,6 +104,12 @@ def test_what_is_no_run_is_refused(tmp_path, web):
     assert "has neither metrics.jsonl nor config.yaml" in result.output
 
 
+def test_a_port_that_is_in_use_is_named(served):
+    result = CliRunner().invoke(app, ["watch", str(served.run_dir), "--web", "--port", str(served.port)])
+    assert (result.exit_code, result.output.count("\n")) == (2, 1)
+    assert f"--port is {served.port}: Address already in use. Give another one" in result.output
+
+
 def test_the_page_is_for_who_has_its_address_on_this_machine_and_changes_nothing(served):
     status, headers, body = ask(served.url)
     assert status == 200

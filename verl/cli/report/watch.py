@@ -20,7 +20,8 @@ from urllib.parse import parse_qs, urlsplit
 import typer
 
 from verl.cli.console import echo, one_line_errors
-from verl.cli.report.read import RUNNING, as_number, read_run, run_status
+from verl.cli.report.read import RUNNING, RunRecord, as_number, read_run, run_status
+from verl.errors import ConfigError
 from verl.tracking.console import PAGE, Console, ConsoleTracker
 from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping
 
@@ -42,21 +43,20 @@ def watch(
     machine: ssh -L PORT:127.0.0.1:PORT HOST.
     """
     with one_line_errors(), contextlib.suppress(KeyboardInterrupt):
-        read_run(run)  # refused if this is no run
+        record = read_run(run)
         if web:
             _serve(run, port)
         else:
-            _follow(run)
+            _follow(record)
 
 
 # -- terminal ----------------------------------------------------------------------------------------------------------
 
 
-def _follow(run_dir: Path) -> None:
+def _follow(record: RunRecord) -> None:
     from verl.cli.report.page import outcome
 
-    record = read_run(run_dir)
-    total = record.config.get("trainer.total_steps")
+    run_dir, total = record.directory, record.config.get("trainer.total_steps")
     file, clock = run_dir / "metrics.jsonl", _RunClock()
     lines, offset = _new_lines(file, 0)
     for row in lines[:-FIRST_LINES]:
@@ -144,12 +144,20 @@ class RunServer(ThreadingHTTPServer):
 
     GET /TOKEN/                   the page
     GET /TOKEN/metrics?offset=N   whole lines of metrics.jsonl from byte N on, with the run's status in X-Run-Status
+
+    Raises:
+        ConfigError: the port is in use, or not allowed.
     """
 
     daemon_threads = True
 
     def __init__(self, run_dir: Path, port: int = 0):
-        super().__init__((LOOPBACK, port), _PageHandler)
+        try:
+            super().__init__((LOOPBACK, port), _PageHandler)
+        except OSError as error:
+            raise ConfigError(
+                f"--port is {port}: {error.strerror}. Give another one, or none for a free one."
+            ) from error
         self.run_dir, self.token = run_dir, secrets.token_urlsafe(24)
 
     @property
