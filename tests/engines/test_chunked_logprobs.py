@@ -86,6 +86,30 @@ def test_scores_and_gradients_are_those_of_the_whole_logits(loaded, at_a_time, m
         torch.testing.assert_close(own, other, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("at_a_time", [3 * 102, 2**24])
+def test_candidates_and_likeliest_tokens_are_those_of_the_whole_logits(loaded, at_a_time, monkeypatch):
+    monkeypatch.setattr(chunked_logprobs, "LOGITS_AT_A_TIME", at_a_time)
+    micro = micro_batch(100)
+    x, mask = micro.tensors, micro.tensors["response_mask"]
+    names = ("input_ids", "attention_mask", "position_ids")
+    logits = response_positions(loaded(**{name: x[name] for name in names}).logits, micro.response_width) / 0.7
+    log_probs = logits.log_softmax(dim=-1)
+    best = token_log_probs(loaded, LMHead(loaded), micro, 0.7, top_k=5, num_tokens=60)
+    expected = log_probs[..., :60].topk(5)
+    assert torch.equal(best.candidates[mask], expected.indices[mask])
+    assert not best.candidates[~mask].any()
+    torch.testing.assert_close(best.candidate_log_probs[mask], expected.values[mask], rtol=0, atol=1e-12)
+    x["ref_candidates"] = best.candidates.flip(-1)
+    given = token_log_probs(loaded, LMHead(loaded), micro, 0.7, candidates="ref_candidates").candidate_log_probs
+    torch.testing.assert_close(given[mask], expected.values.flip(-1)[mask], rtol=0, atol=1e-12)
+    parameters = [p for p in loaded.parameters() if p.requires_grad]
+    weight = torch.randn(given.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours = torch.autograd.grad((weight * given).sum(), parameters)
+    plain = log_probs.gather(-1, x["ref_candidates"]) * mask[..., None]
+    for own, other in zip(ours, torch.autograd.grad((weight * plain).sum(), parameters), strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-10)
+
+
 def test_no_more_than_a_part_of_the_logits_ever_exists_forward_or_backward(monkeypatch):
     config = Qwen2Config(
         vocab_size=20_000,

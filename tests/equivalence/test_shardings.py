@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from same_training import ROUNDING, run_course, same_but_for_rounding, same_training
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit, ppo_run
 
+from verl.algorithms.distillation import Distillation
+from verl.algorithms.kl import NoKL
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
@@ -24,6 +26,7 @@ from verl.models.lora import LoRA
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 from verl.rollout.scripted import ScriptedRollout
+from verl.workers.reference import Reference
 
 pytestmark = pytest.mark.xdist_group("two processes")
 
@@ -136,6 +139,21 @@ def test_in_float32_losses_and_gradients_differ_by_rounding_alone(name, bench, m
     alone = run_course(run(), PROMPTS, tmp_path / "one")
     found = bench.course(run(sharding=SHARDINGS[name], n_gpus_per_node=4), PROMPTS, tmp_path / "four").result()
     same_but_for_rounding(alone, found)
+
+
+@names("fsdp", "tp", "tp_fsdp", short=("tp_fsdp",))
+def test_a_teacher_and_its_student_are_divided_alike(name, bench, model64, tied64, tmp_path):
+    distill = Distillation(divergence="jsd", top_k=6, coef=0.5)
+
+    def run(**parts):
+        algorithm = dataclasses.replace(GRPO_ALGORITHM, kl=NoKL(), distill=distill)
+        return ppo_run(model64, algorithm, group_size=3, reference=Reference(model=tied64), **parts)
+
+    prompts = [[2, 0, 5], [1]]
+    together = run(sharding=SHARDINGS[name], n_gpus_per_node=4)
+    alone = run_course(run(), prompts, tmp_path / "one")
+    assert all(line["distill/divergence_nats"] > 0.01 for line in alone.metrics.values())
+    same_training(alone, bench.course(together, prompts, tmp_path).result(), ROUNDING)
 
 
 def test_gradients_are_added_up_whatever_their_size(bench):

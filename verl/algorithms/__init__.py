@@ -3,6 +3,7 @@
 advantages              Advantage estimators: GAE and GRPO
 algorithm               An algorithm: an advantage estimator, a policy loss, a value loss and a KL choice, without state
 critic_free_advantages  Critic-free advantage estimators: RLOO, OPO, REINFORCE++ and ReMax
+distillation            On-policy distillation: a teacher's part in advantages or loss
 dynamic_sampling        Dynamic sampling (DAPO): selects the groups of responses that a step trains on
 importance_sampling     Truncated importance weights
 kl                      KL control: none, through the reward, or through the loss

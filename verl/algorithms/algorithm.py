@@ -17,6 +17,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from verl.algorithms.advantages import AdvantageEstimator
+from verl.algorithms.distillation import Distillation
 from verl.algorithms.dynamic_sampling import DynamicSampling
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.kl import KLControl, NoKL
@@ -45,6 +46,7 @@ class Algorithm(Description):
         norm_length: divisor in tokens of seq-mean-token-sum-norm; null with any other aggregation.
         correction: importance weights for differences between rollout engine and trainer; null for none.
         selection: dynamic sampling; null to train on all groups.
+        distill: learning from a teacher, which is the reference; null for none.
         epochs: passes over the batch of a step.
         mini_batches: optimizer steps per pass.
         replay_fraction: fraction of a step's rows that come from the replay buffer, in [0, 1), as far as it has enough.
@@ -66,25 +68,31 @@ class Algorithm(Description):
     norm_length: PositiveInt | None = None
     correction: TruncatedIS | None = None
     selection: DynamicSampling | None = None
+    distill: Distillation | None = None
     epochs: PositiveInt = 1
     mini_batches: PositiveInt = 1
     replay_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     replay_max_staleness: PositiveInt | None = 16
 
     @property
+    def uses_rewards(self) -> bool:
+        """Whether the policy is trained on rewards."""
+        return self.distill is None or self.distill.coef < 1
+
+    @property
     def needs_values(self) -> bool:
         """Whether the run needs a critic."""
-        return self.advantage.needs_values
+        return self.uses_rewards and self.advantage.needs_values
 
     @property
     def needs_groups(self) -> bool:
         """Whether a prompt needs more than one response."""
-        return self.advantage.needs_groups or self.selection is not None
+        return (self.uses_rewards and self.advantage.needs_groups) or self.selection is not None
 
     @property
     def needs_greedy_baseline(self) -> bool:
         """Whether each prompt also needs a greedy response with its score."""
-        return self.advantage.needs_greedy_baseline
+        return self.uses_rewards and self.advantage.needs_greedy_baseline
 
     @property
     def needs_old_log_probs(self) -> bool:
@@ -93,12 +101,18 @@ class Algorithm(Description):
         With one optimizer step per batch the update itself computes them.
         """
         weighs = self.correction is not None or self.replay_fraction > 0
-        return self.epochs * self.mini_batches > 1 or weighs or self.kl.needs_old_log_probs
+        of_teacher = self.distill is not None and self.distill.top_k is None
+        return self.epochs * self.mini_batches > 1 or weighs or of_teacher or self.kl.needs_old_log_probs
 
     @property
     def needs_reference(self) -> bool:
         """Whether the run needs a reference."""
-        return self.kl.needs_reference
+        return self.kl.needs_reference or self.distill is not None
+
+    @property
+    def num_candidates(self) -> int:
+        """Likeliest tokens of the reference that the loss compares."""
+        return 0 if self.distill is None else self.distill.top_k or 0
 
     @property
     def has_entropy_bonus(self) -> bool:
@@ -112,7 +126,20 @@ class Algorithm(Description):
         share = min(1.0, update / max(1, total_updates - 1))
         return self.entropy_coef + share * (self.final_entropy_coef - self.entropy_coef)
 
+    def credit(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """`advantages` and `returns` [B T] of a batch with the inputs of the estimator, and metrics."""
+        credit = self.advantage(batch) if self.uses_rewards else None
+        if self.distill is not None:
+            return self.distill.mixed_credit(credit, batch)
+        assert credit is not None
+        return credit, {}
+
     def faults(self) -> Iterator[str]:
+        if self.distill is not None and self.kl.needs_reference:
+            yield (
+                f"kl is {type(self.kl).__name__}: with distill the reference is the teacher, and there is no "
+                "other. Set kl={_target_:verl.algorithms.kl.NoKL}, or distill=null."
+            )
         if self.aggregation != NORMED and self.norm_length is not None:
             yield f"norm_length is {self.norm_length}: only aggregation={NORMED} uses it. Set it to null."
         if self.aggregation == NORMED and self.norm_length is None:

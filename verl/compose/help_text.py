@@ -46,6 +46,7 @@ _GROUPS = {
     "sharding": "How the model and its work are divided over processes.",
     "storage": "A second place for checkpoints, in object storage.",
     "sweep": "Several runs from one command, compared in a table.",
+    "teacher": "A model that algorithm=distill learns from.",
     "tracker": "Where metrics, samples and tables go.",
     "trainer": "Length of the run, batch sizes, evaluation, devices.",
 }

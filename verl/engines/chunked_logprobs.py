@@ -36,11 +36,57 @@ class TokenLogProbs:
         log_probs: [b t] nats, float32 at least.
         entropies: [b t] nats, or None if not requested.
         is_likeliest: [b t] bool, whether the token is the greedy choice, or None if not requested.
+        candidate_log_probs: [b t K] nats, of the candidates that were asked for, or of the likeliest tokens; else None.
+        candidates: [b t K] int64, ids of the likeliest tokens, or None if not requested.
     """
 
     log_probs: Tensor
     entropies: Tensor | None = None
     is_likeliest: Tensor | None = None
+    candidate_log_probs: Tensor | None = None
+    candidates: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """What is computed from the logits of a token besides its log-probability; see `token_log_probs`."""
+
+    temperature: float = 1.0
+    entropy: Entropy = None
+    rank: bool = False
+    top_k: int = 0
+    num_tokens: int | None = None
+
+    def __call__(self, logits: Tensor, tokens: Tensor, candidates: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Columns [n] and [n K] for logits [n V], tokens [n] and candidates [n K], in the order of `placed`."""
+        columns = [log_probs_of(logits, tokens, self.temperature)]
+        if self.entropy:
+            columns.append(entropy_of(logits if self.entropy == "grad" else logits.detach(), self.temperature))
+        if self.rank:
+            columns.append(logits.argmax(dim=-1) == tokens)
+        if self.top_k:
+            candidates = logits[:, : self.num_tokens].topk(self.top_k).indices
+        if candidates is not None:
+            columns.append(log_probs_of(logits, candidates, self.temperature))
+        return (*columns, candidates) if self.top_k and candidates is not None else tuple(columns)
+
+    def placed(self, columns: tuple[Tensor, ...], micro: MicroBatch) -> TokenLogProbs:
+        """The columns at the places of their tokens, 0 off the mask."""
+        flat = [part for x in columns for part in (x.unbind(dim=1) if x.dim() > 1 else (x,))]
+        placed = iter(micro.place(*flat))
+        whole = iter(
+            [
+                torch.stack([next(placed) for _ in range(x.shape[1])], -1) if x.dim() > 1 else next(placed)
+                for x in columns
+            ]
+        )
+        return TokenLogProbs(
+            next(whole),
+            next(whole) if self.entropy else None,
+            next(whole) if self.rank else None,
+            next(whole, None),
+            next(whole, None),
+        )
 
 
 def logits_at_a_time(device_type: str) -> int:
@@ -57,6 +103,9 @@ def token_log_probs(
     entropy: Entropy = None,
     rank: bool = False,
     parts: int = 1,
+    top_k: int = 0,
+    num_tokens: int | None = None,
+    candidates: str | None = None,
 ) -> TokenLogProbs:
     """Score the response tokens of a micro-batch; everything is 0 off the mask.
 
@@ -68,27 +117,24 @@ def token_log_probs(
         entropy: also return entropies, with their gradient or as values only; None returns none.
         rank: also return whether each token is the likeliest.
         parts: the least number of chunks that the tokens are split into.
+        top_k: also return so many likeliest tokens with their log-probs; 0 for none.
+        num_tokens: only ids below it are among the likeliest; None for the whole vocabulary.
+        candidates: a field [b t K] of token ids whose log-probs are returned too, with their gradient.
     """
-    tokens = micro.targets()
+    tokens, scoring = micro.targets(), _Scoring(temperature, entropy, rank, top_k, num_tokens)
+    further = None if candidates is None else micro.targets(candidates)
 
     def last_states(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
         return call_model(model, **inputs, use_cache=False, logits_to_keep=logits_to_keep).logits
 
     if not head.is_separable:
-        return _place(
-            _score_chunk(micro.predict(last_states), tokens, temperature, entropy, rank), micro, entropy, rank
-        )
+        return scoring.placed(scoring(micro.predict(last_states), tokens, further), micro)
     with head.left_out():
         hidden = micro.predict(last_states)
     fitting = logits_at_a_time(hidden.device.type) // model.config.get_text_config().vocab_size
     at_a_time = max(1, min(fitting, -(-len(tokens) // parts)))
     assert head.head is not None
-    return _place(
-        score_in_parts(head.head, hidden, tokens, at_a_time, temperature, entropy=entropy, rank=rank),
-        micro,
-        entropy,
-        rank,
-    )
+    return scoring.placed(_in_parts(head.head, hidden, tokens, at_a_time, scoring, further), micro)
 
 
 def score_in_parts(
@@ -96,36 +142,37 @@ def score_in_parts(
     hidden: Tensor,
     tokens: Tensor,
     at_a_time: int,
-    temperature: float = 1.0,
-    *,
-    entropy: Entropy = None,
-    rank: bool = False,
-) -> tuple[Tensor, ...]:
-    """Score tokens from hidden states, in chunks.
+) -> Tensor:
+    """Log-probabilities [n] in nats of tokens [n] from hidden states [n D], computed in chunks.
 
     Args:
         head: maps hidden states to logits.
-        hidden: [n D].
-        tokens: [n] token ids.
         at_a_time: tokens of one chunk.
-        temperature: divides the logits.
-        entropy: also return entropies; see `token_log_probs`.
-        rank: also return whether each token is the likeliest.
-    Returns:
-        Log-probabilities [n] in nats, then entropies [n] and greedy flags [n] where requested.
     """
+    return _in_parts(head, hidden, tokens, at_a_time, _Scoring())[0]
+
+
+def _in_parts(
+    head: nn.Module,
+    hidden: Tensor,
+    tokens: Tensor,
+    at_a_time: int,
+    scoring: _Scoring,
+    candidates: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     if len(tokens) <= at_a_time:
-        return _score_chunk(head(hidden), tokens, temperature, entropy, rank)
+        return scoring(head(hidden), tokens, candidates)
     sums = HeadGradients(head)
 
-    def part(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+    def part(hidden: Tensor, tokens: Tensor, candidates: Tensor | None) -> tuple[Tensor, ...]:
         with sums.counting():
             logits = head(hidden)
-        return _score_chunk(logits, tokens, temperature, entropy, rank)
+        return scoring(logits, tokens, candidates)
 
+    chunks = [hidden.split(at_a_time), tokens.split(at_a_time)]
+    chunks.append(candidates.split(at_a_time) if candidates is not None else [None] * len(chunks[0]))
     parts = [
-        checkpoint(part, h, y, use_reentrant=False, preserve_rng_state=False)
-        for h, y in zip(hidden.split(at_a_time), tokens.split(at_a_time), strict=True)
+        checkpoint(part, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in zip(*chunks, strict=True)
     ]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
@@ -227,21 +274,5 @@ def plain_log_probs(model: Any, micro: MicroBatch, temperature: float = 1.0) -> 
     def all_logits(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
         return call_model(model, **inputs, use_cache=False).logits
 
-    logits = micro.predict(all_logits)
-    return _place(_score_chunk(logits, micro.targets(), temperature, None, False), micro, None, False).log_probs
-
-
-def _score_chunk(
-    logits: Tensor, tokens: Tensor, temperature: float, entropy: Entropy, rank: bool
-) -> tuple[Tensor, ...]:
-    columns = [log_probs_of(logits, tokens, temperature)]
-    if entropy:
-        columns.append(entropy_of(logits if entropy == "grad" else logits.detach(), temperature))
-    if rank:
-        columns.append(logits.argmax(dim=-1) == tokens)
-    return tuple(columns)
-
-
-def _place(found: tuple[Tensor, ...], micro: MicroBatch, entropy: Entropy, rank: bool) -> TokenLogProbs:
-    placed = iter(micro.place(*found))
-    return TokenLogProbs(next(placed), next(placed) if entropy else None, next(placed) if rank else None)
+    logits, scoring = micro.predict(all_logits), _Scoring(temperature)
+    return scoring.placed(scoring(logits, micro.targets()), micro).log_probs

@@ -53,14 +53,16 @@ def log_probs_of(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Te
 
     Args:
         logits: [B, T, V], untruncated. Any leading shape will do.
-        tokens: [B, T] int64.
+        tokens: [B, T] int64, or [B, T, K] for several tokens at each place.
         temperature: the temperature that the tokens were sampled at, above 0.
     Returns:
-        [B, T].
+        The shape of `tokens`.
     Raises:
         ValueError: temperature not above 0.
     """
     log_probs = _log_softmax(logits, temperature)
+    if tokens.dim() == logits.dim():
+        return log_probs.gather(-1, tokens)
     return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 

@@ -246,6 +246,8 @@ _add(
 )
 _add("old_log_probs", "BT", "float", "nats", "log-probability by the trainer's weights before the update", "actor")
 _add("ref_log_probs", "BT", "float", "nats", "log-probability by the frozen reference", "reference")
+_add("ref_candidates", "BTK", "int64", "token id", "likeliest tokens of the teacher", "reference")
+_add("ref_candidate_log_probs", "BTK", "float", "nats", "their log-probabilities by the teacher", "reference")
 _add("log_probs", "BT", "float", "nats", "log-probability by the weights being updated; carries gradient", "actor")
 _add("entropies", "BT", "float", "nats", "entropy of the distribution that each token was drawn from", "actor")
 _add("values", "BT", "float", "reward", "the critic's estimate before token t is chosen", "critic")

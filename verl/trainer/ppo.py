@@ -135,7 +135,7 @@ class PPOTrainer(PPOLifecycle):
         with self.stages.stage("adv") as note:
             rewards, metrics = self.kl.shape_rewards(scored)
             scored = scored.union(DataProto.from_dict({"token_level_rewards": rewards}))
-            credit = self.algorithm.advantage(scored)
+            credit, of_credit = self.algorithm.credit(scored)
             assert self.reuse is not None
             weights, of_weights = self.reuse.weights(scored)
             experience = scored.union(credit if weights is None else weight_advantages(credit, weights))
@@ -145,7 +145,7 @@ class PPOTrainer(PPOLifecycle):
         except (NonFiniteError, StepSkipped):
             self.kl = kl
             raise
-        return experience, metrics | of_weights
+        return experience, metrics | of_credit | of_weights
 
     def update(self, experience: DataProto, step: int) -> dict[str, float]:
         """Update the critic, then the actor, on shuffled mini-batches."""

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from verl.trainer.ppo import PPOTrainer
 
 
+SET_TEACHER = "Set teacher=pretrained reference.model.path=MODEL."
+
+
 def faults_between(run: Any) -> Iterator[str]:
     """Each fault of a `verl.trainer.ppo_config.PPORun` by its full config path."""
     settings, algorithm = run.trainer, run.algorithm
@@ -43,7 +46,14 @@ def faults_between(run: Any) -> Iterator[str]:
     if algorithm.needs_values and run.critic is None:
         yield f"critic is null: {estimator} needs values. Set critic=tiny or another critic, or algorithm=grpo."
     if algorithm.needs_reference and run.reference is None:
-        yield "reference is null: algorithm.kl needs one. Set reference=same_as_actor, or algorithm.kl.coef=0."
+        if algorithm.distill is None:
+            yield "reference is null: algorithm.kl needs one. Set reference=same_as_actor, or algorithm.kl.coef=0."
+        else:
+            yield f"reference is null: algorithm.distill needs a teacher. {SET_TEACHER}"
+    elif algorithm.distill is not None and run.reference.model in (None, run.actor.model):
+        yield (
+            f"reference.model is that of the actor: algorithm.distill would learn from the policy itself. {SET_TEACHER}"
+        )
     rows = settings.prompts_per_step * settings.group_size
     if rows % algorithm.mini_batches:
         fitting = [n for n in range(1, rows + 1) if rows % n == 0]

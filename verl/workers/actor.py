@@ -267,10 +267,15 @@ class ActorWorker(TrainedWorker):
             micro,
             self.temperature,
             entropy="grad" if entropy_coef > 0 else "value" if needs_entropy else None,
+            candidates="ref_candidates" if algorithm.num_candidates else None,
         )
         if is_first:  # the only update of a step: the weights are still those that sampled
             x["old_log_probs"] = scores.log_probs.detach()
         per_token, stats = algorithm.policy_loss(scores.log_probs, x)
+        if scores.candidate_log_probs is not None:
+            assert algorithm.distill is not None
+            per_token, divergence = algorithm.distill.mixed_loss(per_token, scores.candidate_log_probs, x)
+            stats["distill/divergence_nats"] = divergence
         penalty = algorithm.kl.loss(scores.log_probs, x)
         if penalty is not None:
             per_token = per_token + penalty

@@ -161,7 +161,12 @@ class RLHost(Description):
             )
         if self.reference is not None and "reference" in types:
             host.workers["reference"] = self.reference.start(
-                context, parallels["reference"], self.actor, actor, self.rollout.temperature
+                context,
+                parallels["reference"],
+                self.actor,
+                actor,
+                self.rollout.temperature,
+                self.algorithm.num_candidates,
             )
         if self.reward is not None and "rm" in types:
             host.workers["rm"] = RewardWorker.start(self.reward, context)

@@ -1,4 +1,4 @@
-"""The reference: the frozen policy that KL is measured against."""
+"""The reference: the frozen policy that KL is measured against, or that distillation learns from."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
+from verl.algorithms.distillation import CANDIDATES
 from verl.component import BuildContext, Description, component
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
@@ -29,7 +31,7 @@ from verl.workers.first_batch_check import FirstBatchCheck
 
 @component
 class Reference(Description):
-    """The policy that the actor is kept near.
+    """The policy that the actor is kept near, or the teacher that it learns from.
 
     Args:
         model: its weights; null takes the weights that the actor starts from. If the actor trains a LoRA adapter,
@@ -49,8 +51,13 @@ class Reference(Description):
         actor: Actor,
         running: ActorWorker | None,
         temperature: float,
+        num_candidates: int = 0,
     ) -> ReferenceWorker:
-        """Load the weights, or borrow those of the actor if it runs in this process."""
+        """Load the weights, or borrow those of the actor if it runs in this process.
+
+        Args:
+            num_candidates: see `ReferenceWorker`.
+        """
         if self.model is None and actor.lora is not None and running is not None:
             engine = self._engine(running.model, parallel, actor)
             return ReferenceWorker(engine, temperature, lambda: adapter_off(running.model))
@@ -59,7 +66,10 @@ class Reference(Description):
         model.requires_grad_(False)
         paths_for(model, context.row_tokens or 1, "reference.model", shares_tokens=parallel.shares_tokens)
         parallel.shard_model(model, actor.decided_autocast)
-        return ReferenceWorker(self._engine(model, parallel, actor), temperature)
+        worker = ReferenceWorker(self._engine(model, parallel, actor), temperature)
+        worker.num_tokens = len(context.tokenizer)
+        worker.num_candidates = min(num_candidates, worker.num_tokens)
+        return worker
 
     def _engine(self, model: nn.Module, parallel: Parallelism, actor: Actor) -> TrainingEngine:
         """Engine that computes as the actor does, so that equal weights have a KL of zero."""
@@ -73,6 +83,9 @@ class ReferenceWorker:
 
     Args:
         frozen: the context in which the engine's model is the reference.
+    Attributes:
+        num_candidates: likeliest tokens that are given for each response token; 0 for none.
+        num_tokens: of the vocabulary; models may have more logits, whose tokens are no candidates.
     """
 
     def __init__(
@@ -82,19 +95,29 @@ class ReferenceWorker:
         frozen: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ):
         self.engine, self.temperature, self.frozen = engine, temperature, frozen
+        self.num_candidates, self.num_tokens = 0, 0
         self.head = LMHead(engine.model)
         self.first_batch = FirstBatchCheck("reference.model", engine, self._score_in_parts, self._score_plainly)
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """`ref_log_probs` [B T] of the responses."""
+        """`ref_log_probs` [B T] of the responses, and `ref_candidates`, `ref_candidate_log_probs` [B T K]."""
         with self.frozen():
             self.first_batch.look(batch)
-            return DataProto.from_dict(self.engine.infer(batch, self.micro_batch_scores))
+            scores = self.engine.infer(batch, self.micro_batch_scores)
+        for name in CANDIDATES if self.num_candidates and scores else ():
+            scores[name] = torch.stack([scores.pop(f"{name}.{k}") for k in range(self.num_candidates)], dim=-1)
+        return DataProto.from_dict(scores)
 
     def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        """Log-probs of the reference policy in nats, [B T]."""
-        return {"ref_log_probs": token_log_probs(model, self.head, micro, self.temperature).log_probs}
+        """Log-probs of the reference policy in nats, [B T], and each candidate as a field `NAME.K` of its own."""
+        scores = token_log_probs(
+            model, self.head, micro, self.temperature, top_k=self.num_candidates, num_tokens=self.num_tokens
+        )
+        columns = {"ref_log_probs": scores.log_probs}
+        for name, x in zip(CANDIDATES, (scores.candidates, scores.candidate_log_probs), strict=True):
+            columns |= {f"{name}.{k}": part for k, part in enumerate(() if x is None else x.unbind(dim=-1))}
+        return columns
 
     def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         return {"log_probs": token_log_probs(model, self.head, micro, self.temperature, parts=3).log_probs}
