@@ -82,7 +82,7 @@ def algorithm(**options):
         (lambda: Distillation(divergence="jsd"), "divergence is jsd: the sampled tokens alone give no estimate of it"),
         (lambda: Distillation(coef=2), "coef is 2"),
         (lambda: dataclasses.replace(algorithm(), kl=KLInLoss(coef=0.1)), "with distill the reference is the teacher"),
-        (lambda: ppo_run(TinyModel(), algorithm()), "would learn from the policy itself. Set teacher=pretrained"),
+        (lambda: ppo_run(TinyModel(), algorithm()), "would learn from the policy itself. Set teacher="),
         (lambda: ppo_run(TinyModel(), algorithm(), reference=None), "reference is null: algorithm.distill needs"),
     ],
 )

@@ -38,7 +38,7 @@ _GROUPS = {
     "debug": "Small variations that work with every experiment.",
     "environment": "Episodes of several turns, with tools or a world.",
     "experiment": "A whole run as one file.",
-    "reference": "The frozen model that the KL penalty refers to.",
+    "reference": "The frozen model of the KL penalty, or a teacher.",
     "replay": "Whether scored rows are kept and used again.",
     "reward": "How a response is scored.",
     "rollout": "The engine that samples responses.",
@@ -46,7 +46,6 @@ _GROUPS = {
     "sharding": "How the model and its work are divided over processes.",
     "storage": "A second place for checkpoints, in object storage.",
     "sweep": "Several runs from one command, compared in a table.",
-    "teacher": "A model that algorithm=distill learns from.",
     "tracker": "Where metrics, samples and tables go.",
     "trainer": "Length of the run, batch sizes, evaluation, devices.",
 }

@@ -33,6 +33,7 @@ _CUT = "..."
 _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "reward/mean": "reward",
     "kl/reference_nats": "kl",
+    "distill/divergence_nats": "teacher",
     "rollout/entropy_nats": "entropy",
     "rollout/response_length_tokens": "length",
     "sft/loss": "loss",
@@ -66,6 +67,7 @@ class Console(TrackerDescription):
     columns: tuple[str, ...] = (
         "reward/mean",
         "kl/reference_nats",
+        "distill/divergence_nats",
         "rollout/entropy_nats",
         "rollout/response_length_tokens",
         "sft/loss",

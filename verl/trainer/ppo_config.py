@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from verl.trainer.ppo import PPOTrainer
 
 
-SET_TEACHER = "Set teacher=pretrained reference.model.path=MODEL."
+SET_TEACHER = "Set teacher=MODEL, a directory or hub name."
 
 
 def faults_between(run: Any) -> Iterator[str]:
