@@ -45,6 +45,8 @@ NEEDED = {  # what an option leaves to the user
     "critic=own_model": ["critic.model.path=owner/model"],
     "critic=none": ["algorithm=grpo"],
     "reference=none": ["algorithm.kl.coef=0"],
+    "reference=teacher": ["reference.model.path=owner/model"],
+    "algorithm=distill": ["reference=teacher", "reference.model.path=owner/model"],
     "reward=function": ["reward.path=rule.py:score"],
     "reward=model": ["reward.model.path=owner/model"],
     "reward=remote_chat": ["reward.endpoint.base_url=http://localhost:8000/v1", "reward.model=judge"],
