@@ -24,13 +24,13 @@ from verl.errors import ConfigError
 SFT_ONLY = {
     "data=arithmetic_sft", "data=calculator_sft", "data=guess_number_sft", "data=sft_files", "trainer=sft",
     "trainer=sft_ray",
-    "experiment=arithmetic_sft",
+    "experiment=arithmetic_sft", "experiment=arithmetic_teacher_sft",
     "experiment=calculator_sft", "experiment=guess_number_sft",
 }  # fmt: skip
 PPO_ONLY = {"data=arithmetic", "data=files", "trainer=local", "trainer=ray", "trainer=mesh"}
 PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_0_5b"}
 PPO_ONLY |= {f"data={name}" for name in ("calculator", "guess_number", "episodes")}
-PPO_ONLY |= {"experiment=calculator_grpo", "experiment=guess_number_ppo"}
+PPO_ONLY |= {"experiment=calculator_grpo", "experiment=guess_number_ppo", "experiment=distill_tiny"}
 OPTIONS = [f"{group}={option}" for group, options in group_options().items() for option in options]
 CLIENTS = {"storage=oss": "ossfs", "storage=gcs": "gcsfs"}  # packages that an option cannot do without
 OPTIONAL = {  # an option that asks for a package, and the extra of setup.py that brings it
