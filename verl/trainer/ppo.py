@@ -117,6 +117,8 @@ class PPOTrainer(PPOLifecycle):
             with self.stages.stage("old") as note:
                 computed.append(self.actor.compute_log_probs(_drawn_fields(rows)).result())
                 note.say("log-probs of the responses under the present policy")
+        elif self.algorithm.proximal == "behaviour":
+            rollout = rollout.union(DataProto.from_dict({"old_log_probs": rollout["rollout_log_probs"]}))
         if self.reference is not None:
             with self.stages.stage("ref") as note:
                 computed.append(self.reference.compute_log_probs(sequences).result())

@@ -23,7 +23,7 @@ from verl.protocol import DataProto
 from verl.replay.mixing import ReplayMixing
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
 from verl.trainer.ppo_description import PPODescription
-from verl.trainer.rollout_pipeline import LengthPredictor, RolloutPipeline
+from verl.trainer.rollout_pipeline import LengthPredictor, RolloutPipeline, sampler_errors
 from verl.trainer.setup import (
     LoopTrainer,
     fit_with_restarts,
@@ -170,7 +170,8 @@ class PPOLifecycle(LoopTrainer):
         self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
         if run.has_sampler:
             alone = SamplerHost(actor=host.actor, rollout=host.rollout)
-            self.sampler_group = LocalWorkerGroup(alone, context, 1, torch.get_num_threads(), name="sampler")
+            with sampler_errors():
+                self.sampler_group = LocalWorkerGroup(alone, context, 1, torch.get_num_threads(), name="sampler")
         self.pipeline = RolloutPipeline(self.actor, run.trainer.staleness or 0, self.sampler_group)
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))

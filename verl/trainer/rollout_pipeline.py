@@ -22,13 +22,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.cluster.rpc import RoleHandle, WorkerGroup
-from verl.errors import RolloutError
+from verl.errors import RolloutError, WorkerError
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.workers.sampler import SamplerWorker, weight_digests
@@ -36,6 +38,25 @@ from verl.workers.sampler import SamplerWorker, weight_digests
 log = logging.getLogger(__name__)
 
 SYNC_VERSIONS = "sync_versions"  # in a checkpoint: of the latest syncs, beside the rows
+
+
+@contextmanager
+def sampler_errors() -> Iterator[None]:
+    """Errors of the process of the role `sampler`, by its name and with what to do."""
+    try:
+        yield
+    except WorkerError as error:
+        detail = (
+            f"{error.detail.rstrip()}\nThis process generates the responses under trainer.mode=async; its log is in "
+            "workers/sampler/ of the run directory. Go on with resume=DIRECTORY: a checkpoint holds the responses that "
+            "were begun before it. Where memory ran out, lower rollout.max_rows or trainer.max_staleness."
+        )
+        raise type(error)(error.rank, error.call, error.step, detail, "the sampler") from error
+
+
+def _answer(call: Future[Any]) -> Any:
+    with sampler_errors():
+        return call.result()
 
 
 class _BegunBatch:
@@ -105,7 +126,7 @@ class RolloutPipeline:
         if self._sent != version:  # at the start, and after a step that was cut short
             self._send_weights()
         self._group.step = request.step
-        self._queue.append(_BegunBatch(self._call(self._sampler.generate, prompts, request).result))
+        self._queue.append(_BegunBatch(partial(_answer, self._call(self._sampler.generate, prompts, request))))
 
     def collect(self) -> None:
         """Wait for all responses that were begun. Idempotent."""
@@ -190,7 +211,7 @@ class RolloutPipeline:
         """
         while self._loads and self._loads[0][2].done():
             version, sent, load = self._loads.popleft()
-            loaded = load.result()
+            loaded = _answer(load)
             if wrong := [name for name, digest in sent.items() if loaded.get(name) != digest]:
                 raise RolloutError(
                     f"the sampler does not hold the trainer's weights of version {version}: {len(wrong)} of "
@@ -263,11 +284,11 @@ def async_faults(run: Any) -> Iterator[str]:
         )
     if not settings.staleness:
         return
-    if algorithm.correction is None:
+    if algorithm.correction is None and algorithm.proximal == "trainer":
         yield (
             f"{setting}: responses come from older weights, which requires importance weights. "
-            "Set algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}, or "
-            f"{remedy}."
+            "Set algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}, "
+            f"algorithm.proximal=behaviour, or {remedy}."
         )
     if algorithm.selection is not None:
         yield f"{setting}: algorithm.selection draws further batches within a step. Set {remedy}."
