@@ -125,7 +125,7 @@ class Schedule:
     trained: list[tuple[list[int], int, int]] = field(default_factory=list)
 
     def __post_init__(self):
-        self.settings = SimpleNamespace(group_size=2)
+        self.settings, self.reward = SimpleNamespace(group_size=2), SimpleNamespace(rates_ahead=False)
         self.train_data = SimpleNamespace(collate=self._collate)
         self.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class PPOLifecycle(LoopTrainer):
     def _build(self, run: PPODescription, context: BuildContext) -> None:
         self.algorithm, self.lengths = run.algorithm, LengthPredictor()
         self.reward = self.reuse = self.sampler_group = None
+        self.reward_lock, self.counts_ahead = threading.RLock(), {}
         self._divide_threads(run)
         with faults_below("actor.model"):
             context = with_tokenizer(context, run.actor)
@@ -239,10 +241,20 @@ class PPOLifecycle(LoopTrainer):
         for message in self._check_rows(reward):
             log.warning("%s", message)
         assert self.reward is not None
-        self.reward.close()
-        self.reward, self.reward_stats = reward, RewardStats(described, reward)
+        with self.reward_lock:
+            self.pipeline.forget_ahead()
+            self.reward.close()
+            self.reward, self.reward_stats = reward, RewardStats(described, reward)
         self.description = replace(self.description, reward=described)
         self.saving.reconfigured(as_plain(self.description))
+
+    def reward_counts(self) -> dict[str, float]:
+        """Counters of the reward in this step, as metrics."""
+        assert self.reward is not None
+        with self.reward_lock:
+            counts = self.reward.take() | self.counts_ahead
+        self.counts_ahead = {}
+        return {f"reward/{name}": x for name, x in counts.items()}
 
     def fit(self) -> TrainResult:
         """Train to the end; see `verl.trainer.train_loop.fit`. In Ray, a lost worker costs the steps since the last
@@ -255,6 +267,7 @@ class PPOLifecycle(LoopTrainer):
 
     def close(self) -> None:
         if self.sampler_group is not None:
+            self.pipeline.close()
             self.sampler_group.close()
         super().close()
         if self.reward is not None:

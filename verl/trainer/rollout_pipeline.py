@@ -21,7 +21,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -65,10 +65,11 @@ class _BegunBatch:
     Attributes:
         begun_s: when it was begun, or loaded.
         is_loaded: its rows come from a checkpoint.
+        ahead: what was computed of the rows since they were there.
     """
 
-    def __init__(self, finish: Callable[[], DataProto], *, is_loaded: bool = False):
-        self._finish, self._rows = finish, None
+    def __init__(self, finish: Callable[[], DataProto], *, is_loaded: bool = False, ahead: Future[Any] | None = None):
+        self._finish, self._rows, self.ahead = finish, None, ahead
         self.begun_s, self.is_loaded = time.monotonic(), is_loaded
 
     @property
@@ -101,6 +102,8 @@ class RolloutPipeline:
         self._versions: list[int] = []  # of the latest syncs, the present one last
         self._sent: int | None = None  # version that the sampler was sent last
         self._loads: deque[tuple[int, dict[str, str], Future[dict[str, str]]]] = deque()  # unverified weights
+        self._thread = ThreadPoolExecutor(1, "responses ahead")
+        self._taken: Future[Any] | None = None  # `ahead` of the batch that was taken last
         self._last_call: Future[Any] | None = None
         self._idle_since = time.monotonic()
         self._metrics: dict[str, float] = {}
@@ -113,8 +116,14 @@ class RolloutPipeline:
         """Weights must not change before `collect`."""
         return bool(self.depth) and self._sampler is None
 
-    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Start generating for the next batch; returns immediately."""
+    def begin(
+        self, prompts: DataProto, request: GenerationRequest, ahead: Callable[[DataProto], Any] | None = None
+    ) -> None:
+        """Start generating for the next batch; returns immediately.
+
+        Args:
+            ahead: of a sampler's responses, called in a thread as soon as they are there, in the order of the batches.
+        """
         version = self._actor.current_version().result()
         if self._sampler is None:
             self.collect()
@@ -126,7 +135,9 @@ class RolloutPipeline:
         if self._sent != version:  # at the start, and after a step that was cut short
             self._send_weights()
         self._group.step = request.step
-        self._queue.append(_BegunBatch(partial(_answer, self._call(self._sampler.generate, prompts, request))))
+        rows = partial(_answer, self._call(self._sampler.generate, prompts, request))
+        later = None if ahead is None else self._thread.submit(lambda: ahead(rows()))
+        self._queue.append(_BegunBatch(rows, ahead=later))
 
     def collect(self) -> None:
         """Wait for all responses that were begun. Idempotent."""
@@ -154,9 +165,23 @@ class RolloutPipeline:
         if not self._queue:
             self.begin(prompts, request)
         batch = self._queue.popleft()
-        rows = self._wait(batch)
+        rows, self._taken = self._wait(batch), batch.ahead
         self._verify()
         return self._measured(rows, batch.begun_s, is_bounded=not batch.is_loaded)
+
+    def computed_ahead(self) -> Future[Any] | None:
+        """What `ahead` gave for the batch that was taken last, once; None where there was none."""
+        taken, self._taken = self._taken, None
+        return taken
+
+    def forget_ahead(self) -> None:
+        """Drop what `ahead` gave or will give for the batches of the queue."""
+        for batch in self._queue:
+            batch.ahead = None
+
+    def close(self) -> None:
+        """Begin nothing more in the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def sync(self) -> SyncResult:
         """Send the present weights to the engine, and the metrics since the last sync."""
