@@ -170,7 +170,7 @@ class RolloutPipeline:
         return self._measured(rows, batch.begun_s, is_bounded=not batch.is_loaded)
 
     def computed_ahead(self) -> Future[Any] | None:
-        """What `ahead` gave for the batch that was taken last, once; None where there was none."""
+        """Return, once, what `ahead` gave for the batch that was taken last; None where there was none."""
         taken, self._taken = self._taken, None
         return taken
 
