@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from trainer.runs import GRPO_ALGORITHM, fit, step_lines
 
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.component import BuildContext, component
-from verl.errors import RewardError
 from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.normalization import RewardNormalization
 from verl.rewards.weighted_sum import WeightedSum
@@ -28,7 +26,6 @@ CALLS: list[tuple[str, list[str]]] = []  # thread and prompts of each call in tr
 class Counted(RewardDescription):
     """A reward that counts its calls, and fails on a batch of these prompts."""
 
-    rates_ahead: bool
     fails_on: tuple[str, ...] = ()
 
     def build(self, context: BuildContext) -> Reward:
@@ -39,9 +36,10 @@ class CountedReward(Reward):
     """The reward that `Counted` builds."""
 
     call_timeout_s = None
+    rates_ahead = True
 
     def __init__(self, described: Counted):
-        self.described, self.rates_ahead = described, described.rates_ahead
+        self.described = described
         self.counts, self.is_frozen = 0, False
 
     def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
@@ -68,21 +66,20 @@ def ahead(model: Any, directory: Any, reward: RewardDescription, **options: Any)
     return course(model, directory, CORRECTED, reward=reward, **settings)
 
 
-def of_all_kinds(rates_ahead: bool) -> RewardDescription:
-    """Two parts of a sum, one with statistics, and statistics of the sum."""
-    part = Counted(rates_ahead=rates_ahead)
-    parts = {"plain": part, "scaled": RewardNormalization(reward=part)}
-    return RewardNormalization(reward=WeightedSum(parts=parts, weights={"plain": 0.5, "scaled": 2.0}))
+# two parts of a sum, one with statistics, and statistics of the sum
+PARTS = {"plain": Counted(), "scaled": RewardNormalization(reward=Counted())}
+SUM = RewardNormalization(reward=WeightedSum(parts=PARTS, weights={"plain": 0.5, "scaled": 2.0}))
 
 
-@pytest.mark.parametrize("of", [lambda rates_ahead: Counted(rates_ahead=rates_ahead), of_all_kinds])
+@pytest.mark.parametrize("reward", [pytest.param(Counted(), marks=pytest.mark.exhaustive), SUM])
 def test_metrics_statistics_and_checkpoints_are_those_of_a_run_that_rates_in_turn(
-    of: Callable[[bool], RewardDescription], model32, tmp_path
+    reward, model32, tmp_path, monkeypatch
 ):
     threads = {}
     for rates_ahead in (False, True):
         CALLS.clear()
-        fit(ahead(model32, tmp_path / str(rates_ahead), of(rates_ahead)), tmp_path / str(rates_ahead) / "run")
+        monkeypatch.setattr(CountedReward, "rates_ahead", rates_ahead)
+        fit(ahead(model32, tmp_path / str(rates_ahead), reward), tmp_path / str(rates_ahead) / "run")
         threads[rates_ahead] = {thread for thread, _ in CALLS}
     assert all(thread.startswith("responses ahead") for thread in threads[True] - threads[False])
     assert threads[True] > threads[False] == {"MainThread"}
@@ -92,20 +89,22 @@ def test_metrics_statistics_and_checkpoints_are_those_of_a_run_that_rates_in_tur
 
 
 def test_a_resumed_run_rates_what_was_begun_before_and_goes_on_the_same(model32, tmp_path):
-    fit(ahead(model32, tmp_path / "whole", of_all_kinds(True)), tmp_path / "whole/run")
+    fit(ahead(model32, tmp_path / "whole", SUM), tmp_path / "whole/run")
     resume = tmp_path / "whole/checkpoints/global_step_2"
-    fit(ahead(model32, tmp_path, of_all_kinds(True), resume=resume), tmp_path / "run")
+    fit(ahead(model32, tmp_path, SUM, resume=resume), tmp_path / "run")
     same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
 
 
-def test_a_reward_that_fails_ahead_ends_the_run_at_its_step_with_the_same_words(model32, tmp_path):
+def test_a_reward_that_fails_ahead_ends_the_run_at_its_step_with_the_same_words(model32, tmp_path, monkeypatch):
     CALLS.clear()
-    fit(ahead(model32, tmp_path / "sound", Counted(rates_ahead=False)), tmp_path / "sound/run")
-    errors = []
+    monkeypatch.setattr(CountedReward, "rates_ahead", False)
+    fit(ahead(model32, tmp_path / "sound", Counted()), tmp_path / "sound/run")
+    errors, prompts = [], tuple(CALLS[2][1])
     for rates_ahead in (False, True):
         directory = tmp_path / str(rates_ahead)
-        reward = Counted(rates_ahead=rates_ahead, fails_on=tuple(CALLS[2][1]))
-        with pytest.raises(RewardError, match="planted") as error:
+        monkeypatch.setattr(CountedReward, "rates_ahead", rates_ahead)
+        reward = Counted(fails_on=prompts)
+        with pytest.raises(ValueError, match="planted") as error:
             fit(ahead(model32, directory, reward), directory / "run")
         errors.append(str(error.value))
         assert list(numbers(directory / "run")) == [1, 2]
@@ -113,12 +112,12 @@ def test_a_reward_that_fails_ahead_ends_the_run_at_its_step_with_the_same_words(
 
 
 def test_a_reward_that_is_replaced_rates_what_was_begun_before_anew(model32, tmp_path):
-    with ahead(model32, tmp_path, Counted(rates_ahead=True)).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+    with ahead(model32, tmp_path, Counted()).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         loop = TrainLoop(trainer, {})
         loop.open()
         loop.step()
         trainer.pipeline.collect()
-        trainer.replace_reward(of_all_kinds(True))
+        trainer.replace_reward(SUM)
         loop.step()
     last = step_lines(tmp_path / "run")[-1]
     assert {"reward/plain", "reward/scaled", "reward/raw"} <= last.keys()

@@ -216,12 +216,14 @@ class PPOTrainer(PPOLifecycle):
     def _rated(self, rollout: DataProto, ahead: Future[AheadRating] | None = None) -> DataProto:
         """Responses with their rewards, in training and in evaluation; `ahead`: what `_rate_ahead` gave for them."""
         assert self.reward is not None
-        rating = None
         if ahead is not None:
-            learn, self.counts_ahead = ahead.result()
-            rating = learn()
+            learn, self.step_counts = ahead.result()
+            return rollout.union(self.reward.score(rollout, learn()))
         with self.reward_lock:
-            return rollout.union(self.reward.score(rollout, rating))
+            rewards = self.reward.score(rollout)
+            if self.reward.rates_ahead and self.pipeline.depth:  # else counts of the next batch would be among them
+                self.step_counts = self.reward.take()
+        return rollout.union(rewards)
 
     def _rate_ahead(self, prompts: DataProto, rows: DataProto) -> AheadRating:
         """Rate responses in a thread, as soon as they are there; running statistics of scores are applied later."""

@@ -63,7 +63,7 @@ class PPOLifecycle(LoopTrainer):
     def _build(self, run: PPODescription, context: BuildContext) -> None:
         self.algorithm, self.lengths = run.algorithm, LengthPredictor()
         self.reward = self.reuse = self.sampler_group = None
-        self.reward_lock, self.counts_ahead = threading.RLock(), {}
+        self.reward_lock, self.step_counts = threading.RLock(), {}
         self._divide_threads(run)
         with faults_below("actor.model"):
             context = with_tokenizer(context, run.actor)
@@ -252,8 +252,7 @@ class PPOLifecycle(LoopTrainer):
         """Counters of the reward in this step, as metrics."""
         assert self.reward is not None
         with self.reward_lock:
-            counts = self.reward.take() | self.counts_ahead
-        self.counts_ahead = {}
+            counts, self.step_counts = self.reward.take() | self.step_counts, {}
         return {f"reward/{name}": x for name, x in counts.items()}
 
     def fit(self) -> TrainResult:
