@@ -23,8 +23,6 @@ from verl.trainer.plan.async_plan import (
     recorded_times,
     simulate,
 )
-from verl.trainer.plan.devices import device_named
-from verl.trainer.plan.run_plan import plan_run
 
 GRPO = ["algorithm=grpo", "critic=none", "algorithm.proximal=behaviour"]
 ASYNC_2 = ["trainer.mode=async", "trainer.max_staleness=2"]
@@ -47,7 +45,7 @@ def lengths(*tokens):
         ({"train_s": 40.0}, 1, 40, 0, 1 / 2),
         ({"slots": 1}, 1, 25, 15 / 25, 0),  # one row after another
         ({"prompts_s": 5.0, "load_s": 3.0}, 2, 20 + 5 + 3, 18 / 28, 0),
-        ({"calls": 1, "latency_s": 30.0}, 0, 20 + 30 + 10, 50 / 60, 40 / 60),
+        ({"calls": 1, "latency_s": 30.0}, 0, 20 + 30 + 10, 50 / 60, 37.5 / 60),  # open: 0 to 10, 32.5 to 35, 40 to 50
         ({"sync_s": 7.0, "sync_waits": True}, 1, 20 + 7, 10 / 27, 7 / 27),  # the sync waits, and holds the engine up
         ({"devices": 2}, 1, 20, 0, 0),  # half of the devices train for twice as long
     ],
@@ -88,7 +86,7 @@ def test_updates_in_flight_keep_the_bound_and_make_tokens_younger():
 def test_the_rate_of_decoding_is_read_from_the_metrics_of_a_run():
     drawn = random.Random(0)
     longest = [drawn.randint(50, 90) for _ in range(20)]
-    tokens = [drawn.randint(400, 900) for _ in range(20)]
+    tokens = [drawn.randint(200, 500) for _ in range(20)]
     generate_s = [0.02 * a + 0.001 * b for a, b in zip(longest, tokens, strict=True)]
     columns = {MEAN: [x / 12 for x in tokens], LONGEST: longest, "perf/tokens": tokens, "timing/gen_s": generate_s}
     columns |= {"timing/sync_s": [0.5] * 20, "timing/step_s": [3.5 + x for x in generate_s]}
@@ -100,13 +98,13 @@ def test_the_rate_of_decoding_is_read_from_the_metrics_of_a_run():
     rows = [draws(drawn) for _ in range(200)]
     assert {len(batch) for batch in rows} == {12}
     assert {max(batch) for batch in rows} == set(longest)
-    assert sum(map(sum, rows)) / 200 == pytest.approx(sum(tokens) / 20, rel=0.1)
+    assert sum(map(sum, rows)) / 200 == pytest.approx(sum(tokens) / 20, rel=0.05)
 
 
 def test_the_best_split_gives_both_sides_as_much_as_they_need():
-    times = replace(TIMES, devices=8, token_s=lambda rows: 0.1 * rows, train_s=3.0)
+    times = replace(TIMES, devices=8, token_s=lambda rows: 0.3 + 0.01 * rows, train_s=3.0)
     planned = plan_async(run_of(*ASYNC_2), times, lengths(*[10] * 16))
-    assert {(setting.generate, setting.train) for setting in planned.settings[1:]} == {(3, 5)}
+    assert {(setting.generate, setting.train) for setting in planned.settings[1:]} == {(2, 6)}  # 3.8 and 4 seconds
     assert [setting.max_staleness for setting in planned.settings] == [None, 0, 1, 2, 4]
     assert planned.best.max_staleness == 1
 
@@ -116,18 +114,13 @@ def test_the_command_prints_a_table_and_numbers():
     text = CliRunner().invoke(app, arguments)
     assert text.exit_code == 0
     assert "arithmetic, nothing was run" in " ".join(text.output.split())
-    numbers = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)["async"]
-    assert [setting["max_staleness"] for setting in numbers["settings"]] == [None, 0, 1, 2, 4]
-    assert numbers["best"] in numbers["settings"]
+    planned = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
+    assert [setting["max_staleness"] for setting in planned["async"]["settings"]] == [None, 0, 1, 2, 4]
+    assert planned["async"]["best"] in planned["async"]["settings"]
+    (sampler,) = (phase["parts"] for phase in planned["phases"] if phase["roles"] == ["sampler"])
+    actor = next(phase["parts"] for phase in planned["phases"] if phase["name"] == "rest")
+    assert sampler["weights"] == actor["actor weights"]  # the copy is in a row of its own, with its cache
+    assert sampler["keys and values"] > 0
+    assert actor["weights for the sampler"] == 3 * actor["actor weights"]
     refused = CliRunner().invoke(app, [*arguments, "--lengths", "4,x"])
     assert (refused.exit_code, "--lengths is '4,x'" in refused.output) == (2, True)
-
-
-def test_the_copy_of_the_sampler_is_in_its_own_process():
-    plan = plan_run(run_of(*ASYNC_2), device_named("cpu"))
-    actor = plan.memory.roles[0].memory.weights
-    (phase,) = (phase for phase in plan.memory.phases if phase.roles == ("sampler",))
-    assert phase.parts["weights"] == actor
-    rest = next(phase for phase in plan.memory.phases if phase.name == "rest")
-    assert rest.parts["weights for the sampler"] == 3 * actor
-    assert plan.memory.estimate.processes == 2

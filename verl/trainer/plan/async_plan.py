@@ -279,14 +279,14 @@ def length_draws(run: Any, lengths: Sequence[int] | None, mean: int | None) -> L
 
 
 def recorded_lengths(run: Any, columns: Columns) -> Lengths:
-    """Batches whose mean and longest length are those of a recorded step, and exponential between."""
+    """Batches whose mean and longest length are those of a recorded step; a power of a uniform number between."""
     rows, means, longest = workload(run).rows, columns[MEAN], columns[LONGEST]
 
     def draw(chance: random.Random) -> list[float]:
         index = chance.randrange(len(means))
-        most, others = longest[index], [chance.expovariate(1) for _ in range(rows - 1)]
-        scale = (means[index] * rows - most) / (sum(others) or 1)
-        return [most, *(min(most, max(1.0, scale * x)) for x in others)]
+        most, others = longest[index], rows - 1
+        mean = max(1.0, (means[index] * rows - most) / max(1, others))
+        return [most, *(most * chance.random() ** max(0.0, most / mean - 1) for _ in range(others))]
 
     return draw
 
