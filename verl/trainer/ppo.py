@@ -72,8 +72,7 @@ class PPOTrainer(PPOLifecycle):
         metrics |= self.update(experience, step)
         metrics |= self.reuse.keep(experience, step, self.saving.is_busy)
         metrics |= self.sync()
-        counted = self.reward_counts()
-        metrics = {**self.observe(experience, step), **counted, **selected, **metrics}
+        metrics = {**self.observe(experience, step), **self.reward_counts(), **selected, **metrics}
         self.guard.watch(metrics, experience)
         return metrics
 
