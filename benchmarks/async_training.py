@@ -98,7 +98,8 @@ def main() -> None:
     sizes = [f"trainer.total_steps={options.steps}", f"rollout.max_new_tokens={options.tokens}"]
     if options.small:
         options.steps, options.rounds = 8, 1
-        sizes = ["trainer.total_steps=8", "trainer.prompts_per_step=4", "rollout.max_new_tokens=8", "actor=tiny_scratch"]
+        sizes = ["actor=tiny_scratch", "trainer.total_steps=8", "trainer.prompts_per_step=4"]
+        sizes += ["rollout.max_new_tokens=8"]
     overrides = [*GRPO, "rollout=hf", "algorithm.proximal=behaviour", *sizes]
     progress = Progress("async_training", dict(vars(options)), options.budget_s)
     rounds = [one_round(options, overrides, progress) for _ in progress.rounds("rounds", options.rounds)]
