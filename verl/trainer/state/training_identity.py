@@ -43,6 +43,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "algorithm.advantage.discount": "token",
     "algorithm.final_entropy_coef": None,
     "algorithm.distill": None,
+    "algorithm.proximal": "trainer",
     "rollout.pipeline_parallel_size": 1,
     "rollout.router_replay": False,
     "actor.model.compile": False,
