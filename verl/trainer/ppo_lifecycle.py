@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -33,14 +34,18 @@ from verl.trainer.setup import (
     start_cluster,
 )
 from verl.trainer.state.driver_state import GeneratorStates, RewardStats, Stateful
+from verl.trainer.state.lineage import environment_record
 from verl.trainer.state.run_date import go_on_from, run_date, with_day
+from verl.trainer.state.training_identity import replay_identity
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import TrainResult, fit
 from verl.utils.env_check import num_cores
+from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.colocated import RLHost, with_tokenizer
 from verl.workers.reward import RemoteRewardModel
 from verl.workers.sampler import SamplerHost
+from verl.workers.schedule import read_schedule
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +68,7 @@ class PPOLifecycle(LoopTrainer):
         self.algorithm, self.lengths = run.algorithm, LengthPredictor()
         self.reward = self.reuse = self.sampler_group = None
         self._divide_threads(run)
+        self._schedule_options = _schedule_options(run)
         with faults_below("actor.model"):
             context = with_tokenizer(context, run.actor)
         assert context.run_dir is not None
@@ -169,9 +175,10 @@ class PPOLifecycle(LoopTrainer):
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
         self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
         if run.has_sampler:
-            alone = SamplerHost(actor=host.actor, rollout=host.rollout)
+            alone = SamplerHost(actor=host.actor, rollout=host.rollout, **self._schedule_options)
             self.sampler_group = LocalWorkerGroup(alone, context, 1, torch.get_num_threads(), name="sampler")
-        self.pipeline = RolloutPipeline(self.actor, run.trainer.staleness or 0, self.sampler_group)
+        depth = run.trainer.staleness or 0
+        self.pipeline = RolloutPipeline(self.actor, depth, self.sampler_group, in_flight=run.is_in_flight)
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
 
@@ -260,3 +267,17 @@ class PPOLifecycle(LoopTrainer):
             self.reward.close()
         if self.reuse is not None:
             self.reuse.close()
+
+
+def _schedule_options(run: PPODescription) -> dict[str, Any]:
+    """Fields of `SamplerHost` of a run whose weights change while responses are open.
+
+    Raises:
+        ConfigError: the schedule that it replays was made under other conditions.
+    """
+    if not run.is_in_flight:
+        return {}
+    head = replay_identity(redact_tree(as_plain(run))) | environment_record()
+    source = run.trainer.replay_schedule
+    replayed = () if source is None else read_schedule(source, head)
+    return {"is_in_flight": True, "head": json.dumps(head), "replayed": replayed}

@@ -7,7 +7,8 @@ Each group of responses has a ticket, its place in the order of the data: batch 
 begins only after batch t-S was taken, so that begun less trained groups stay below (S+1)P, and batches are taken in
 order. The engine does its work in the order in which it was asked (`rollout.weight_update=drain`): batch t+S is drawn
 with the weights after step t-1, whatever the speed of either side. A run can therefore be repeated, and resumed, bit by
-bit.
+bit. With `in_flight` the engine takes weights between two tokens, and the schedule of its steps
+(`verl/workers/schedule.py`) says which two.
 
 `LengthPredictor` estimates the response length of each prompt, to balance the load of processes that generate in
 parallel. The estimate for a prompt is its last length; for a new prompt, the mean of all others. A response does not
@@ -36,6 +37,7 @@ from verl.workers.sampler import SamplerWorker, weight_digests
 log = logging.getLogger(__name__)
 
 SYNC_VERSIONS = "sync_versions"  # in a checkpoint: of the latest syncs, beside the rows
+STEP = "step"  # in a checkpoint, in flight: whose batch was taken last
 
 
 class _BegunBatch:
@@ -63,23 +65,28 @@ class RolloutPipeline:
 
     An engine of the actor's (`rollout=vllm`, `rollout=server`) generates one batch beside the training; before its
     weights change, that batch is waited for. The role `sampler` has a copy of the model and a queue of its own, in
-    which weights follow the batches that were begun before, so that a sync waits for nothing.
+    which weights follow the batches that were begun before, so that a sync waits for nothing. In flight it has a loop
+    over steps of the engine, which takes them at once.
 
-    Responses that were begun are part of a checkpoint, because the weights that generated them no longer exist.
+    Responses that were begun are part of a checkpoint, because the weights that generated them no longer exist. In
+    flight those that are open are part of it as far as they were drawn; else they are waited for.
 
     Args:
         actor: handle of the role that trains.
         depth: batches that are begun ahead; more than 1 with a sampler only.
         sampler: the process of the role `sampler`; None for an engine of the actor's.
+        in_flight: it has a `verl.workers.step_loop.StepLoop`.
     """
 
-    def __init__(self, actor: Any, depth: int, sampler: WorkerGroup | None = None):
-        self._actor, self.depth, self._group = actor, depth, sampler
+    def __init__(self, actor: Any, depth: int, sampler: WorkerGroup | None = None, *, in_flight: bool = False):
+        self._actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
         self._queue: deque[_BegunBatch] = deque()
         self._versions: list[int] = []  # of the latest syncs, the present one last
         self._sent: int | None = None  # version that the sampler was sent last
         self._loads: deque[tuple[int, dict[str, str], Future[dict[str, str]]]] = deque()  # unverified weights
+        self._to_restore: Mapping[str, Tensor] | None = None  # for the sampler, in flight
+        self._step = 0  # whose batch was taken last
         self._last_call: Future[Any] | None = None
         self._idle_since = time.monotonic()
         self._metrics: dict[str, float] = {}
@@ -102,10 +109,13 @@ class RolloutPipeline:
             self._queue.append(_BegunBatch(lambda: self._actor.finish_generate(prompts, request).result()))
             return
         assert self._group is not None
-        if self._sent != version:  # at the start, and after a step that was cut short
-            self._send_weights()
+        self._update_sampler(version)
         self._group.step = request.step
-        self._queue.append(_BegunBatch(self._call(self._sampler.generate, prompts, request).result))
+        if self.in_flight:
+            self._call(self._sampler.begin, prompts, request)
+            self._queue.append(_BegunBatch(lambda: self._finish(request.step)))
+        else:
+            self._queue.append(_BegunBatch(self._call(self._sampler.generate, prompts, request).result))
 
     def collect(self) -> None:
         """Wait for all responses that were begun. Idempotent."""
@@ -126,7 +136,8 @@ class RolloutPipeline:
             log.warning(
                 "The responses generated ahead in the checkpoint are for another batch size; they are generated again."
             )
-            self._queue.clear()
+            self.load_state_dict({})
+        self._step = request.step
         if not self._queue and self._sampler is None:
             rows = self.generate(prompts, request)
             return self._measured(rows, time.monotonic()) if self.depth else rows
@@ -150,7 +161,12 @@ class RolloutPipeline:
         return SyncResult(synced.note, metrics, synced.is_current)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The responses that were not trained on yet, later batches under `INDEX.NAME`; empty if there are none."""
+        """The responses that were not trained on yet, later batches under `INDEX.NAME`; empty if there are none. In
+        flight: what `StepLoop.save` gives."""
+        if self.in_flight:
+            self._update_sampler(self._actor.current_version().result())
+            state = self._sampler.save(self._step).result()
+            return state | {SYNC_VERSIONS: torch.tensor(self._versions), STEP: torch.tensor([self._step])}
         batches = {f"{index}." if index else "": self._wait(batch).batch for index, batch in enumerate(self._queue)}
         state = {f"{index}{name}": x for index, rows in batches.items() for name, x in rows.items()}
         return state | {SYNC_VERSIONS: torch.tensor(self._versions)} if state else {}
@@ -160,6 +176,16 @@ class RolloutPipeline:
 
         They are used only if the next batch has the same prompts, that is, if the batch size was not changed.
         """
+        if state and self.in_flight != ("schedule" in state):
+            log.warning("The responses generated ahead in the checkpoint are for another rollout.weight_update.")
+            state = {}
+        if self.in_flight:
+            self._to_restore = {name: x for name, x in state.items() if name not in (SYNC_VERSIONS, STEP)}
+            steps = state["steps"].tolist() if state else []
+            self._queue = deque(_BegunBatch(lambda step=step: self._finish(step), is_loaded=True) for step in steps)
+            self._versions = state[SYNC_VERSIONS].tolist() if state else []
+            self._step = int(state[STEP]) if state else 0
+            return
         self.collect()
         self._queue.clear()
         batches: dict[str, dict[str, Tensor]] = {}
@@ -171,6 +197,24 @@ class RolloutPipeline:
             rows = DataProto.from_dict(batches[index])
             self._queue.append(_BegunBatch(lambda rows=rows: rows, is_loaded=True))
         self._versions = state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else []
+
+    def _update_sampler(self, version: int) -> None:
+        """Have the sampler go on from a checkpoint that was loaded; send the weights if it was not sent this version:
+        at the start, and after a step that was cut short."""
+        state, self._to_restore = self._to_restore, None
+        if state is not None:
+            version, weights = self._actor.rollout_weights().result()
+            restored = self._sampler.restore(state, version, weights)
+            self._loads.append((version, weight_digests(weights), restored))
+            self._sent = version
+        if self._sent != version:
+            self._send_weights()
+
+    def _finish(self, step: int) -> DataProto:
+        self._update_sampler(self._actor.current_version().result())
+        rows, idle_s = self._sampler.finish(step).result()
+        self._add("async/sampler_idle_s", idle_s)
+        return rows
 
     def _send_weights(self) -> SyncResult:
         """Queue a copy of the present weights for the sampler, behind the batches that were begun."""
@@ -200,7 +244,7 @@ class RolloutPipeline:
 
     def _call(self, method: Callable[..., Future[Any]], *args: Any) -> Future[Any]:
         """Ask the sampler, and count the time in which it had nothing to do."""
-        if self._last_call is None or self._last_call.done():
+        if not self.in_flight and (self._last_call is None or self._last_call.done()):
             self._add("async/sampler_idle_s", time.monotonic() - self._idle_since)
         self._last_call = method(*args)
         self._last_call.add_done_callback(lambda _: setattr(self, "_idle_since", time.monotonic()))
@@ -240,6 +284,8 @@ def async_faults(run: Any) -> Iterator[str]:
     """Faults of a `verl.trainer.ppo_config.PPORun` that generates and trains at the same time, by full config path."""
     settings, rollout, algorithm = run.trainer, run.rollout, run.algorithm
     if settings.staleness is None:
+        if settings.replay_schedule is not None:
+            yield "trainer.replay_schedule: trainer.mode is sync, which has no schedule. Set it to null."
         return
     setting, remedy = (f"trainer.{text}" for text in settings.async_setting)
     kind = type(rollout).__name__
@@ -260,6 +306,17 @@ def async_faults(run: Any) -> Iterator[str]:
         yield (
             f"trainer.max_staleness is {settings.staleness}: a sync of {kind} waits for what it has begun, so that "
             "more than 1 makes responses older and nothing faster. Set trainer.max_staleness=1, or rollout=hf."
+        )
+    is_in_flight = rollout.weight_update == "in_flight"
+    if is_in_flight and rollout.runs_ahead:
+        yield (
+            f"rollout.weight_update is in_flight: {kind} cannot take weights while responses are open. Set "
+            "rollout.weight_update=drain, or rollout=hf."
+        )
+    if settings.replay_schedule is not None and not (is_in_flight and settings.staleness):
+        yield (
+            "trainer.replay_schedule: only a run with rollout.weight_update=in_flight and trainer.max_staleness above "
+            "0 has a schedule; others are repeated by their settings. Set trainer.replay_schedule=null."
         )
     if not settings.staleness:
         return
