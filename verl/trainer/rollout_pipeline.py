@@ -85,7 +85,6 @@ class RolloutPipeline:
         self._versions: list[int] = []  # of the latest syncs, the present one last
         self._sent: int | None = None  # version that the sampler was sent last
         self._loads: deque[tuple[int, dict[str, str], Future[dict[str, str]]]] = deque()  # unverified weights
-        self._to_restore: Mapping[str, Tensor] | None = None  # for the sampler, in flight
         self._step = 0  # whose batch was taken last
         self._last_call: Future[Any] | None = None
         self._idle_since = time.monotonic()
@@ -180,11 +179,7 @@ class RolloutPipeline:
             log.warning("The responses generated ahead in the checkpoint are for another rollout.weight_update.")
             state = {}
         if self.in_flight:
-            self._to_restore = {name: x for name, x in state.items() if name not in (SYNC_VERSIONS, STEP)}
-            steps = state["steps"].tolist() if state else []
-            self._queue = deque(_BegunBatch(lambda step=step: self._finish(step), is_loaded=True) for step in steps)
-            self._versions = state[SYNC_VERSIONS].tolist() if state else []
-            self._step = int(state[STEP]) if state else 0
+            self._restore(state)
             return
         self.collect()
         self._queue.clear()
@@ -198,20 +193,24 @@ class RolloutPipeline:
             self._queue.append(_BegunBatch(lambda rows=rows: rows, is_loaded=True))
         self._versions = state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else []
 
+    def _restore(self, state: Mapping[str, Tensor]) -> None:
+        """Have the sampler go on from a checkpoint, in flight."""
+        version, weights = self._actor.rollout_weights().result()
+        rows = {name: x for name, x in state.items() if name not in (SYNC_VERSIONS, STEP)}
+        restored = self._sampler.restore(rows, version, weights)
+        restored.result()
+        self._loads.append((version, weight_digests(weights), restored))
+        self._sent, steps = version, state["steps"].tolist() if state else []
+        self._queue = deque(_BegunBatch(lambda step=step: self._finish(step), is_loaded=True) for step in steps)
+        self._versions = state[SYNC_VERSIONS].tolist() if state else []
+        self._step = int(state[STEP]) if state else 0
+
     def _update_sampler(self, version: int) -> None:
-        """Have the sampler go on from a checkpoint that was loaded; send the weights if it was not sent this version:
-        at the start, and after a step that was cut short."""
-        state, self._to_restore = self._to_restore, None
-        if state is not None:
-            version, weights = self._actor.rollout_weights().result()
-            restored = self._sampler.restore(state, version, weights)
-            self._loads.append((version, weight_digests(weights), restored))
-            self._sent = version
+        """Send the weights if this version was not sent: at the start, and after a step that was cut short."""
         if self._sent != version:
             self._send_weights()
 
     def _finish(self, step: int) -> DataProto:
-        self._update_sampler(self._actor.current_version().result())
         rows, idle_s = self._sampler.finish(step).result()
         self._add("async/sampler_idle_s", idle_s)
         return rows

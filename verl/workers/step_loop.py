@@ -178,14 +178,15 @@ class StepLoop:
         return self._ask("save", step, lambda: self._save(step)).result()
 
     def restore(self, state: Mapping[str, Tensor], version: int, load: Callable[[], Any]) -> Any:
-        """Go on from a state in place of what is there; `load` loads the weights that the engine had then."""
+        """Go on from a state in place of what is there, an empty one from nothing; `load` loads the weights that the
+        engine had then."""
         self.close()
-        self.schedule.load(bytes(state["schedule"].tolist()))
-        self.engine_step, self._row_tokens = (int(x) for x in state["engine_step"])
+        self.schedule.load(state["schedule"].numpy().tobytes() if state else b"")
+        self.engine_step, self._row_tokens = (int(x) for x in state["engine_step"]) if state else (0, self._row_tokens)
         self.version, self._failure, self._is_closed = version, None, False
         self._rows, self._batches, self._next_number, self._snapshots = {}, {}, 0, {}
         self._events.clear()
-        for step in state["steps"].tolist():
+        for step in state["steps"].tolist() if state else []:
             self._restore_batch({name: state[f"{step}.{name}"] for name in (*PROMPT_FIELDS, *ROW_FIELDS)}, step)
         loaded = load()
         self._start()
