@@ -289,7 +289,7 @@ class TurnEngine:
         """Free the cache of an episode that has ended."""
 
     def open_turns(self) -> list[DrawnTurn]:
-        """What has been drawn so far of each turn that has begun and is not finished."""
+        """Each turn that has begun and is not finished, as far as it has been drawn."""
         return []
 
     def paused(self) -> AbstractContextManager[None]:

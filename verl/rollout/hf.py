@@ -125,7 +125,7 @@ class HFSampler(RolloutEngine):
         return turns
 
     def computing(self) -> contextlib.ExitStack:
-        """What is entered while turns are generated; the weights must not change before it is left."""
+        """Contexts of the forward passes of turns, entered; the weights must not change before they are left."""
         with contextlib.ExitStack() as entered:
             entered.enter_context(weights_gathered(self.model))
             entered.enter_context(packed_weights(self.model))
