@@ -74,7 +74,7 @@ class Engine:
                 logits = self.actor.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
             plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
             of_version = rows["token_versions"][row] == version
-            worst = max(worst, float((plain - rows["rollout_log_probs"][row])[of_version].abs().max()))
+            worst = max(worst, float((plain - rows["rollout_log_probs"][row]).abs().mul(of_version).max()))
         return worst
 
 

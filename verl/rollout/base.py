@@ -221,12 +221,14 @@ class TurnLimits:
         is_single: each episode has one turn, and all are added before the first `advance`, those of one prompt side by
             side.
         while_training: the trainer updates its weights meanwhile; an engine that dies cannot get the same ones again.
+        is_stepwise: each `advance` is one step of the engine.
     """
 
     row_tokens: int
     kv_cache_gib: float = 0.0
     is_single: bool = False
     while_training: bool = False
+    is_stepwise: bool = False
 
     @property
     def setting(self) -> str:

@@ -45,7 +45,7 @@ from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.colocated import RLHost, with_tokenizer
 from verl.workers.reward import RemoteRewardModel
 from verl.workers.sampler import SamplerHost
-from verl.workers.schedule import read_schedule
+from verl.workers.schedule import ScheduleOptions, read_schedule
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class PPOLifecycle(LoopTrainer):
         self.algorithm, self.lengths = run.algorithm, LengthPredictor()
         self.reward = self.reuse = self.sampler_group = None
         self._divide_threads(run)
-        self._schedule_options = _schedule_options(run)
+        self._schedule = _schedule_options(run)
         with faults_below("actor.model"):
             context = with_tokenizer(context, run.actor)
         assert context.run_dir is not None
@@ -165,6 +165,7 @@ class PPOLifecycle(LoopTrainer):
             total_updates=self.num_steps * run.updates_per_step,
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
+            schedule=None if run.has_sampler else self._schedule,
         )
         # without checkpoints nobody claims the directory, and no run comes back to its episodes
         journal_dir = None if run.checkpoint is None else Path(self.saving.directory) / "episode_journal"
@@ -175,7 +176,7 @@ class PPOLifecycle(LoopTrainer):
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
         self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
         if run.has_sampler:
-            alone = SamplerHost(actor=host.actor, rollout=host.rollout, **self._schedule_options)
+            alone = SamplerHost(actor=host.actor, rollout=host.rollout, schedule=self._schedule)
             self.sampler_group = LocalWorkerGroup(alone, context, 1, torch.get_num_threads(), name="sampler")
         depth = run.trainer.staleness or 0
         self.pipeline = RolloutPipeline(self.actor, depth, self.sampler_group, in_flight=run.is_in_flight)
@@ -269,15 +270,14 @@ class PPOLifecycle(LoopTrainer):
             self.reuse.close()
 
 
-def _schedule_options(run: PPODescription) -> dict[str, Any]:
-    """Fields of `SamplerHost` of a run whose weights change while responses are open.
+def _schedule_options(run: PPODescription) -> ScheduleOptions | None:
+    """The schedule of a run whose weights change while responses are open; None for others.
 
     Raises:
         ConfigError: the schedule that it replays was made under other conditions.
     """
     if not run.is_in_flight:
-        return {}
+        return None
     head = replay_identity(redact_tree(as_plain(run))) | environment_record()
     source = run.trainer.replay_schedule
-    replayed = () if source is None else read_schedule(source, head)
-    return {"is_in_flight": True, "head": json.dumps(head), "replayed": replayed}
+    return ScheduleOptions(json.dumps(head), () if source is None else read_schedule(source, head))

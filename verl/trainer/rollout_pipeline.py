@@ -18,6 +18,7 @@ lengths are part of a checkpoint.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import deque
@@ -81,6 +82,7 @@ class RolloutPipeline:
     def __init__(self, actor: Any, depth: int, sampler: WorkerGroup | None = None, *, in_flight: bool = False):
         self._actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
+        self._loop: Any = self._sampler or actor  # the role with the loop, in flight
         self._queue: deque[_BegunBatch] = deque()
         self._versions: list[int] = []  # of the latest syncs, the present one last
         self._sent: int | None = None  # version that the sampler was sent last
@@ -96,25 +98,26 @@ class RolloutPipeline:
     @property
     def holds_weights(self) -> bool:
         """Weights must not change before `collect`."""
-        return bool(self.depth) and self._sampler is None
+        return bool(self.depth) and self._sampler is None and not self.in_flight
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Start generating for the next batch; returns immediately."""
         version = self._actor.current_version().result()
+        if self._group is not None:
+            self._group.step = request.step
+        if self.in_flight:
+            self._update_engine(version)
+            begun = self._loop.begin(prompts, request)
+            self._queue.append(_BegunBatch(lambda: self._finish(request.step, begun)))
+            return
         if self._sampler is None:
             self.collect()
             self._note_version(version)
             self._actor.begin_generate(prompts, request).result()
             self._queue.append(_BegunBatch(lambda: self._actor.finish_generate(prompts, request).result()))
             return
-        assert self._group is not None
-        self._update_sampler(version)
-        self._group.step = request.step
-        if self.in_flight:
-            self._call(self._sampler.begin, prompts, request)
-            self._queue.append(_BegunBatch(lambda: self._finish(request.step)))
-        else:
-            self._queue.append(_BegunBatch(self._call(self._sampler.generate, prompts, request).result))
+        self._update_engine(version)
+        self._queue.append(_BegunBatch(self._call(self._sampler.generate, prompts, request).result))
 
     def collect(self) -> None:
         """Wait for all responses that were begun. Idempotent."""
@@ -137,7 +140,7 @@ class RolloutPipeline:
             )
             self.load_state_dict({})
         self._step = request.step
-        if not self._queue and self._sampler is None:
+        if not self._queue and self._sampler is None and not self.in_flight:
             rows = self.generate(prompts, request)
             return self._measured(rows, time.monotonic()) if self.depth else rows
         if not self._queue:
@@ -154,6 +157,9 @@ class RolloutPipeline:
         synced: SyncResult = self._actor.sync().result()
         if self._sampler is not None:
             synced = self._send_weights()
+        elif self.in_flight:
+            self._sent = self._actor.current_version().result()
+            self._note_version(self._sent)
         elif self.depth:
             self._note_version(self._actor.current_version().result())
         metrics, self._metrics = synced.metrics | self._metrics, {}
@@ -163,8 +169,8 @@ class RolloutPipeline:
         """The responses that were not trained on yet, later batches under `INDEX.NAME`; empty if there are none. In
         flight: what `StepLoop.save` gives."""
         if self.in_flight:
-            self._update_sampler(self._actor.current_version().result())
-            state = self._sampler.save(self._step).result()
+            self._update_engine(self._actor.current_version().result())
+            state = self._loop.save(self._step).result()
             return state | {SYNC_VERSIONS: torch.tensor(self._versions), STEP: torch.tensor([self._step])}
         batches = {f"{index}." if index else "": self._wait(batch).batch for index, batch in enumerate(self._queue)}
         state = {f"{index}{name}": x for index, rows in batches.items() for name, x in rows.items()}
@@ -194,31 +200,44 @@ class RolloutPipeline:
         self._versions = state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else []
 
     def _restore(self, state: Mapping[str, Tensor]) -> None:
-        """Have the sampler go on from a checkpoint, in flight."""
-        version, weights = self._actor.rollout_weights().result()
+        """Have the engine go on from a checkpoint, in flight."""
         rows = {name: x for name, x in state.items() if name not in (SYNC_VERSIONS, STEP)}
-        restored = self._sampler.restore(rows, version, weights)
-        restored.result()
-        self._loads.append((version, weight_digests(weights), restored))
-        self._sent, steps = version, state["steps"].tolist() if state else []
+        self._sent = self._actor.current_version().result()
+        if self._sampler is None:
+            self._actor.restore(rows).result()
+        else:
+            version, weights = self._actor.rollout_weights().result()
+            loaded = self._sampler.restore(rows, version, weights)
+            loaded.result()
+            self._loads.append((version, weight_digests(weights), loaded))
+        steps = state["steps"].tolist() if state else []
         self._queue = deque(_BegunBatch(lambda step=step: self._finish(step), is_loaded=True) for step in steps)
         self._versions = state[SYNC_VERSIONS].tolist() if state else []
         self._step = int(state[STEP]) if state else 0
 
-    def _update_sampler(self, version: int) -> None:
+    def _update_engine(self, version: int) -> None:
         """Send the weights if this version was not sent: at the start, and after a step that was cut short."""
-        if self._sent != version:
+        if self._sent == version:
+            return
+        if self._sampler is not None:
             self._send_weights()
+        else:
+            self._actor.sync().result()
+            self._sent = version
+            self._note_version(version)
 
-    def _finish(self, step: int) -> DataProto:
-        rows, idle_s = self._sampler.finish(step).result()
+    def _finish(self, step: int, begun: Future[None] | None = None) -> DataProto:
+        if begun is not None:
+            begun.result()
+        rows, idle_s = self._loop.finish(step).result()
         self._add("async/sampler_idle_s", idle_s)
         return rows
 
     def _send_weights(self) -> SyncResult:
         """Queue a copy of the present weights for the sampler, behind the batches that were begun."""
         version, weights = self._actor.rollout_weights().result()
-        self._loads.append((version, weight_digests(weights), self._call(self._sampler.load, version, weights)))
+        load = self._sampler.load if self.in_flight else functools.partial(self._call, self._sampler.load)
+        self._loads.append((version, weight_digests(weights), load(version, weights)))
         self._note_version(version)
         self._sent = version
         num_bytes = sum(x.nbytes for x in weights.values())
@@ -243,7 +262,7 @@ class RolloutPipeline:
 
     def _call(self, method: Callable[..., Future[Any]], *args: Any) -> Future[Any]:
         """Ask the sampler, and count the time in which it had nothing to do."""
-        if not self.in_flight and (self._last_call is None or self._last_call.done()):
+        if self._last_call is None or self._last_call.done():
             self._add("async/sampler_idle_s", time.monotonic() - self._idle_since)
         self._last_call = method(*args)
         self._last_call.add_done_callback(lambda _: setattr(self, "_idle_since", time.monotonic()))
@@ -267,7 +286,7 @@ class RolloutPipeline:
         assert not is_bounded or not any(counts[self.depth + 1 :]), f"lags {counts} exceed {self.depth}"
         self._metrics |= {f"async/lag_{lag}_share": n / max(1, len(lags)) for lag, n in enumerate(counts)}
         self._metrics["async/oldest_group_s"] = time.monotonic() - begun_s
-        if self._sampler is not None:
+        if self._sampler is not None or self.in_flight:
             self._add("async/sampler_idle_s", 0.0)
         return rows
 
@@ -301,17 +320,15 @@ def async_faults(run: Any) -> Iterator[str]:
                 f"{setting}: the role that generates under rollout=hf is not placed by trainer.placement yet. Set "
                 f"trainer.placement=null, or {remedy}."
             )
-    elif settings.staleness > 1:
+    is_in_flight = rollout.weight_update == "in_flight"
+    if rollout.runs_ahead and not is_in_flight and settings.staleness > 1:
         yield (
             f"trainer.max_staleness is {settings.staleness}: a sync of {kind} waits for what it has begun, so that "
-            "more than 1 makes responses older and nothing faster. Set trainer.max_staleness=1, or rollout=hf."
+            "more than 1 makes responses older and nothing faster. Set trainer.max_staleness=1, or "
+            "rollout.weight_update=in_flight."
         )
-    is_in_flight = rollout.weight_update == "in_flight"
-    if is_in_flight and rollout.runs_ahead:
-        yield (
-            f"rollout.weight_update is in_flight: {kind} cannot take weights while responses are open. Set "
-            "rollout.weight_update=drain, or rollout=hf."
-        )
+    if rollout.runs_ahead and is_in_flight:
+        yield from _in_flight_faults(run, kind)
     if settings.replay_schedule is not None and not (is_in_flight and settings.staleness):
         yield (
             "trainer.replay_schedule: only a run with rollout.weight_update=in_flight and trainer.max_staleness above "
@@ -329,6 +346,22 @@ def async_faults(run: Any) -> Iterator[str]:
         yield f"{setting}: algorithm.selection draws further batches within a step. Set {remedy}."
     if algorithm.needs_greedy_baseline:
         yield f"{setting}: the greedy baseline would be that of other weights. Set {remedy}."
+
+
+def _in_flight_faults(run: Any, kind: str) -> Iterator[str]:
+    """Faults of weight updates in the middle of responses of an engine in a process or server of its own."""
+    prefix, drain = "rollout.weight_update is in_flight", "rollout.weight_update=drain"
+    if run.rollout.location != "process":
+        yield f"{prefix}: {kind} has no steps between which weights can be taken. Set {drain}."
+        return
+    if run.rollout.kv_cache == "keep":
+        yield (
+            f"{prefix} and rollout.kv_cache is keep: {kind} computes open responses anew under new weights. Set "
+            "rollout.kv_cache=recompute."
+        )
+    settings = run.trainer
+    if settings.placement is not None or settings.n_gpus_per_node * settings.nnodes > 1:
+        yield f"{prefix}: {kind} was tried with it in one process of the trainer only. Set {drain}."
 
 
 MOST = 1 << 16  # prompts that are remembered, those seen last

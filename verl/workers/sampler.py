@@ -13,7 +13,6 @@ batches, never within one. With `in_flight` a `StepLoop` generates, and they cha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -36,11 +35,11 @@ from verl.utils.memory import computes_bfloat16, make_current
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor
 from verl.workers.colocated import RoleProcess, with_tokenizer
-from verl.workers.schedule import FILE, Schedule, ScheduledEvent
-from verl.workers.step_loop import StepLoop
+from verl.workers.schedule import ScheduleOptions
+from verl.workers.step_loop import StepLoop, StepWorker
 
 
-class SamplerWorker:
+class SamplerWorker(StepWorker):
     """The running role.
 
     Args:
@@ -67,26 +66,6 @@ class SamplerWorker:
         rows = self.sampler.generate(prompts, request)
         refuse_wrong_responses(rows, self.model.config.get_text_config().vocab_size)
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
-
-    @on_all
-    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to draw the responses of a batch, beside those of earlier batches."""
-        assert self.loop is not None
-        self.loop.begin(prompts, request)
-
-    @on_all
-    def finish(self, step: int) -> tuple[DataProto, float]:
-        """The responses of the batch of a training step, and the idle seconds since the last call."""
-        assert self.loop is not None
-        rows = self.loop.finish(step)
-        refuse_wrong_responses(rows, self.model.config.get_text_config().vocab_size)
-        return rows, self.loop.take_idle_s()
-
-    @on_all
-    def save(self, step: int) -> dict[str, Tensor]:
-        """Open rows and finished ones after a training step; see `StepLoop.save`."""
-        assert self.loop is not None
-        return self.loop.save(step)
 
     @on_all
     def restore(self, state: Mapping[str, Tensor], version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
@@ -118,16 +97,12 @@ class SamplerHost(Description):
 
     Args:
         actor: whose model is copied.
-        is_in_flight: weights change between two tokens.
-        head: of the schedule, as JSON.
-        replayed: the events of the run that is replayed.
+        schedule: of weights that change between two tokens; None: between two batches.
     """
 
     actor: Actor
     rollout: Rollout
-    is_in_flight: bool = False
-    head: str = "{}"
-    replayed: tuple[ScheduledEvent, ...] = ()
+    schedule: ScheduleOptions | None = None
 
     def worker_types(self) -> dict[str, type]:
         return {"sampler": SamplerWorker}
@@ -150,10 +125,8 @@ class SamplerHost(Description):
         engine = self.rollout.attach(model, context.tokenizer, context.seed, actor.decided_autocast, context)
         sampler = ResponseSampler(engine, self.rollout, context.tokenizer.pad_token_id)
         loop = None
-        if self.is_in_flight:
-            file = None if context.run_dir is None else context.run_dir / FILE
-            schedule = Schedule(json.loads(self.head), file, self.replayed)
-            loop = StepLoop(sampler, context.row_tokens, schedule)
+        if self.schedule is not None:
+            loop = StepLoop(sampler, context.row_tokens, self.schedule.build(context))
         host.workers["sampler"] = SamplerWorker(model, sampler, loop)
         return host
 

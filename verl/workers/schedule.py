@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
 
 FILE = "schedule.jsonl"
-EventKind = Literal["begin", "weights", "save"]
+EventKind = Literal["begin", "weights", "save", "generate"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class ScheduledEvent:
 
     Attributes:
         engine_step: steps that the engine has made before.
-        event: `begin` of a batch, new `weights`, or a `save`.
-        number: of the training step of the batch, of the version, or of the training step that is saved.
+        event: `begin` of a batch, new `weights`, a `save`, or `generate`: other responses, such as an evaluation's.
+        number: of the version, or of the training step of the batch, the save or the other responses.
         open_rows: responses that are begun and not finished, before the event.
     """
 
@@ -37,6 +38,23 @@ class ScheduledEvent:
     event: EventKind
     number: int
     open_rows: int
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """What a process needs for the schedule of its engine; see `Schedule`.
+
+    Attributes:
+        head: as JSON.
+    """
+
+    head: str
+    replayed: tuple[ScheduledEvent, ...] = ()
+
+    def build(self, context: BuildContext) -> Schedule:
+        """The schedule, in the directory of the run."""
+        file = None if context.run_dir is None else context.run_dir / FILE
+        return Schedule(json.loads(self.head), file, self.replayed)
 
 
 class Schedule:

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from verl.errors import RolloutError
 from verl.protocol import DataProto
+from verl.protocol.dispatch import on_all
 from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnLimits, TurnRequest
 from verl.rollout.responses import ResponseSampler
-from verl.rollout.rows import assemble_turns, longest_prompt, right_padded
+from verl.rollout.rows import assemble_turns, longest_prompt, refuse_wrong_responses, right_padded
 from verl.utils.memory import on_current_device
 from verl.utils.progress import report
 from verl.workers.schedule import EventKind, Schedule, ScheduledEvent
@@ -191,6 +192,15 @@ class StepLoop:
         loaded = load()
         self._start()
         return loaded
+
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """Other responses by the weights that the engine has, with open rows set aside; see `ResponseSampler`."""
+
+        def alone() -> DataProto:
+            self._close_turns()
+            return self.sampler.generate(prompts, request)
+
+        return self._ask("generate", request.step, alone).result()
 
     def take_idle_s(self) -> float:
         """Seconds since the last call in which there was nothing to generate."""
@@ -361,7 +371,9 @@ class StepLoop:
 
     def _open_turns(self) -> TurnEngine:
         """Turns of the engine for all open rows, which are computed anew."""
-        self._turns = turns = self.sampler.engine.turns(TurnLimits(self._row_tokens))
+        self._turns = turns = self.sampler.engine.turns(
+            TurnLimits(self._row_tokens, while_training=True, is_stepwise=True)
+        )
         self._dtype = turns.dtype
         for row in self._rows.values():
             turns.add(row.further)
@@ -375,3 +387,30 @@ class StepLoop:
         for drawn in turns.open_turns():
             self._rows[drawn.episode].add(drawn, self.version)
         turns.close()
+
+
+class StepWorker:
+    """The methods of a role with a `StepLoop` that the driver calls; `loop` is None unless weights change in flight."""
+
+    loop: StepLoop | None = None
+    model: Any
+
+    @on_all
+    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
+        """Begin to draw the responses of a batch, beside those of earlier batches."""
+        assert self.loop is not None
+        self.loop.begin(prompts, request)
+
+    @on_all
+    def finish(self, step: int) -> tuple[DataProto, float]:
+        """The responses of the batch of a training step, and the idle seconds since the last call."""
+        assert self.loop is not None
+        rows = self.loop.finish(step)
+        refuse_wrong_responses(rows, self.model.config.get_text_config().vocab_size)
+        return rows, self.loop.take_idle_s()
+
+    @on_all
+    def save(self, step: int) -> dict[str, Tensor]:
+        """Open rows and finished ones after a training step; see `StepLoop.save`."""
+        assert self.loop is not None
+        return self.loop.save(step)
