@@ -184,9 +184,9 @@ class PPOLifecycle(LoopTrainer):
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
 
     def _divide_threads(self, run: PPODescription) -> None:
-        """Leave half of the threads to the sampler, if it works at the same time on the same cores."""
+        """Leave half of the threads to the sampler, or to an engine in flight, on the same cores at the same time."""
         threads = torch.get_num_threads()
-        if run.has_sampler and run.trainer.staleness and 2 * threads > num_cores():
+        if (run.has_sampler or run.is_in_flight) and run.trainer.staleness and 2 * threads > num_cores():
             torch.set_num_threads(max(1, threads // 2))
 
     @property

@@ -42,7 +42,7 @@ class ScheduledEvent:
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """What a process needs for the schedule of its engine; see `Schedule`.
+    """Head and replayed events of the schedule of an engine; see `Schedule`.
 
     Attributes:
         head: as JSON.
