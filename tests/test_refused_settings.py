@@ -212,7 +212,10 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     ([*CORRECTED, "trainer.max_staleness=2"], "rollout_ahead is 1, which means mode=async with max_staleness=1"),
     ([*CORRECTED, "rollout.router_replay=true"], "trainer.rollout_ahead is 1: rollout.router_replay was not tried"),
     ([*CORRECTED, "rollout.weight_update=never"], "weight_update"),
-    ([*CORRECTED, "rollout=server", *IN_FLIGHT], "ServerRollout has no steps between which weights can be taken"),
+    (
+        [*CORRECTED, "rollout=server", "rollout.endpoint.base_url=http://localhost:8000", *IN_FLIGHT],
+        "has no steps between which weights can be taken",
+    ),
     ([*CORRECTED, "rollout=vllm", *IN_FLIGHT], "rollout.kv_cache is keep: VLLMRollout computes open responses anew"),
     (
         [*CORRECTED, "rollout=vllm", *IN_FLIGHT, "trainer.n_gpus_per_node=2", "sharding=fsdp"],
