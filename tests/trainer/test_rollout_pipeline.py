@@ -88,7 +88,7 @@ class FakeStepSampler(FakeSampler):
         self.batches: dict[int, tuple[DataProto, GenerationRequest]] = {}
 
     def work(self) -> None:
-        if not self.calls or (self.calls[0][1] == "finish" and not self._is_finished(self.calls[0][2][0])):
+        if not self.calls or (self.calls[0][1] == "finish_batch" and not self._is_finished(self.calls[0][2][0])):
             open_rows = [row for row in self.rows if len(row[2]) < row[1]]
             for _, _, versions in open_rows[:3]:
                 versions.append(self.version)
@@ -104,13 +104,13 @@ class FakeStepSampler(FakeSampler):
         self.version = version
         return weight_digests(weights)
 
-    def _begin(self, prompts: DataProto, request: GenerationRequest) -> None:
+    def _begin_batch(self, prompts: DataProto, request: GenerationRequest) -> None:
         assert request.step not in self.batches
         self.batches[request.step] = prompts, request
         for index in range(len(prompts) * request.num_samples):
             self.rows.append((request.step, 1 + (7 * request.step + 5 * index) % 6, []))
 
-    def _finish(self, step: int) -> tuple[DataProto, float]:
+    def _finish_batch(self, step: int) -> tuple[DataProto, float]:
         prompts, request = self.batches.pop(step)
         versions = [row[2] for row in self.rows if row[0] == step]
         self.rows = [row for row in self.rows if row[0] != step]
@@ -124,12 +124,12 @@ class FakeStepSampler(FakeSampler):
         }
         return DataProto.from_dict(dict(prompts.repeat(request.num_samples).batch) | fields), 0.0
 
-    def _save(self, step: int) -> dict[str, Any]:
+    def _save_rows(self, step: int) -> dict[str, Any]:
         rows = [(number, length, list(versions)) for number, length, versions in self.rows]
         state = {"schedule": torch.tensor([step]), "steps": torch.tensor(sorted(self.batches), dtype=torch.int64)}
         return state | {"fake": (rows, dict(self.batches))}  # as the real one, opaque to the pipeline
 
-    def _restore(self, state: dict[str, Any], version: int, weights: dict[str, torch.Tensor]) -> dict[str, str]:
+    def _restore_rows(self, state: dict[str, Any], version: int, weights: dict[str, torch.Tensor]) -> dict[str, str]:
         rows, batches = state.get("fake", ([], {}))
         self.rows, self.batches = [(number, length, list(drawn)) for number, length, drawn in rows], dict(batches)
         return self._load(version, weights)

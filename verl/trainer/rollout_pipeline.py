@@ -137,7 +137,7 @@ class RolloutPipeline:
             self._group.step = request.step
         if self.in_flight:
             self._update_engine(version)
-            begun = self._loop.begin(prompts, request)
+            begun = self._loop.begin_batch(prompts, request)
             self._queue.append(_BegunBatch(lambda: self._finish(request.step, begun)))
             return
         if self._sampler is None:
@@ -216,7 +216,7 @@ class RolloutPipeline:
         flight: what `StepLoop.save` gives."""
         if self.in_flight:
             self._update_engine(self._actor.current_version().result())
-            state = _answer(self._loop.save(self._step))
+            state = _answer(self._loop.save_rows(self._step))
             return state | {SYNC_VERSIONS: torch.tensor(self._versions), STEP: torch.tensor([self._step])}
         batches = {f"{index}." if index else "": self._wait(batch).batch for index, batch in enumerate(self._queue)}
         state = {f"{index}{name}": x for index, rows in batches.items() for name, x in rows.items()}
@@ -250,10 +250,10 @@ class RolloutPipeline:
         rows = {name: x for name, x in state.items() if name not in (SYNC_VERSIONS, STEP)}
         self._sent = self._actor.current_version().result()
         if self._sampler is None:
-            self._actor.restore(rows).result()
+            self._actor.restore_rows(rows).result()
         else:
             version, weights = self._actor.rollout_weights().result()
-            loaded = self._sampler.restore(rows, version, weights)
+            loaded = self._sampler.restore_rows(rows, version, weights)
             _answer(loaded)
             self._loads.append((version, weight_digests(weights), loaded))
         steps = state["steps"].tolist() if state else []
@@ -275,7 +275,7 @@ class RolloutPipeline:
     def _finish(self, step: int, begun: Future[None] | None = None) -> DataProto:
         if begun is not None:
             _answer(begun)
-        rows, idle_s = _answer(self._loop.finish(step))
+        rows, idle_s = _answer(self._loop.finish_batch(step))
         self._add("async/sampler_idle_s", idle_s)
         return rows
 

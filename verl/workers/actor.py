@@ -222,8 +222,8 @@ class ActorWorker(TrainedWorker, StepWorker):
         return synced
 
     @on_all
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `save` gave, with the present weights."""
+    def restore_rows(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `save_rows` gave, with the present weights."""
         assert self.loop is not None
         self.engine.release()
         synced = self.loop.restore(state, self.version, self.sampler.sync)

@@ -6,9 +6,9 @@ actor ── weights ──> load(version, weights) ──> the copy ──> dig
 Calls are carried out in the order they were made. With `rollout.weight_update=drain` weights change between two
 batches, never within one. With `in_flight` a `StepLoop` generates, and they change between two tokens:
 
-                     begin(prompts), finish(step)
-                     save(step)             ──> open rows and finished ones, for a checkpoint
-                     restore(state)
+                     begin_batch(prompts), finish_batch(step)
+                     save_rows(step)        ──> open rows and finished ones, for a checkpoint
+                     restore_rows(state)
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class SamplerWorker(StepWorker):
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
 
     @on_all
-    def restore(self, state: Mapping[str, Tensor], version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
-        """Go on from what `save` gave, with the weights of then; returns the digest of each tensor of the model."""
+    def restore_rows(self, state: Mapping[str, Tensor], version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
+        """Go on from what `save_rows` gave, with the weights of then; returns the digest of each tensor."""
         assert self.loop is not None
         self.loop.restore(state, version, lambda: self._copy(weights))
         return self._digests(weights)

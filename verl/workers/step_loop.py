@@ -396,13 +396,13 @@ class StepWorker:
     model: Any
 
     @on_all
-    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
+    def begin_batch(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Begin to draw the responses of a batch, beside those of earlier batches."""
         assert self.loop is not None
         self.loop.begin(prompts, request)
 
     @on_all
-    def finish(self, step: int) -> tuple[DataProto, float]:
+    def finish_batch(self, step: int) -> tuple[DataProto, float]:
         """The responses of the batch of a training step, and the idle seconds since the last call."""
         assert self.loop is not None
         rows = self.loop.finish(step)
@@ -410,7 +410,7 @@ class StepWorker:
         return rows, self.loop.take_idle_s()
 
     @on_all
-    def save(self, step: int) -> dict[str, Tensor]:
+    def save_rows(self, step: int) -> dict[str, Tensor]:
         """Open rows and finished ones after a training step; see `StepLoop.save`."""
         assert self.loop is not None
         return self.loop.save(step)
