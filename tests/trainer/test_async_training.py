@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -197,8 +198,9 @@ def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name_and_says_what_to_do(
 
 def in_flight(model, directory, staleness=2, kv_cache="keep", **options):
     """A run whose responses are long enough for several updates within each."""
-    rollout = HFRollout(max_new_tokens=24, weight_update="in_flight", kv_cache=kv_cache)
-    return asynchronous(model, directory, staleness, rollout=rollout, group_size=4, total_steps=6, **options)
+    engine: Any = {"max_new_tokens": 24, "weight_update": "in_flight", "kv_cache": kv_cache}
+    options |= {"rollout": HFRollout(**engine), "group_size": 4, "total_steps": 6}
+    return asynchronous(model, directory, staleness, **options)
 
 
 def schedule_of(run_dir):

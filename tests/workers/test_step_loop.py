@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -30,8 +31,9 @@ class Engine:
     """A loop over a small model, whose weights of each version are known."""
 
     def __init__(self, model, kv_cache="recompute", events=EVENTS, file=None, scale=1.0):
-        options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "max_rows": 6}
-        self.actor = start_actor(model, HFRollout(**options, weight_update="in_flight", kv_cache=kv_cache))
+        options: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "max_rows": 6}
+        options |= {"weight_update": "in_flight", "kv_cache": kv_cache}
+        self.actor = start_actor(model, HFRollout(**options))
         self.scale = scale
         self.first = {name: x.clone() for name, x in self.actor.model.state_dict().items()}
         self.loop = StepLoop(self.actor.sampler, 40, Schedule({"setting": 1}, file, events))

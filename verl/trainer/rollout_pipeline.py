@@ -204,8 +204,8 @@ class RolloutPipeline:
         if self._sampler is not None:
             synced = self._send_weights()
         elif self.in_flight:
-            self._sent = self._actor.current_version().result()
-            self._note_version(self._sent)
+            self._sent = version = self._actor.current_version().result()
+            self._note_version(version)
         elif self.depth:
             self._note_version(self._actor.current_version().result())
         metrics, self._metrics = synced.metrics | self._metrics, {}
@@ -229,7 +229,8 @@ class RolloutPipeline:
         """
         if state and self.in_flight != ("schedule" in state):
             log.warning("The responses generated ahead in the checkpoint are for another rollout.weight_update.")
-            state = {}
+            self.load_state_dict({})
+            return
         if self.in_flight:
             self._restore(state)
             return

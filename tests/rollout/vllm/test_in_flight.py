@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from verl.workers.step_loop import StepLoop
 pytestmark = pytest.mark.xdist_group("vllm")
 
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
-OPTIONS = {"kv_cache_gib": 0.05, "max_num_seqs": 16, "num_threads": 1, "weight_update": "in_flight"}
+OPTIONS: dict[str, Any] = {"kv_cache_gib": 0.05, "max_num_seqs": 16, "num_threads": 1, "weight_update": "in_flight"}
 EVENTS = [
     ScheduledEvent(0, "weights", 0, 0),
     ScheduledEvent(0, "begin", 1, 0),
