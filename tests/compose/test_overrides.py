@@ -198,12 +198,12 @@ def test_an_option_whose_name_hydra_would_read_as_a_number_can_be_chosen():
         ["trainer.seed=1", "++trainer.seed.deeper=2", "+actor.model.x=3", "++hydra.run.dir=x", "++critic.model.y=4"],
     ],
 )
-def test_values_set_in_a_kept_composition_are_what_hydra_makes_of_all_the_words(words):
-    for _ in range(2):  # composed, and kept
-        kept, _ = _composition("ppo", words)
+def test_values_set_in_a_cached_composition_are_what_hydra_makes_of_all_the_words(words):
+    for _ in range(2):  # composed, and from the cache
+        cached, _ = _composition("ppo", words)
         whole, _ = _compose("ppo", words)
-        assert OmegaConf.to_container(kept, resolve=False) == OmegaConf.to_container(whole, resolve=False)
-        assert OmegaConf.is_struct(kept) == OmegaConf.is_struct(whole)
+        assert OmegaConf.to_container(cached, resolve=False) == OmegaConf.to_container(whole, resolve=False)
+        assert OmegaConf.is_struct(cached) == OmegaConf.is_struct(whole)
 
 
 @pytest.mark.parametrize("word", ["++trainer.seed=1,2", "++trainer.seed=[", "++rollout.temperature.x=[1"])

@@ -78,7 +78,8 @@ BATCHED = [
 @pytest.mark.parametrize(
     ("kind", "options"),
     each_value_once(
-        {"plain": {}, "filtered": {"temperature": 0.7, "top_p": 0.8, "top_k": 30}}, {str(one): one for one in BATCHED}
+        {"plain": {}, "filtered": {"temperature": 0.7, "top_p": 0.8, "top_k": 30}},
+        {str(options): options for options in BATCHED},
     ),
 )
 def test_how_rows_are_batched_changes_no_response(generate, kind, options):

@@ -79,8 +79,8 @@ def _compose_once(
     return _compose(root, words, _repository(files))
 
 
-class _ReadOnce(ConfigRepository):
-    """Hydra's repository of configuration files, of which each is read once."""
+class _CachedConfigRepository(ConfigRepository):
+    """Hydra's repository of configuration files, each of which is read once."""
 
     def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
         super().initialize_sources(config_search_path)
@@ -91,13 +91,13 @@ class _ReadOnce(ConfigRepository):
             self._results[config_path] = super().load_config(config_path)
         return copy.deepcopy(self._results[config_path])  # a composition changes what it merges
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ReadOnce:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CachedConfigRepository:
         return copy.copy(self)  # Hydra copies the repository for each composition
 
 
 @functools.lru_cache(maxsize=1)
-def _repository(files: tuple[tuple[str, int], ...]) -> _ReadOnce:
-    return _ReadOnce(create_config_search_path(str(conf_dir())))
+def _repository(files: tuple[tuple[str, int], ...]) -> _CachedConfigRepository:
+    return _CachedConfigRepository(create_config_search_path(str(conf_dir())))
 
 
 def _compose(
