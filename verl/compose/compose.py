@@ -7,9 +7,10 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
@@ -108,7 +109,7 @@ def _compose(
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), job_name=f"main_{root}", version_base="1.3"):
             if repository is not None:
-                GlobalHydra.instance().config_loader().repository = repository
+                cast(ConfigLoaderImpl, GlobalHydra.instance().config_loader()).repository = repository
             config = compose(root, [*words], return_hydra_config=True)
     finally:
         GlobalHydra.instance().hydra = running
