@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from verl.protocol import DataProto
 from verl.replay.mixing import ReplayMixing
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
 from verl.trainer.ppo_description import PPODescription
-from verl.trainer.rollout_pipeline import LengthPredictor, RolloutPipeline
+from verl.trainer.rollout_pipeline import LengthPredictor, RolloutPipeline, sampler_errors
 from verl.trainer.setup import (
     LoopTrainer,
     fit_with_restarts,
@@ -62,6 +63,7 @@ class PPOLifecycle(LoopTrainer):
     def _build(self, run: PPODescription, context: BuildContext) -> None:
         self.algorithm, self.lengths = run.algorithm, LengthPredictor()
         self.reward = self.reuse = self.sampler_group = None
+        self.reward_lock, self.step_counts = threading.RLock(), {}
         self._divide_threads(run)
         with faults_below("actor.model"):
             context = with_tokenizer(context, run.actor)
@@ -170,7 +172,8 @@ class PPOLifecycle(LoopTrainer):
         self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
         if run.has_sampler:
             alone = SamplerHost(actor=host.actor, rollout=host.rollout)
-            self.sampler_group = LocalWorkerGroup(alone, context, 1, torch.get_num_threads(), name="sampler")
+            with sampler_errors():
+                self.sampler_group = LocalWorkerGroup(alone, context, 1, torch.get_num_threads(), name="sampler")
         self.pipeline = RolloutPipeline(self.actor, run.trainer.staleness or 0, self.sampler_group)
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
@@ -238,10 +241,19 @@ class PPOLifecycle(LoopTrainer):
         for message in self._check_rows(reward):
             log.warning("%s", message)
         assert self.reward is not None
-        self.reward.close()
-        self.reward, self.reward_stats = reward, RewardStats(described, reward)
+        with self.reward_lock:
+            self.pipeline.forget_ahead()
+            self.reward.close()
+            self.reward, self.reward_stats = reward, RewardStats(described, reward)
         self.description = replace(self.description, reward=described)
         self.saving.reconfigured(as_plain(self.description))
+
+    def reward_counts(self) -> dict[str, float]:
+        """Counters of the reward in this step, as metrics."""
+        assert self.reward is not None
+        with self.reward_lock:
+            counts, self.step_counts = self.reward.take() | self.step_counts, {}
+        return {f"reward/{name}": x for name, x in counts.items()}
 
     def fit(self) -> TrainResult:
         """Train to the end; see `verl.trainer.train_loop.fit`. In Ray, a lost worker costs the steps since the last
@@ -254,6 +266,7 @@ class PPOLifecycle(LoopTrainer):
 
     def close(self) -> None:
         if self.sampler_group is not None:
+            self.pipeline.close()
             self.sampler_group.close()
         super().close()
         if self.reward is not None:
