@@ -101,9 +101,8 @@ def test_one_that_is_stopped_holds_nobody_up_and_is_replaced(tmp_path, monkeypat
     stopped = cleanup.process
     assert stopped is not None
     os.kill(stopped.pid, signal.SIGSTOP)
-    long = tmp_path.joinpath("never made", *["x" * 250] * 12)
-    for _ in range(40):  # more than a pipe holds
-        cleanup.withdraw(cleanup.register(directories=[long]))
+    for _ in range(3000):  # more than a pipe holds
+        cleanup.withdraw(cleanup.register(directories=[tmp_path / "never made"]))
     assert cleanup.process is not stopped
     assert stopped.wait(timeout=60) == -signal.SIGKILL
     assert cleanup.process is not None
