@@ -207,7 +207,15 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     (["trainer.mode=async"], "trainer.mode is async: responses come from older weights"),
     ([*CORRECTED, "rollout=auto"], "AutoRollout cannot generate while the weights are trained"),
     ([*CORRECTED, "rollout=vllm", "trainer.rollout_ahead=0", *ASYNC_2], "a sync of VLLMRollout waits for what it has"),
-    ([*CORRECTED, "trainer=mesh", "trainer.placement.devices=[cpu:0]"], "is not placed by trainer.placement yet"),
+    (
+        [*CORRECTED, "trainer=ray", "trainer.placement.pools={a:[sampler,critic]}"],
+        "the pool a has critic, sampler: the sampler generates while the others work",
+    ),
+    ([*CORRECTED, "trainer=ray", "trainer.placement.in_driver=[sampler]"], "it generates while the driver works"),
+    (
+        [*CORRECTED, "trainer=mesh", "trainer.placement.sub_meshes={sampler:[cpu:0,cpu:1]}", "trainer.device=cpu"],
+        "puts sampler on cpu:0, cpu:1",
+    ),
     ([*CORRECTED, "trainer.max_staleness=2"], "rollout_ahead is 1, which means mode=async with max_staleness=1"),
     ([*CORRECTED, "rollout.router_replay=true"], "trainer.rollout_ahead is 1: rollout.router_replay was not tried"),
     ([*CORRECTED, "rollout.weight_update=in_flight"], "weight_update"),
@@ -217,7 +225,6 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     ([*CORRECTED, "trainer.rollout_ahead=2"], "must lie in [0, 1]"),
     # episodes
     ([*TOOLS, "rollout=scripted"], "ScriptedRollout draws no turns"),
-    ([*TOOLS, "trainer.rollout_ahead=1"], "trainer.rollout_ahead is 1, and episodes are not drawn ahead"),
     ([*TOOLS, "replay=tiered"], "the replay buffer does not keep the masks of episodes"),
     ([*TOOLS, "algorithm=remax"], "the greedy baseline of algorithm=remax was not tried"),
     ([*TOOLS, "algorithm=dapo"], "algorithm.selection was not tried with episodes"),

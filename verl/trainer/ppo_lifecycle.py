@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from verl.cluster.local_worker_group import LocalWorkerGroup
-from verl.cluster.rpc import role_handles
+from verl.cluster.placement import SAMPLER, RoleGroups
+from verl.cluster.rpc import WorkerGroup, role_handles
 from verl.component import BuildContext, as_plain
 from verl.data.chat_template import ChatTemplate
 from verl.environments.observation_tokens import check_template
@@ -54,7 +55,8 @@ class PPOLifecycle(LoopTrainer):
 
     reward: Reward | None = None
     reuse: ReplayMixing | None = None
-    sampler_group: LocalWorkerGroup | None = None
+    sampler_group: WorkerGroup | None = None
+    _divided_threads = 0  # of this process, before half of them were left to the sampler
 
     def __init__(self, run: PPODescription, context: BuildContext):
         super().__init__(run, with_day(context))
@@ -148,17 +150,22 @@ class PPOLifecycle(LoopTrainer):
         """Start the processes of the roles and build actor, critic and reference in them."""
         longest = self._longest_prompt()
         most = longest or getattr(run.data, "max_prompt_length", None)
+        rollout = run.rollout if longest is None else run.rollout.with_room_for(longest, run.response_tokens)
+        sampler = None
+        if run.has_sampler:
+            sampler = SamplerHost(actor=run.actor, rollout=rollout, environment=run.environment)
         host = RLHost(
             actor=run.actor,
             critic=run.critic if run.algorithm.needs_values else None,
             reference=run.reference if run.algorithm.needs_reference else None,
-            rollout=run.rollout if longest is None else run.rollout.with_room_for(longest, run.response_tokens),
+            rollout=rollout,
             environment=run.environment,
             algorithm=run.algorithm,
             sharding=run.sharding,
             total_updates=self.num_steps * run.updates_per_step,
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
+            sampler=None if run.trainer.placement is None else sampler,
         )
         # without checkpoints nobody claims the directory, and no run comes back to its episodes
         journal_dir = None if run.checkpoint is None else Path(self.saving.directory) / "episode_journal"
@@ -168,18 +175,21 @@ class PPOLifecycle(LoopTrainer):
         roles = role_handles(self.cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
         self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
-        if run.has_sampler:
-            alone = SamplerHost(actor=host.actor, rollout=host.rollout)
-            self.sampler_group = LocalWorkerGroup(alone, context, 1, torch.get_num_threads(), name="sampler")
+        if host.sampler is not None:
+            assert isinstance(self.cluster, RoleGroups)
+            self.sampler_group = self.cluster.group_of[SAMPLER]
+        elif sampler is not None:
+            self.sampler_group = LocalWorkerGroup(sampler, context, 1, torch.get_num_threads(), name=SAMPLER)
         self.pipeline = RolloutPipeline(self.actor, run.trainer.staleness or 0, self.sampler_group)
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
 
     def _divide_threads(self, run: PPODescription) -> None:
-        """Leave half of the threads to the sampler, if it works at the same time on the same cores."""
+        """Leave half of the threads to the sampler until `close`, if it works at the same time on the same cores."""
         threads = torch.get_num_threads()
         if run.has_sampler and run.trainer.staleness and 2 * threads > num_cores():
             torch.set_num_threads(max(1, threads // 2))
+            self._divided_threads = threads
 
     @property
     def actor_worker(self) -> Any:
@@ -255,6 +265,9 @@ class PPOLifecycle(LoopTrainer):
     def close(self) -> None:
         if self.sampler_group is not None:
             self.sampler_group.close()
+        if torch.get_num_threads() == self._divided_threads // 2:  # else another run in this process has changed them
+            torch.set_num_threads(self._divided_threads)
+        self._divided_threads = 0
         super().close()
         if self.reward is not None:
             self.reward.close()

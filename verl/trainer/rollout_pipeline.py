@@ -17,10 +17,11 @@ lengths are part of a checkpoint.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -30,12 +31,14 @@ from torch import Tensor
 from verl.cluster.rpc import RoleHandle, WorkerGroup
 from verl.errors import RolloutError
 from verl.protocol import DataProto
+from verl.protocol.serialization import json_text
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.workers.sampler import SamplerWorker, weight_digests
 
 log = logging.getLogger(__name__)
 
 SYNC_VERSIONS = "sync_versions"  # in a checkpoint: of the latest syncs, beside the rows
+JSON = "_json"  # suffix, in a checkpoint: the bytes of a column of JSON values
 
 
 class _BegunBatch:
@@ -151,8 +154,11 @@ class RolloutPipeline:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The responses that were not trained on yet, later batches under `INDEX.NAME`; empty if there are none."""
-        batches = {f"{index}." if index else "": self._wait(batch).batch for index, batch in enumerate(self._queue)}
-        state = {f"{index}{name}": x for index, rows in batches.items() for name, x in rows.items()}
+        state: dict[str, Tensor] = {}
+        for index, batch in enumerate(self._queue):
+            rows, prefix = self._wait(batch), f"{index}." if index else ""
+            columns = {f"{name}{JSON}": _json_tensor(name, x) for name, x in rows.non_tensor_batch.items()}
+            state |= {f"{prefix}{name}": x for name, x in (dict(rows.batch) | columns).items()}
         return state | {SYNC_VERSIONS: torch.tensor(self._versions)} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -168,7 +174,10 @@ class RolloutPipeline:
                 index, _, field = name.rpartition(".")
                 batches.setdefault(index, {})[field] = x
         for index in sorted(batches, key=lambda index: int(index or 0)):
-            rows = DataProto.from_dict(batches[index])
+            columns = {name: x for name, x in batches[index].items() if name.endswith(JSON)}
+            tensors = {name: x for name, x in batches[index].items() if name not in columns}
+            texts = {name.removesuffix(JSON): x.numpy().tobytes() for name, x in columns.items()}
+            rows = DataProto.from_dict(tensors, {name: json.loads(text) for name, text in texts.items()})
             self._queue.append(_BegunBatch(lambda rows=rows: rows, is_loaded=True))
         self._versions = state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else []
 
@@ -236,6 +245,11 @@ class RolloutPipeline:
         self._metrics[name] = self._metrics.get(name, 0.0) + seconds
 
 
+def _json_tensor(name: str, column: Iterable[Any]) -> Tensor:
+    """The bytes of a column of JSON values."""
+    return torch.frombuffer(bytearray(json_text(name, list(column)).encode()), dtype=torch.uint8)
+
+
 def async_faults(run: Any) -> Iterator[str]:
     """Faults of a `verl.trainer.ppo_config.PPORun` that generates and trains at the same time, by full config path."""
     settings, rollout, algorithm = run.trainer, run.rollout, run.algorithm
@@ -243,19 +257,11 @@ def async_faults(run: Any) -> Iterator[str]:
         return
     setting, remedy = (f"trainer.{text}" for text in settings.async_setting)
     kind = type(rollout).__name__
-    if run.environment is not None:
-        episodes = f"environment is {type(run.environment).__name__}"
-        yield f"{episodes}: {setting}, and episodes are not drawn ahead. Set {remedy}."
     if rollout.router_replay:
         yield f"{setting}: rollout.router_replay was not tried with it. Set {remedy}."
     if not rollout.runs_ahead:
         if "sampler" not in rollout.supports:
             yield f"{setting}: {kind} cannot generate while the weights are trained. Set rollout=hf, or {remedy}."
-        elif settings.placement is not None:
-            yield (
-                f"{setting}: the role that generates under rollout=hf is not placed by trainer.placement yet. Set "
-                f"trainer.placement=null, or {remedy}."
-            )
     elif settings.staleness > 1:
         yield (
             f"trainer.max_staleness is {settings.staleness}: a sync of {kind} waits for what it has begun, so that "
