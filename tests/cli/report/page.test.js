@@ -76,6 +76,10 @@ test("prompts are counted by pass rate first and last", () => {
   assert.deepStrictEqual([cells[0][3].length, cells[0][1].length, cells[3][0].length, cells[1][1].length], [1, 1, 1, 0]);
 });
 
+test("directories are shown below the one that all have in common", () => {
+  assert.deepStrictEqual([["/a/b0", "/a/b1"], ["/a/b", "/a/b/c"], ["/a/b"], ["x", "y"]].map(page.commonDirectory), ["/a/", "/a/", "/a/", ""]);
+});
+
 test("samples are filtered and sorted, with what is missing last", () => {
   const row = {step: 3, score: 0.5, length: null, prompt: "p", response: "r", source: "eval"};
   assert.ok(page.passes(row, new URLSearchParams("score_min=0.5&prompt=p")));

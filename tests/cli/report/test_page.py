@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -229,6 +230,25 @@ def test_several_runs_are_compared_with_bands_over_seeds_and_honest_intervals(tm
     assert (result.exit_code, (tmp_path / "all.html").is_file()) == (0, True)
     refused = CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")])
     assert (refused.exit_code, "no such directory" in refused.output) == (2, True)
+
+
+@in_browser
+def test_a_sweep_of_nine_is_compared_over_the_differences_of_equal_seeds(tmp_path):
+    jobs = itertools.product((0.1, 0.2, 0.3), range(3))
+    runs = [
+        run_directory(tmp_path / f"sweep/{job}", metrics(1, 30, lr + seed / 100), seed=seed, lr=lr)
+        for job, (lr, seed) in enumerate(jobs)
+    ]
+    html = report(runs)
+    comparison = content_of(html)["comparison"]
+    assert [group["runs"] for group in comparison["groups"]] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    differences = comparison["statistics"][3:]
+    assert [line["mean"] for line in differences] == pytest.approx([0.1, 0.2], abs=1e-6)
+    assert all(line["interval"][2] - line["interval"][1] < 1e-6 for line in differences)  # the seeds' spread cancels
+    assert {line["why"] for line in differences} == {"Student's t over the differences of 3 seeds"}
+    text = re.sub(r"<[^>]+>", " ", dom(html, tmp_path).split("<main>")[1].split('<script id="content"')[0])
+    assert f"Directories are below {tmp_path}/sweep/" in text
+    assert re.search(r"run 9\s+8\s", text)
 
 
 @in_browser

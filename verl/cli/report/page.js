@@ -177,6 +177,13 @@ const valueOf = (row, key) => {
   return value === undefined ? null : value !== null && typeof value === "object" ? JSON.stringify(value) : value;
 };
 
+// The directory above some paths, up to its last slash.
+function commonDirectory(paths) {
+  let length = 0;
+  while (length < paths[0].length && paths.every((path) => path[length] === paths[0][length])) length++;
+  return paths[0].slice(0, paths[0].lastIndexOf("/", length - 1) + 1);
+}
+
 // Whether a sample passes the filters: a mapping with a method `get`, such as URLSearchParams.
 const RANGES = ["step", "score", "length"];
 function passes(row, asked) {
@@ -561,13 +568,17 @@ function endSections(run) {
 
 function comparisonSections({runs, comparison, written}) {
   const colorOf = (index) => comparison.groups.findIndex((group) => group.runs.includes(index));
-  section("Runs", element("p", {className: "dim"}, `Page written ${written}.`), table("runs", ["", "run", "directory", "outcome"],
-    runs.map((run, index) => [swatch(colorOf(index)), run.name, run.directory, run.sentence])));
+  const common = commonDirectory(runs.map((run) => run.directory));
+  const key = (index) => element("span", {}, swatch(colorOf(index)), `run ${index + 1}`);
+  section("Runs", element("p", {className: "dim"}, `Page written ${written}. Directories are below ${visible(common)}`),
+    table("runs", ["", "directory", "name", "outcome"],
+      runs.map((run, index) => [key(index), run.directory.slice(common.length), run.name, run.sentence])));
   const settings = Object.entries(comparison.settings);
   section("Settings that differ", settings.length ? table("settings that differ", ["setting", ...runs.map((_, i) => `run ${i + 1}`)],
     settings.map(([path, values]) => [path, ...values.map(textOf)])) : element("p", {textContent: "None."}));
   section("Statistics", table("statistics", ["what", "of", "mean", "95 % interval", "by"], comparison.statistics.map((line) =>
-    [line.what, line.of, line.mean, line.interval ? `${format(line.interval[1])} to ${format(line.interval[2])}` : "none", line.why])));
+    [line.what, line.of, line.mean === null ? null : +format(line.mean),
+      line.interval ? `${format(line.interval[1])} to ${format(line.interval[2])}` : "none", line.why])));
 }
 
 function promptsSection(prompts) {
@@ -806,5 +817,5 @@ function start() {
 
 if (typeof document === "undefined") {
   module.exports = {grow, decode, visible, format, lowerBound, nearest, interpolate, extent, pixelColumns, smooth, ticks, band, wordDiff,
-    TOKEN_VIEWS, tokenColor, rateTable, compare, passes};
+    TOKEN_VIEWS, tokenColor, rateTable, compare, commonDirectory, passes};
 } else start();

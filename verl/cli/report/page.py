@@ -363,22 +363,29 @@ def _comparison(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _statistics(runs: Sequence[RunRecord], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Last evaluations: of each group over its seeds, and of each group less the first, over prompts where possible."""
+    """Last evaluations: of each group over its seeds, and of each group less the first, over seeds or else prompts."""
     lines = []
     key, step = _last_shared(runs)
+    results: list[dict[Any, float]] = []  # of each group, by seed
     for group in groups if key else ():
         columns = [runs[index].column(key) for index in group["runs"]]
         values = [column.values[column.steps.index(step)] for column in columns]
+        results.append(dict(zip((runs[index].config.get(SEED) for index in group["runs"]), values, strict=True)))
         interval = interval_over_seeds(values)
         why = "Student's t over {} seeds" if interval else "none: {} seeds, at least 3 are needed"
         mean = sum(values) / len(values)
         lines.append(_statistic(f"{key} at step {step:g}", group["name"], mean, interval, why.format(len(values))))
     reference = runs[groups[0]["runs"][0]]
-    for group in groups[1:]:
-        other = runs[group["runs"][0]]
-        interval, why = _paired(reference, other)
-        name = f"{group['name']} less {groups[0]['name']}"
-        lines.append(_statistic("pass rate", name, interval.mean if interval else None, interval, why))
+    for index, group in enumerate(groups[1:], 1):
+        name, what = f"{group['name']} less {groups[0]['name']}", f"{key} at step {step:g}"
+        paired = results and results[0].keys() == results[index].keys()
+        differences = [results[index][seed] - value for seed, value in results[0].items()] if paired else []
+        if (interval := interval_over_seeds(differences)) is not None:
+            why = f"Student's t over the differences of {len(differences)} seeds"
+        else:
+            what = "pass rate"
+            interval, why = _paired(reference, runs[group["runs"][0]])
+        lines.append(_statistic(what, name, interval.mean if interval else None, interval, why))
     return lines
 
 
