@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 
 import pytest
 import torch
+from cluster.processes_of import wait_until_gone
+from cluster.ray_here import placed
 from environments.digit_game import DigitGames
-from same_training import course, numbers, same_training, saved
+from same_training import ROUNDING, Training, course, numbers, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit, read_lines, step_lines, weights
 
 from verl.algorithms.importance_sampling import TruncatedIS
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.cluster.placement import DeviceMesh
+from verl.cluster.ray.ray_worker_group import RayWorkerGroup
 from verl.component import BuildContext
+from verl.engines.sharding import FSDP, TP
 from verl.errors import WorkerDied
 from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.hf import HFRollout
@@ -21,6 +29,7 @@ from verl.trainer.train_loop import TrainLoop
 
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
 STOPS = tuple(range(20, 60))  # random weights seldom end a turn by themselves
+RAY, TWO = pytest.mark.xdist_group("ray"), pytest.mark.xdist_group("two processes")
 GAMES = DigitGames(recovery="deterministic", max_tokens=40, max_turns=4)
 
 
@@ -128,3 +137,78 @@ def test_threads_that_were_left_to_the_sampler_are_given_back(model32, tmp_path,
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+
+
+def compared(directory):
+    """The numbers and the weights of a run, wherever its roles were."""
+    newest = CheckpointDirectory(directory / "checkpoints").newest().directory
+    return Training(numbers(directory / "run"), weights=weights(newest / "actor"))
+
+
+@pytest.fixture(scope="module")
+def local(model64, tmp_path_factory):
+    """A run whose sampler is a process beside the driver."""
+    directory = tmp_path_factory.mktemp("local")
+    fit(playing(model64, directory), directory / "run")
+    return compared(directory)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("ray", marks=RAY),
+        pytest.param("ray, two workers", marks=RAY),
+        pytest.param("fsdp", marks=TWO),
+        pytest.param("tp", marks=TWO),
+        pytest.param("mesh", marks=TWO),
+    ],
+)
+def test_roles_anywhere_train_what_one_process_with_a_sampler_does(where, local, model64, tmp_path, request):
+    if where.startswith("ray"):
+        request.getfixturevalue("ray_here")
+    two = {"sharding": FSDP(timeout_s=60.0), "n_gpus_per_node": 2}
+    options = {
+        "ray": {"placement": placed()},
+        "ray, two workers": {"placement": placed(), **two},
+        "fsdp": two,
+        "tp": two | {"sharding": TP(timeout_s=60.0)},
+        "mesh": {"placement": DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": ("cpu:1",)})},
+    }
+    with playing(model64, tmp_path, **options[where]).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        pids = trainer.sampler_group.pids
+        assert len(pids) == 1
+        trainer.fit()
+    assert wait_until_gone(pids, 30.0) == []
+    same_training(compared(tmp_path), local, ROUNDING if "n_gpus_per_node" in options[where] else 0.0)
+
+
+@RAY
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("ray_here")
+def test_a_sampler_killed_in_ray_is_named_and_the_run_restarts_and_ends_the_same(local, model64, tmp_path, monkeypatch):
+    submit, killed = RayWorkerGroup.submit, []
+
+    def submit_and_kill(group, role, method, args):
+        future = submit(group, role, method, args)
+        if role == "sampler" and method == "generate" and group.step == 4 and not killed:
+            killed.extend(group.pids)
+            os.kill(killed[0], signal.SIGKILL)
+        return future
+
+    monkeypatch.setattr(RayWorkerGroup, "submit", submit_and_kill)
+    result = fit(playing(model64, tmp_path, placement=placed(max_restarts=1)), tmp_path / "run")
+    assert [*result.restarts] == ["rank 0 failed in sampler.generate at step 4"]
+    same_training(compared(tmp_path), local)
+
+
+@RAY
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("ray_here")
+def test_staleness_0_in_ray_is_the_synchronous_training_in_ray(model64, tmp_path):
+    for mode in ("sync", "async"):
+        fit(playing(model64, tmp_path / mode, 0, mode=mode, placement=placed()), tmp_path / mode / "run")
+    sync, asynchronous = compared(tmp_path / "sync"), compared(tmp_path / "async")
+    for step, line in asynchronous.metrics.items():
+        asynchronous.metrics[step] = {key: x for key, x in line.items() if key in sync.metrics[step]}
+    same_training(asynchronous, sync)
