@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -139,6 +140,17 @@ def test_the_prompts_of_a_group_go_to_its_engine_and_each_rank_finds_its_own_row
     monkeypatch.setattr(generation_group, "from_first", lambda parallel_info, value: parts[0])
     for rank, group in enumerate(groups):
         assert group.scatter([])["prompt_ids"].tolist() == own[rank]["prompt_ids"].tolist()
+
+
+def test_stages_of_a_pipeline_that_are_no_neighbours_find_their_rows(monkeypatch):
+    """Ranks 0 and 2 hold a model in two stages, 1 and 3 another one: the first of each pair generates for both."""
+    prompts = random_prompts()
+    for rank in range(RANKS):
+        info = replace(divided_of(rank), siblings=(rank % 2, rank % 2 + 2))
+        group = OneGenerates(info, 2)
+        monkeypatch.setattr(generation_group, "from_first", lambda parallel_info, value: [prompts])
+        assert bool(group.gather(prompts)) is (rank < 2)
+        assert group.scatter([])["prompt_ids"].tolist() == prompts["prompt_ids"].tolist()
 
 
 class RecordedEngine:

@@ -19,8 +19,9 @@ class DigitGame:
 
     num_steps = 0  # in this process, since there is a `fatal` file
 
-    def __init__(self, recovery: Recovery, fatal: str = ""):
-        self.recovery, self.total, self.turns, self.fatal = recovery, 0, 0, fatal
+    def __init__(self, games: DigitGames):
+        self.recovery, self.answers_at_once, self.fatal = games.recovery, games.answers_at_once, games.fatal
+        self.total, self.turns = 0, 0
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str:
         self.total = seed % 97
@@ -47,17 +48,17 @@ class DigitGames(EnvironmentDescription):
     """
 
     recovery: Recovery = "deterministic"
+    answers_at_once: bool = False
     fatal: str = ""
     has_rewards = True
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        return _Factory(self.recovery, self.fatal)
+        return _Factory(self)
 
 
 class _Factory(EnvironmentFactory):
-    def __init__(self, recovery: Recovery, fatal: str):
-        self.recovery: Recovery = recovery
-        self.fatal = fatal
+    def __init__(self, games: DigitGames):
+        self.games = games
 
     def make(self) -> DigitGame:
-        return DigitGame(self.recovery, self.fatal)
+        return DigitGame(self.games)

@@ -136,8 +136,8 @@ class OneGenerates(GenerationGroup):
         return results[0]
 
     def scatter(self, rows: Sequence[DataProto]) -> DataProto:
-        of_parts = from_first(self.parallel_info, rows)
-        return of_parts[(self.parallel_info.rank - self.parallel_info.siblings[0]) // self.num_same_rows]
+        of_parts, info = from_first(self.parallel_info, rows), self.parallel_info
+        return of_parts[info.siblings.index(info.rank) // self.num_same_rows]  # stages of a pipeline are no neighbours
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def test_each_step_trains_on_draws_of_the_weights_before_and_a_resume_goes_on_wi
 @pytest.mark.exhaustive
 def test_episodes_are_played_beside_the_training_and_a_resume_goes_on_with_them(tmp_path, monkeypatch):
     model, trained_on = save_family(tmp_path / "model", "qwen2"), noted_updates(monkeypatch)
-    games = DigitGames(recovery="deterministic", max_tokens=40, max_turns=4)
+    games = DigitGames(recovery="deterministic", answers_at_once=True, max_tokens=40, max_turns=4)
     rollout = VLLMRollout(
         max_new_tokens=6, kv_cache_gib=0.05, max_num_seqs=16, num_threads=1, stop_token_ids=tuple(range(20, 60))
     )
