@@ -185,15 +185,20 @@ def check_resume(
 
 
 def _kill_in_episode(launcher: RunLauncher, stop_after: int) -> None:
-    """Run to a checkpoint after step k, and kill during the episodes of the next one, by the answers in its journal."""
-    step = stop_after + 1
+    """Run to a checkpoint after step k, and kill during the episodes that begin in the next one, by the answers in their
+    journal: those of that step, or of a later one with `trainer.mode=async`."""
+    from verl.trainer.state.compare_runs import origin_of
+
+    settings = origin_of(launcher.directory / "straight").settings["trainer"]
+    is_async = settings["mode"] == "async" or settings["rollout_ahead"]
+    step = stop_after + 1 + (settings["max_staleness"] if is_async else 0)
     answers = _num_answers(launcher, "straight", step)
     if not answers:
         raise ConfigError(
-            f"--in-episode: the run keeps no journal of the episodes of step {step}. It needs an environment that "
-            "has one (not none, nor agent_program), and environment.journal=true."
+            f"--in-episode: the run keeps no journal of the episodes of step {step}. It needs so many --steps, an "
+            "environment that has one (not none, nor agent_program), and environment.journal=true."
         )
-    saves = [f"checkpoint.save_interval={stop_after}", f"trainer.stop_after={step}"]
+    saves = [f"checkpoint.save_interval={stop_after}", f"trainer.stop_after={stop_after + 1}"]
     for share in KILL_AFTER:
         for name in ("interrupted", "stopped_checkpoints"):
             shutil.rmtree(launcher.directory / name, ignore_errors=True)
