@@ -165,10 +165,8 @@ class World:{recovery}
 def test_a_run_killed_inside_of_its_episodes_comes_back_to_the_same_tokens(recovery, status, told, tmp_path):
     steps, mode = 2, []
     if recovery == "stateless, async":
-        steps, mode = (
-            3,
-            ["trainer.mode=async", "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"],
-        )
+        correction = "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"
+        steps, mode = 3, ["trainer.mode=async", correction]
     if recovery.startswith("stateless"):
         environment = ["environment=calculator", "reward=exact_match", "data=calculator", "data.held_out=4"]
     else:
@@ -176,9 +174,8 @@ def test_a_run_killed_inside_of_its_episodes_comes_back_to_the_same_tokens(recov
         (tmp_path / "world.py").write_text(WORLD.format(recovery=own))
         environment = ["environment=function", f"environment.path={tmp_path}/world.py:World"]
     given = [text for text in EPISODES if text.split("=")[0] not in [one.split("=")[0] for one in environment]]
-    result = runner.invoke(
-        app, ["resume-check", "--in-episode", "--at", "1", "--steps", f"{steps}", *given, *environment, *mode]
-    )
+    arguments = ["--in-episode", "--at", "1", "--steps", f"{steps}", *given, *environment, *mode]
+    result = runner.invoke(app, ["resume-check", *arguments])
     assert result.exit_code == status, result.output
     assert f"killed in the episodes of step {steps}, after " in result.output
     assert re.search(told, result.output)

@@ -185,8 +185,8 @@ def check_resume(
 
 
 def _kill_in_episode(launcher: RunLauncher, stop_after: int) -> None:
-    """Run to a checkpoint after step k, and kill during the episodes that begin in the next one, by the answers in their
-    journal: those of that step, or of a later one with `trainer.mode=async`."""
+    """Run to a checkpoint after step k, and kill during the episodes that begin in the next step, by the answers in
+    their journal. They are those of that step, or of a later one with `trainer.mode=async`."""
     from verl.trainer.state.compare_runs import origin_of
 
     settings = origin_of(launcher.directory / "straight").settings["trainer"]
@@ -261,7 +261,8 @@ def resume_check(
 ) -> None:
     """Compare N uninterrupted steps with k steps, a stop, a resume and N - k steps, and print the first difference.
 
-    With --in-episode the second run is killed during the episodes of step k + 1, and resumed from their journal.
+    With --in-episode the second run is killed during the episodes that begin in step k + 1, and resumed from their
+    journal.
     """
     overrides = [*([] if config_dir is None else [f"--config-dir={config_dir}"]), *(overrides or ())]
     layout = [] if to_sharding is None else [f"sharding={to_sharding}"]
