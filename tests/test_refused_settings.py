@@ -205,6 +205,7 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     # drawing one step ahead
     (AHEAD, "requires importance weights"),
     (["trainer.mode=async"], "trainer.mode is async: responses come from older weights"),
+    ([*CORRECTED, "algorithm.proximal=behaviour"], "correction is set, and proximal is behaviour"),
     ([*CORRECTED, "rollout=auto"], "AutoRollout cannot generate while the weights are trained"),
     ([*CORRECTED, "rollout=vllm", "trainer.rollout_ahead=0", *ASYNC_2], "a sync of VLLMRollout waits for what it has"),
     (

@@ -166,15 +166,16 @@ class WorkerError(VerlError, RuntimeError):
         call: role and method, such as `actor.update`.
         step: training step; None outside of a step.
         detail: traceback of the worker.
+        process: its name in the message, where it is not one of several ranks.
     """
 
-    def __init__(self, rank: int, call: str, step: int | None, detail: str):
-        self.rank, self.call, self.step, self.detail = rank, call, step, detail
+    def __init__(self, rank: int, call: str, step: int | None, detail: str, process: str = ""):
+        self.rank, self.call, self.step, self.detail, self.process = rank, call, step, detail, process
         when = "" if step is None else f" at step {step}"
-        super().__init__(f"rank {rank} failed in {call}{when}:\n{detail.rstrip()}")
+        super().__init__(f"{process or f'rank {rank}'} failed in {call}{when}:\n{detail.rstrip()}")
 
     def __reduce__(self):
-        return type(self), (self.rank, self.call, self.step, self.detail)
+        return type(self), (self.rank, self.call, self.step, self.detail, self.process)
 
 
 class WorkerDied(WorkerError):

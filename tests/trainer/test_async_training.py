@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
+import signal
 
 import pytest
+import torch
 from same_training import ROUNDING, Training, course, numbers, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit, weights
 
+from verl.algorithms.advantages import GRPO
+from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.importance_sampling import TruncatedIS
+from verl.algorithms.losses import PPOClip
 from verl.component import BuildContext
 from verl.engines.sharding import FSDP, TP
-from verl.errors import WorkerDied
+from verl.errors import WorkerDied, WorkerHung
 from verl.models.lora import LoRA
+from verl.ops.masking import masked_mean
 from verl.trainer.api.load_checkpoint import load_checkpoint
-from verl.trainer.ppo import PPOTrainer
+from verl.trainer.ppo import SEQUENCE_FIELDS, PPOTrainer
 from verl.trainer.train_loop import TrainLoop
+from verl.workers.actor import ActorWorker
 
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
 
@@ -112,6 +121,43 @@ def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_a
     assert numbers(tmp_path / "run") == whole
 
 
+def test_behaviour_log_probs_train_as_the_trainers_where_engine_and_trainer_agree(model64, tmp_path, monkeypatch):
+    lines = {}
+    for proximal in ("trainer", "behaviour"):
+        algorithm = dataclasses.replace(PPO_ALGORITHM, proximal=proximal)
+        fit(course(model64, tmp_path / proximal, algorithm), tmp_path / proximal / "run")
+        lines[proximal] = numbers(tmp_path / proximal / "run")
+        monkeypatch.delattr(ActorWorker, "compute_log_probs", raising=False)  # the second run has none
+    for step, line in lines["behaviour"].items():
+        assert line.pop("rollout/off_policy_gap_nats") > 0  # of the second epoch
+        assert line["rollout/log_prob_gap_nats"] < ROUNDING
+        measured = ("rollout/log_prob_gap_nats", "rollout/log_prob_gap_max_nats", "rollout/entropy_nats")
+        equal = {key: value for key, value in lines["trainer"][step].items() if key not in measured}
+        assert {key: line[key] for key in line if key not in measured} == pytest.approx(equal, rel=1e-6, abs=ROUNDING)
+
+
+def test_behaviour_log_probs_weigh_older_responses_by_the_ratio_of_the_loss(model64, tmp_path, monkeypatch):
+    losses, update = [], PPOTrainer.update
+
+    def by_hand(self, experience, step):
+        x = experience
+        assert torch.equal(x["old_log_probs"], x["rollout_log_probs"])
+        now = self.actor.plain_log_probs(x.select(SEQUENCE_FIELDS, [])).result()["old_log_probs"]
+        ratio = (now - x["rollout_log_probs"]).exp()
+        token = -torch.minimum(ratio * x["advantages"], ratio.clamp(0.8, 1.2) * x["advantages"])
+        loss = float(masked_mean(token, x["response_mask"]))
+        metrics = update(self, experience, step)
+        losses.append((float(ratio.max()), loss, metrics["actor/loss"]))
+        return metrics
+
+    monkeypatch.setattr(PPOTrainer, "update", by_hand)
+    algorithm = Algorithm(advantage=GRPO(), policy_loss=PPOClip(), proximal="behaviour")
+    fit(asynchronous(model64, tmp_path, 2, algorithm), tmp_path / "run")
+    assert [loss for _, _, loss in losses] == pytest.approx([loss for _, loss, _ in losses], rel=1e-6, abs=1e-9)
+    assert [largest > 1.001 for largest, *_ in losses] == [False, True, True, True]
+    assert "rollout/off_policy_gap_nats" in numbers(tmp_path / "run")[2]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("sharding", [FSDP(timeout_s=60.0), TP(timeout_s=60.0)])
@@ -122,13 +168,26 @@ def test_the_weights_of_a_sharded_actor_reach_the_sampler_whole(sharding, model6
     same_training(alone, together, ROUNDING)
 
 
-@pytest.mark.exhaustive
-def test_a_sampler_that_dies_ends_the_run_by_name(model32, tmp_path):
+@pytest.mark.parametrize(
+    ("signal_number", "kind", "words"),
+    [
+        (signal.SIGKILL, WorkerDied, "ended with signal SIGKILL"),
+        pytest.param(signal.SIGSTOP, WorkerHung, "stopped", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name_and_says_what_to_do(
+    signal_number, kind, words, model32, tmp_path
+):
     run = asynchronous(model32, tmp_path)
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         loop = TrainLoop(trainer, {})
         loop.open()
         loop.step()
-        trainer.sampler_group._transport.kill()
-        with pytest.raises(WorkerDied, match="ended with signal SIGKILL"):
-            loop.step()
+        trainer.sampler_group._call_timeout_s = 3.0
+        os.kill(trainer.sampler_group.pids[0], signal_number)
+        steps = iter(loop.step, None)
+        with pytest.raises(kind) as error:
+            list(itertools.islice(steps, 3))  # one batch may be there already
+    assert str(error.value).startswith("the sampler failed in ")
+    assert words in str(error.value)
+    assert "Go on with resume=DIRECTORY" in str(error.value)

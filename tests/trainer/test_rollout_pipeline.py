@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from verl.data.sampler import EpochSampler
-from verl.errors import RolloutError
+from verl.errors import RolloutError, WorkerDied
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.trainer.ppo import PPOTrainer
@@ -124,7 +125,7 @@ class Schedule:
     trained: list[tuple[list[int], int, int]] = field(default_factory=list)
 
     def __post_init__(self):
-        self.settings = SimpleNamespace(group_size=2)
+        self.settings, self.reward = SimpleNamespace(group_size=2), SimpleNamespace(rates_ahead=False)
         self.train_data = SimpleNamespace(collate=self._collate)
         self.start()
 
@@ -232,6 +233,100 @@ def test_the_lag_of_each_token_is_counted_in_syncs(has_sampler):
 def test_a_synchronous_run_has_no_such_metrics():
     schedule, chance = Schedule(0, 1, 2, has_sampler=False, skipped=frozenset()), random.Random(0)
     assert [schedule.step(chance) for _ in range(2)] == [{}, {}]
+
+
+class Paced(random.Random):
+    """Chance for `Schedule`: calls that the engine does at each look, in turn."""
+
+    def __init__(self, *calls: int):
+        super().__init__(0)
+        self.calls = itertools.cycle(calls)
+
+    def randrange(self, *_: Any) -> int:
+        return next(self.calls)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_an_engine_that_is_slow_fast_or_stalls_draws_the_same_batches(staleness):
+    trained = []
+    for pace in ([0], [99], [0] * 10 + [99]):  # only when waited for; at once; nothing for three steps
+        schedule = Schedule(staleness, 2, 9, True, frozenset())
+        schedule.run(Paced(*pace))
+        trained.append(schedule.trained)
+    assert trained[0] == trained[1] == trained[2]
+
+
+def test_a_sync_does_not_wait_for_an_engine_that_has_begun_nothing_yet():
+    schedule, never = Schedule(3, 2, 9, True, frozenset()), Paced(0)
+    schedule.step(never)
+    assert [method for _, method, _ in schedule.group.calls] == ["generate"] * 3 + ["load"]
+
+
+def test_steps_without_an_update_give_their_place_back():
+    schedule = Schedule(2, 2, 9, True, frozenset(range(1, 10)))
+    schedule.run(Paced(0))
+    assert {version for _, version, _ in schedule.trained} == {0}
+
+
+@pytest.mark.parametrize("has_sampler", [True, False])
+def test_a_resume_at_a_late_version_begins_no_more_than_the_bound_admits(has_sampler):
+    schedule = Schedule(2 if has_sampler else 1, 2, 99, has_sampler, frozenset())
+    schedule.start(([([], 0, 0)] * 50, 50, EpochSampler(7, 2, seed=3).state_dict(), {}))  # of a synchronous run
+    for _ in range(4):
+        schedule.step(Paced(0))  # asserts what was begun, and the age of what is trained on
+    assert [version for _, version, _ in schedule.trained[50:]][:3] == [50] * (schedule.staleness + 1) + [51] * (
+        2 - schedule.staleness
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 1), (3, 0), (1, 3), (0, 2)])
+def test_a_resume_with_another_staleness_trains_on_each_ticket_once_in_order(before, after):
+    schedule = Schedule(before, 2, 9, True, frozenset())
+    for _ in range(3):
+        schedule.step(Paced(1))
+    saved = schedule.save()
+    schedule.staleness = after
+    schedule.start(saved)
+    while len(schedule.trained) < schedule.num_steps:
+        batch, step = schedule._collate(schedule.sampler.next_batch()), len(schedule.trained) + 1
+        rows = schedule.pipeline.take(batch, GenerationRequest(step, 2))
+        PPOTrainer._draw_ahead(schedule, step)  # type: ignore[arg-type]
+        assert len(schedule.pipeline) <= max(after, before + 3 - step)
+        schedule.trained.append((batch["prompt_ids"].tolist(), int(rows["policy_version"][0]), schedule.actor.version))
+        schedule.actor.version += 1
+        schedule.pipeline.sync()
+    order = EpochSampler(7, 2, seed=3)
+    assert [prompts for prompts, _, _ in schedule.trained] == [order.next_batch().tolist() for _ in range(9)]
+    assert [at - version for _, version, at in schedule.trained][-2:] == [after, after]
+
+
+def test_batches_of_a_checkpoint_are_not_begun_again_and_none_is_begun_beyond_the_last_step():
+    schedule = Schedule(2, 2, 6, True, frozenset())
+    for _ in range(3):
+        schedule.step(Paced(0))
+    saved = schedule.save()
+    assert schedule.save()[3].keys() == saved[3].keys()  # a save takes nothing out
+    schedule.start(saved)
+    begun = []
+    submit = schedule.group.submit
+    schedule.group.submit = lambda role, method, args: begun.append((method, args[1])) or submit(role, method, args)
+    schedule.run(Paced(0))
+    assert [request.step for method, request in begun if method == "generate"] == [6]  # 4 and 5 were begun before
+
+
+def test_a_sampler_that_fails_is_named_and_what_it_had_drawn_before_is_trained_on():
+    schedule = Schedule(2, 2, 9, True, frozenset())
+    schedule.step(Paced(99))
+    schedule.group.submit = lambda *_: done_with(WorkerDied(0, "idle", 1, "the process ended with signal SIGKILL"))
+    with pytest.raises(WorkerDied, match=r"^the sampler failed in idle at step 1:\n(.|\n)*SIGKILL(.|\n)*resume="):
+        schedule.run(Paced(0))
+    assert len(schedule.trained) == 2
+
+
+def done_with(error: Exception) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
 
 
 def test_a_wrong_weight_in_the_sampler_stops_the_run_before_its_rows_are_trained_on(monkeypatch):

@@ -11,7 +11,7 @@ import inspect
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
@@ -43,6 +43,9 @@ class Algorithm(Description):
         final_entropy_coef: its value at the last update, reached linearly; null keeps it constant.
         aggregation: how losses per token become a scalar, see verl.ops.loss_aggregation.
         norm_length: divisor in tokens of seq-mean-token-sum-norm; null with any other aggregation.
+        proximal: whose log-probs are `old_log_probs`, which the ratio of the policy loss starts from. `trainer`: those
+            of the weights before the update, by a forward pass unless the only update computes them. `behaviour`: those
+            that the rollout engine recorded, without a pass, so that the ratio corrects for older weights too.
         correction: importance weights for differences between rollout engine and trainer; null for none.
         selection: dynamic sampling; null to train on all groups.
         epochs: passes over the batch of a step.
@@ -64,6 +67,7 @@ class Algorithm(Description):
     final_entropy_coef: NonNegativeFloat | None = None
     aggregation: Aggregation = "token-mean"
     norm_length: PositiveInt | None = None
+    proximal: Literal["trainer", "behaviour"] = "trainer"
     correction: TruncatedIS | None = None
     selection: DynamicSampling | None = None
     epochs: PositiveInt = 1
@@ -88,10 +92,12 @@ class Algorithm(Description):
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether log-probs of the policy that sampled are needed before the update.
+        """Whether the trainer computes log-probs before the update.
 
-        With one optimizer step per batch the update itself computes them.
+        With one optimizer step per batch the update itself does.
         """
+        if self.proximal == "behaviour":
+            return False
         weighs = self.correction is not None or self.replay_fraction > 0
         return self.epochs * self.mini_batches > 1 or weighs or self.kl.needs_old_log_probs
 
@@ -117,6 +123,11 @@ class Algorithm(Description):
             yield f"norm_length is {self.norm_length}: only aggregation={NORMED} uses it. Set it to null."
         if self.aggregation == NORMED and self.norm_length is None:
             yield f"norm_length is {self.norm_length}: aggregation={NORMED} needs a number of tokens, at least 1."
+        if self.proximal == "behaviour" and self.correction is not None:
+            yield (
+                "correction is set, and proximal is behaviour: old_log_probs are those of the rollout engine, so "
+                "that all of its weights are 1. Set it to null, or proximal=trainer."
+            )
         for name in ("advantage", "policy_loss", "value_loss"):
             if (fault := state_fault(getattr(self, name), name)) is not None:
                 yield fault

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -14,7 +15,9 @@ from verl.errors import ConfigError, VerlError
 from verl.utils.redact import redact
 
 if TYPE_CHECKING:
+    from verl.trainer.plan.async_plan import AsyncPlan
     from verl.trainer.plan.devices import DeviceRates
+    from verl.trainer.plan.run_plan import RunPlan
 
 DEVICE = "plan.device="
 PLAN_ONLY = "plan=only"  # an argument of the main scripts
@@ -43,6 +46,18 @@ def plan(
     ] = None,
     config_dir: Annotated[Path | None, CONFIG_DIR] = None,
     sft: Annotated[bool, typer.Option("--sft", help="Plan a run of `verl sft`.")] = False,
+    asynchronous: Annotated[
+        bool, typer.Option("--async", help="Also simulate trainer.mode=async: speed, idle shares, staleness.")
+    ] = False,
+    records: Annotated[
+        Path | None,
+        typer.Option("--from", help="With --async: a run whose seconds and lengths are used, not those of the plan."),
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="With --async: tokens of responses, equally likely, such as 100,200,900.")
+    ] = None,
+    tool_calls: Annotated[int, typer.Option(min=0, help="With --async: calls of a tool in a response.")] = 0,
+    tool_s: Annotated[float, typer.Option(min=0, help="With --async: seconds of each call.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Plan a run: memory by phase, batch sizes, seconds per step, disk. Nothing is loaded, written or started.
@@ -56,6 +71,9 @@ def plan(
         run = _validated("sft" if sft else "ppo", words, config_dir)
         rates = _rates(run, device or (named[-1] if named else None), measure)
         run_plan = _planned(run, rates, exact, response_tokens, upload_mib_s)
+        if asynchronous:
+            simulated = _simulated(run, run_plan, records, lengths, response_tokens, calls=tool_calls, latency_s=tool_s)
+            run_plan = replace(run_plan, asynchronous=simulated)
     except (VerlError, OSError) as error:  # prints all faults as the training commands do
         echo(redact(str(error)), err=True)
         raise typer.Exit(FAILED) from error
@@ -113,7 +131,7 @@ def _rates(run: Any, name: str | None, measure: bool) -> DeviceRates:
 
 
 def _planned(run: Any, rates: DeviceRates, exact: bool, response: int | None, upload_mib_s: float | None) -> Any:
-    from verl.trainer.plan.memory import free_disk
+    from verl.trainer.plan.devices import free_disk
     from verl.trainer.plan.run_plan import plan_run
 
     saves = run.checkpoint
@@ -131,3 +149,28 @@ def _planned(run: Any, rates: DeviceRates, exact: bool, response: int | None, up
             "heads "
             "or widths of a transformer. The run itself may work."
         ) from error
+
+
+def _simulated(
+    run: Any, run_plan: RunPlan, records: Path | None, lengths: str | None, mean: int | None, **tools: Any
+) -> AsyncPlan:
+    """`trainer.mode=async`, with seconds of the plan or of a run."""
+    from verl.cli.report.read import read_run
+    from verl.trainer.plan import async_plan
+
+    if not hasattr(run.trainer, "staleness") or run.rollout.location == "server":
+        raise ConfigError("--async: only runs of verl ppo are simulated, and none whose engine is a server.")
+    try:
+        draws = async_plan.length_draws(run, None if lengths is None else [int(x) for x in lengths.split(",")], mean)
+    except ValueError as error:
+        raise ConfigError(f"--lengths is {lengths!r}: expected numbers of tokens, such as 100,200,900.") from error
+    if records is None:
+        times = async_plan.planned_times(run, run_plan.memory, run_plan.stages, run_plan.device)
+    else:
+        record = read_run(records)
+        columns = {name: record.column(name).values for name in async_plan.RUN_COLUMNS}
+        if any(len(values) < 3 for values in columns.values()) or any(record.column("async/lag_1_share").values):
+            raise ConfigError(f"--from {records}: expected 3 steps or more of a run with max_staleness=0 or mode=sync.")
+        times = async_plan.recorded_times(run, columns, str(records))
+        draws = draws if lengths or mean else async_plan.recorded_lengths(run, columns)
+    return async_plan.plan_async(run, replace(times, **tools), draws)

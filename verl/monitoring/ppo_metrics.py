@@ -31,7 +31,7 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
         "perf/samples": float(len(batch)),
         "perf/tokens": float(lengths.sum()),
     }
-    if "old_log_probs" in batch:  # otherwise the update tells
+    if "entropies" in batch:  # otherwise the update tells
         gap = LogProbGap()
         gap.add(batch["rollout_log_probs"], batch["old_log_probs"], mask, batch.batch.get("is_on_policy"))
         metrics |= {"rollout/entropy_nats": _mean(batch["entropies"], mask), **gap.metrics(gap.sums())}

@@ -66,9 +66,12 @@ class Reward:
     Attributes:
         call_timeout_s: seconds for one batch, after which the call is interrupted; None for no deadline. A user's
             class that does not set it gets 60 in a run.
+        rates_ahead: whether it may rate a batch in a thread, while the trainer works: it computes elsewhere, or little,
+            and draws from no generator of this process.
     """
 
     call_timeout_s: float | None = None
+    rates_ahead: bool = False
 
     def rate(self, prompts: list[str], responses: list[str], **columns: list) -> Any:
         """Score B responses.
@@ -105,6 +108,13 @@ class Reward:
             return call_within(self.call_timeout_s, lambda: self.rate_batch(batch), source_of(self.producer).file)
         except CallFailed as late:
             raise reward_error("a score for each response", str(late), self.producer) from late
+
+    def prepare(self, batch: DataProto) -> Callable[[], RewardResult]:
+        """Rate a batch before its turn. The function that is returned applies running statistics of scores, in its
+        turn, and gives what `rated` would give then.
+        """
+        rating = self.rated(batch)
+        return lambda: rating
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Check the rows that a run will score, before weights load.
@@ -144,11 +154,12 @@ class Reward:
     def close(self) -> None:
         """Stop processes and connections. The trainer calls it at the end of a run; calling it again does nothing."""
 
-    def score(self, batch: DataProto) -> DataProto:
+    def score(self, batch: DataProto, rating: RewardResult | None = None) -> DataProto:
         """Score every response of a batch.
 
         Args:
             batch: response_mask [B T]; `prompt_text`, `response_text` and the columns of the data.
+            rating: of the batch; None calls `rated`.
         Returns:
             token_level_scores [B T] float32: per-token scores of the reward, or the score on the last True of
             response_mask and 0 elsewhere (all 0 for a row with an empty mask). In `non_tensor_batch`: `score`, B
@@ -156,7 +167,7 @@ class Reward:
         Raises:
             RewardError: the reward raised, or did not return B finite numbers; names the sample and the function.
         """
-        rating = self.rated(batch)
+        rating = self.rated(batch) if rating is None else rating
         placed = token_scores_of(rating, batch.batch["response_mask"])
         parts = {f"reward/{name}": values.astype(object) for name, values in rating.parts.items()}
         columns = {f"reward_{name}": values for name, values in rating.columns.items()}

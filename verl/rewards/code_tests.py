@@ -111,6 +111,8 @@ class CodeTest:
 class CodeReward(Reward):
     """The reward that `CodeTests` builds."""
 
+    rates_ahead = True
+
     def __init__(self, described: CodeTests, runner: CodeRunner):
         self.described, self._runner = described, runner
         self._needs_object: dict[str, str] = {}  # of tests that were tried, why values are not enough

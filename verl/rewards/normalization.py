@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,11 +91,18 @@ class ScaledReward(Reward):
 
     def __init__(self, reward: Reward, has_state: bool = True):
         self.reward, self.norm, self._learns, self._has_state = reward, RunningStats(), True, has_state
+        self.rates_ahead = reward.rates_ahead
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """Score every row; the part `raw` has the scores before normalisation."""
-        rating = self.reward.rated(batch)
-        if not len(batch):
+        return self.prepare(batch)()
+
+    def prepare(self, batch: DataProto) -> Callable[[], RewardResult]:
+        rating = self.reward.prepare(batch)
+        return lambda: self._normalised(rating())
+
+    def _normalised(self, rating: RewardResult) -> RewardResult:
+        if not len(rating.scores):
             return rating
         if rating.token_scores is not None:
             raise RewardError(

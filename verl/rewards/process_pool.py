@@ -355,6 +355,8 @@ class SampleReward(Reward):
         RewardError: a worker cannot import the function, or it does not take `prompt` and `response`.
     """
 
+    rates_ahead = True
+
     def __init__(
         self,
         path: str,

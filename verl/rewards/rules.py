@@ -26,6 +26,8 @@ class ExactMatch(RewardDescription, Reward):
         correct, wrong: the two scores.
     """
 
+    rates_ahead = True
+
     answer_key: str = "answer"
     ignore_whitespace: bool = True
     correct: float = 1.0
@@ -76,6 +78,8 @@ class Format(RewardDescription, Reward):
         correct, wrong: the two scores.
     """
 
+    rates_ahead = True
+
     pattern: str
     whole: bool = True
     correct: float = 1.0
@@ -105,6 +109,8 @@ class Length(RewardDescription, Reward):
         max_tokens: upper bound; null for none.
         inside, outside: the two scores.
     """
+
+    rates_ahead = True
 
     min_tokens: NonNegativeInt = 1
     max_tokens: int | None = None
@@ -138,6 +144,8 @@ class Overlong(RewardDescription, Reward):
         buffer_tokens: L_cache, at most max_tokens.
         penalty: subtracted from a response at or above the limit.
     """
+
+    rates_ahead = True
 
     max_tokens: PositiveInt
     buffer_tokens: NonNegativeInt

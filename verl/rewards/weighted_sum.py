@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -64,12 +64,19 @@ class SumOfRewards(Reward):
 
     def __init__(self, parts: Mapping[str, Reward], weights: Mapping[str, float]):
         self.parts, self.weights = dict(parts), dict(weights)
+        self.rates_ahead = all(part.rates_ahead for part in parts.values())
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """The weighted sum; `parts` has the scores of each part, and the parts of a part as `NAME_...`."""
-        total, parts, columns, ratings = np.zeros(len(batch)), {}, {}, {}
-        for name, reward in self.parts.items():
-            rating = ratings[name] = reward.rated(batch)
+        return self.prepare(batch)()
+
+    def prepare(self, batch: DataProto) -> Callable[[], RewardResult]:
+        prepared = {name: reward.prepare(batch) for name, reward in self.parts.items()}
+        return lambda: self._sum({name: rating() for name, rating in prepared.items()}, batch)
+
+    def _sum(self, ratings: Mapping[str, RewardResult], batch: DataProto) -> RewardResult:
+        total, parts, columns = np.zeros(len(batch)), {}, {}
+        for name, rating in ratings.items():
             total = total + self.weights[name] * rating.scores
             parts[name] = rating.scores
             parts |= {f"{name}_{inner}": values for inner, values in rating.parts.items()}

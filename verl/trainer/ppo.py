@@ -9,8 +9,10 @@ y ~ pi(.|x)  reward,    KL, advantages,  critic,    the rollout engine
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from verl.monitoring.row_records import evaluated_rows
 from verl.ops.counter_rng import EVALUATION, TRAINING
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
+from verl.rewards.base import RewardResult
 from verl.rollout.base import GenerationRequest
 from verl.trainer.ppo_lifecycle import PPOLifecycle
 from verl.utils.seeding import derive_seed
@@ -42,6 +45,7 @@ EPISODE_FIELDS = ["turn_ids", "turn_rewards", "episode_ids"]
 OF_ROWS = ["is_replayed", "is_on_policy", "token_versions"]
 DRIVER_FIELDS = [*PROMPT_FIELDS, *EPISODE_FIELDS, *OF_ROWS]  # that no role reads in an update
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+AheadRating = tuple[Callable[[], RewardResult], dict[str, float]]  # see `Reward.prepare`; and `Reward.take`
 ROUTED_FIELDS = ["routed_experts", "rollout_log_probs"]  # that the actor reads before an update, under router replay
 
 
@@ -68,8 +72,7 @@ class PPOTrainer(PPOLifecycle):
         metrics |= self.update(experience, step)
         metrics |= self.reuse.keep(experience, step, self.saving.is_busy)
         metrics |= self.sync()
-        counted = {f"reward/{name}": x for name, x in self.reward.take().items()}
-        metrics = {**self.observe(experience, step), **counted, **selected, **metrics}
+        metrics = {**self.observe(experience, step), **self.reward_counts(), **selected, **metrics}
         self.guard.watch(metrics, experience)
         return metrics
 
@@ -117,6 +120,8 @@ class PPOTrainer(PPOLifecycle):
             with self.stages.stage("old") as note:
                 computed.append(self.actor.compute_log_probs(_drawn_fields(rows)).result())
                 note.say("log-probs of the responses under the present policy")
+        elif self.algorithm.proximal == "behaviour":
+            rollout = rollout.union(DataProto.from_dict({"old_log_probs": rollout["rollout_log_probs"]}))
         if self.reference is not None:
             with self.stages.stage("ref") as note:
                 computed.append(self.reference.compute_log_probs(sequences).result())
@@ -181,7 +186,7 @@ class PPOTrainer(PPOLifecycle):
             return {}
         prompts, k = self.eval_data.collate(range(len(self.eval_data))), self.settings.eval_samples
         assert self.reward is not None
-        with self.reward.frozen():
+        with self.reward_lock, self.reward.frozen():
             greedy = self.judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION))
             drawn = self.judge(prompts, GenerationRequest(step, num_samples=k, stream=EVALUATION)) if k else None
             bare = None
@@ -198,7 +203,7 @@ class PPOTrainer(PPOLifecycle):
         if "token_level_scores" in rollout:  # a selection has read them
             return rollout
         with self.stages.stage("reward") as note, self.guard.rating(rollout):
-            rollout = self._rated(rollout)
+            rollout = self._rated(rollout, self.pipeline.computed_ahead())
             self.guard.inspect(rollout, "reward")  # before a selection reads them
             note.say(f"mean {float(np.mean(rollout['score'].astype(float))):.4f}")
         return rollout
@@ -207,10 +212,24 @@ class PPOTrainer(PPOLifecycle):
         """Sample responses without training and score them."""
         return self._rated(self._respond(prompts, request))
 
-    def _rated(self, rollout: DataProto) -> DataProto:
-        """Responses with their rewards; the only place that calls the reward, in training and in evaluation."""
+    def _rated(self, rollout: DataProto, ahead: Future[AheadRating] | None = None) -> DataProto:
+        """Responses with their rewards, in training and in evaluation; `ahead`: what `_rate_ahead` gave for them."""
         assert self.reward is not None
-        return rollout.union(self.reward.score(rollout))
+        if ahead is not None:
+            learn, self.step_counts = ahead.result()
+            return rollout.union(self.reward.score(rollout, learn()))
+        with self.reward_lock:
+            rewards = self.reward.score(rollout)
+            if self.reward.rates_ahead and self.pipeline.depth:  # else counts of the next batch would be among them
+                self.step_counts = self.reward.take()
+        return rollout.union(rewards)
+
+    def _rate_ahead(self, prompts: DataProto, rows: DataProto) -> AheadRating:
+        """Rate responses in a thread, as soon as they are there; running statistics of scores are applied later."""
+        assert self.reward is not None
+        rollout = self._described(rows, prompts)
+        with self.reward_lock:
+            return self.reward.prepare(rollout), self.reward.take()
 
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Responses or episodes, the data columns, and the response texts."""
@@ -219,6 +238,10 @@ class PPOTrainer(PPOLifecycle):
         rows = (self.pipeline.take if is_training else self.pipeline.generate)(asked, request)
         if is_training:
             self.lengths.note(rows)
+        return self._described(rows, prompts)
+
+    def _described(self, rows: DataProto, prompts: DataProto) -> DataProto:
+        """Responses with the data columns of their prompts, and their texts."""
         texts: Any = response_texts(rows, self.tokenizer)
         columns = prompts.select([], list(prompts.non_tensor_batch))[rows["group_ids"]]
         return without_dropped(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
@@ -229,11 +252,13 @@ class PPOTrainer(PPOLifecycle):
             self.actor.rest().result()
 
     def _draw_ahead(self, step: int) -> None:
-        """Start generation for the batches after this step's that `max_staleness` admits."""
+        """Start generation for the batches after this step's that `max_staleness` admits, and rate them early."""
+        assert self.reward is not None
         for ahead in range(len(self.pipeline), min(self.pipeline.depth, self.num_steps - step)):
             request = GenerationRequest(step + 1 + ahead, self.settings.group_size)
-            prompts = self.train_data.collate(self.sampler.peek(ahead))
-            self.pipeline.begin(self._asked(_grouped(prompts), request), request)
+            prompts = _grouped(self.train_data.collate(self.sampler.peek(ahead)))
+            rate = partial(self._rate_ahead, prompts) if self.reward.rates_ahead else None
+            self.pipeline.begin(self._asked(prompts, request), request, rate)
 
     def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """The generation request for the actor."""

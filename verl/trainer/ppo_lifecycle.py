@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from verl.protocol import DataProto
 from verl.replay.mixing import ReplayMixing
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
 from verl.trainer.ppo_description import PPODescription
-from verl.trainer.rollout_pipeline import LengthPredictor, RolloutPipeline
+from verl.trainer.rollout_pipeline import LengthPredictor, RolloutPipeline, sampler_errors
 from verl.trainer.setup import (
     LoopTrainer,
     fit_with_restarts,
@@ -64,6 +65,7 @@ class PPOLifecycle(LoopTrainer):
     def _build(self, run: PPODescription, context: BuildContext) -> None:
         self.algorithm, self.lengths = run.algorithm, LengthPredictor()
         self.reward = self.reuse = self.sampler_group = None
+        self.reward_lock, self.step_counts = threading.RLock(), {}
         self._divide_threads(run)
         with faults_below("actor.model"):
             context = with_tokenizer(context, run.actor)
@@ -179,7 +181,8 @@ class PPOLifecycle(LoopTrainer):
             assert isinstance(self.cluster, RoleGroups)
             self.sampler_group = self.cluster.group_of[SAMPLER]
         elif sampler is not None:
-            self.sampler_group = LocalWorkerGroup(sampler, context, 1, torch.get_num_threads(), name=SAMPLER)
+            with sampler_errors():
+                self.sampler_group = LocalWorkerGroup(sampler, context, 1, torch.get_num_threads(), name=SAMPLER)
         self.pipeline = RolloutPipeline(self.actor, run.trainer.staleness or 0, self.sampler_group)
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
@@ -248,10 +251,19 @@ class PPOLifecycle(LoopTrainer):
         for message in self._check_rows(reward):
             log.warning("%s", message)
         assert self.reward is not None
-        self.reward.close()
-        self.reward, self.reward_stats = reward, RewardStats(described, reward)
+        with self.reward_lock:
+            self.pipeline.forget_ahead()
+            self.reward.close()
+            self.reward, self.reward_stats = reward, RewardStats(described, reward)
         self.description = replace(self.description, reward=described)
         self.saving.reconfigured(as_plain(self.description))
+
+    def reward_counts(self) -> dict[str, float]:
+        """Counters of the reward in this step, as metrics."""
+        assert self.reward is not None
+        with self.reward_lock:
+            counts, self.step_counts = self.reward.take() | self.step_counts, {}
+        return {f"reward/{name}": x for name, x in counts.items()}
 
     def fit(self) -> TrainResult:
         """Train to the end; see `verl.trainer.train_loop.fit`. In Ray, a lost worker costs the steps since the last
@@ -264,6 +276,7 @@ class PPOLifecycle(LoopTrainer):
 
     def close(self) -> None:
         if self.sampler_group is not None:
+            self.pipeline.close()
             self.sampler_group.close()
         if torch.get_num_threads() == self._divided_threads // 2:  # else another run in this process has changed them
             torch.set_num_threads(self._divided_threads)

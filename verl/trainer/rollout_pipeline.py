@@ -22,14 +22,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.cluster.rpc import RoleHandle, WorkerGroup
-from verl.errors import RolloutError
+from verl.errors import RolloutError, WorkerError
 from verl.protocol import DataProto
 from verl.protocol.serialization import json_text
 from verl.rollout.base import GenerationRequest, SyncResult
@@ -41,16 +43,36 @@ SYNC_VERSIONS = "sync_versions"  # in a checkpoint: of the latest syncs, beside 
 JSON = "_json"  # suffix, in a checkpoint: the bytes of a column of JSON values
 
 
+@contextmanager
+def sampler_errors() -> Iterator[None]:
+    """Errors of the process of the role `sampler`, by its name and with what to do."""
+    try:
+        yield
+    except WorkerError as error:
+        detail = (
+            f"{error.detail.rstrip()}\nThis process generates the responses under trainer.mode=async; its log is in "
+            "workers/ of the run directory. Go on with resume=DIRECTORY: a checkpoint holds the responses that "
+            "were begun before it. Where memory ran out, lower rollout.max_rows or trainer.max_staleness."
+        )
+        raise type(error)(error.rank, error.call, error.step, detail, "the sampler") from error
+
+
+def _answer(call: Future[Any]) -> Any:
+    with sampler_errors():
+        return call.result()
+
+
 class _BegunBatch:
     """A batch in the queue.
 
     Attributes:
         begun_s: when it was begun, or loaded.
         is_loaded: its rows come from a checkpoint.
+        ahead: what was computed of the rows since they were there.
     """
 
-    def __init__(self, finish: Callable[[], DataProto], *, is_loaded: bool = False):
-        self._finish, self._rows = finish, None
+    def __init__(self, finish: Callable[[], DataProto], *, is_loaded: bool = False, ahead: Future[Any] | None = None):
+        self._finish, self._rows, self.ahead = finish, None, ahead
         self.begun_s, self.is_loaded = time.monotonic(), is_loaded
 
     @property
@@ -83,6 +105,8 @@ class RolloutPipeline:
         self._versions: list[int] = []  # of the latest syncs, the present one last
         self._sent: int | None = None  # version that the sampler was sent last
         self._loads: deque[tuple[int, dict[str, str], Future[dict[str, str]]]] = deque()  # unverified weights
+        self._thread = ThreadPoolExecutor(1, "responses ahead")
+        self._taken: Future[Any] | None = None  # `ahead` of the batch that was taken last
         self._last_call: Future[Any] | None = None
         self._idle_since = time.monotonic()
         self._metrics: dict[str, float] = {}
@@ -95,8 +119,14 @@ class RolloutPipeline:
         """Weights must not change before `collect`."""
         return bool(self.depth) and self._sampler is None
 
-    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Start generating for the next batch; returns immediately."""
+    def begin(
+        self, prompts: DataProto, request: GenerationRequest, ahead: Callable[[DataProto], Any] | None = None
+    ) -> None:
+        """Start generating for the next batch; returns immediately.
+
+        Args:
+            ahead: of a sampler's responses, called in a thread as soon as they are there, in the order of the batches.
+        """
         version = self._actor.current_version().result()
         if self._sampler is None:
             self.collect()
@@ -108,7 +138,9 @@ class RolloutPipeline:
         if self._sent != version:  # at the start, and after a step that was cut short
             self._send_weights()
         self._group.step = request.step
-        self._queue.append(_BegunBatch(self._call(self._sampler.generate, prompts, request).result))
+        rows = partial(_answer, self._call(self._sampler.generate, prompts, request))
+        later = None if ahead is None else self._thread.submit(lambda: ahead(rows()))
+        self._queue.append(_BegunBatch(rows, ahead=later))
 
     def collect(self) -> None:
         """Wait for all responses that were begun. Idempotent."""
@@ -136,9 +168,23 @@ class RolloutPipeline:
         if not self._queue:
             self.begin(prompts, request)
         batch = self._queue.popleft()
-        rows = self._wait(batch)
+        rows, self._taken = self._wait(batch), batch.ahead
         self._verify()
         return self._measured(rows, batch.begun_s, is_bounded=not batch.is_loaded)
+
+    def computed_ahead(self) -> Future[Any] | None:
+        """Return, once, what `ahead` gave for the batch that was taken last; None where there was none."""
+        taken, self._taken = self._taken, None
+        return taken
+
+    def forget_ahead(self) -> None:
+        """Drop what `ahead` gave or will give for the batches of the queue."""
+        for batch in self._queue:
+            batch.ahead = None
+
+    def close(self) -> None:
+        """Begin nothing more in the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def sync(self) -> SyncResult:
         """Send the present weights to the engine, and the metrics since the last sync."""
@@ -199,7 +245,7 @@ class RolloutPipeline:
         """
         while self._loads and self._loads[0][2].done():
             version, sent, load = self._loads.popleft()
-            loaded = load.result()
+            loaded = _answer(load)
             if wrong := [name for name, digest in sent.items() if loaded.get(name) != digest]:
                 raise RolloutError(
                     f"the sampler does not hold the trainer's weights of version {version}: {len(wrong)} of "
@@ -269,11 +315,11 @@ def async_faults(run: Any) -> Iterator[str]:
         )
     if not settings.staleness:
         return
-    if algorithm.correction is None:
+    if algorithm.correction is None and algorithm.proximal == "trainer":
         yield (
             f"{setting}: responses come from older weights, which requires importance weights. "
-            "Set algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}, or "
-            f"{remedy}."
+            "Set algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}, "
+            f"algorithm.proximal=behaviour, or {remedy}."
         )
     if algorithm.selection is not None:
         yield f"{setting}: algorithm.selection draws further batches within a step. Set {remedy}."

@@ -186,16 +186,15 @@ class ActorWorker(TrainedWorker):
     def update(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on a mini-batch of experience; returns metrics of the whole mini-batch.
 
-        If the batch has no `old_log_probs`, this is the only update of the step, and its metrics also contain what is
-        otherwise measured before the update.
+        Where nothing computed log-probs before, its metrics also contain what is otherwise measured then.
         """
         self.sampler.rest()
         self.first_batch.look(batch)
-        self._gap, is_first = LogProbGap(), "old_log_probs" not in batch
-        if is_first:
+        self._gap, measures = LogProbGap(), self._measures(batch.batch)
+        if measures:
             self._unreplayed = self._gap_without_replay(batch)
         metrics = self.engine.update(batch, self.micro_batch_loss)
-        if is_first:
+        if measures:
             metrics |= LogProbGap.metrics(*self.engine.parallel.of_each(self._gap.sums()))
         return metrics | self._unreplayed
 
@@ -264,9 +263,9 @@ class ActorWorker(TrainedWorker):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The policy loss, a scalar that sums over micro-batches to that of the mini-batch, and sums for metrics."""
         algorithm, x = self.algorithm, dict(micro.tensors)
-        mask, is_first = x["response_mask"], "old_log_probs" not in x
+        mask, measures = x["response_mask"], self._measures(x)
         entropy_coef = algorithm.entropy_coef_at(self.engine.updates, self.engine.total_updates)
-        needs_entropy = is_first or algorithm.has_entropy_bonus
+        needs_entropy = measures or algorithm.has_entropy_bonus
         scores = token_log_probs(
             model,
             self.head,
@@ -274,18 +273,18 @@ class ActorWorker(TrainedWorker):
             self.temperature,
             entropy="grad" if entropy_coef > 0 else "value" if needs_entropy else None,
         )
-        if is_first:  # the only update of a step: the weights are still those that sampled
-            x["old_log_probs"] = scores.log_probs.detach()
+        now = scores.log_probs.detach()
+        x.setdefault("old_log_probs", now)  # missing in the only update of a step
         per_token, stats = algorithm.policy_loss(scores.log_probs, x)
         penalty = algorithm.kl.loss(scores.log_probs, x)
         if penalty is not None:
             per_token = per_token + penalty
             stats["kl_loss"] = penalty
-        if is_first:
-            self._gap.add(x["rollout_log_probs"], x["old_log_probs"], mask, self._is_on_policy(x))
+        if measures:
+            self._gap.add(x["rollout_log_probs"], now, mask, self._is_on_policy(x))
             assert scores.entropies is not None
             stats["rollout/entropy_nats"] = scores.entropies
-            if (kl := algorithm.kl.measure(x["old_log_probs"], x)) is not None:
+            if (kl := algorithm.kl.measure(now, x)) is not None:
                 stats["kl/reference_nats"] = kl
         if algorithm.has_entropy_bonus:
             assert scores.entropies is not None
@@ -299,6 +298,10 @@ class ActorWorker(TrainedWorker):
     @property
     def _num_tokens(self) -> int:
         return self.model.config.get_text_config().vocab_size
+
+    def _measures(self, rows: Mapping[str, Tensor]) -> bool:
+        """Whether an update measures what `compute_log_probs` does otherwise."""
+        return "old_log_probs" not in rows or self.algorithm.proximal == "behaviour"
 
     def _with_origin(self, found: dict[str, Tensor], batch: DataProto) -> DataProto:
         if found and (is_on_policy := self._is_on_policy(batch.batch)) is not None:

@@ -170,6 +170,8 @@ class RemoteReward(Reward):
         client: sends the requests; `close` closes it too.
     """
 
+    rates_ahead = True
+
     def __init__(self, described: RemoteDescription, client: HTTPClient):
         self.client, self.url = client, described.endpoint.url(self.path)
         self.error_score = described.error_score if described.on_error == "score" else None

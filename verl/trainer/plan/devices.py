@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from verl.checkpoint.save.host_buffer import free_main_memory
 from verl.errors import ConfigError
 from verl.utils.memory import gpu_memory_from_outside, gpu_name_from_outside
 
 GB, GIB, TERA = 10**9, 2**30, 10**12
+_PROCESS_BYTES = 450 * 2**20  # a Python with torch and transformers, on the CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,3 +193,19 @@ def _layer_seconds(seconds: float) -> float:
         model = LlamaForCausalLM(config).eval()
         token = torch.zeros(1, 1, dtype=torch.long)
         return _fastest(lambda: model(input_ids=token, use_cache=False), seconds / 2) / 4
+
+
+def free_memory(device: str, processes: int) -> int | None:
+    """Free bytes for each of this many processes on this machine; None if unknown."""
+    if device.startswith("cuda"):  # asked by the driver, which has no context on a GPU and shall not get one
+        gpu = gpu_memory_from_outside(torch.device(device).index or 0)
+        return None if gpu is None else gpu.free
+    free = free_main_memory()
+    return None if free is None else max(0, free // processes - _PROCESS_BYTES * (processes > 1))
+
+
+def free_disk(directory: Path) -> int:
+    """Free bytes on the file system of a directory, which may not exist yet."""
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(directory).free

@@ -8,15 +8,12 @@ Memory used by libraries themselves, and unused memory held by allocators, are n
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from verl.checkpoint.save.host_buffer import free_main_memory
 from verl.engines.sharding import FSDP, NoSharding
 from verl.errors import ConfigError
 from verl.models.model_stats import ModelStats, model_stats, sizes_config
@@ -25,14 +22,13 @@ from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.plan.activations import Activations, num_experts, trace_activations
 from verl.trainer.plan.devices import DeviceRates
 from verl.trainer.plan.workload import RoleLayout, Workload, role_layouts, workload
-from verl.utils.memory import DeviceMemory, gpu_memory_from_outside
+from verl.utils.memory import DeviceMemory
 from verl.workers.base import TrainedRole, roles_on_device
 
 GIB = 2**30
 EXPERT_LOADS = 1.0, 2.0  # times its share of the tokens that the experts of a process get
 ASLEEP = "sleeping engine"  # what its process keeps on a GPU, outside of generation
 _HEADS = {"critic": "backbone", "reward": "classifier"}  # models that give no logits over the vocabulary
-_PROCESS_BYTES = 450 * 2**20  # a Python with torch and transformers, on the CPU
 
 
 @dataclass(frozen=True)
@@ -132,6 +128,7 @@ class MemoryEstimate:
         copied: bytes of host buffers on this machine for asynchronous saves.
         on_host: roles are in main memory, because there is no GPU.
         stays_awake: the engine keeps its GPU memory while the trainer works.
+        sent: bytes of main memory of weights on their way to the role `sampler`.
     """
 
     roles: tuple[RoleMemory, ...]
@@ -143,12 +140,13 @@ class MemoryEstimate:
     on_host: bool = True
     machines: int = 1
     stays_awake: bool = False
+    sent: int = 0
 
     @property
     def host(self) -> int:
         """Bytes of main memory on each machine that a run on GPUs takes beside them."""
         offloaded = sum(role.weights + role.optimizer + role.gradients for role in self.roles if role.is_offloaded)
-        return 0 if self.on_host else self.copied + offloaded * self.processes
+        return 0 if self.on_host else self.copied + self.sent + offloaded * self.processes
 
 
 def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
@@ -167,27 +165,32 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
     roles = [replace(_role_memory(run, *role), group=group_of[role[0]]) for role in _layouts_of_models(run, layouts)]
     actor, cache, stays_awake = roles[0], 0, False
     if step.generates and not run.rollout.runs_ahead:
-        rows = -(-step.rows // actor.layout.generation_shares)
-        drawn = min(rows, getattr(run.rollout, "max_rows", rows))
-        cache = actor.sizes.cache_elements // actor.layout.siblings * drawn * step.width * actor.dtype.itemsize
+        cache = _cache_bytes(run, actor, step)
     else:
         roles[0] = replace(actor, generating=0)
     if step.generates and run.rollout.runs_ahead:  # an engine or a server with weights of its own has the cache
         naps = getattr(run.rollout, "sleep", False) and not settings.staleness
         stays_awake = run.rollout.location == "process" and on_gpu and not naps
-    saves = run.checkpoint
+    saves, has_sampler = run.checkpoint, getattr(run, "has_sampler", False)
     saved = sum(role.saved for role in roles) if saves is not None else 0
     return MemoryEstimate(
         roles=tuple(roles),
         cache=cache,
-        processes=-(-sum(count for _, count in groups) // settings.nnodes),
+        processes=-(-sum(count for _, count in groups) // settings.nnodes) + (has_sampler and not on_gpu),
         machines=settings.nnodes,
         saving=saved,
         num_checkpoints=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
         on_host=not on_gpu,
         stays_awake=stays_awake,
+        sent=(1 + settings.staleness) * roles[0].weights if has_sampler else 0,
     )
+
+
+def _cache_bytes(run: Any, actor: RoleMemory, step: Workload) -> int:
+    rows = -(-step.rows // actor.layout.generation_shares)
+    drawn = min(rows, getattr(run.rollout, "max_rows", rows))
+    return actor.sizes.cache_elements // actor.layout.siblings * drawn * step.width * actor.dtype.itemsize
 
 
 def _layouts_of_models(run: Any, layouts: dict[str, RoleLayout]) -> Iterator[tuple[str, RoleLayout]]:
@@ -364,6 +367,8 @@ def memory_plan(
         phases += _phases(run, members, estimate, device, engine)
         worst = [role if role.unbalanced is None else replace(role, activations=role.unbalanced) for role in members]
         unbalanced += _phases(run, worst, estimate, device, engine)
+    if getattr(run, "has_sampler", False):
+        phases.append(_sampler_phase(run, roles[0], estimate, device, limit))
     if all(role.unbalanced is None for role in roles):
         unbalanced = []
     reductions = tuple(_reductions(run, roles, phases, limit))
@@ -410,8 +415,8 @@ def _phases(
         if not (device.is_gpu and role.memory.is_offloaded):
             resting[f"{role.name} weights"] = role.memory.weights
             resting[f"{role.name} optimizer"] = role.memory.optimizer
-        if role.name == "actor" and getattr(run, "has_sampler", False):  # its own, and those on their way to it
-            resting["weights of the sampler"] = (2 + run.trainer.staleness) * role.memory.weights
+        if role.name == "actor" and estimate.sent and not device.is_gpu:
+            resting["weights for the sampler"] = estimate.sent
     if not device.is_gpu and estimate.copied:
         resting["copy for the writer"] = estimate.copied // max(1, estimate.processes)
     asleep = {part: size for part, size in engine.items() if part == ASLEEP}
@@ -456,6 +461,14 @@ def _phases(
         yield PhaseMemory("save", names, {**resting, **beside})
 
 
+def _sampler_phase(run: Any, actor: RolePlan, estimate: MemoryEstimate, device: DeviceRates, limit: int) -> PhaseMemory:
+    """The process of the role `sampler`, with a whole copy of the actor's model."""
+    memory = _role_memory(run, "actor", RoleLayout(NoSharding(), 1))
+    estimate = replace(estimate, cache=_cache_bytes(run, memory, workload(run)))
+    engine = _engine_parts(run, [replace(actor, memory=memory)], estimate, device, 0, limit)
+    return PhaseMemory("generate", ("sampler",), {"context": device.context, "weights": memory.weights, **engine})
+
+
 def _engine_parts(
     run: Any, members: Sequence[RolePlan], estimate: MemoryEstimate, device: DeviceRates, beside: int, limit: int
 ) -> dict[str, int]:
@@ -481,19 +494,3 @@ def _engine_parts(
     except ConfigError:  # it does not fit: the plan shows by how much
         cache = shape.cache_of(1)
     return {"engine weights": shape.weights, "keys and values": cache, **working}
-
-
-def free_memory(device: str, processes: int) -> int | None:
-    """Free bytes for each of this many processes on this machine; None if unknown."""
-    if device.startswith("cuda"):  # asked by the driver, which has no context on a GPU and shall not get one
-        gpu = gpu_memory_from_outside(torch.device(device).index or 0)
-        return None if gpu is None else gpu.free
-    free = free_main_memory()
-    return None if free is None else max(0, free // processes - _PROCESS_BYTES * (processes > 1))
-
-
-def free_disk(directory: Path) -> int:
-    """Free bytes on the file system of a directory, which may not exist yet."""
-    while not directory.exists():
-        directory = directory.parent
-    return shutil.disk_usage(directory).free

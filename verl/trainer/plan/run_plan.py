@@ -19,17 +19,17 @@ from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.models.model_stats import has_shipped_shapes
 from verl.trainer.plan.activations import num_experts
+from verl.trainer.plan.async_plan import AsyncPlan
 from verl.trainer.plan.changes import FittingChange, changes_that_fit
-from verl.trainer.plan.devices import DeviceRates, device_named, gpu_here
-from verl.trainer.plan.memory import (
-    GIB,
-    MemoryPlan,
-    estimate_memory,
+from verl.trainer.plan.devices import (
+    DeviceRates,
+    device_named,
     free_disk,
     free_main_memory,
     free_memory,
-    memory_plan,
+    gpu_here,
 )
+from verl.trainer.plan.memory import GIB, MemoryPlan, estimate_memory, memory_plan
 from verl.trainer.plan.step_time import RANGES, StageTime, share_lines, stage_times
 from verl.trainer.plan.workload import workload
 from verl.utils.external_input import write_text
@@ -52,6 +52,7 @@ class RunPlan:
         disk: sentences about checkpoints.
         changes: that make it fit, the cheapest first; empty if it fits.
         shipped: hub names of models whose config.json was not read, since their shapes are shipped with the package.
+        asynchronous: what `verl plan --async` adds.
     """
 
     device: DeviceRates
@@ -62,6 +63,7 @@ class RunPlan:
     changes: tuple[FittingChange, ...]
     response: int | None = None
     shipped: tuple[str, ...] = ()
+    asynchronous: AsyncPlan | None = None
 
     @property
     def step_s(self) -> float:
@@ -120,6 +122,9 @@ class RunPlan:
         yield from (f"  {line}" for line in share_lines(self.stages))
         yield ""
         yield from self.disk
+        if self.asynchronous is not None:
+            yield ""
+            yield from self.asynchronous.lines()
 
     def warnings(self, disk: int | None, host: int | None) -> Iterator[str]:
         """Warnings about insufficient memory or disk space.
@@ -159,7 +164,8 @@ class RunPlan:
 
     def to_json(self) -> dict[str, Any]:
         """All of it as numbers: bytes and seconds."""
-        return {
+        asynchronous = {} if self.asynchronous is None else {"async": self.asynchronous.to_json()}
+        return asynchronous | {
             "device": self.device.name,
             "shipped_shapes": list(self.shipped),
             "fits": self.fits,

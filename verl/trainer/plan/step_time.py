@@ -50,7 +50,7 @@ class _Work:
     device: DeviceRates
     ways: float = 1
 
-    def pass_s(self, tokens: int, length: int, calls: int = 1) -> tuple[float, str]:
+    def pass_s(self, tokens: float, length: int, calls: int = 1) -> tuple[float, str]:
         """Seconds of a forward pass of this many tokens in rows of a given length, divided into calls."""
         attention = 2 * self.sizes.layers * self.sizes.attention * length  # two products, half of them masked
         products = tokens * (2 * self.parameters + attention) / self.ways / self.device.flops(self.dtype)
@@ -72,11 +72,7 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
     new = (response or step.response) if step.generates else step.response
     rows, width = step.rows, step.prompt + new
     if step.generates and run.rollout.location != "server":
-        layout = memory.roles[0].memory.layout  # of the actor
-        in_process = -(-rows // (layout.shares if run.rollout.runs_ahead else layout.generation_shares))
-        same = layout.processes // layout.shares if run.rollout.runs_ahead else 1  # processes with the same rows
-        engine = replace(work["actor"], ways=layout.siblings)
-        stages.append(_generation(run, engine, in_process, same, step.prompt, new, device))
+        stages.append(engine_of(run, memory, device).stage(run, new))
     for role in memory.roles if step.generates else ():
         if role.name == "actor" and not run.algorithm.needs_old_log_probs:
             continue
@@ -126,32 +122,55 @@ def _calls(role: RolePlan, tokens: int) -> int:
     return max(1, -(-tokens // role.tokens))
 
 
-def _generation(run: Any, work: _Work, rows: int, same: int, prompt: int, new: int, device: DeviceRates) -> StageTime:
-    """Decoding: for each token of all rows the weights are read once, and the keys and values of every row. An engine's
-    stages take turns, so that only its tensor-parallel processes share this time. Where responses are shorter than they
-    may be, the last few are as long.
+@dataclass(frozen=True)
+class EngineTimes:
+    """Decoding: for each token of all rows the weights are read once, and the keys and values of every row.
 
-    Args:
-        rows: of a process.
-        same: number of processes that have the same rows.
+    Attributes:
+        work: of the model; an engine's stages take turns, so that only its tensor-parallel processes share the time.
+        rows, slots: of a step in this engine, and the most of them together.
+        engines: that share the rows of a step.
+        prompt: tokens.
     """
-    ways, siblings = getattr(run.rollout, "num_workers", 1), getattr(run.rollout, "tensor_parallel_size", 1)
-    together = getattr(run.rollout, "max_rows", None) or getattr(run.rollout, "max_num_seqs", rows)
-    rows *= max(1, ways // same)  # of an engine
-    batch = max(1, min(rows, together))
-    waves = -(-rows // batch)
-    engine = _Work(work.sizes, work.parameters, work.itemsize, work.dtype, device, max(siblings, work.ways))
-    read_s = engine.pass_s(rows * prompt // max(1, run.trainer.group_size), max(1, prompt), waves)[0]
-    cache_bytes = work.sizes.cache_elements * work.itemsize / engine.ways
 
-    def token_s(count: int, length: float) -> tuple[float, str]:
-        seconds, bound = engine.pass_s(count, int(length))
+    work: _Work
+    rows: int
+    slots: int
+    engines: int
+    prompt: int
+
+    def token_s(self, count: float, length: float) -> tuple[float, str]:
+        """Seconds of a token of each of so many rows of this length, and what bounds them."""
+        device, work = self.work.device, self.work
+        seconds, bound = work.pass_s(count, int(length))
+        cache_bytes = work.sizes.cache_elements * work.itemsize / work.ways
         return seconds + device.decode_s + count * length * cache_bytes / device.reads(), bound
 
-    each_s, bound = token_s(batch, prompt + new / 2)
-    longest = run.response_tokens
-    last_s = (longest - new) * token_s(min(batch, LAST_ROWS), prompt + (new + longest) / 2)[0]
-    return StageTime("generate", read_s + waves * new * each_s + max(0.0, last_s), bound)
+    def prompts_s(self, group_size: int) -> float:
+        """Seconds in which the prompts are read, those of a group once."""
+        waves = -(-self.rows // self.slots)
+        return self.work.pass_s(self.rows * self.prompt // max(1, group_size), max(1, self.prompt), waves)[0]
+
+    def stage(self, run: Any, new: int) -> StageTime:
+        """All rows, of `new` tokens on average; where that is less than they may have, the last few have as many."""
+        each_s, bound = self.token_s(self.slots, self.prompt + new / 2)
+        longest, waves = run.response_tokens, -(-self.rows // self.slots)
+        last_s = (longest - new) * self.token_s(min(self.slots, LAST_ROWS), self.prompt + (new + longest) / 2)[0]
+        seconds = self.prompts_s(run.trainer.group_size) + waves * new * each_s + max(0.0, last_s)
+        return StageTime("generate", seconds, bound)
+
+
+def engine_of(run: Any, memory: MemoryPlan, device: DeviceRates) -> EngineTimes:
+    """An engine of the run, which draws its share of a step's rows."""
+    layout, step = memory.roles[0].memory.layout, workload(run)  # of the actor
+    in_process = -(-step.rows // (layout.shares if run.rollout.runs_ahead else layout.generation_shares))
+    same = layout.processes // layout.shares if run.rollout.runs_ahead else 1  # processes with the same rows
+    ways, siblings = getattr(run.rollout, "num_workers", 1), getattr(run.rollout, "tensor_parallel_size", 1)
+    together = getattr(run.rollout, "max_rows", None) or getattr(run.rollout, "max_num_seqs", in_process)
+    rows = in_process * max(1, ways // same)
+    work = _work(memory.roles[0], device)
+    engine = replace(work, ways=max(siblings, layout.siblings))
+    return EngineTimes(engine, rows, max(1, min(rows, together)), max(1, step.rows // rows), step.prompt)
 
 
 def _update(

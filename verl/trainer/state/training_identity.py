@@ -42,6 +42,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "environment.history": "append",
     "algorithm.advantage.discount": "token",
     "algorithm.final_entropy_coef": None,
+    "algorithm.proximal": "trainer",
     "rollout.pipeline_parallel_size": 1,
     "rollout.router_replay": False,
     "actor.model.compile": False,

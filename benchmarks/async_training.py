@@ -1,0 +1,115 @@
+"""Asynchronous training against the best synchronous setting, and against what `verl plan --async` predicts.
+
+    python benchmarks/async_training.py              GRPO on the built-in model, ten minutes; --small for a look
+
+Runs with `rollout=hf`, one after another in each round: synchronous with all threads, and `max_staleness` 0, 1 and 2
+with half of the threads for each side. The prediction is made from the metrics of `max_staleness=0`. Prints one JSON
+line: responses per second and mean staleness of each setting, medians with quartiles over the rounds, without the steps
+in which the queue fills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import _workload as work
+from _progress import Progress
+from plan_time import GRPO, SHORT, verl
+
+BOUNDS = (0, 1, 2)
+
+
+def setting(bound: int | None, threads: int) -> list[str]:
+    """Overrides of a run; None for the synchronous one, which has all threads in each phase."""
+    if bound is None:
+        return [f"trainer.num_threads={threads}"]
+    per_side = max(1, threads // 2)  # S above 0 divides them by itself, where they are all cores
+    return ["trainer.mode=async", f"trainer.max_staleness={bound}", f"trainer.num_threads={per_side}"]
+
+
+def run(directory: Path, overrides: list[str]) -> list[dict[str, float]]:
+    """The metrics of each step of a run."""
+    verl("ppo", "checkpoint=off", f"hydra.run.dir={directory}", *SHORT, *overrides)
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [metrics for line in lines if "timing/step_s" in (metrics := line.get("metrics", line))]
+
+
+def summary(steps: list[dict[str, float]]) -> tuple[float, float]:
+    """Responses per second, and the mean staleness in syncs."""
+    lags = [sum(lag * step.get(f"async/lag_{lag}_share", 0.0) for lag in range(3)) for step in steps]
+    rate = sum(step["perf/samples"] for step in steps) / sum(step["timing/step_s"] for step in steps)
+    return rate, statistics.mean(lags)
+
+
+def one_round(options: argparse.Namespace, overrides: list[str], progress: Progress) -> dict[str, Any]:
+    """Each setting once, with what is predicted for it."""
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for bound in (None, *BOUNDS):
+            name = "sync" if bound is None else f"S={bound}"
+            progress.say(name)
+            steps = run(Path(directory) / name, [*overrides, *setting(bound, options.threads)])
+            results[name] = dict(zip(("samples_per_s", "staleness"), summary(steps[4:]), strict=True))
+        arguments = [*overrides, *setting(2, options.threads), "--async", "--from", f"{directory}/S=0", "--json"]
+        planned = json.loads(verl("plan", *arguments))["async"]["settings"]
+    for predicted in planned:
+        if predicted["max_staleness"] in BOUNDS:
+            result = results[f"S={predicted['max_staleness']}"]
+            result["predicted_ratio"] = predicted["samples_per_s"] / result["samples_per_s"]
+            result["predicted_staleness"] = predicted["staleness"]
+    return results
+
+
+def table_rows(results: dict[str, Any]) -> list[list[str]]:
+    best = results["sync"]["samples_per_s"][0]
+    rows = []
+    for name, result in results.items():
+        if name == "sync":
+            continue
+        (rate, spread), (ratio, _), (lag, _) = (
+            result[key] for key in ("samples_per_s", "predicted_ratio", "staleness")
+        )
+        rows.append(
+            [
+                f"GRPO, `trainer.mode=async`, {name}, `rollout=hf`, embedded model, half of the threads for each side",
+                f"{rate} {spread} responses/s, {rate / best:.2f}x the synchronous run ({best}); mean age {lag} syncs",
+                f"`verl plan --async`: {ratio:.2f}x, age {result['predicted_staleness'][0]}; target: within 15%, 0.2",
+            ]
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="short runs of small batches: to see that it works")
+    parser.add_argument("--steps", type=int, default=24, help="of each run (default 24)")
+    parser.add_argument("--rounds", type=int, default=3, help="of all settings (default 3)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 2, help="of a run (default: all cores)")
+    parser.add_argument("--tokens", type=int, default=16, help="longest response (default 16)")
+    parser.add_argument("--budget-s", type=float, default=1500, help="after which rounds are left out (default 1500)")
+    options = parser.parse_args()
+    sizes = [f"trainer.total_steps={options.steps}", f"rollout.max_new_tokens={options.tokens}"]
+    if options.small:
+        options.steps, options.rounds = 8, 1
+        sizes = ["actor=tiny_scratch", "trainer.total_steps=8", "trainer.prompts_per_step=4"]
+        sizes += ["rollout.max_new_tokens=8"]
+    overrides = [*GRPO, "rollout=hf", "algorithm.proximal=behaviour", *sizes]
+    progress = Progress("async_training", dict(vars(options)), options.budget_s)
+    rounds = [one_round(options, overrides, progress) for _ in progress.rounds("rounds", options.rounds)]
+    rounds = rounds if options.small else rounds[1:]
+    results = {
+        name: {key: work.spread([each[name][key] for each in rounds], 3) for key in rounds[0][name]}
+        for name in rounds[0]
+    }
+    progress.publish(results, table_rows(results), is_complete=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The simulation of asynchronous training: closed forms, its bound, and the seconds that it reads from a run."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from verl.cli.main import app
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
+from verl.trainer.plan.async_plan import (
+    LONGEST,
+    MEAN,
+    AsyncSetting,
+    AsyncTimes,
+    _Simulation,
+    plan_async,
+    recorded_lengths,
+    recorded_times,
+    simulate,
+)
+
+GRPO = ["algorithm=grpo", "critic=none", "algorithm.proximal=behaviour"]
+ASYNC_2 = ["trainer.mode=async", "trainer.max_staleness=2"]
+TIMES = AsyncTimes(token_s=lambda rows: 1.0, slots=99, train_s=10.0, source="a test")
+
+
+def run_of(*overrides):
+    return validate(compose_root("ppo", [*GRPO, *overrides]))
+
+
+def lengths(*tokens):
+    return lambda chance: tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "bound", "step_s", "trainer_idle", "engine_idle"),
+    [
+        ({}, 0, 20 + 10, 2 / 3, 1 / 3),  # in turn
+        ({}, 1, 20, 1 / 2, 0),  # the slower side alone
+        ({"train_s": 40.0}, 1, 40, 0, 1 / 2),
+        ({"slots": 1}, 1, 25, 15 / 25, 0),  # one row after another
+        ({"prompts_s": 5.0, "load_s": 3.0}, 2, 20 + 5 + 3, 18 / 28, 0),
+        ({"calls": 1, "latency_s": 30.0}, 0, 20 + 30 + 10, 50 / 60, 37.5 / 60),  # open: 0 to 10, 32.5 to 35, 40 to 50
+        ({"sync_s": 7.0, "sync_waits": True}, 1, 20 + 7, 10 / 27, 7 / 27),  # the sync waits, and holds the engine up
+        ({"devices": 2}, 1, 20, 0, 0),  # half of the devices train for twice as long
+    ],
+)
+def test_the_seconds_of_a_step_are_those_of_a_closed_form(settings, bound, step_s, trainer_idle, engine_idle):
+    simulated = simulate(AsyncSetting(bound, 1, 1), replace(TIMES, **settings), lengths(5, 20))
+    assert 2 / simulated.samples_per_s == pytest.approx(step_s)
+    assert (simulated.trainer_idle, simulated.engine_idle) == pytest.approx((trainer_idle, engine_idle))
+    assert simulated.staleness == pytest.approx(bound)  # drained: every token is as old as it may be
+
+
+def test_updates_in_flight_keep_the_bound_and_make_tokens_younger():
+    for seed in range(200):
+        chance = random.Random(seed)
+        bound, drains = chance.randint(0, 4), chance.random() < 0.5
+        times = replace(
+            TIMES,
+            token_s=lambda rows, fixed=seed % 7 / 7: fixed + 0.1 * rows,
+            slots=chance.randint(1, 9),
+            train_s=chance.uniform(0, 40),
+            load_s=chance.uniform(0, 2),
+            sync_s=chance.uniform(0, 2),
+            calls=chance.randint(0, 2),
+            latency_s=chance.uniform(0, 9),
+            drains=drains,
+        )
+        simulation = _Simulation(AsyncSetting(bound, 1, 1), times, lambda drawn: [drawn.randint(1, 60) for _ in "1234"])
+        simulation.run()
+        assert 0 <= min(simulation.lags) <= max(simulation.lags) <= bound
+        assert not drains or set(simulation.lags) == {bound}
+    drained, in_flight = (
+        simulate(AsyncSetting(2, 1, 1), replace(TIMES, drains=drains), lengths(1, 2, 3, 90)) for drains in (True, False)
+    )
+    assert in_flight.samples_per_s > 1.5 * drained.samples_per_s  # the longest response holds only its own batch up
+    assert in_flight.staleness < drained.staleness
+
+
+def test_the_rate_of_decoding_is_read_from_the_metrics_of_a_run():
+    drawn = random.Random(0)
+    longest = [drawn.randint(50, 90) for _ in range(20)]
+    tokens = [drawn.randint(200, 500) for _ in range(20)]
+    generate_s = [0.02 * a + 0.001 * b for a, b in zip(longest, tokens, strict=True)]
+    columns = {MEAN: [x / 12 for x in tokens], LONGEST: longest, "perf/tokens": tokens, "timing/gen_s": generate_s}
+    columns |= {"timing/sync_s": [0.5] * 20, "timing/step_s": [3.5 + x for x in generate_s]}
+    run = run_of("trainer.prompts_per_step=3", "trainer.group_size=4")
+    times = recorded_times(run, columns, "a run")
+    assert (times.token_s(0), times.token_s(10)) == pytest.approx((0.02, 0.03))
+    assert (times.train_s, times.sync_s, times.slots) == pytest.approx((3.0, 0.5, 12))
+    draws = recorded_lengths(run, columns)
+    rows = [draws(drawn) for _ in range(200)]
+    assert {len(batch) for batch in rows} == {12}
+    assert {max(batch) for batch in rows} == set(longest)
+    assert sum(map(sum, rows)) / 200 == pytest.approx(sum(tokens) / 20, rel=0.05)
+
+
+def test_the_best_split_gives_both_sides_as_much_as_they_need():
+    times = replace(TIMES, devices=8, token_s=lambda rows: 0.3 + 0.01 * rows, train_s=3.0)
+    planned = plan_async(run_of(*ASYNC_2), times, lengths(*[10] * 16))
+    assert {(setting.generate, setting.train) for setting in planned.settings[1:]} == {(2, 6)}  # 3.8 and 4 seconds
+    assert [setting.max_staleness for setting in planned.settings] == [None, 0, 1, 2, 4]
+    assert planned.best.max_staleness == 1
+
+
+def test_the_command_prints_a_table_and_numbers():
+    arguments = ["plan", *GRPO, *ASYNC_2, "--async", "--lengths", "4,8", "--device", "cpu"]
+    text = CliRunner().invoke(app, arguments)
+    assert text.exit_code == 0
+    assert "arithmetic, nothing was run" in " ".join(text.output.split())
+    planned = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
+    assert [setting["max_staleness"] for setting in planned["async"]["settings"]] == [None, 0, 1, 2, 4]
+    assert planned["async"]["best"] in planned["async"]["settings"]
+    (sampler,) = (phase["parts"] for phase in planned["phases"] if phase["roles"] == ["sampler"])
+    actor = next(phase["parts"] for phase in planned["phases"] if phase["name"] == "rest")
+    assert sampler["weights"] == actor["actor weights"]  # the copy is in a row of its own, with its cache
+    assert sampler["keys and values"] > 0
+    assert actor["weights for the sampler"] == 3 * actor["actor weights"]
+    refused = CliRunner().invoke(app, [*arguments, "--lengths", "4,x"])
+    assert (refused.exit_code, "--lengths is '4,x'" in refused.output) == (2, True)

@@ -1,0 +1,327 @@
+"""Asynchronous training, simulated by a heap of events: responses per second, idle shares, staleness.
+
+trainer   batch t is whole ── admits batch t+S ── train_s ── sync_s ── waits for batch t+1
+engine    each open row gets a token in token_s(rows) seconds ──> a row ends, or waits for a tool
+
+Admission is that of `verl.trainer.rollout_pipeline`. With `rollout.weight_update=drain` the engine carries out batches
+and weight updates one after another; otherwise rows of several batches are open, and an update stops them for `load_s`.
+Devices are divided between the two sides in proportion: rows over engines, and `train_s` over the devices that train.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from verl.trainer.plan.devices import DeviceRates
+from verl.trainer.plan.memory import MemoryPlan
+from verl.trainer.plan.step_time import StageTime, engine_of
+from verl.trainer.plan.workload import role_processes, workload
+
+STEPS = 40  # that are measured
+STALENESS = (0, 1, 2, 4)
+MEAN, LONGEST = "rollout/response_length_tokens", "rollout/response_length_max_tokens"
+RUN_COLUMNS = (MEAN, LONGEST, "perf/tokens", "timing/gen_s", "timing/sync_s", "timing/step_s")
+Columns = Mapping[str, Sequence[float]]  # metrics of a run by step: `RUN_COLUMNS`
+Lengths = Callable[[random.Random], Sequence[float]]  # tokens of each response of a batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncTimes:
+    """Seconds that both sides take.
+
+    Attributes:
+        token_s: in which an engine with so many rows draws a token of each.
+        slots: most rows of an engine.
+        prompts_s: of a batch before its first token.
+        train_s: of a step without generation and sync, on all devices.
+        sync_s: of a sync, for which the trainer waits.
+        load_s: of a sync, in which the engine does not draw.
+        calls, latency_s: of tools in a response, and the seconds of each.
+        devices: of both sides together; each has an engine where it generates.
+        drains: whether the engine finishes what it has begun before it takes new weights.
+        sync_waits: whether a sync of the trainer waits for that.
+        source: where the seconds come from, for a sentence.
+    """
+
+    token_s: Callable[[float], float]
+    slots: int
+    train_s: float
+    prompts_s: float = 0.0
+    sync_s: float = 0.0
+    load_s: float = 0.0
+    calls: int = 0
+    latency_s: float = 0.0
+    devices: int = 1
+    drains: bool = True
+    sync_waits: bool = False
+    source: str
+
+
+@dataclass(frozen=True)
+class AsyncSetting:
+    """One simulated setting.
+
+    Attributes:
+        max_staleness: None for `trainer.mode=sync`, where all devices generate, then train.
+        generate, train: devices of each side.
+        trainer_idle, engine_idle: shares of the time.
+        staleness: mean over tokens, in syncs.
+    """
+
+    max_staleness: int | None
+    generate: int
+    train: int
+    samples_per_s: float = 0.0
+    trainer_idle: float = 0.0
+    engine_idle: float = 0.0
+    staleness: float = 0.0
+
+
+@dataclass
+class _Row:
+    batch: int
+    tokens: float  # until its end, or the next call of a tool
+    calls: int
+    start: float = 0.0
+
+
+class _Simulation:
+    """One run of `setting`.
+
+    Attributes:
+        tokens: that a row would have which was open from the beginning.
+        changes: `tokens` at each change of the weights.
+        drawn: tokens by batch and version of the weights.
+        marks: time and busy seconds of trainer and engine at the beginning of the training of each batch.
+    """
+
+    def __init__(self, setting: AsyncSetting, times: AsyncTimes, lengths: Lengths):
+        self.times, self.lengths, self.chance = times, lengths, random.Random(0)
+        self.ahead, self.engines = setting.max_staleness or 0, setting.generate
+        self.train_s = times.train_s * times.devices / setting.train
+        self.now = self.tokens = self.trainer_s = self.engine_s = 0.0
+        self.events: list[tuple[float, int, int | None, Callable[[], None]]] = []
+        self.order, self.stamp = itertools.count(), 0
+        self.jobs: deque[int | None] = deque()  # batches to begin; None: weights
+        self.active: list[tuple[float, int, _Row]] = []
+        self.waiting: deque[_Row] = deque()
+        self.open: Counter[int] = Counter()
+        self.drawn: dict[int, Counter[int]] = {}
+        self.changes: list[float] = []
+        self.lags: Counter[int] = Counter()
+        self.marks: list[tuple[float, float, float]] = []
+        self.step = self.begun = self.rows = 0
+        self.is_paused, self.trainer = False, "waits"
+
+    def run(self) -> None:
+        self._begin(1)
+        while len(self.marks) <= self.ahead + 1 + STEPS:
+            self.stamp += 1
+            if self.active and not self.is_paused:
+                seconds = (self.active[0][0] - self.tokens) * self._token_s()
+                heapq.heappush(self.events, (self.now + seconds, next(self.order), self.stamp, self._end_rows))
+            time, _, stamp, action = heapq.heappop(self.events)
+            while stamp not in (None, self.stamp):  # rows began or ended since it was computed
+                time, _, stamp, action = heapq.heappop(self.events)
+            span, self.now = time - self.now, time
+            if self.active and not self.is_paused:
+                self.tokens += span / self._token_s()
+            self.engine_s += span * bool(self.active or self.is_paused)
+            self.trainer_s += span * (self.trainer in ("trains", "syncs"))
+            action()
+            self._next_job()
+            self._next_stage()
+
+    def _token_s(self) -> float:
+        return self.times.token_s(len(self.active) / self.engines)
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (self.now + seconds, next(self.order), None, action))
+
+    def _begin(self, end: int) -> None:
+        """Ask the engine for the batches before `end` that were not begun."""
+        self.jobs.extend(range(self.begun, end))
+        self.begun = max(self.begun, end)
+        self._next_job()
+
+    def _next_job(self) -> None:
+        is_free = not self.is_paused and not (self.times.drains and self.open)
+        if self.jobs and is_free:
+            job, self.is_paused = self.jobs.popleft(), True
+            self._after(self.times.load_s if job is None else self.times.prompts_s, lambda: self._start(job))
+
+    def _start(self, job: int | None) -> None:
+        self.is_paused = False
+        if job is None:
+            self.changes.append(self.tokens)
+            return
+        lengths, calls = self.lengths(self.chance), self.times.calls
+        self.rows, self.open[job], self.drawn[job] = len(lengths), len(lengths), Counter()
+        self._open(*(_Row(job, length / (calls + 1), calls) for length in lengths))
+
+    def _open(self, *rows: _Row) -> None:
+        self.waiting.extend(rows)
+        while self.waiting and len(self.active) < self.times.slots * self.engines:
+            row = self.waiting.popleft()
+            row.start = self.tokens
+            heapq.heappush(self.active, (row.start + row.tokens, next(self.order), row))
+
+    def _end_rows(self) -> None:
+        self.tokens = self.active[0][0]
+        while self.active and self.active[0][0] <= self.tokens:
+            end, _, row = heapq.heappop(self.active)
+            start, version = row.start, bisect_right(self.changes, row.start)
+            for change in [*self.changes[version:], end]:
+                self.drawn[row.batch][version] += change - start
+                start, version = change, version + 1
+            if row.calls:
+                row.calls -= 1
+                self._after(self.times.latency_s, lambda row=row: self._open(row))
+            else:
+                self.open -= Counter([row.batch])
+        self._open()
+
+    def _next_stage(self) -> None:
+        """Let the trainer go on, if what it waits for is there."""
+        if self.trainer == "waits" and self.step in self.drawn and not self.open[self.step]:
+            if len(self.marks) > self.ahead:
+                self.lags.update({self.step - version: n for version, n in self.drawn[self.step].items()})
+            self.marks.append((self.now, self.trainer_s, self.engine_s))
+            self.trainer = "trains"
+            self._after(self.train_s, lambda: setattr(self, "trainer", "drains"))
+            self._begin(self.step + self.ahead + 1)
+        if self.trainer == "drains" and not (self.times.sync_waits and (self.open or self.jobs or self.is_paused)):
+            self.trainer = "syncs"
+            self._after(self.times.sync_s, self._synced)
+
+    def _synced(self) -> None:
+        self.jobs.append(None)
+        self.step, self.trainer = self.step + 1, "waits"
+        self._begin(self.step + 1)
+
+
+def simulate(setting: AsyncSetting, times: AsyncTimes, lengths: Lengths) -> AsyncSetting:
+    """The setting with its numbers, without the steps in which the queue fills."""
+    simulation = _Simulation(setting, times, lengths)
+    simulation.run()
+    first, last = np.array(simulation.marks[simulation.ahead + 1]), np.array(simulation.marks[-1])
+    seconds, trainer_s, engine_s = (last - first).tolist()
+    tokens = sum(simulation.lags.values())
+    return replace(
+        setting,
+        samples_per_s=STEPS * simulation.rows / seconds,
+        trainer_idle=max(0.0, 1 - trainer_s / seconds),
+        engine_idle=max(0.0, 1 - engine_s / seconds),
+        staleness=sum(lag * n for lag, n in simulation.lags.items()) / tokens,
+    )
+
+
+@dataclass(frozen=True)
+class AsyncPlan:
+    """Settings of asynchronous training, and the synchronous one first."""
+
+    settings: tuple[AsyncSetting, ...]
+    source: str
+
+    @property
+    def best(self) -> AsyncSetting:
+        """The fastest; of those within 2 percent of it the least stale."""
+        fastest = max(setting.samples_per_s for setting in self.settings)
+        return next(s for s in self.settings if s.samples_per_s >= 0.98 * fastest)
+
+    def lines(self) -> Iterator[str]:
+        """A table in plain text."""
+        yield f"Asynchronous training by simulation, with seconds from {self.source}: arithmetic, nothing was run."
+        yield "max_staleness   generate+train  samples/s  idle: trainer  engine    lag"
+        for s in self.settings:
+            name = "mode=sync" if s.max_staleness is None else str(s.max_staleness)
+            split = "in turn" if s.max_staleness is None else f"{s.generate}+{s.train}"
+            idle = f"{s.trainer_idle:>15.0%}{s.engine_idle:>8.0%}"
+            mark = "*" if s is self.best else " "
+            yield f"{mark}{name:<14}{split:>15}{s.samples_per_s:>11.3g}{idle}{s.staleness:>7.2f}"
+        yield "* the best; lag: mean age of a token in weight syncs"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"source": self.source, "settings": [asdict(s) for s in self.settings], "best": asdict(self.best)}
+
+
+def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
+    """Simulate the synchronous run, the best split of the devices for its `max_staleness`, and other bounds with it.
+
+    With one device, a second one like it generates.
+    """
+    drains = run.rollout.weight_update == "drain"
+    times = replace(times, drains=drains, sync_waits=drains and run.rollout.runs_ahead)
+    count, staleness = times.devices, run.trainer.max_staleness
+    splits = [(k, count - k) for k in range(1, count)] or [(1, 1)]
+    tried = (simulate(AsyncSetting(staleness, *split), times, lengths) for split in splits)
+    best = max(tried, key=lambda setting: setting.samples_per_s)
+    bounds = sorted({*STALENESS, staleness} if not times.sync_waits else {0, min(1, staleness)})
+    settings = [AsyncSetting(None, count, count), *(replace(best, max_staleness=bound) for bound in bounds)]
+    return AsyncPlan(tuple(simulate(setting, times, lengths) for setting in settings), times.source)
+
+
+def length_draws(run: Any, lengths: Sequence[int] | None, mean: int | None) -> Lengths:
+    """Batches whose responses are of these lengths, or exponential with this mean, or as long as they may be."""
+    rows, most = workload(run).rows, run.response_tokens
+    if lengths is not None or mean is None:
+        return lambda chance: chance.choices(lengths or [most], k=rows)
+    return lambda chance: [min(most, 1 + round(chance.expovariate(1 / mean))) for _ in range(rows)]
+
+
+def recorded_lengths(run: Any, columns: Columns) -> Lengths:
+    """Batches whose mean and longest length are those of a recorded step; a power of a uniform number between."""
+    rows, means, longest = workload(run).rows, columns[MEAN], columns[LONGEST]
+
+    def draw(chance: random.Random) -> list[float]:
+        index = chance.randrange(len(means))
+        most, others = longest[index], rows - 1
+        mean = max(1.0, (means[index] * rows - most) / max(1, others))
+        return [most, *(most * chance.random() ** max(0.0, most / mean - 1) for _ in range(others))]
+
+    return draw
+
+
+def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], device: DeviceRates) -> AsyncTimes:
+    """Seconds by the plan of the run."""
+    engine, by_name = engine_of(run, memory, device), {stage.name: stage.seconds for stage in stages}
+    length = engine.prompt + run.response_tokens / 2
+    sync_s = by_name.get("sync", memory.roles[0].memory.weights / device.link)
+    return AsyncTimes(
+        token_s=lambda count: engine.token_s(count, length)[0],
+        slots=engine.slots,
+        prompts_s=engine.prompts_s(run.trainer.group_size),
+        train_s=sum(seconds for name, seconds in by_name.items() if name not in ("generate", "sync")),
+        sync_s=sync_s,
+        load_s=sync_s,
+        devices=engine.engines,
+        source=f"the plan for {device.name}",
+    )
+
+
+def recorded_times(run: Any, columns: Columns, source: str) -> AsyncTimes:
+    """Seconds by the metrics of a run without generation ahead: a batch takes a seconds for each token of its longest
+    response and b for each token of all, by least squares. The first step, which warms up, is left out."""
+    x = {name: np.asarray(values[1:], dtype=float) for name, values in columns.items()}
+    longest, generate_s = x[LONGEST], x["timing/gen_s"]
+    by_step, by_token = np.linalg.lstsq(np.stack([longest, x["perf/tokens"]], 1), generate_s, rcond=None)[0]
+    if by_step < 0 or by_token < 0:  # lengths that hardly vary do not tell one from the other
+        by_step, by_token = generate_s.sum() / longest.sum(), 0.0
+    sync_s, count = float(np.median(x["timing/sync_s"])), role_processes(run)["actor"]
+    return AsyncTimes(
+        token_s=lambda rows: by_step + by_token * count * rows,
+        slots=workload(run).rows,
+        train_s=float(np.median(x["timing/step_s"] - generate_s)) - sync_s,
+        sync_s=sync_s,
+        devices=count,
+        source=source,
+    )
