@@ -156,38 +156,39 @@ class World:{recovery}
 @pytest.mark.parametrize(
     ("recovery", "status", "told"),
     [
-        ("stateless, async", 0, r"journal: [1-9]\d* reused, \d+ replayed, 0 restarted"),
         ("stateless", 0, r"journal: [1-9]\d* reused, \d+ replayed, 0 restarted"),
         ("deterministic", 0, r"journal: 0 reused, [1-9]\d* replayed, 0 restarted"),
         ("restart", 2, "episodes were begun anew: recovery of their environment is restart"),
     ],
 )
 def test_a_run_killed_inside_of_its_episodes_comes_back_to_the_same_tokens(recovery, status, told, tmp_path):
-    steps, mode = 2, []
-    if recovery == "stateless, async":
-        correction = "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"
-        steps, mode = 3, ["trainer.mode=async", correction]
-    if recovery.startswith("stateless"):
+    if recovery == "stateless":
         environment = ["environment=calculator", "reward=exact_match", "data=calculator", "data.held_out=4"]
     else:
         own = f'\n    recovery = "{recovery}"\n' if recovery != "restart" else ""
         (tmp_path / "world.py").write_text(WORLD.format(recovery=own))
         environment = ["environment=function", f"environment.path={tmp_path}/world.py:World"]
     given = [text for text in EPISODES if text.split("=")[0] not in [one.split("=")[0] for one in environment]]
-    arguments = ["--in-episode", "--at", "1", "--steps", f"{steps}", *given, *environment, *mode]
-    result = runner.invoke(app, ["resume-check", *arguments])
+    result = runner.invoke(app, ["resume-check", "--in-episode", "--steps", "2", *given, *environment])
     assert result.exit_code == status, result.output
-    assert f"killed in the episodes of step {steps}, after " in result.output
+    assert "killed in the episodes of step 2, after " in result.output
     assert re.search(told, result.output)
     if status == 0:
         assert "are equal bit by bit" in result.output
 
 
 @pytest.mark.exhaustive
-def test_a_run_without_a_journal_cannot_be_checked_inside_of_an_episode(model32, tmp_path):
-    result = check("--in-episode", "--steps", "2", model=model32, directory=tmp_path)
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "--in-episode: the run keeps no journal of the episodes of step 2."),
+        (["trainer.mode=async", "trainer.max_staleness=0"], "--in-episode: trainer.mode is async"),
+    ],
+)
+def test_a_run_that_cannot_be_checked_inside_of_an_episode_is_refused(overrides, said, model32, tmp_path):
+    result = check("--in-episode", "--steps", "2", *overrides, model=model32, directory=tmp_path)
     assert result.exit_code == 2
-    assert "--in-episode: the run keeps no journal of the episodes of step 2." in result.output
+    assert said in result.output
 
 
 @pytest.mark.parametrize(

@@ -185,20 +185,22 @@ def check_resume(
 
 
 def _kill_in_episode(launcher: RunLauncher, stop_after: int) -> None:
-    """Run to a checkpoint after step k, and kill during the episodes that begin in the next step, by the answers in
-    their journal. They are those of that step, or of a later one with `trainer.mode=async`."""
+    """Run to a checkpoint after step k, and kill during the episodes of the next one, by the answers in its journal."""
     from verl.trainer.state.compare_runs import origin_of
 
-    settings = origin_of(launcher.directory / "straight").settings["trainer"]
-    is_async = settings["mode"] == "async" or settings["rollout_ahead"]
-    step = stop_after + 1 + (settings["max_staleness"] if is_async else 0)
+    settings, step = origin_of(launcher.directory / "straight").settings["trainer"], stop_after + 1
+    if settings["mode"] == "async" or settings["rollout_ahead"]:
+        raise ConfigError(
+            "--in-episode: trainer.mode is async (or rollout_ahead is 1), where the episodes of a step are played "
+            "before the step before it is saved. Leave one out."
+        )
     answers = _num_answers(launcher, "straight", step)
     if not answers:
         raise ConfigError(
-            f"--in-episode: the run keeps no journal of the episodes of step {step}. It needs so many --steps, an "
-            "environment that has one (not none, nor agent_program), and environment.journal=true."
+            f"--in-episode: the run keeps no journal of the episodes of step {step}. It needs an environment that "
+            "has one (not none, nor agent_program), and environment.journal=true."
         )
-    saves = [f"checkpoint.save_interval={stop_after}", f"trainer.stop_after={stop_after + 1}"]
+    saves = [f"checkpoint.save_interval={stop_after}", f"trainer.stop_after={step}"]
     for share in KILL_AFTER:
         for name in ("interrupted", "stopped_checkpoints"):
             shutil.rmtree(launcher.directory / name, ignore_errors=True)
@@ -261,8 +263,7 @@ def resume_check(
 ) -> None:
     """Compare N uninterrupted steps with k steps, a stop, a resume and N - k steps, and print the first difference.
 
-    With --in-episode the second run is killed during the episodes that begin in step k + 1, and resumed from their
-    journal.
+    With --in-episode the second run is killed during the episodes of step k + 1, and resumed from their journal.
     """
     overrides = [*([] if config_dir is None else [f"--config-dir={config_dir}"]), *(overrides or ())]
     layout = [] if to_sharding is None else [f"sharding={to_sharding}"]
