@@ -79,6 +79,11 @@ class PPODescription(Description):
         return self.shardings() | ({SAMPLER: NoSharding()} if self.has_sampler else {})
 
     @property
+    def is_in_flight(self) -> bool:
+        """Whether weights change while responses are open."""
+        return bool(self.trainer.staleness) and self.rollout.weight_update == "in_flight"
+
+    @property
     def response_tokens(self) -> int:
         """Maximum number of tokens of a row after its prompt."""
         return self.rollout.max_new_tokens if self.environment is None else self.environment.max_tokens

@@ -3,12 +3,17 @@
 actor ── weights ──> load(version, weights) ──> the copy ──> digests, which the driver compares
                      generate(prompts)      ──> rows, with the version of the weights that drew them
 
-Calls are carried out in the order they were made: weights change between two batches, never within one.
+Calls are carried out in the order they were made. With `rollout.weight_update=drain` weights change between two
+batches, never within one. With `in_flight` a `StepLoop` generates, and they change between two tokens:
+
+                     begin_batch(prompts), finish_batch(step)
+                     save_rows(step)        ──> open rows and finished ones, for a checkpoint
+                     restore_rows(state)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,28 +36,30 @@ from verl.utils.memory import computes_bfloat16, make_current
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor
 from verl.workers.colocated import RoleProcess, with_tokenizer
+from verl.workers.schedule import ScheduleOptions
+from verl.workers.step_loop import StepLoop, StepWorker
 
 
-class SamplerWorker:
+class SamplerWorker(StepWorker):
     """The running role.
 
     Args:
         model: the copy; its weights mean nothing before the first `load`.
     """
 
-    def __init__(self, model: Any, sampler: ResponseSampler):
-        self.model, self.sampler, self.version = model, sampler, -1
+    def __init__(self, model: Any, sampler: ResponseSampler, loop: StepLoop | None = None):
+        self.model, self.sampler, self.loop, self.version = model, sampler, loop, -1
 
     @on_all
     def load(self, version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Take the weights of `ActorWorker.rollout_weights`; returns the digest of each tensor of the model then."""
-        live = live_tensors(self.model)
-        with torch.no_grad():
-            for name, x in weights.items():
-                live[name].copy_(x)
-        self.sampler.sync()
+        if self.loop is None:
+            self._copy(weights)
+            self.sampler.sync()
+        else:
+            self.loop.take_weights(version, lambda: self._copy(weights))
         self.version = version
-        return weight_digests({name: live[name] for name in weights})
+        return self._digests(weights)
 
     @by_rows
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
@@ -61,9 +68,28 @@ class SamplerWorker:
         refuse_wrong_responses(rows, self.model.config.get_text_config().vocab_size)
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
 
+    @on_all
+    def restore_rows(self, state: Mapping[str, Tensor], version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
+        """Go on from what `save_rows` gave, with the weights of then; returns the digest of each tensor."""
+        assert self.loop is not None
+        self.loop.restore(state, version, lambda: self._copy(weights))
+        return self._digests(weights)
+
     def close(self) -> None:
         """Free the engine."""
+        if self.loop is not None:
+            self.loop.close()
         self.sampler.close()
+
+    @torch.no_grad()
+    def _copy(self, weights: Mapping[str, Tensor]) -> None:
+        live = live_tensors(self.model)
+        for name, x in weights.items():
+            live[name].copy_(x)
+
+    def _digests(self, names: Iterable[str]) -> dict[str, str]:
+        live = live_tensors(self.model)
+        return weight_digests({name: live[name] for name in names})
 
 
 @component
@@ -73,11 +99,13 @@ class SamplerHost(Description):
     Args:
         actor: whose model is copied.
         environment: of the episodes, which are played in this process; None where a response is one turn.
+        schedule: of weights that change between two tokens; None: between two batches.
     """
 
     actor: Actor
     rollout: Rollout
     environment: EnvironmentDescription | None = None
+    schedule: ScheduleOptions | None = None
 
     def worker_types(self) -> dict[str, type]:
         return {"sampler": SamplerWorker}
@@ -98,7 +126,10 @@ class SamplerHost(Description):
         model = actor.load("causal_lm", context.device, None, "actor", parallel)
         paths_for(model, context.row_tokens or self.rollout.max_new_tokens, "actor.model", shares_tokens=False)
         parallel.shard_model(model, actor.decided_autocast)
-        host.workers["sampler"] = SamplerWorker(model, actor.sampler(model, self.rollout, self.environment, context))
+        sampler, loop = actor.sampler(model, self.rollout, self.environment, context), None
+        if self.schedule is not None:
+            loop = StepLoop(sampler, context.row_tokens, self.schedule.build(context))
+        host.workers["sampler"] = SamplerWorker(model, sampler, loop)
         return host
 
 
