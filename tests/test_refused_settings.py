@@ -210,12 +210,12 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     ([*CORRECTED, "rollout=auto"], "AutoRollout cannot generate while the weights are trained"),
     ([*CORRECTED, "rollout=vllm", "trainer.rollout_ahead=0", *ASYNC_2], "a sync of VLLMRollout waits for what it has"),
     (
-        [*CORRECTED, "trainer=ray", "trainer.placement.pools={a:[sampler,critic]}"],
+        [*CORRECTED, "trainer=ray", "+trainer.placement.pools={a:[sampler,critic]}"],
         "the pool a has critic, sampler: the sampler generates while the others work",
     ),
     ([*CORRECTED, "trainer=ray", "trainer.placement.in_driver=[sampler]"], "it generates while the driver works"),
     (
-        [*CORRECTED, "trainer=mesh", "trainer.placement.sub_meshes={sampler:[cpu:0,cpu:1]}", "trainer.device=cpu"],
+        [*CORRECTED, "trainer=mesh", "+trainer.placement.sub_meshes={sampler:[cpu:0,cpu:1]}", "trainer.device=cpu"],
         "puts sampler on cpu:0, cpu:1",
     ),
     ([*CORRECTED, "trainer.max_staleness=2"], "rollout_ahead is 1, which means mode=async with max_staleness=1"),
