@@ -14,7 +14,7 @@ import heapq
 import itertools
 import random
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -115,9 +115,9 @@ class _Simulation:
         self.active: list[tuple[float, int, _Row]] = []
         self.waiting: deque[_Row] = deque()
         self.open: Counter[int] = Counter()
-        self.drawn: dict[int, Counter[int]] = {}
+        self.drawn: dict[int, defaultdict[int, float]] = {}
         self.changes: list[float] = []
-        self.lags: Counter[int] = Counter()
+        self.lags: defaultdict[int, float] = defaultdict(float)
         self.marks: list[tuple[float, float, float]] = []
         self.step = self.begun = self.rows = 0
         self.is_paused, self.trainer = False, "waits"
@@ -165,7 +165,7 @@ class _Simulation:
             self.changes.append(self.tokens)
             return
         lengths, calls = self.lengths(self.chance), self.times.calls
-        self.rows, self.open[job], self.drawn[job] = len(lengths), len(lengths), Counter()
+        self.rows, self.open[job], self.drawn[job] = len(lengths), len(lengths), defaultdict(float)
         self._open(*(_Row(job, length / (calls + 1), calls) for length in lengths))
 
     def _open(self, *rows: _Row) -> None:
@@ -193,8 +193,8 @@ class _Simulation:
     def _next_stage(self) -> None:
         """Let the trainer go on, if what it waits for is there."""
         if self.trainer == "waits" and self.step in self.drawn and not self.open[self.step]:
-            if len(self.marks) > self.ahead:
-                self.lags.update({self.step - version: n for version, n in self.drawn[self.step].items()})
+            for version, n in self.drawn[self.step].items() if len(self.marks) > self.ahead else ():
+                self.lags[self.step - version] += n
             self.marks.append((self.now, self.trainer_s, self.engine_s))
             self.trainer = "trains"
             self._after(self.train_s, lambda: setattr(self, "trainer", "drains"))
