@@ -46,7 +46,7 @@ class AsyncTimes:
         sync_s: of a sync, for which the trainer waits.
         load_s: of a sync, in which the engine does not draw.
         calls, latency_s: of tools in a response, and the seconds of each.
-        devices: of both sides together; each has an engine where it generates.
+        devices, per_engine: of both sides together; of an engine.
         drains: whether the engine finishes what it has begun before it takes new weights.
         sync_waits: whether a sync of the trainer waits for that.
         source: where the seconds come from, for a sentence.
@@ -61,6 +61,7 @@ class AsyncTimes:
     calls: int = 0
     latency_s: float = 0.0
     devices: int = 1
+    per_engine: int = 1
     drains: bool = True
     sync_waits: bool = False
     source: str
@@ -106,7 +107,7 @@ class _Simulation:
 
     def __init__(self, setting: AsyncSetting, times: AsyncTimes, lengths: Lengths):
         self.times, self.lengths, self.chance = times, lengths, random.Random(0)
-        self.ahead, self.engines = setting.max_staleness or 0, setting.generate
+        self.ahead, self.engines = setting.max_staleness or 0, setting.generate / times.per_engine
         self.train_s = times.train_s * times.devices / setting.train
         self.now = self.tokens = self.trainer_s = self.engine_s = 0.0
         self.events: list[tuple[float, int, int | None, Callable[[], None]]] = []
@@ -257,12 +258,12 @@ class AsyncPlan:
 def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
     """Simulate the synchronous run, the best split of the devices for its `max_staleness`, and other bounds with it.
 
-    With one device, a second one like it generates.
+    Where one engine takes all devices, as many others generate.
     """
     drains = run.rollout.weight_update == "drain"
     times = replace(times, drains=drains, sync_waits=drains and run.rollout.runs_ahead)
-    count, staleness = times.devices, run.trainer.max_staleness
-    splits = [(k, count - k) for k in range(1, count)] or [(1, 1)]
+    count, each, staleness = times.devices, times.per_engine, run.trainer.max_staleness
+    splits = [(k, count - k) for k in range(each, count, each)] or [(count, count)]
     tried = (simulate(AsyncSetting(staleness, *split), times, lengths) for split in splits)
     best = max(tried, key=lambda setting: setting.samples_per_s)
     bounds = sorted({*STALENESS, staleness} if not times.sync_waits else {0, min(1, staleness)})
@@ -296,6 +297,7 @@ def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], dev
     engine, by_name = engine_of(run, memory, device), {stage.name: stage.seconds for stage in stages}
     length = engine.prompt + run.response_tokens / 2
     sync_s = by_name.get("sync", memory.roles[0].memory.weights / device.link)
+    devices = role_processes(run)["actor"]
     return AsyncTimes(
         token_s=lambda count: engine.token_s(count, length)[0],
         slots=engine.slots,
@@ -303,7 +305,8 @@ def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], dev
         train_s=sum(seconds for name, seconds in by_name.items() if name not in ("generate", "sync")),
         sync_s=sync_s,
         load_s=sync_s,
-        devices=engine.engines,
+        devices=devices,
+        per_engine=max(1, devices // engine.engines),
         source=f"the plan for {device.name}",
     )
 
